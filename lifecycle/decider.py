@@ -192,12 +192,14 @@ class Decider:
     def _after_report(self, event: e.TransferReported, cause: int, _before: object) -> None:
         turn = EngineTurn(self._projections, self._decide, cause)
         transfers = self._transfers
-        job = transfers.get(event.job_id)
-        if job is None or job.repeated_ranks or event.ranks_failed or event.ranks_done != transfers.all_ranks:
-            check_report(turn, event)
-        if job is not None and transfers.is_reported(job):
-            settle(turn, job)
-            self._after_settled(job, cause)
+        is_plain = event.ranks_done == transfers.all_ranks and not event.ranks_failed
+        for job_id, spoken_of in transfers.reported:
+            job = transfers.get(job_id)
+            if job is None or job.repeated_ranks or not is_plain:
+                check_report(turn, event, job_id, spoken_of)
+            if job is not None and transfers.is_reported(job):
+                settle(turn, job)
+                self._after_settled(job, cause)
 
     def _after_settled(self, job: Job, cause: int) -> None:
         record = self._tracker.of(job.ordinal)

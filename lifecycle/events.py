@@ -271,14 +271,16 @@ class Withheld(enum.StrEnum):
 
 @observation("transfer.reported")
 class TransferReported(Event, frozen=True, tag=10):
-    """Workers reported how a job went. Ranks are named, so that one that reports twice is not counted as two."""
+    """Workers reported how a copy went. Ranks are named, so that one that reports twice is not counted as two."""
 
-    job_id: int
+    job_ids: tuple[int, ...]
+    """What was copied at once, and went one way: the saves of a step, or one job."""
     ranks_done: tuple[int, ...]
     ranks_failed: tuple[int, ...]
     is_repeated: bool
     """Whether the workers were asked to tell once more; then the job may be settled already."""
-    num_bytes: int
+    num_bytes: tuple[int, ...]
+    """For each of the jobs, over all ranks."""
     duration_ns: int
     error: str
     withheld: str
@@ -289,7 +291,7 @@ class TransferReported(Event, frozen=True, tag=10):
     def by(cls, ranks: Iterable[int], job_id: int, time_ns: int, *, error: str = "") -> TransferReported:
         """These ranks have done the job, or with an `error` could not, and nothing was measured."""
         done, failed = ((), tuple(ranks)) if error else (tuple(ranks), ())
-        return cls(job_id, done, failed, False, 0, 0, error, "", time_ns)  # noqa: FBT003 -- in the wire's order
+        return cls((job_id,), done, failed, False, (0,), 0, error, "", time_ns)  # noqa: FBT003 -- in the wire's order
 
 
 @observation("load.errors_observed")

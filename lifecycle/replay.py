@@ -6,7 +6,8 @@ against what was recorded; the first divergence is reported, and folding goes on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import attrs
@@ -20,18 +21,22 @@ from kvledger.lifecycle.events import (
     Event,
     ExtensionStopped,
     HookFailed,
-    LoadIssued,
+    LoadCompleted,
+    LoadFailed,
+    LookupDeferred,
     RequestArrived,
     RequestEvent,
     RequestReleased,
-    SaveIssued,
-    TailSaveIssued,
-    field_names,
+    SaveCompleted,
+    SaveFailed,
+    TransferAwaited,
+    TransferReported,
     trigger_of,
 )
 from kvledger.lifecycle.gate import Walk, states_of
 from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections import Fold, Gated, Projections
+from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.turn import TurnEnded
 
 SequencedEvent = tuple[int, Event]
@@ -92,11 +97,22 @@ Around = Callable[[int, Event], None]
 """Given (sequence number, event) where an event is to be folded."""
 
 
+_JOBS_OF: Mapping[type[Event], Callable[[Any], Iterable[int]]] = MappingProxyType(
+    {
+        TransferReported: lambda event: event.job_ids,
+        **dict.fromkeys(
+            (LookupDeferred, TransferAwaited, LoadCompleted, LoadFailed, SaveCompleted, SaveFailed),
+            lambda event: (event.job_id,),
+        ),
+    }
+)
+
+
 class _Plan(NamedTuple):
     """All that is done with the events of one class, looked up once."""
 
-    names_job: bool
-    """Whether it is about a job that another event issued, and moves it as the reference machine should."""
+    jobs_of: Callable[[Any], Iterable[int]] | None
+    """The jobs that it is about and another event issued, which it moves as the reference machine should."""
     changes_lives: bool
     """Whether the fold may leave the request without a record."""
     folds: tuple[Fold, ...]
@@ -268,14 +284,11 @@ class Replay:
     def _fold(self, sequence: int, event: Any) -> None:  # noqa: ANN401, C901, PLR0912
         """Fold an event, walk the reference machine along, and look at it."""
         plan, current, projections = self._plans[type(event)], self.current, self.projections
-        names_job, changes_lives, folds, gated, walk, checks = plan
+        jobs_of, changes_lives, folds, gated, walk, checks = plan
         self.num_events += 1
         current.sequence, current.event = sequence, event
-        job = expected = record = states = None
-        if names_job:
-            job = projections.transfers.get(event.job_id)
-            if job is not None and self._reference is not None:
-                expected, _ = self._reference.after(trigger_of(event), (job.work, job.source))
+        record = states = None
+        expected = [] if jobs_of is None else self._expected(event, jobs_of(event))
         if walk is not None:
             record = projections.tracker.get(event.request_id)
             if record is not None:
@@ -294,7 +307,7 @@ class Replay:
                 and not walk.agrees(event, record, states)
             ):
                 self.reference_differences.append(Divergence(sequence, event, None))
-        if job is not None and expected is not None and expected != (job.work, job.source):
+        if any(states != (job.work, job.source) for job, states in expected):
             self.reference_differences.append(Divergence(sequence, event, None))
         for check in checks:
             check(event)
@@ -304,14 +317,21 @@ class Replay:
             else:
                 self._read_ahead = following
 
+    def _expected(self, event: Event, job_ids: Iterable[int]) -> list[tuple[Job, tuple[Any, ...]]]:
+        """The jobs in flight that an event speaks of, and where the reference machine leads them."""
+        if self._reference is None:
+            return []
+        trigger, after = trigger_of(event), self._reference.after
+        jobs = filter(None, map(self.projections.transfers.get, job_ids))
+        return [(job, after(trigger, (job.work, job.source))[0]) for job in jobs]
+
     def _plan(self, event_class: type[Event], checks: tuple[Check, ...], reference: ReferenceMachine | None) -> _Plan:
         walk = None
         # A birth is no row of the tables, also where an id is used again.
         if reference is not None and issubclass(event_class, RequestEvent) and event_class is not RequestArrived:
             walk = Walk(reference, event_class)
-        is_issued_here = event_class in {LoadIssued, SaveIssued, TailSaveIssued}
         return _Plan(
-            names_job=reference is not None and "job_id" in field_names(event_class) and not is_issued_here,
+            jobs_of=None if reference is None else _JOBS_OF.get(event_class),
             changes_lives=event_class is RequestReleased,
             folds=self.projections.folds_of(event_class),
             gated=self.projections.gated(event_class),

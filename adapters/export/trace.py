@@ -304,14 +304,15 @@ class Trace:
         self._begin(copy)
 
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
-        copy = self._copies.get(event.job_id)
-        if copy is None:
-            return
-        copy.ranks_done += [rank for rank in event.ranks_done if rank not in copy.ranks_done]
-        copy.ranks_failed += [rank for rank in event.ranks_failed if rank not in copy.ranks_failed]
-        copy.num_bytes += event.num_bytes
-        copy.worker_ns += event.duration_ns
-        copy.error = copy.error or event.error
+        for job_id, num_bytes in zip(event.job_ids, event.num_bytes, strict=False):
+            copy = self._copies.get(job_id)
+            if copy is None:
+                continue
+            copy.ranks_done += [rank for rank in event.ranks_done if rank not in copy.ranks_done]
+            copy.ranks_failed += [rank for rank in event.ranks_failed if rank not in copy.ranks_failed]
+            copy.num_bytes += num_bytes
+            copy.worker_ns += event.duration_ns
+            copy.error = copy.error or event.error
 
     def _settled(self, event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed, _sequence: int) -> None:
         copy = self._copies.pop(event.job_id, None)

@@ -63,9 +63,9 @@ class Requests:
                 event.request_id, event.ordinal, sequence, sequence, event.time_ns, tokens, tokens
             )
             return
-        about = self._jobs.get(event.job_id) if isinstance(event, e.TransferReported) else event
-        summary = self.current.get(getattr(about, "request_id", ""))
-        if summary is not None:
+        about = map(self._jobs.get, event.job_ids) if isinstance(event, e.TransferReported) else (event,)
+        request_ids = dict.fromkeys(getattr(each, "request_id", "") for each in about)
+        for summary in filter(None, map(self.current.get, request_ids)):
             summary.last_sequence = sequence
             self._count(summary, event)
             if isinstance(event, e.RequestReleased):

@@ -146,7 +146,7 @@ class _Timeline:
                 self._jobs[event.job_id] = event
         if isinstance(moment.event, e.StepScheduled):
             self._close_step(moment, moment.event)
-        elif isinstance(moment.event, e.TransferReported) and moment.event.job_id in self._jobs:
+        elif isinstance(moment.event, e.TransferReported) and not self._jobs.keys().isdisjoint(moment.event.job_ids):
             self._close_report(moment, moment.event)
         elif getattr(moment.event, "request_id", None) == self.request_id:
             self._close_request_event(moment)
@@ -194,7 +194,10 @@ class _Timeline:
         group.texts += describe_decisions(loud, self._core)
 
     def _close_report(self, moment: Observation, event: e.TransferReported) -> None:
-        job = self._jobs[event.job_id]
+        pairs = zip(event.job_ids, event.num_bytes, strict=False)
+        own = {job_id: num_bytes for job_id, num_bytes in pairs if job_id in self._jobs}
+        job_id = next(iter(own))
+        job = self._jobs[job_id]
         settled = [decision for _, decision in moment.decisions]
         last = self.groups[-1] if self.groups else None
         is_quiet = not isinstance(job, e.LoadIssued) and all(isinstance(d, e.SaveCompleted) for d in settled)
@@ -204,14 +207,13 @@ class _Timeline:
             last = self._add(moment, "transfer", "")
             if not settled:
                 kind = "load" if isinstance(job, e.LoadIssued) else "save"
-                last.texts.append(
-                    f"{plural(len(event.ranks_done), 'rank')} of {self._num_ranks} did {kind} {event.job_id}"
-                )
+                last.texts.append(f"{plural(len(event.ranks_done), 'rank')} of {self._num_ranks} did {kind} {job_id}")
             last.num_tokens = job.num_tokens if isinstance(job, e.LoadIssued) else 0
-        last.num_bytes += event.num_bytes
+        last.num_bytes += sum(own.values())
         last.duration_ns += event.duration_ns
         if any(isinstance(d, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed) for d in settled):
-            del self._jobs[event.job_id]
+            for job_id in own:
+                del self._jobs[job_id]
 
     def _close_request_event(self, moment: Observation) -> None:
         event = moment.event

@@ -179,13 +179,13 @@ class _Grouping:
             return self._end_of_run(self._end_of_run(end, e.LoadErrorsObserved), e.TokensRolledBack) - self._at
         if isinstance(event, e.LoadErrorsObserved):
             end = self._end_of_run(end + 1, e.TokensRolledBack)
-        seen: set[tuple[int, bool]] = set()
+        seen: set[tuple[tuple[int, ...], bool]] = set()
         for _, report in self._entries[end:]:
             if not isinstance(report, e.TransferReported) or is_withheld(report):
                 break
-            if (report.job_id, report.is_repeated) in seen:
+            if (report.job_ids, report.is_repeated) in seen:
                 break
-            seen.add((report.job_id, report.is_repeated))
+            seen.add((report.job_ids, report.is_repeated))
         return end + len(seen) - self._at
 
     def _failed(self, sequence: int, event: e.HookFailed) -> None:

@@ -78,8 +78,7 @@ class CoreRun(Run):
         elif isinstance(event, e.StepScheduled) and self._missing:
             return self._computing_more(event)
         elif isinstance(event, e.TransferReported):
-            job_id = self._job(event.job_id)
-            return None if job_id is None else changed(event, job_id=job_id)
+            return self._of_present_jobs(event)
         return event
 
     def _computing_more(self, step: e.StepScheduled) -> e.StepScheduled:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvledger.adapters.repro.calls import HookCall, could_not_be_written, is_withheld
 from kvledger.adapters.repro.connector import ConnectorUnderTest, SchedulerHalf
-from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed
+from kvledger.adapters.repro.recording import JOB_ISSUED, Recording
 from kvledger.adapters.repro.requests import LiveRequests
 from kvledger.adapters.repro.run import Run
 from kvledger.adapters.repro.scheduler import Incarnation, ScheduledTokens, SchedulerModel, runs_async
@@ -224,7 +224,7 @@ class LedgerRun(HookRun):
         if load_errors:
             self._live.take_back(call.noticed(e.TokensRolledBack))
         reported = [event for event in call.noticed(e.TransferReported) if not is_withheld(event)]
-        reports = [changed(event, job_id=job) for event in reported if (job := self._job(event.job_id)) is not None]
+        reports = [report for event in reported if (report := self._of_present_jobs(event)) is not None]
         ends = [ordinal for delivered in call.noticed(e.EffectsDelivered) for ordinal in delivered.reported]
         self._ours.update_connector_output(reports, load_errors, ends)
 

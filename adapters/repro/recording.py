@@ -166,6 +166,16 @@ def changed(event: _Event, **fields: object) -> _Event:
     return msgspec.structs.replace(event, **fields)
 
 
+def of_jobs(report: e.TransferReported, names: Mapping[int, int]) -> e.TransferReported | None:
+    """What a report says of these jobs, by the ids that they have now; None where that is nothing."""
+    pairs = zip(report.job_ids, report.num_bytes, strict=True)
+    kept = [(names[job_id], num_bytes) for job_id, num_bytes in pairs if job_id in names]
+    if not kept:
+        return None
+    job_ids, num_bytes = zip(*kept, strict=True)
+    return changed(report, job_ids=job_ids, num_bytes=num_bytes)
+
+
 def ended_transfers(event: e.Event) -> tuple[str, ...]:
     """The copies of a recorded connector that an event says are completed."""
     ended = _payload(event, TransfersEnded)

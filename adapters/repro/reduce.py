@@ -15,7 +15,7 @@ import attrs
 
 from kvledger.adapters.repro.calls import HookCall, hook_calls
 from kvledger.adapters.repro.outcome import HOOK_FAILED, Rerun
-from kvledger.adapters.repro.recording import Recording, changed, ended_transfers, record
+from kvledger.adapters.repro.recording import Recording, changed, ended_transfers, of_jobs, record
 from kvledger.adapters.repro.scheduler import SchedulerModel, could_be_scheduled
 from kvledger.lifecycle import SequencedEvent
 from kvledger.lifecycle import events as e
@@ -139,8 +139,12 @@ def restrict(recording: Recording, kept: Collection[int]) -> Recording:
         request_id = getattr(event, "request_id", "")
         if request_id and ordinals.get(request_id) not in kept:
             continue
-        if isinstance(event, e.TransferReported) and event.job_id in recording.jobs and event.job_id not in jobs:
-            continue
+        if isinstance(event, e.TransferReported):
+            kept_jobs = (job_id for job_id in event.job_ids if job_id in jobs or job_id not in recording.jobs)
+            left = of_jobs(event, {job_id: job_id for job_id in kept_jobs})
+            if left is None:
+                continue
+            event = left  # noqa: PLW2901 -- what is left of it
         if isinstance(event, e.StepScheduled):
             event = _restricted_step(event, kept, record)  # noqa: PLW2901 -- what is left of it
         else:

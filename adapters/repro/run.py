@@ -11,7 +11,7 @@ from collections import defaultdict
 
 from kvledger.adapters.repro.calls import HookCall, hook_calls
 from kvledger.adapters.repro.outcome import Rerun
-from kvledger.adapters.repro.recording import Recording
+from kvledger.adapters.repro.recording import Recording, of_jobs
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 
@@ -75,6 +75,11 @@ class Run:
         if recorded_job_id not in self._recording.jobs:
             return recorded_job_id  # nobody had issued it then, either
         return self._present.get(recorded_job_id)
+
+    def _of_present_jobs(self, report: e.TransferReported) -> e.TransferReported | None:
+        """The report of the jobs that are now what its own were; None where there are none."""
+        present = {job_id: self._job(job_id) for job_id in report.job_ids}
+        return of_jobs(report, {job_id: now for job_id, now in present.items() if now is not None})
 
     def _overdue_reports(self, time_ns: int) -> list[e.TransferReported]:
         """Reports of jobs that were not issued then: they are done one step after they were handed out."""

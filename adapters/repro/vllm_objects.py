@@ -71,10 +71,10 @@ def job_reports(report: e.TransferReported) -> list[JobReport]:
     ranks = sorted((*report.ranks_done, *report.ranks_failed))
     return [
         JobReport(
-            report.job_id,
+            report.job_ids,
             rank,
             done=rank in report.ranks_done,
-            num_bytes=report.num_bytes if rank == ranks[0] else 0,
+            num_bytes=sum(report.num_bytes) if rank == ranks[0] else 0,
             duration_ns=report.duration_ns,
             error=report.error if rank in report.ranks_failed or not report.ranks_failed else "",
             is_repeated=report.is_repeated,

@@ -26,24 +26,26 @@ class AsyncCopies:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._pending: dict[int, PendingCopy] = {}
+        self._pending: dict[tuple[int, ...], PendingCopy] = {}
+        """By the jobs that it copies."""
+        self._copy_of: dict[int, tuple[int, ...]] = {}
+        """Job id -> all jobs that are copied with it."""
         self._reported: OrderedDict[int, JobReport] = OrderedDict()
 
-    def run(self, job_id: int, begin: Callable[[], PendingCopy]) -> JobReport:
-        """Begin a copy and wait for it: one that the step needs."""
-        return self.start(job_id, begin) or self._end(job_id)
+    def start(self, job_ids: tuple[int, ...], begin: Callable[[], PendingCopy]) -> None:
+        """Begin a copy that is for these jobs. Raises what `begin` raises; then there is none, see `failed`."""
+        self._pending[job_ids] = begin()
+        self._copy_of.update(dict.fromkeys(job_ids, job_ids))
 
-    def start(self, job_id: int, begin: Callable[[], PendingCopy]) -> JobReport | None:
-        """Begin a copy; a report only where it could not even begin."""
-        try:
-            self._pending[job_id] = begin()
-        except Exception as error:  # noqa: BLE001 -- a failed copy costs its request the cache, not the worker its life
-            return self._failed(job_id, error)
-        return None
+    def failed(self, job_ids: tuple[int, ...], error: Exception) -> JobReport:
+        """The report of a copy that failed, or could not begin."""
+        described = f"{type(error).__name__}: {error}"
+        messages.error("copy failed", job_ids=job_ids, error=described)
+        return self._remember(JobReport(job_ids, self._rank, done=False, num_bytes=0, duration_ns=0, error=described))
 
     def take_done(self) -> list[JobReport]:
         """Reports of the copies that have come to an end since the last call. Waits for nothing."""
-        return [self._end(job_id) for job_id in [job_id for job_id, copy in self._pending.items() if copy.done()]]
+        return [self._end(job_ids) for job_ids in [job_ids for job_ids, copy in self._pending.items() if copy.done()]]
 
     def give_way(self) -> None:
         """Let pending copies have the interpreter for a moment.
@@ -57,40 +59,40 @@ class AsyncCopies:
 
     def wait_for(self, job_ids: Iterable[int]) -> list[JobReport]:
         """Wait for these copies; reports of those that were under way."""
-        return [self._end(job_id) for job_id in job_ids if job_id in self._pending]
+        return [self._end(copied) for job_id in job_ids if (copied := self._copy_of.get(job_id)) is not None]
 
     def wait_for_all(self) -> list[JobReport]:
         """Wait for every copy that is under way."""
-        return self.wait_for(tuple(self._pending))
+        return [self._end(job_ids) for job_ids in tuple(self._pending)]
 
     def report_again(self, job_ids: Iterable[int]) -> list[JobReport]:
         """What was reported about these copies. Those under way are waited for: nobody may give up on one that runs."""
-        return [self._end(job_id) if job_id in self._pending else self._repeated(job_id) for job_id in job_ids]
+        ended = self.wait_for(job_ids := tuple(job_ids))
+        just_ended = {job_id for report in ended for job_id in report.job_ids}
+        return [*ended, *(self._repeated(job_id) for job_id in job_ids if job_id not in just_ended)]
 
     def _repeated(self, job_id: int) -> JobReport:
         reported = self._reported.get(job_id)
         if reported is not None:
-            return attrs.evolve(reported, is_repeated=True)
+            return attrs.evolve(
+                reported, job_ids=(job_id,), num_bytes=reported.num_bytes // len(reported.job_ids), is_repeated=True
+            )
         error = "this worker knows of no such job"
-        return JobReport(job_id, self._rank, done=False, num_bytes=0, duration_ns=0, error=error, is_repeated=True)
+        return JobReport((job_id,), self._rank, done=False, num_bytes=0, duration_ns=0, error=error, is_repeated=True)
 
-    def _failed(self, job_id: int, error: Exception) -> JobReport:
-        described = f"{type(error).__name__}: {error}"
-        messages.error("copy failed", job_id=job_id, error=described)
-        report = JobReport(job_id, self._rank, done=False, num_bytes=0, duration_ns=0, error=described)
-        return self._remember(report)
-
-    def _end(self, job_id: int) -> JobReport:
-        copy = self._pending.pop(job_id)
+    def _end(self, job_ids: tuple[int, ...]) -> JobReport:
+        copy = self._pending.pop(job_ids)
+        for job_id in job_ids:
+            del self._copy_of[job_id]
         try:
             result = copy.result()
         except Exception as error:  # noqa: BLE001 -- a failed copy costs its request the cache, not the worker its life
-            return self._failed(job_id, error)
-        report = JobReport(job_id, self._rank, done=True, num_bytes=result.num_bytes, duration_ns=result.duration_ns)
+            return self.failed(job_ids, error)
+        report = JobReport(job_ids, self._rank, done=True, num_bytes=result.num_bytes, duration_ns=result.duration_ns)
         return self._remember(report)
 
     def _remember(self, report: JobReport) -> JobReport:
-        self._reported[report.job_id] = report
-        if len(self._reported) > MAX_REMEMBERED:
+        self._reported.update(dict.fromkeys(report.job_ids, report))
+        while len(self._reported) > MAX_REMEMBERED:
             self._reported.popitem(last=False)
         return report

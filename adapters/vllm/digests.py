@@ -64,7 +64,7 @@ class DigestedPages:
     def events(self, reports: Iterable[JobReport], time_ns: int) -> Iterator[e.PagesDigested]:
         """What the workers have found, one event for blocks in a row; nothing of jobs that are settled already."""
         for report in reports:
-            job = self._transfers.get(report.job_id)
+            job = self._transfers.get(report.job_ids[0])
             if job is None or not report.digests:
                 continue
             for group, run in self._runs(report):

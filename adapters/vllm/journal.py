@@ -154,11 +154,11 @@ class Journal:
         try:
             self.observe(
                 e.TransferReported(
-                    job_id=job_id,
+                    job_ids=(job_id,),
                     ranks_done=(),
                     ranks_failed=tuple(range(self.configuration.num_ranks)),
                     is_repeated=False,
-                    num_bytes=0,
+                    num_bytes=(0,),
                     duration_ns=0,
                     error=error,
                     withheld=withheld.value,

@@ -56,9 +56,10 @@ _NOTHING = StepJobs()
 
 @attrs.frozen(slots=False)
 class JobReport:
-    """How one rank fared with one job."""
+    """How one rank fared with one copy."""
 
-    job_id: int
+    job_ids: tuple[int, ...]
+    """What it was for: several saves, or one job."""
     rank: int
     done: bool
     num_bytes: int

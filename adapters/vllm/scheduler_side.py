@@ -36,6 +36,7 @@ from kvledger.lifecycle import (
     TrustRegion,
 )
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.windows import NO_SLOT
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -80,6 +81,7 @@ class SchedulerSide:
         self._num_failures_seen = 0
         self.digested = DigestedPages(self._projections)
         self._admits = False
+        self._last_step_ns = 0
         self._notice = Noticing(self.journal, keys, speculates=speculates, zeroes_new_blocks=zeroes_new_blocks)
         self._reader = StepReader(
             self._projections, self._requests, self._notice.keys, self.journal.observe, speculates=speculates
@@ -275,11 +277,30 @@ class SchedulerSide:
             self.journal.pass_step()
             return
         self._notice.preemptions_of_step(scheduler_output, self._requests)
-        step = self._reader.read(scheduler_output, self.journal.now())
+        now_ns = self.journal.now()
+        if not scheduler_output.total_num_scheduled_tokens and self._says_nothing(now_ns):
+            return
+        self._last_step_ns = now_ns
+        step = self._reader.read(scheduler_output, now_ns)
         added = dict(step.extended)
         for ordinal, _, _ in step.settled:
             self._notice.block_table(scheduler_output, ordinal, added.get(ordinal, ()))
         self.journal.observe(step)
+
+    def _says_nothing(self, now_ns: int) -> bool:
+        """Whether nobody misses a step that schedules nobody: an engine that waits for a copy makes them in a loop.
+
+        Copies become overdue by steps and by time, so they are written often enough for both. With windows, each step
+        says what the one before has freed.
+        """
+        configuration = self.journal.configuration
+        max_silent_ns = configuration.max_silent_ms * 1_000_000
+        return (
+            (now_ns - self._last_step_ns) * configuration.max_silent_steps < max_silent_ns
+            and not self._tracker.computed.decoding
+            and not any(self.ledger.ready(Channel.WORKERS))
+            and not self._projections.geometry.windows.forget
+        )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Observe what the workers report, and add the requests whose load has arrived.
@@ -339,19 +360,19 @@ class SchedulerSide:
                 self.journal.observe(digested)
 
     def _take_reports(self, worker_reports: WorkerReports) -> None:
-        by_job: dict[tuple[int, bool], dict[int, JobReport]] = {}
+        by_copy: dict[tuple[tuple[int, ...], bool], dict[int, JobReport]] = {}
         for report in worker_reports.reports:
-            by_job.setdefault((report.job_id, report.is_repeated), {}).setdefault(report.rank, report)
-        for (job_id, is_repeated), by_rank in by_job.items():
+            by_copy.setdefault((report.job_ids, report.is_repeated), {}).setdefault(report.rank, report)
+        for (job_ids, is_repeated), by_rank in by_copy.items():
             if self.journal.is_disabled and not self.journal.obligations.is_waiting:
                 return
             reports = by_rank.values()
             reported = e.TransferReported(
-                job_id=job_id,
+                job_ids=job_ids,
                 ranks_done=tuple(sorted(report.rank for report in reports if report.done)),
                 ranks_failed=tuple(sorted(report.rank for report in reports if not report.done)),
                 is_repeated=is_repeated,
-                num_bytes=sum(report.num_bytes for report in reports),
+                num_bytes=self._bytes_of(job_ids, sum(report.num_bytes for report in reports)),
                 duration_ns=max(report.duration_ns for report in reports),
                 error=next((report.error for report in reports if report.error), ""),
                 withheld="",
@@ -359,6 +380,14 @@ class SchedulerSide:
             )
             if not self._take_report(reported):
                 self._take_report(reported)
+
+    def _bytes_of(self, job_ids: tuple[int, ...], num_bytes: int) -> tuple[int, ...]:
+        """What a copy moved for each of its jobs: all pages are of one size."""
+        if len(job_ids) == 1:
+            return (num_bytes,)
+        jobs = map(self._projections.transfers.get, job_ids)
+        num_pages = [0 if job is None else len(job.slots) - job.slots.count(NO_SLOT) for job in jobs]
+        return tuple([num_bytes * num // (sum(num_pages) or 1) for num in num_pages])
 
     def _take_report(self, reported: e.TransferReported) -> bool:
         """Whether it was recorded. Each for itself: somebody may wait for any of them."""

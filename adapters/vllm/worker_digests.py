@@ -61,8 +61,8 @@ class WorkerDigests:
 
     def _with_digests(self, report: JobReport) -> JobReport:
         if report.done:
-            self.after_load(report.job_id)
-        found = self._found.pop(report.job_id, None)
+            self.after_load(report.job_ids[0])
+        found = self._found.pop(report.job_ids[0], None)  # what is digested has a copy of its own
         if found is None or found.digests is None or not report.done:
             return report
         stored = () if found.stored is None else tuple(found.stored.tolist())

@@ -6,8 +6,9 @@ what that means.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from kvledger.adapters.vllm import versions
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     import torch
 
 _Registered = TypeVar("_Registered")
-_Begin = Callable[[PageJob, CopyEngine | None], PendingCopy]
+_Begin = Callable[[Sequence[PageJob], CopyEngine | None], PendingCopy]
+MAX_JOINED_BYTES = 16 << 20
+"""Small against what a step takes, so that nobody waits long for another one's pages."""
 
 
 def describe_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> BlockLayout:
@@ -68,6 +71,7 @@ class WorkerSide:
         self._digests: WorkerDigests | None = None
         self._step: StepJobs | None = None
         self._executed: set[int] = set()
+        self._max_joined_pages = 1
         self._reports: list[JobReport] = []
         self._failed_block_ids: set[int] = set()
         self._sleeps = False
@@ -80,6 +84,7 @@ class WorkerSide:
             return
         layout = describe_pages(kv_caches, self._num_blocks)
         is_cuda = layout.device.type == "cuda"
+        self._max_joined_pages = max(1, MAX_JOINED_BYTES // layout.block_bytes)
         self._pool = HostPool(self._num_slots, layout.block_bytes, pin=is_cuda)
         self._digests = WorkerDigests(PageDigests(layout, self._pool))
         batched_copy = versions.batched_copy() if is_cuda else None
@@ -105,11 +110,11 @@ class WorkerSide:
     def load(self, jobs: StepJobs) -> None:
         """Copy in what the forward needs, start the asynchronous loads (`start_load_kv`)."""
         self._precede(jobs)  # in case no hook came before
-        for job in jobs.loads:
-            if not self._copy(job, self._begin_load):
+        for job in self._not_begun(jobs.loads):
+            if not self._copy((job,), self._begin_load):
                 self._failed_block_ids.update(job.block_ids)
-        for job in jobs.async_loads:
-            self._start(job, self._begin_load)
+        for job in self._not_begun(jobs.async_loads):
+            self._start((job,), self._begin_load, self._async_engine)
 
     def save(self, jobs: StepJobs) -> None:
         """Copy out what has settled, or start to (`wait_for_save`), after everything that had to precede.
@@ -118,10 +123,10 @@ class WorkerSide:
         fills in this very step.
         """
         self.load(jobs)
-        for job in jobs.saves:
-            self._copy(job, self._begin_save)
-        for job in jobs.async_saves:
-            self._start(job, self._begin_save)
+        for together in self._joined(jobs.saves):
+            self._copy(together, self._begin_save)
+        for together in self._joined(jobs.async_saves):
+            self._start(together, self._begin_save, self._async_engine)
 
     def take_failed_block_ids(self) -> set[int]:
         """Blocks that were promised and are not filled."""
@@ -166,8 +171,8 @@ class WorkerSide:
 
     def _precede(self, jobs: StepJobs) -> None:
         self._begin(jobs)
-        for job in jobs.saves_before_forward:
-            self._copy(job, self._begin_save)
+        for together in self._joined(jobs.saves_before_forward):
+            self._copy(together, self._begin_save)
 
     def _begin(self, jobs: StepJobs) -> None:
         if jobs is not self._step:
@@ -177,35 +182,63 @@ class WorkerSide:
             self._reports += self._copies.wait_for(jobs.awaited)
             self._reports += self._copies.report_again(jobs.asked_after)
 
-    def _begin_save(self, job: PageJob, engine: CopyEngine | None) -> PendingCopy:
-        self._awake(self._digests).before_save(job)
-        return self._awake(engine).start_save(job.block_ids, job.slots)
+    def _begin_save(self, jobs: Sequence[PageJob], engine: CopyEngine | None) -> PendingCopy:
+        for job in jobs:
+            self._awake(self._digests).before_save(job)
+        return self._awake(engine).start_save(*_pairs(jobs))
 
-    def _begin_load(self, job: PageJob, engine: CopyEngine | None) -> PendingCopy:
-        self._awake(self._digests).before_load(job)
-        return self._awake(engine).start_load(job.slots, job.block_ids)
+    def _begin_load(self, jobs: Sequence[PageJob], engine: CopyEngine | None) -> PendingCopy:
+        for job in jobs:
+            self._awake(self._digests).before_load(job)
+        block_ids, slots = _pairs(jobs)
+        return self._awake(engine).start_load(slots, block_ids)
 
-    def _start(self, job: PageJob, begin: _Begin) -> None:
-        if self._is_first(job):
-            report = self._copies.start(job.job_id, partial(begin, job, self._async_engine))
-            if report is not None:
-                self._reports.append(report)
+    def _not_begun(self, jobs: Sequence[PageJob]) -> list[PageJob]:
+        """Those that no hook of this step has begun; it will now."""
+        fresh = [job for job in jobs if job.job_id not in self._executed]
+        self._executed.update(job.job_id for job in fresh)
+        return fresh
 
-    def _copy(self, job: PageJob, begin: _Begin) -> bool:
+    def _joined(self, saves: Sequence[PageJob]) -> Iterator[Sequence[PageJob]]:
+        """What is copied in one call and reported with one report, since a call costs more than the pages of a chunk.
+
+        Somebody may wait for any of them, so not everything; and digests are of one job.
+        """
+        together: list[PageJob] = []
+        num_pages = 0
+        for job in self._not_begun(saves):
+            if job.pages or len(job.slots) > self._max_joined_pages:
+                yield (job,)
+                continue
+            if together and num_pages + len(job.slots) > self._max_joined_pages:
+                yield together
+                together, num_pages = [], 0
+            together.append(job)
+            num_pages += len(job.slots)
+        if together:
+            yield together
+
+    def _start(self, jobs: Sequence[PageJob], begin: _Begin, engine: CopyEngine | None) -> None:
+        try:
+            self._copies.start(_ids(jobs), partial(begin, jobs, engine))
+        except Exception as error:  # noqa: BLE001 -- a failed copy costs its request the cache, not the worker its life
+            if len(jobs) == 1:
+                self._reports.append(self._copies.failed(_ids(jobs), error))
+                return
+            for job in jobs:  # what is wrong with one of them is no reason to lose the others
+                self._start((job,), begin, engine)
+
+    def _copy(self, jobs: Sequence[PageJob], begin: _Begin) -> bool:
         """Copy now; whether nothing failed."""
-        if not self._is_first(job):
-            return True
-        report = self._copies.run(job.job_id, partial(begin, job, self._engine))
-        if self._digests is not None and report.done:
-            self._digests.after_load(job.job_id)
-        self._reports.append(report)
-        return report.done
-
-    def _is_first(self, job: PageJob) -> bool:
-        if job.job_id in self._executed:
-            return False
-        self._executed.add(job.job_id)
-        return True
+        num_before = len(self._reports)
+        self._start(jobs, begin, self._engine)
+        self._reports += self._copies.wait_for(_ids(jobs))
+        reports = self._reports[num_before:]
+        if self._digests is not None:
+            for report in reports:
+                if report.done:
+                    self._digests.after_load(report.job_ids[0])
+        return all(report.done for report in reports)
 
     def _awake(self, registered: _Registered | None) -> _Registered:
         if registered is None:
@@ -215,3 +248,17 @@ class WorkerSide:
             message = "the engine sleeps and its KV memory is gone"
             raise RuntimeError(message)
         return registered
+
+
+def _ids(jobs: Sequence[PageJob]) -> tuple[int, ...]:
+    return tuple([job.job_id for job in jobs])
+
+
+def _pairs(jobs: Sequence[PageJob]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The blocks and the slots of all of them."""
+    if len(jobs) == 1:
+        return jobs[0].block_ids, jobs[0].slots
+    return (
+        tuple(chain.from_iterable([job.block_ids for job in jobs])),
+        tuple(chain.from_iterable([job.slots for job in jobs])),
+    )

@@ -53,11 +53,11 @@ OBSERVATIONS: tuple[e.Event, ...] = (
     e.RequestPreempted(REQUEST, 336, 700, 20 * MS),
     e.StepScheduled(1, 0, (), (), (), (), 20 * MS),
     e.TransferReported(
-        1,
+        (1,),
         (0,),
         (),
         is_repeated=False,
-        num_bytes=16 * 65536,
+        num_bytes=(16 * 65536,),
         duration_ns=900_000,
         error="",
         withheld="",

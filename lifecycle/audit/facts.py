@@ -69,6 +69,7 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
         "settled": ("CURSOR_LE_FRONTIER", "CHUNK_COMPLETE"),
     },
     "transfer.reported": {
+        "job_ids": ("COMPLETION_ONCE",),
         "ranks_done": ("COMPLETION_ONCE", "RANK_AGREEMENT"),
         "ranks_failed": ("COMPLETION_ONCE", "RANK_AGREEMENT"),
         "is_repeated": "excuses a second report; that a rank was asked for it, nobody compares",

@@ -40,24 +40,23 @@ def _fail(turn: EngineTurn, job: Job, error: str, *, quiet: bool) -> None:
         turn.decide(e.RequestQuarantined(*record.life, reason, cause))
 
 
-def check_report(turn: EngineTurn, event: e.TransferReported) -> None:
+def check_report(turn: EngineTurn, event: e.TransferReported, job_id: int, job: Job | None) -> None:
     """A report for a job that is settled or never was, or by a rank that there is not: recorded, harmless.
 
     The first word of a rank about a save that was given up comes late, and is what its slots wait for.
     """
     projections = turn.projections
-    job = projections.transfers.reported
     foreign = [rank for rank in (*event.ranks_done, *event.ranks_failed) if rank >= projections.configuration.num_ranks]
     if foreign:
-        detail = f"job {event.job_id} was reported by ranks {foreign}, which do not exist"
+        detail = f"job {job_id} was reported by ranks {foreign}, which do not exist"
     elif job is not None and job.repeated_ranks:
-        detail = f"job {event.job_id} was reported by ranks {sorted(job.repeated_ranks)}, which had done so before"
+        detail = f"job {job_id} was reported by ranks {sorted(job.repeated_ranks)}, which had done so before"
     elif job is not None or event.is_repeated:
         return
-    elif event.job_id < projections.transfers.next_job_id:
-        detail = f"job {event.job_id} was reported, but it has been settled before"
+    elif job_id < projections.transfers.next_job_id:
+        detail = f"job {job_id} was reported, but it has been settled before"
     else:
-        detail = f"job {event.job_id} was reported, but no such job was ever issued"
+        detail = f"job {job_id} was reported, but no such job was ever issued"
     turn.decide(e.InvariantViolated(Rule.COMPLETION_ONCE.value, "", e.NO_LIFE, e.NO_LIFE, detail, turn.cause))
 
 

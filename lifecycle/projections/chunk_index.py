@@ -245,10 +245,10 @@ class ChunkIndex(Projection):
 
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
-        job = self._transfers.given_up(event.job_id)
-        if job is not None and self._transfers.is_reported(job, event):
-            # The last rank that could still have written them is done.
-            self.slots.release(job.slots, failed=job.kind is JobKind.SAVE)
+        for job in filter(None, map(self._transfers.given_up, dict.fromkeys(event.job_ids))):
+            if self._transfers.is_reported(job, event):
+                # The last rank that could still have written them is done.
+                self.slots.release(job.slots, failed=job.kind is JobKind.SAVE)
 
     @on(e.LoadCompleted, e.LoadFailed)
     def _load_settled(self, event: e.LoadCompleted | e.LoadFailed, _sequence: int) -> None:

@@ -238,13 +238,16 @@ class Obligations(Projection):
 
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
-        state, job_id = self.state, event.job_id
-        if job_id in state.jobs:
-            # What breaks vLLM's contract may name blocks of others; those that were promised are refused by name.
-            self._never_given(job_id, is_counted_on=bool(event.withheld) and event.withheld != e.Withheld.CONTRACT)
-        job = state.in_flight.get(job_id)
-        if job is None:
-            return
+        state = self.state
+        for job_id in event.job_ids:
+            if job_id in state.jobs:
+                # What breaks vLLM's contract may name blocks of others; those that were promised are refused by name.
+                self._never_given(job_id, is_counted_on=bool(event.withheld) and event.withheld != e.Withheld.CONTRACT)
+            job = state.in_flight.get(job_id)
+            if job is not None:
+                self._count(job_id, job, event)
+
+    def _count(self, job_id: int, job: InFlight, event: e.TransferReported) -> None:
         owing = set(range(self._num_ranks)).difference(job.ranks)  # the first word of a rank counts
         job.has_failed |= not owing.isdisjoint(set(event.ranks_failed).difference(event.ranks_done))
         owing.difference_update(event.ranks_done, event.ranks_failed)

@@ -146,15 +146,15 @@ class Totals(Projection):
 
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
-        job = self._transfers.get(event.job_id)
+        job = next(filter(None, map(self._transfers.get, event.job_ids)), None)
         if job is None:
             return
         figures = self.figures
         if job.kind is JobKind.LOAD:
-            figures.num_bytes_loaded += event.num_bytes
+            figures.num_bytes_loaded += sum(event.num_bytes)
             figures.load_duration_ns += event.duration_ns
         else:
-            figures.num_bytes_saved += event.num_bytes
+            figures.num_bytes_saved += sum(event.num_bytes)
             figures.save_duration_ns += event.duration_ns
 
     @on(e.SaveCompleted)

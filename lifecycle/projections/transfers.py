@@ -109,8 +109,9 @@ class Transfers(Projection):
         """The job, or None once it is settled."""
         self.given_up: Callable[[int], Job | None] = self.state.given_up.get
         """A save that was given up without a report: until every rank reports, it may still write its slots."""
-        self.reported: Job | None = None
-        """The job that the report at hand speaks of: in flight, or given up with ranks that owe their word."""
+        self.reported: list[tuple[int, Job | None]] = []
+        """What the report at hand speaks of: job id, and the job in flight, or given up with ranks that owe their word.
+        """
         self._of_ordinal: dict[int, set[int]] = {}
         self._loading: dict[int, int] = {}
         """Slot -> loads in flight that read it."""
@@ -263,13 +264,15 @@ class Transfers(Projection):
 
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
-        job = self.state.jobs.get(event.job_id)
+        self.reported = [(job_id, self._report(job_id, event)) for job_id in dict.fromkeys(event.job_ids)]
+
+    def _report(self, job_id: int, event: e.TransferReported) -> Job | None:
+        job = self.state.jobs.get(job_id)
         if job is None:
-            job = self.state.given_up.get(event.job_id)
+            job = self.state.given_up.get(job_id)
             if job is not None and self.is_reported(job, event):
                 self._move(job, "transfer.reported/whole")
-                del self.state.given_up[event.job_id]
-        self.reported = job
+                del self.state.given_up[job_id]
         if job is not None:
             # The first report of a rank counts; a later one about the same job changes nothing.
             if not job.ranks_done and not job.ranks_failed and event.ranks_done == self.all_ranks:
@@ -278,6 +281,7 @@ class Transfers(Projection):
                 self._add_report(job, event)
             if event.error and not job.error:
                 job.error = event.error
+        return job
 
     def _add_report(self, job: Job, event: e.TransferReported) -> None:
         known = {*job.ranks_done, *job.ranks_failed}

@@ -12,7 +12,7 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -34,7 +34,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
 from kvledger.adapters.simulation.engine import kv_cache_config, vllm_config
 from kvledger.adapters.simulation.hashed_model import block_bytes
-from kvledger.adapters.vllm.metadata import JobReport, StepJobs, WorkerReports
+from kvledger.adapters.vllm.metadata import JobReport, PageJob, StepJobs, WorkerReports
 
 BLOCK_SIZE = 16
 _ENDLESS = 4096
@@ -145,7 +145,7 @@ class Server:
         self._hasher = get_request_block_hasher(BLOCK_SIZE, hash_function)
         self._num_arrived = 0
         self._long: set[str] = set()
-        self._copying: deque[tuple[int, int]] = deque()
+        self._copying: deque[tuple[int, tuple[int, ...]]] = deque()
         """(step in which it is done, job id), oldest first."""
         self.num_steps = self.num_preemptions = 0
         self.schedule_ns: list[int] = []
@@ -251,17 +251,27 @@ class Server:
         return KVConnectorOutput()
 
     def _of_our_workers(self, jobs: StepJobs) -> KVConnectorOutput:
-        done = [job.job_id for job in (*jobs.saves_before_forward, *jobs.loads, *jobs.saves)]
+        # As a worker does: what is saved in a step is one copy, each load is one.
+        done = [_ids(jobs.saves_before_forward), *((load.job_id,) for load in jobs.loads), _ids(jobs.saves)]
         ready = self.num_steps + self._load.steps_to_copy
-        self._copying += ((ready, job.job_id) for job in (*jobs.async_loads, *jobs.async_saves))
-        arrived = [entry for entry in self._copying if entry[0] <= self.num_steps or entry[1] in jobs.awaited]
+        self._copying += (
+            (ready, job_ids) for job_ids in (*((load.job_id,) for load in jobs.async_loads), _ids(jobs.async_saves))
+        )
+        awaited = set(jobs.awaited)
+        arrived = [entry for entry in self._copying if entry[0] <= self.num_steps or not awaited.isdisjoint(entry[1])]
         for entry in arrived:
             self._copying.remove(entry)
             done.append(entry[1])
-        reports = tuple(JobReport(job_id, 0, done=True, num_bytes=4096, duration_ns=50_000) for job_id in done)
+        reports = tuple(
+            JobReport(job_ids, 0, done=True, num_bytes=4096, duration_ns=50_000) for job_ids in done if job_ids
+        )
         return KVConnectorOutput(
             finished_sending=set(jobs.finished_saves),
             finished_recving=set(jobs.failed_loads),
             invalid_block_ids=set(jobs.undeliverable_block_ids),
             kv_connector_worker_meta=WorkerReports(reports) if reports else None,
         )
+
+
+def _ids(jobs: Sequence[PageJob]) -> tuple[int, ...]:
+    return tuple(job.job_id for job in jobs)

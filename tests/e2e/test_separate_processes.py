@@ -98,7 +98,8 @@ def test_two_ranks_each_keep_their_part_of_a_page(
     assert {load.is_async for load in log.of_type(e.LoadIssued)} == {mode == "async"}
     reported: dict[int, list[int]] = {}
     for report in log.of_type(e.TransferReported):
-        reported.setdefault(report.job_id, []).extend(report.ranks_done)
+        for job_id in report.job_ids:
+            reported.setdefault(job_id, []).extend(report.ranks_done)
     settled = {event.job_id for kind in (e.LoadCompleted, e.SaveCompleted) for event in log.of_type(kind)}
     assert settled
     assert all(sorted(reported[job_id]) == [0, 1] for job_id in settled)

@@ -18,9 +18,14 @@ ranks = st.lists(st.integers(0, 2), max_size=2)
 KEYS = keys_of("d", 3) + keys_of("other", 3)
 
 
-def reported(job_id: int, ranks_done: list[int], ranks_failed: list[int], is_repeated: bool) -> e.TransferReported:
-    """A report of some job by some ranks."""
-    return e.TransferReported(job_id, tuple(ranks_done), tuple(ranks_failed), is_repeated, 100, 10, "", "", 1)
+def reported(
+    job_ids: list[int], ranks_done: list[int], ranks_failed: list[int], is_repeated: bool
+) -> e.TransferReported:
+    """A report of some jobs by some ranks; the same job may stand in it twice, and none may."""
+    num_bytes = (100,) * len(job_ids)
+    return e.TransferReported(
+        tuple(job_ids), tuple(ranks_done), tuple(ranks_failed), is_repeated, num_bytes, 10, "", "", 1
+    )
 
 
 observations = st.one_of(
@@ -42,7 +47,7 @@ observations = st.one_of(
         st.lists(st.tuples(ordinals, st.integers(0, 3), tokens), max_size=2).map(tuple),
         st.just(1),
     ),
-    st.builds(reported, st.integers(0, 6), ranks, ranks, st.booleans()),
+    st.builds(reported, st.lists(st.integers(0, 6), max_size=3), ranks, ranks, st.booleans()),
     st.builds(e.CacheReset, st.just(1)),
     st.builds(e.HookFailed, st.just("hook"), names, st.just("boom"), st.just(1)),
     st.builds(e.DecisionWithheld, names, st.sampled_from(["", "VLLM_CONTRACT"]), st.just("no"), st.just(1)),

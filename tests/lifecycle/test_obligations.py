@@ -78,7 +78,7 @@ def report(job_id: int, *ranks: int, error: str = "") -> e.TransferReported:
 
 def withheld(job_id: int, why: e.Withheld = e.Withheld.UNWRITTEN) -> e.TransferReported:
     """The connector reports in their place."""
-    return e.TransferReported(job_id, (), (0,), False, 0, 0, "no", why, 1)
+    return e.TransferReported((job_id,), (), (0,), False, (0,), 0, "no", why, 1)
 
 
 FINISHED = e.RequestFinished("a", "FINISHED_STOPPED", 16, 17, 1)

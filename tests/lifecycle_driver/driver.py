@@ -184,13 +184,19 @@ class Driver:
         is_repeated: bool = False,
         error: str = "",
         withheld: str = "",
+        together: Sequence[int] = (),
     ) -> list[e.Event]:
-        """Workers report a job: the first `num_ranks` of them, or `ranks`. Of one `withheld` it is the connector."""
+        """Workers report a job: the first `num_ranks` of them, or `ranks`. Of one `withheld` it is the connector.
+
+        Jobs that were copied `together` with it are in the same report.
+        """
         ranks = tuple(range(num_ranks)) if ranks is None else tuple(ranks)
         done, failed = (ranks, ()) if ok else ((), ranks)
         error = error or ("" if ok else "it broke")
+        job_ids = (job_id, *together)
+        num_bytes = (100,) * len(job_ids)
         return self.observe(
-            e.TransferReported(job_id, done, failed, is_repeated, 100, 10, error, withheld, self._now())
+            e.TransferReported(job_ids, done, failed, is_repeated, num_bytes, 10, error, withheld, self._now())
         )
 
     def preempt(self, request_id: str, num_settled_tokens: int, num_tokens: int | None = None) -> list[e.Event]:

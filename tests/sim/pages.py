@@ -27,8 +27,17 @@ if TYPE_CHECKING:
 
 Pages = dict[tuple[int, int], torch.Tensor]
 """(block, slot) -> the KV that its first positions must hold."""
-_Expected = tuple[int, Pages]
-"""The job, and its pages."""
+_Pairs = tuple[tuple[int, int], ...]
+"""(block, slot), in the order of the job."""
+
+
+@attrs.frozen
+class _Expected:
+    """A job that was handed out and not copied yet."""
+
+    job_id: int
+    pairs: _Pairs
+    pages: Pages
 
 
 class WrongPages(AssertionError):
@@ -45,7 +54,8 @@ class PageWatch:
         self._kv_caches = engine.model.kv_caches
         self._block_size = engine.model.block_size
         self._truth_of = truth_of
-        self._expected: dict[tuple[tuple[int, ...], tuple[int, ...]], deque[_Expected]] = {}
+        self._expected: dict[tuple[int, int], deque[_Expected]] = {}
+        """By the first pair of the job."""
         self.wrong: list[str] = []
         self._issued_in: dict[int, int] = {}
         """Saves that have not been made -> steps that the scheduler knew of when they were decided."""
@@ -91,14 +101,14 @@ class PageWatch:
         if in_flight is None or in_flight.ordinal < 0:
             self.wrong.append(f"job {job.job_id} was handed out, but nobody is waiting for it")
             return
-        key = (job.block_ids, job.slots)
+        pairs = tuple(zip(job.block_ids, job.slots, strict=True))
         if in_flight.epoch != projections.transfers.epoch:
             # KV from before a reset, which is never committed.
-            self._expected.setdefault(key, deque()).append((job.job_id, {}))
+            self._expect_pages(job.job_id, pairs, {})
             return
         if in_flight.is_doubtful:
             self._unusable[job.job_id] = "it was doubtful before it was made"
-            self._expected.setdefault(key, deque()).append((job.job_id, {}))
+            self._expect_pages(job.job_id, pairs, {})
             return
         truth = self._truth_of(in_flight.ordinal)
         if isinstance(job, e.SaveIssued):
@@ -115,29 +125,54 @@ class PageWatch:
             (block_id, slot): torch.tensor(truth.hashes(block * self._block_size, ends[block]), dtype=torch.int64)
             for block, block_id, slot in zip(blocks, job.block_ids, job.slots, strict=True)
         }
-        self._expected.setdefault(key, deque()).append((job.job_id, pages))
+        self._expect_pages(job.job_id, pairs, pages)
+
+    def _expect_pages(self, job_id: int, pairs: _Pairs, pages: Pages) -> None:
+        self._expected.setdefault(pairs[0], deque()).append(_Expected(job_id, pairs, pages))
+
+    def _jobs_of(self, pairs: _Pairs, first_id: int = 0) -> list[_Expected] | None:
+        """The jobs that a copy of these pairs is for, in the order of their issue; None where it is for anything else.
+
+        The latest that fit: an earlier one of the same pairs was never copied.
+        """
+        if not pairs:
+            return []
+        for job in reversed(self._expected.get(pairs[0], deque())):
+            size = len(job.pairs)
+            if job.job_id > first_id and job.pairs == pairs[:size]:
+                others = self._jobs_of(pairs[size:], job.job_id)
+                if others is not None:
+                    return [job, *others]
+        return None
+
+    def _made(self, job: _Expected) -> None:
+        self._expected[job.pairs[0]].remove(job)
+        if not self._expected[job.pairs[0]]:
+            del self._expected[job.pairs[0]]
 
     def _watched(self, name: str, copy: Callable[..., Any]) -> Callable[..., Any]:
         is_save = name.endswith("save")
 
         def watched(*arguments: Any) -> Any:
             block_ids, slots = map(tuple, arguments if is_save else arguments[::-1])
-            expected = self._expected.get((block_ids, slots))
-            if not expected:
+            jobs = self._jobs_of(tuple(zip(block_ids, slots, strict=True)))
+            if jobs is None:
                 self.wrong.append(f"{name} of blocks {block_ids} and slots {slots}, which is no job")
                 return copy(*arguments)
-            job_id, pages = expected.popleft()
-            if not expected:
-                del self._expected[block_ids, slots]
+            pages: Pages = {}
+            for job in jobs:
+                pages |= self._without_unusable(job.job_id, job.pages) if is_save else job.pages
             if is_save:
-                pages = self._without_unusable(job_id, pages)
                 self._compare_blocks("saves wrong KV from", pages)
-            return _WatchedCopy(copy(*arguments), lambda: self._compare_destination(pages, is_save=is_save))
+            begun = copy(*arguments)
+            for job in jobs:  # where it could not begin, each may be copied alone
+                self._made(job)
+            return _WatchedCopy(begun, lambda: self._compare_destination(pages, is_save=is_save))
 
         return watched
 
     def _without_unusable(self, job_id: int, pages: Pages) -> Pages:
-        issued_in = self._issued_in.pop(job_id, 0)
+        issued_in = self._issued_in.get(job_id, 0)
         right = {}
         for (block_id, slot), expected in pages.items():
             page = next(iter(self._kv_caches.values()))[block_id, 0, : len(expected), 0]

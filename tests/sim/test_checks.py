@@ -154,7 +154,7 @@ def test_a_broken_rule_is_seen() -> None:
     with calm_world() as world:
         world.side.ledger.observe(
             e.TransferReported(
-                99, (0,), (), is_repeated=False, num_bytes=1, duration_ns=1, error="", withheld="", time_ns=1
+                (99,), (0,), (), is_repeated=False, num_bytes=(1,), duration_ns=1, error="", withheld="", time_ns=1
             )
         )
         world.run()

@@ -160,8 +160,8 @@ class Chunks:
 
     @on(e.TransferReported)
     def _reported(self, _event: e.TransferReported) -> None:
-        if self._jobs.let_go is not None:
-            self._slots.release(self._jobs.let_go.slots)
+        for job in self._jobs.let_go:
+            self._slots.release(job.slots)
 
     @on(e.SaveCompleted)
     def _completed(self, _event: e.SaveCompleted) -> None:

@@ -7,7 +7,7 @@ for all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -71,6 +71,16 @@ class InFlight(msgspec.Struct, gc=False):
         return self.request_id, self.ordinal, self.generation
 
 
+class Reported(NamedTuple):
+    """One job of a report."""
+
+    job_id: int
+    job: InFlight | None
+    """In flight, or given up with ranks that have not reported; None where it is neither."""
+    ranks_before: frozenset[int]
+    """Those that had reported it before."""
+
+
 class JobsInFlight:
     """Job id -> job, from the event that issues it to the one that settles it. To be folded after the lives."""
 
@@ -86,8 +96,8 @@ class JobsInFlight:
         self._of_life: dict[int, set[int]] = {}
         self.given_up: dict[int, InFlight] = {}
         """Saves that were given up without a report of every rank: one may still write their slots."""
-        self.let_go: InFlight | None = None
-        """The given-up save of which the report at hand is the last that was owed."""
+        self.let_go: list[InFlight] = []
+        """The given-up saves of which the report at hand is the last that was owed."""
         self.loads: set[int] = set()
         """Ids of the loads among the jobs."""
         self.async_saves: set[int] = set()
@@ -97,13 +107,10 @@ class JobsInFlight:
         self.rivals: set[int] = set()
         """Loads that were filling blocks of the load at hand before it."""
         self.current: InFlight | None = None
-        """The job that the event at hand issues, reports or settles."""
-        self.reported: InFlight | None = None
-        """The job that the report at hand speaks of: in flight, or given up with ranks that have not reported."""
-        self.reported_before: frozenset[int] = _NO_RANKS
-        """Ranks that had reported that job before the report at hand."""
-        self.is_plain_report = False
-        """Whether the report at hand is the first of its job: every rank, each once, has done it."""
+        """The job that the event at hand issues or settles."""
+        self.reported: list[Reported] = []
+        """The jobs that the report at hand speaks of, but for those whose first report this is: every rank has done it.
+        """
         self.report_sequence = 0
         """Of the last report."""
         self.failure_sequence = 0
@@ -243,31 +250,29 @@ class JobsInFlight:
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported) -> None:
         self.report_sequence = self._moment.sequence
-        self.current = self.reported = job = self.get(event.job_id)
-        self.let_go = None
+        self.reported, self.let_go = [], []
         if event.ranks_failed:
             self.failure_sequence = self._moment.sequence
             self.is_withheld = bool(event.withheld)
-        elif (
-            job is not None and event.ranks_done == self._all_ranks and job.ranks_done is _NO_RANKS is job.ranks_failed
-        ):
-            job.ranks_done = self.every_rank
-            self.is_plain_report = True
-            return
-        self.is_plain_report = False
-        if job is not None:
-            self._add_ranks(job, event)
-        elif (given_up := self.given_up.get(event.job_id)) is not None:
-            self.reported = given_up
-            self._add_ranks(given_up, event)
-            if given_up.ranks_done | given_up.ranks_failed >= self.every_rank:
-                self.let_go = self.given_up.pop(event.job_id)
+        is_plain = event.ranks_done == self._all_ranks and not event.ranks_failed
+        for job_id in dict.fromkeys(event.job_ids):
+            job = self.get(job_id)
+            if is_plain and job is not None and job.ranks_done is _NO_RANKS is job.ranks_failed:
+                job.ranks_done = self.every_rank
+            else:
+                self._add_report(job_id, job, event)
 
-    def _add_ranks(self, job: InFlight, event: e.TransferReported) -> None:
-        self.reported_before = job.ranks_done | job.ranks_failed
-        owing = self.every_rank - self.reported_before
+    def _add_report(self, job_id: int, job: InFlight | None, event: e.TransferReported) -> None:
+        in_flight, job = job, job or self.given_up.get(job_id)
+        before = _NO_RANKS if job is None else job.ranks_done | job.ranks_failed
+        self.reported.append(Reported(job_id, job, before))
+        if job is None:
+            return
+        owing = self.every_rank - before
         job.ranks_done |= owing.intersection(event.ranks_done)
         job.ranks_failed |= owing.intersection(event.ranks_failed) - job.ranks_done
+        if in_flight is None and job.ranks_done | job.ranks_failed >= self.every_rank:
+            self.let_go.append(self.given_up.pop(job_id))
 
     @on(e.TransferAwaited)
     def _awaited(self, event: e.TransferAwaited) -> None:

@@ -32,24 +32,22 @@ class CompletionOnce(Checker):
 
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported) -> None:
-        if not self.jobs.is_plain_report:
-            self._check_report(event)
+        for job_id, job, ranks_before in self.jobs.reported:
+            if job is not None:
+                self._check_report(event, job, ranks_before)
+            elif not event.is_repeated:
+                self.broken(f"job {job_id} was reported, but no such job is in flight")
 
-    def _check_report(self, event: e.TransferReported) -> None:
-        job = self.jobs.reported
-        if job is None:
-            if not event.is_repeated:
-                self.broken(f"job {event.job_id} was reported, but no such job is in flight")
-            return
+    def _check_report(self, event: e.TransferReported, job: InFlight, ranks_before: frozenset[int]) -> None:
         ranks = frozenset((*event.ranks_done, *event.ranks_failed))
         num_ranks = len(self.jobs.every_rank)
-        twice = ranks & self.jobs.reported_before if not event.is_repeated else frozenset()
+        twice = ranks & ranks_before if not event.is_repeated else frozenset()
         if twice or len(ranks) < len(event.ranks_done) + len(event.ranks_failed):
-            detail = f"job {event.job_id} was reported more than once by ranks {sorted(twice or ranks)}"
+            detail = f"job {job.job_id} was reported more than once by ranks {sorted(twice or ranks)}"
             self.broken(detail, job.sequence, request_id=job.request_id)
         foreign = sorted(ranks.difference(range(num_ranks)))
         if foreign:
-            detail = f"job {event.job_id} was reported by ranks {foreign}, of {num_ranks}"
+            detail = f"job {job.job_id} was reported by ranks {foreign}, of {num_ranks}"
             self.broken(detail, job.sequence, request_id=job.request_id)
 
     @on(e.LoadCompleted, e.LoadFailed)
@@ -117,7 +115,8 @@ class Liveness(Checker):
 
     Verifies: at each step, that a job which was overdue at the step before has been reported, asked after, or, where
     that had been done already, given up.
-    Does not verify: jobs that were not overdue yet when the log ended. That a job was given up is under RECORDED.
+    Does not verify: jobs that were not overdue yet at the last step that was written; an engine which waits writes a
+    step only now and then. That a job was given up is under RECORDED.
     """
 
     rule = "LIVENESS"
@@ -229,12 +228,13 @@ class DeliveredOnce(Checker):
 
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported) -> None:
-        blocks = self._loads.pop(event.job_id, ())
-        if event.withheld and event.withheld != e.Withheld.CONTRACT:
-            self._unfilled.update(blocks)
-        job = self.jobs.current
-        if job is not None and job.is_load and self.jobs.every_rank <= job.ranks_done | job.ranks_failed:
-            self._ended(job.ordinal, "failed" if job.ranks_failed else "received")
+        for job_id in event.job_ids:
+            blocks = self._loads.pop(job_id, ())
+            if event.withheld and event.withheld != e.Withheld.CONTRACT:
+                self._unfilled.update(blocks)
+            job = self.jobs.get(job_id)
+            if job is not None and job.is_load and self.jobs.every_rank <= job.ranks_done | job.ranks_failed:
+                self._ended(job.ordinal, "failed" if job.ranks_failed else "received")
 
     @on(e.LoadCompleted)
     def _load_completed(self, event: e.LoadCompleted) -> None:

@@ -14,8 +14,10 @@ from sim.slow_copies import delay
 
 from kvledger.adapters.vllm import async_copies
 from kvledger.adapters.vllm.async_copies import AsyncCopies
+from kvledger.adapters.vllm.metadata import JobReport
 from kvledger.lifecycle import events as e
 from kvledger.storage.kv import CopyEngine, CopyResult, HostPool, describe_blocks, make_copy_engine
+from kvledger.storage.kv.errors import CopyRefused
 
 pytestmark = pytest.mark.scheduler
 
@@ -67,22 +69,28 @@ class Gate:
 def test_a_copy_is_made_and_reported_with_rank_and_figures(bench: Bench) -> None:
     """Out into the pool, the blocks overwritten, and back."""
     before = bench.kv[[2, 5]].clone()
-    assert bench.copies.start(1, lambda: bench.engine.start_save([2, 5], [0, 1])) is None
+    bench.copies.start((1,), lambda: bench.engine.start_save([2, 5], [0, 1]))
     (saved,) = bench.copies.wait_for([1])
     bench.kv.zero_()
-    assert bench.copies.start(2, lambda: bench.engine.start_load([0, 1], [2, 5])) is None
+    bench.copies.start((2,), lambda: bench.engine.start_load([0, 1], [2, 5]))
     (loaded,) = bench.copies.wait_for([2])
     assert torch.equal(bench.kv[[2, 5]], before)
     for report, job_id in ((saved, 1), (loaded, 2)):
-        assert (report.job_id, report.rank, report.done, report.is_repeated) == (job_id, 3, True, False)
+        assert (report.job_ids, report.rank, report.done, report.is_repeated) == ((job_id,), 3, True, False)
         assert report.num_bytes == before.nbytes
         assert report.error == ""
 
 
-def test_what_cannot_begin_is_reported_at_once(bench: Bench) -> None:
-    """A block that does not exist: nothing pends, and the report says why."""
-    report = bench.copies.start(1, lambda: bench.engine.start_save([NUM_BLOCKS], [0]))
-    assert report is not None
+def failed_to_begin(bench: Bench, job_id: int) -> JobReport:
+    """The report of a copy out of a block that does not exist."""
+    with pytest.raises(CopyRefused) as caught:
+        bench.copies.start((job_id,), lambda: bench.engine.start_save([NUM_BLOCKS], [0]))
+    return bench.copies.failed((job_id,), caught.value)
+
+
+def test_of_what_cannot_begin_nothing_pends(bench: Bench) -> None:
+    """And its report says why."""
+    report = failed_to_begin(bench, 1)
     assert not report.done
     assert str(NUM_BLOCKS) in report.error
     assert bench.copies.take_done() == []
@@ -102,7 +110,7 @@ def test_what_fails_on_its_way_is_reported_as_failed(bench: Bench) -> None:
             bench.pool.close()
             return bench.engine.start_save([0], [0]).result()
 
-    assert bench.copies.start(1, Failing) is None
+    bench.copies.start((1,), Failing)
     (report,) = bench.copies.take_done()
     assert not report.done
     assert "PoolClosed" in report.error
@@ -113,35 +121,35 @@ def test_copies_are_taken_when_they_are_done_in_any_order_and_each_once() -> Non
     """Asking for those that are done waits for nobody."""
     copies, gates = AsyncCopies(rank=0), [Gate(), Gate(), Gate()]
     for job_id, gate in enumerate(gates):
-        copies.start(job_id, lambda gate=gate: gate)  # type: ignore[misc]
+        copies.start((job_id,), lambda gate=gate: gate)  # type: ignore[misc]
     assert copies.take_done() == []
     gates[1].open()
-    assert [report.job_id for report in copies.take_done()] == [1]
+    assert [report.job_ids for report in copies.take_done()] == [(1,)]
     assert copies.take_done() == []
     gates[0].open()
     gates[2].open()
-    assert [report.job_id for report in copies.take_done()] == [0, 2]
+    assert [report.job_ids for report in copies.take_done()] == [(0,), (2,)]
 
 
 def test_waiting_for_some_leaves_the_others_pending() -> None:
     """Only what a step may overwrite holds it up."""
     copies, mine, other = AsyncCopies(rank=0), Gate(), Gate()
-    copies.start(1, lambda: mine)
-    copies.start(2, lambda: other)
+    copies.start((1,), lambda: mine)
+    copies.start((2,), lambda: other)
     opener = threading.Timer(0.01, mine.open)
     opener.start()
-    assert [report.job_id for report in copies.wait_for([1])] == [1]
+    assert [report.job_ids for report in copies.wait_for([1])] == [(1,)]
     opener.join()
     assert copies.take_done() == []
     other.open()
-    assert [report.job_id for report in copies.take_done()] == [2]
+    assert [report.job_ids for report in copies.take_done()] == [(2,)]
 
 
 def test_waiting_for_what_is_over_or_was_never_begun_is_no_report() -> None:
     """It was reported before, or will not be here."""
     copies, gate = AsyncCopies(rank=0), Gate()
     gate.open()
-    copies.start(1, lambda: gate)
+    copies.start((1,), lambda: gate)
     copies.take_done()
     assert copies.wait_for([1, 99]) == []
 
@@ -149,24 +157,31 @@ def test_waiting_for_what_is_over_or_was_never_begun_is_no_report() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_report_is_repeated_as_it_was(bench: Bench, fails: bool) -> None:
     """Marked as repeated, so that nobody takes it for a second end."""
-    first = bench.copies.start(1, lambda: bench.engine.start_save([99 if fails else 0], [0]))
-    first = first or bench.copies.wait_for([1])[0]
+    if fails:
+        first = failed_to_begin(bench, 1)
+    else:
+        bench.copies.start((1,), lambda: bench.engine.start_save([0], [0]))
+        (first,) = bench.copies.wait_for([1])
     assert bench.copies.report_again([1]) == [attrs.evolve(first, is_repeated=True)]
     assert bench.copies.report_again([1]) == [attrs.evolve(first, is_repeated=True)]
 
 
-def test_copies_that_were_waited_for_at_once_can_be_reported_again_too(bench: Bench) -> None:
-    """Their reports may be lost like any other."""
-    first = bench.copies.run(1, lambda: bench.engine.start_save([2], [0]))
-    second = bench.copies.run(2, lambda: bench.engine.start_save([99], [0]))
-    assert (first.done, second.done) == (True, False)
-    assert bench.copies.report_again([1, 2]) == [attrs.evolve(report, is_repeated=True) for report in (first, second)]
+def test_jobs_that_were_copied_at_once_are_reported_together_and_again_each_for_itself(bench: Bench) -> None:
+    """Who waits for one of them waits for all; a report may be lost for one."""
+    bench.copies.start((1, 2), lambda: bench.engine.start_save([2, 3], [0, 1]))
+    (report,) = bench.copies.wait_for([2])
+    assert (report.job_ids, report.done) == ((1, 2), True)
+    assert bench.copies.wait_for([1]) == []
+    share = report.num_bytes // 2
+    assert bench.copies.report_again([2, 1]) == [
+        attrs.evolve(report, job_ids=(job_id,), num_bytes=share, is_repeated=True) for job_id in (2, 1)
+    ]
 
 
 def test_what_still_runs_is_waited_for_when_it_is_asked_after() -> None:
     """Nobody may give up on a copy that writes. It is a first report."""
     copies, gate = AsyncCopies(rank=0), Gate()
-    copies.start(1, lambda: gate)
+    copies.start((1,), lambda: gate)
     opener = threading.Timer(0.01, gate.open)
     opener.start()
     (report,) = copies.report_again([1])
@@ -178,7 +193,7 @@ def test_what_still_runs_is_waited_for_when_it_is_asked_after() -> None:
 def test_what_nobody_knows_is_reported_as_failed() -> None:
     """A worker that was started again has no memory; its answer ends the waiting."""
     (report,) = AsyncCopies(rank=0).report_again([7])
-    assert (report.job_id, report.done, report.is_repeated) == (7, False, True)
+    assert (report.job_ids, report.done, report.is_repeated) == ((7,), False, True)
     assert "knows of no such job" in report.error
 
 
@@ -189,7 +204,8 @@ def test_only_the_latest_reports_are_remembered(monkeypatch: pytest.MonkeyPatch)
     for job_id in (1, 2, 3):
         gate = Gate()
         gate.open()
-        copies.run(job_id, lambda gate=gate: gate)  # type: ignore[misc]
+        copies.start((job_id,), lambda gate=gate: gate)  # type: ignore[misc]
+        copies.take_done()
     assert [report.done for report in copies.report_again([1, 2, 3])] == [False, True, True]
 
 
@@ -217,6 +233,6 @@ def test_where_nothing_is_pending_nobody_waits(monkeypatch: pytest.MonkeyPatch) 
     copies, gate = AsyncCopies(rank=0), Gate()
     copies.give_way()
     assert slept == []
-    copies.start(1, lambda: gate)
+    copies.start((1,), lambda: gate)
     copies.give_way()
     assert slept == [async_copies.IDLE_WAIT_S]

@@ -116,7 +116,7 @@ def test_a_lost_report_is_asked_after_and_repeated(
     asked = [event.job_id for event in engine.logged(e.TransferAwaited)]
     assert len(asked) >= 2
     repeated = [event for event in engine.logged(e.TransferReported) if event.is_repeated]
-    assert {event.job_id for event in repeated} == set(asked)
+    assert {job_id for event in repeated for job_id in event.job_ids} == set(asked)
     assert engine.logged(e.SaveFailed, e.LoadFailed) == []
     assert engine.check_answers("reader")[0].num_external_tokens == 63
 
@@ -177,8 +177,8 @@ def test_a_report_that_comes_after_its_job_was_given_up(make_engine: Any, async_
     kept: list[JobReport] = []
 
     def keep(reports: list[JobReport]) -> list[JobReport]:
-        kept.extend(report for report in reports if report.job_id == load_job)
-        return [report for report in reports if report.job_id != load_job]
+        kept.extend(report for report in reports if load_job in report.job_ids)
+        return [report for report in reports if load_job not in report.job_ids]
 
     load_job = engine.projections.transfers.next_job_id
     tamper(engine, keep)
@@ -201,7 +201,7 @@ def test_a_report_of_a_rank_that_does_not_exist_settles_nothing(make_engine: Any
     reported = note_reports(engine)
     copies = make_slow(engine, "load")
     job_id = engine.projections.transfers.next_job_id
-    foreign = [JobReport(job_id, 7, done=True, num_bytes=1, duration_ns=1)]
+    foreign = [JobReport((job_id,), 7, done=True, num_bytes=1, duration_ns=1)]
     tamper(engine, lambda reports: [*reports, *(foreign.pop() for _ in foreign[:1])])
     engine.add("reader", PROMPT, 2)
     for _ in range(5):

@@ -52,7 +52,7 @@ def told(hook: str, arguments: tuple[Any, ...], answer: Any) -> dict[str, Any]:
         return {"num_tokens": arguments[0].total_num_scheduled_tokens, "jobs": jobs_of(answer)}
     if hook == "update_connector_output":
         worker_meta = arguments[0].kv_connector_worker_meta
-        return {"jobs": [report.job_id for report in worker_meta.reports] if worker_meta else []}
+        return {"jobs": [job_id for report in worker_meta.reports for job_id in report.job_ids] if worker_meta else []}
     if hook == "reset_cache":
         return {"answer": answer}
     call = {"request_id": arguments[0].request_id, "answer": answer}
@@ -131,7 +131,7 @@ def check_step(events: list[e.Event], call: dict[str, Any]) -> None:
 
 def check_output(events: list[e.Event], call: dict[str, Any]) -> None:
     """Every report."""
-    reported = {event.job_id for event in events if isinstance(event, e.TransferReported)}
+    reported = {job_id for event in events if isinstance(event, e.TransferReported) for job_id in event.job_ids}
     assert set(call["jobs"]) <= reported
 
 

@@ -70,7 +70,7 @@ def _mutate(event: e.Event, chance: random.Random) -> e.Event | None:
     if isinstance(event, e.LoadIssued) and event.slots:
         return msgspec.structs.replace(event, slots=tuple(slot + 1 for slot in event.slots))
     if isinstance(event, e.TransferReported):
-        return msgspec.structs.replace(event, job_id=event.job_id + chance.choice((1, 100)))
+        return msgspec.structs.replace(event, job_ids=(event.job_ids[0] + chance.choice((1, 100)),))
     return None
 
 

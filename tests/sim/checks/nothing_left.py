@@ -24,6 +24,8 @@ MAY_STAY = frozenset(
         "HostSlots.state.free",
         "HostSlots.state.failed",
         "HostSlots.state.references",
+        # What the last report was of.
+        "Transfers.reported",
         # Blocks that nobody has written since a load failed, and the tables lost in the last two steps.
         "UnfilledBlocks.state.blocks",
         "UnfilledBlocks.state.lost",

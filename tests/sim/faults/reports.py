@@ -42,7 +42,7 @@ class DelayedReports(Fault):
             num_steps = self.rng.randint(1, self._max_steps)
             if self.rng.random() < self._share:
                 self._waiting.append((now + num_steps, report))
-                self.note(f"job {report.job_id} is reported {num_steps} steps late")
+                self.note(f"{_jobs(report)}reported {num_steps} steps late")
             else:
                 arriving.append(report)
         arriving += [report for due, report in self._waiting if due <= now]
@@ -73,7 +73,7 @@ class DoubledReports(Fault):
         for report in reports:
             if self.rng.random() < self._share:
                 at_once = self.rng.random() < 0.5
-                self.note(f"job {report.job_id} is reported twice{' at once' if at_once else ''}")
+                self.note(f"{_jobs(report)}reported twice{' at once' if at_once else ''}")
                 (arriving if at_once else self._again).append(report)
         return arriving
 
@@ -94,7 +94,7 @@ class DroppedReports(Fault):
         arriving = []
         for report in reports:
             if self.rng.random() < self._share:
-                self.note(f"the report of job {report.job_id} is lost")
+                self.note(f"{_jobs(report)}not reported")
             else:
                 arriving.append(report)
         return arriving
@@ -123,5 +123,9 @@ class ReorderedReports(Fault):
         self._held = []
         if len(arriving) > 1 and self.rng.random() < 0.5:
             self._held = [arriving.pop(0)]
-            self.note(f"the report of job {self._held[0].job_id} is overtaken")
+            self.note(f"{_jobs(self._held[0])}overtaken by other reports")
         return arriving
+
+
+def _jobs(report: JobReport) -> str:
+    return f"{'job' if len(report.job_ids) == 1 else 'jobs'} {', '.join(map(str, report.job_ids))}: "

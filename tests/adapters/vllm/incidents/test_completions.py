@@ -255,5 +255,5 @@ def test_ascend_16729_a_second_call_before_the_forward_copies_nothing(
     engine.run()
     rescued = [save for save in engine.logged(e.SaveIssued) if save.before_forward]
     assert rescued
-    reports = [report.job_id for report in engine.logged(e.TransferReported)]
+    reports = [job_id for report in engine.logged(e.TransferReported) for job_id in report.job_ids]
     assert len(reports) == len(set(reports))
