@@ -58,7 +58,8 @@ def test_what_is_decided_while_a_file_is_waited_for_is_withheld_and_nothing_is_l
     journal.commit()
     log.close()
     reports = (event for _, event in open_log(tmp_path / "log").events() if isinstance(event, e.TransferReported))
-    failed = {job_id for report in reports if report.withheld == e.Withheld.UNWRITTEN.value for job_id in report.job_ids}
+    unwritten = (report for report in reports if report.withheld == e.Withheld.UNWRITTEN.value)
+    failed = {job_id for report in unwritten for job_id in report.job_ids}
     assert failed == withheld
     main(["verify", str(tmp_path / "log"), "--json"])
     verdict = json.loads(capsys.readouterr().out.splitlines()[-1])
