@@ -1,4 +1,4 @@
-"""A worker's asynchronous copies: started in one step, reported in a later one, awaited where they must be.
+"""A worker's copies: begun in one step, reported in that one or a later one, put before a forward where they must be.
 
 It knows jobs, blocks and slots, no requests.
 """
@@ -22,10 +22,14 @@ MAX_REMEMBERED = 4096
 
 
 class AsyncCopies:
-    """The pending copies of one rank, and the latest reports."""
+    """The pending copies of one rank, and the latest reports.
 
-    def __init__(self, rank: int) -> None:
+    With `waits` it waits for copies that must precede what follows, instead of leaving that to the device's order.
+    """
+
+    def __init__(self, rank: int, *, waits: bool = False) -> None:
         self._rank = rank
+        self._waits = waits
         self._pending: dict[tuple[int, ...], PendingCopy] = {}
         """By the jobs that it copies."""
         self._copy_of: dict[int, tuple[int, ...]] = {}
@@ -46,6 +50,15 @@ class AsyncCopies:
     def take_done(self) -> list[JobReport]:
         """Reports of the copies that have come to an end since the last call. Waits for nothing."""
         return [self._end(job_ids) for job_ids in [job_ids for job_ids, copy in self._pending.items() if copy.done()]]
+
+    def precede(self, job_ids: Iterable[int]) -> list[JobReport]:
+        """Put these copies before all that the device is given from now on; reports of those that are over."""
+        if self._waits:
+            return self.wait_for(job_ids)
+        pending = {copied: self._pending[copied] for job_id in job_ids if (copied := self._copy_of.get(job_id))}
+        for copy in pending.values():
+            copy.precede()
+        return [self._end(copied) for copied, copy in pending.items() if copy.done()]
 
     def give_way(self) -> None:
         """Let pending copies have the interpreter for a moment.

@@ -152,11 +152,11 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learn where the pages lie and allocate the host pool."""
         if self._worker_side is not None:
-            self._worker_side.register_kv_caches(kv_caches)
+            self._worker_side.register_kv_caches(kv_caches, is_alone=versions.is_alone(self))
 
     def get_handshake_metadata(self) -> WorkerStart | None:
         """What this rank has; vLLM hands it to the scheduler side before the first request."""
-        if self._worker_side is None or not versions.answers_handshakes(self):
+        if self._worker_side is None or not versions.is_alone(self):
             return None
         return self._worker_side.take_start()
 
@@ -188,7 +188,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_side.load(jobs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: loads that the step needs are complete when `start_load_kv` returns."""
+        """Nothing to wait for: the forward comes after the loads that `start_load_kv` has begun."""
 
     def save_kv_layer(
         self,

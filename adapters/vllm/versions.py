@@ -148,12 +148,12 @@ def page_ranges(kv_cache_config: KVCacheConfig) -> set[tuple[int, int]]:
     }
 
 
-def answers_handshakes(connector: object) -> bool:
-    """Whether vLLM hands what this worker says at start to its own scheduler side.
+def is_alone(connector: object) -> bool:
+    """Whether vLLM has given its worker this connector itself, not one that holds it, perhaps next to others.
 
-    `MultiConnector` hands the first child's answer to all of them and drops the others
+    `MultiConnector` hands the first child's answer to a handshake to all of them and drops the others
     (`kv_connector/v1/multi_connector.py`, get_handshake_metadata, 0.32), so a child has to leave the word to those
-    that cannot work without it.
+    that cannot work without it. And others may write blocks by means of their own.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 

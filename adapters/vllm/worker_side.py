@@ -77,14 +77,19 @@ class WorkerSide:
         self._sleeps = False
         self._messages = messages.bind()
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Describe where every block's pages lie and allocate the pool. Called once, at start; may raise."""
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], *, is_alone: bool = True) -> None:
+        """Describe where every block's pages lie and allocate the pool. Called once, at start; may raise.
+
+        Another connector beside this one may write blocks in an order of its own, which no stream of the device knows:
+        then what must precede is waited for.
+        """
         if self._declined:
             self._start_to_report = WorkerStart(self._rank, 0, 0, copies_async=False, declined=self._declined)
             return
         layout = describe_pages(kv_caches, self._num_blocks)
         is_cuda = layout.device.type == "cuda"
         self._max_joined_pages = max(1, MAX_JOINED_BYTES // layout.block_bytes)
+        self._copies = AsyncCopies(self._rank, waits=not is_alone)
         self._pool = HostPool(self._num_slots, layout.block_bytes, pin=is_cuda)
         self._digests = WorkerDigests(PageDigests(layout, self._pool))
         batched_copy = versions.batched_copy() if is_cuda else None
@@ -104,7 +109,7 @@ class WorkerSide:
         )
 
     def before_forward(self, jobs: StepJobs) -> None:
-        """Copy out what the step may overwrite (`handle_preemptions`). A second call does nothing."""
+        """Copy out what the step may overwrite, before it does (`handle_preemptions`). A second call does nothing."""
         self._precede(jobs)
 
     def load(self, jobs: StepJobs) -> None:
@@ -117,7 +122,7 @@ class WorkerSide:
             self._start((job,), self._begin_load, self._async_engine)
 
     def save(self, jobs: StepJobs) -> None:
-        """Copy out what has settled, or start to (`wait_for_save`), after everything that had to precede.
+        """Begin to copy out what has settled (`wait_for_save`), after everything that had to precede.
 
         Not before the forward, although it is settled: vLLM's prefix cache gives a request blocks that another one
         fills in this very step.
@@ -179,7 +184,7 @@ class WorkerSide:
             self._step = jobs
             self._executed.clear()
             self._failed_block_ids.update(jobs.undeliverable_block_ids)
-            self._reports += self._copies.wait_for(jobs.awaited)
+            self._reports += self._copies.precede(jobs.awaited)
             self._reports += self._copies.report_again(jobs.asked_after)
 
     def _begin_save(self, jobs: Sequence[PageJob], engine: CopyEngine | None) -> PendingCopy:
@@ -229,16 +234,14 @@ class WorkerSide:
                 self._start((job,), begin, engine)
 
     def _copy(self, jobs: Sequence[PageJob], begin: _Begin) -> bool:
-        """Copy now; whether nothing failed."""
+        """Copy before all that the device is given from now on; whether nothing is known to have failed."""
         num_before = len(self._reports)
         self._start(jobs, begin, self._engine)
-        self._reports += self._copies.wait_for(_ids(jobs))
-        reports = self._reports[num_before:]
-        if self._digests is not None:
-            for report in reports:
-                if report.done:
-                    self._digests.after_load(report.job_ids[0])
-        return all(report.done for report in reports)
+        self._reports += self._copies.precede(_ids(jobs))
+        failed = [report for report in self._reports[num_before:] if not report.done]
+        if self._digests is not None and not failed:
+            self._digests.after_load(jobs[0].job_id)
+        return not failed
 
     def _awake(self, registered: _Registered | None) -> _Registered:
         if registered is None:

@@ -1,8 +1,7 @@
 """Copies between KV tensors in CPU memory and host slots, close to the speed of one contiguous copy.
 
-A torch call costs as much as copying many KiB, so the number of calls must not grow with layers or blocks. All of a
-block's runs, whatever tensor they lie in, are therefore rows of one table over the process's address space, and a whole
-batch is one gather (`index_select`) or one scatter (`index_copy_`) that torch spreads over its threads.
+All of a block's runs, whatever tensor they lie in, are rows of one table over the process's address space (`rows.py`),
+and a whole batch is one gather (`index_select`) or one scatter (`index_copy_`) that torch spreads over its threads.
 
 torch lets go of the interpreter lock meanwhile, so asynchronous copies run on one thread, first come first served. The
 cores and the memory bus are shared all the same: what is won is that nobody waits, not that the bytes move for free.
@@ -11,10 +10,9 @@ cores and the memory bus are shared all the same: what is won is that nobody wai
 from __future__ import annotations
 
 import ctypes
-import math
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import attrs
 import torch
@@ -23,6 +21,7 @@ from kvledger.storage.kv.engine import CopyResult, check_pairs, check_pool, cons
 from kvledger.storage.kv.errors import EngineClosed
 from kvledger.storage.kv.layout import BlockLayout, BlockRun
 from kvledger.storage.kv.pool import HostPool
+from kvledger.storage.kv.rows import Rows, element_of
 
 __all__ = ["THREAD_NAME", "CpuCopyEngine"]
 
@@ -35,41 +34,6 @@ _DIRECT_RUN_BYTES = 1 << 20
 _STAGING_BYTES = 8 << 20
 """Small enough to stay in cache between the gather and the scatter, large enough to make the calls worth their cost."""
 
-_ELEMENTS = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-"""Element types by size. torch moves their bits unchanged, and 16-byte elements up to ten times as fast as bytes."""
-
-
-@attrs.frozen
-class _Rows:
-    """Memory as a table whose row r is the `row_bytes` bytes at `r * step` past its start; rows may overlap."""
-
-    table: torch.Tensor
-    first_row: torch.Tensor
-    rows_per_index: torch.Tensor
-
-    @classmethod
-    def over(
-        cls, starts: Sequence[int], strides: Sequence[int], count: int, row_bytes: int, element: tuple[int, torch.dtype]
-    ) -> _Rows:
-        """The rows that begin at address `starts[i] + index * strides[i]` for `index < count`."""
-        element_bytes, dtype = element
-        low = min(starts)
-        high = max(start + (count - 1) * stride for start, stride in zip(starts, strides, strict=True)) + row_bytes
-        step = math.gcd(*(start - low for start in starts), *strides)
-        # Only rows that begin at a described page are ever named, so what lies between two tensors is never touched.
-        memory = torch.frombuffer((ctypes.c_uint8 * (high - low)).from_address(low), dtype=dtype)
-        return cls(
-            table=memory.as_strided(
-                ((high - low - row_bytes) // step + 1, row_bytes // element_bytes), (step // element_bytes, 1)
-            ),
-            first_row=torch.tensor([(start - low) // step for start in starts]),
-            rows_per_index=torch.tensor([stride // step for stride in strides]),
-        )
-
-    def of(self, indices: torch.Tensor) -> torch.Tensor:
-        """Row numbers `[len(indices), rows of one index]`."""
-        return indices[:, None] * self.rows_per_index + self.first_row
-
 
 @attrs.frozen
 class _RowGroup:
@@ -78,8 +42,8 @@ class _RowGroup:
     `fills_slot` says that they are all there is in a slot, so that consecutive slots are consecutive host rows.
     """
 
-    device: _Rows
-    host: _Rows
+    device: Rows
+    host: Rows
     staging: torch.Tensor
     fills_slot: bool
 
@@ -114,6 +78,14 @@ class _RowGroup:
             target.table.index_copy_(0, destined, passing)
 
 
+class CpuCopy(Future[CopyResult]):
+    """A copy that is done, or that a thread will do."""
+
+    def precede(self) -> None:
+        """See `PendingCopy.precede`: the CPU has no queue to put what follows in."""
+        wait([self])
+
+
 class CpuCopyEngine:
     """A `CopyEngine` for tensors in CPU memory; construction raises `PoolMismatch` and `PoolClosed`.
 
@@ -125,7 +97,7 @@ class CpuCopyEngine:
 
     def __init__(self, layout: BlockLayout, pool: HostPool, *, is_async: bool = False) -> None:
         check_pool(layout, pool)
-        # The row tables own no memory: the layout held here keeps the tensors, and every call asks for the pool's.
+        # The row table over the tensors owns no memory: the layout held here keeps it.
         self._layout: BlockLayout | None = layout
         self._pool = pool
         runs = layout.runs()
@@ -136,11 +108,11 @@ class CpuCopyEngine:
         ]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME) if is_async else None
 
-    def start_save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Future[CopyResult]:
+    def start_save(self, block_ids: Sequence[int], slots: Sequence[int]) -> CpuCopy:
         """Begin to copy blocks into slots; see `CopyEngine.start_save`."""
         return self._start(block_ids, slots, writes_slots=True)
 
-    def start_load(self, slots: Sequence[int], block_ids: Sequence[int]) -> Future[CopyResult]:
+    def start_load(self, slots: Sequence[int], block_ids: Sequence[int]) -> CpuCopy:
         """Begin to copy slots into blocks; see `CopyEngine.start_load`."""
         return self._start(block_ids, slots, writes_slots=False)
 
@@ -151,28 +123,33 @@ class CpuCopyEngine:
             self._thread.shutdown(wait=True)
         self._groups = []
 
-    def _start(self, block_ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool) -> Future[CopyResult]:
+    def _start(self, block_ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool) -> CpuCopy:
         layout = self._layout
         if layout is None:
             raise EngineClosed("the copy engine was closed; make a new one with make_copy_engine")
         ids, to = tuple(block_ids), tuple(slots)
         num_slots = len(self._pool.buffer)
         check_pairs(ids, to, num_blocks=layout.num_blocks, num_slots=num_slots, writes_slots=writes_slots)
+        copy = CpuCopy()
         if self._thread is not None:
-            return self._thread.submit(self._copy, layout, ids, to, writes_slots=writes_slots)
-        copied: Future[CopyResult] = Future()
-        try:
-            copied.set_result(self._copy(layout, ids, to, writes_slots=writes_slots))
-        except Exception as error:  # noqa: BLE001 -- as an executor does
-            copied.set_exception(error)
-        return copied
+            self._thread.submit(self._end, copy, layout, ids, to, writes_slots=writes_slots)
+        else:
+            self._end(copy, layout, ids, to, writes_slots=writes_slots)
+        return copy
 
-    def _copy(
+    def _end(
+        self, copy: CpuCopy, layout: BlockLayout, ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool
+    ) -> None:
+        try:
+            copy.set_result(self._copied(layout, ids, slots, writes_slots=writes_slots))
+        except Exception as error:  # noqa: BLE001 -- it is the caller's, when it asks
+            copy.set_exception(error)
+
+    def _copied(
         self, layout: BlockLayout, block_ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool
     ) -> CopyResult:
         started_ns = time.perf_counter_ns()
-        # Held until the copy is over: the row tables would not keep the memory if another thread closed the pool.
-        buffer = self._pool.buffer
+        buffer = self._pool.buffer  # refuses where the pool was closed, and stays until the copy is over
         if len(slots) > 0:
             by_slot = sorted(range(len(slots)), key=slots.__getitem__)
             ordered_slots = [slots[i] for i in by_slot]
@@ -197,14 +174,17 @@ class CpuCopyEngine:
 def _row_group(runs: Sequence[BlockRun], layout: BlockLayout, pool: HostPool, staging: torch.Tensor) -> _RowGroup:
     row_bytes = runs[0].num_bytes
     addresses, strides = [run.address for run in runs], [run.block_stride for run in runs]
-    slot_addresses = [pool.buffer.data_ptr() + run.slot_offset for run in runs]
-    slot_strides = [pool.slot_bytes] * len(runs)
-    alignment = math.gcd(row_bytes, *addresses, *strides, *slot_addresses, *slot_strides)
-    element = next((size, dtype) for size, dtype in _ELEMENTS if alignment % size == 0)
+    slot_offsets, slot_strides = [run.slot_offset for run in runs], [pool.slot_bytes] * len(runs)
+    host = pool.buffer.view(-1)
+    element = element_of(row_bytes, *addresses, *strides, host.data_ptr(), *slot_offsets, *slot_strides)
+    # Tensors lie apart: their table is one over the process's memory from the first to the last of them.
+    low = min(addresses)
+    span = max(run.address + (layout.num_blocks - 1) * run.block_stride for run in runs) + row_bytes - low
+    memory = torch.frombuffer((ctypes.c_uint8 * span).from_address(low), dtype=torch.uint8)
     rows_in_staging = staging.numel() // row_bytes
     return _RowGroup(
-        device=_Rows.over(addresses, strides, layout.num_blocks, row_bytes, element),
-        host=_Rows.over(slot_addresses, slot_strides, pool.num_slots, row_bytes, element),
-        staging=staging[: rows_in_staging * row_bytes].view(element[1]).view(rows_in_staging, -1),
+        device=Rows.over(memory, [start - low for start in addresses], strides, layout.num_blocks, row_bytes, element),
+        host=Rows.over(host, slot_offsets, slot_strides, pool.num_slots, row_bytes, element),
+        staging=staging[: rows_in_staging * row_bytes].view(element).view(rows_in_staging, -1),
         fills_slot=row_bytes * len(runs) == pool.slot_bytes,
     )

@@ -1,17 +1,19 @@
-"""Copies between KV tensors in CUDA memory and host slots, on streams of their own.
+"""Copies between KV tensors in CUDA memory and host slots, ordered by streams. Nobody waits for one.
 
 NOT YET RUN ON A GPU. It was written against torch's documented stream rules and type-checked; its tests run only where
 `torch.cuda.is_available()`. Which bytes go where (`cuda_movers`) is tested on CPU tensors; streams, events, speed and
-vLLM's batched copy are unproven until the tests have passed on a GPU.
+vLLM's batched copy are unproven until `make gpu-check` has passed on a GPU.
 
-A *lane* is a stream of its own with its own way of moving bytes. A stream does one thing after the other, and from
-that come the promises: copies of a direction finish in order, and staging memory is not filled again before the
-transfer that reads it is over. Two directions on two lanes use both directions of the bus at once.
+A copy *in the step* is given to the caller's own stream: it begins after all that the stream was given before, and what
+the stream is given next begins after it. An *asynchronous* copy is given, by a thread, to a stream of its own for its
+direction, of low priority, behind an event of the caller's stream. A stream does one thing after the other: that is why
+copies of a direction finish in order and staging memory is not filled again before the transfer that reads it is over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import attrs
 import torch
@@ -27,76 +29,65 @@ __all__ = ["BATCHED_FROM_BYTES", "CudaCopyEngine"]
 BATCHED_FROM_BYTES = 32 << 10
 """From this mean run length on the copy engines are given the runs themselves; shorter ones are gathered by a kernel.
 
-Each run costs the copy engine a descriptor, whatever its size. vLLM measured on an H100 that kernels win up to 28 KiB.
+Each run costs the copy engine a descriptor, whatever its size. vLLM measured on an H100 that kernels win up to 28 KiB;
+`make gpu-check` measures both ways.
 """
+
+_Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 @attrs.frozen
 class PendingCudaCopy:
-    """A copy between two events of its lane's stream; None where there was nothing to copy."""
+    """A copy between two events of a stream, once it was given to it; no events where there was nothing to copy."""
 
-    _events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+    _given: Future[_Events | None]
+    _device: torch.device
     _num_pages: int
     _num_bytes: int
 
     def done(self) -> bool:
         """See `PendingCopy.done`."""
-        if self._events is None:
+        if not self._given.done():
+            return False
+        events = None if self._given.exception() else self._given.result()
+        if events is None:
             return True
         try:
-            return bool(self._events[1].query())  # type: ignore[no-untyped-call]
+            return bool(events[1].query())  # type: ignore[no-untyped-call]
         except RuntimeError:
             return True  # CUDA reports an earlier failure here: the copy is over, and `result` says why.
 
+    def precede(self) -> None:
+        """See `PendingCopy.precede`. Waits for the thread that gives copies to streams, for no copy."""
+        wait([self._given])
+        if self._given.exception() is None and (events := self._given.result()):
+            torch.cuda.current_stream(self._device).wait_event(events[1])
+
     def result(self) -> CopyResult:
         """See `PendingCopy.result`."""
+        events = self._given.result()
         duration_ns = 0
-        if self._events is not None:
-            begun, over = self._events
+        if events is not None:
+            begun, over = events
             over.synchronize()
             # The stream passes `begun` only when all it waited for is over: what lies between the two is the copy.
             duration_ns = round(begun.elapsed_time(over) * 1e6)
         return CopyResult(num_pages=self._num_pages, num_bytes=self._num_bytes, duration_ns=duration_ns)
 
 
-@attrs.frozen
-class _Lane:
-    """A stream and what moves bytes on it."""
-
-    stream: torch.cuda.Stream
-    mover: Mover
-
-    def start(
-        self, block_ids: Sequence[int], slots: Sequence[int], host: torch.Tensor, *, writes_slots: bool
-    ) -> PendingCudaCopy:
-        """Begin a copy that was checked, after all that the caller's current stream has been given."""
-        device = self.stream.device
-        events = (_timing_event(), _timing_event())
-        # torch keeps inference mode by thread, and tensors made inside it may be written only inside it.
-        with torch.inference_mode(), torch.cuda.device(device):
-            self.stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(self.stream):
-                events[0].record(self.stream)
-                try:
-                    self.mover.move(block_ids, slots, host, writes_slots=writes_slots)
-                except BaseException:
-                    # Part of it may be under way, and the caller is about to think that nothing touches its blocks.
-                    self.stream.synchronize()
-                    raise
-                events[1].record(self.stream)
-        return PendingCudaCopy(events, len(slots), len(slots) * host.shape[1])
-
-
 class CudaCopyEngine:
     """A `CopyEngine` for tensors on one CUDA device; construction raises `PoolMismatch` and `PoolClosed`.
 
-    A pool that is not pinned works, but CUDA then lets the CPU wait in `start_*`. Close the engine before giving up
-    the KV tensors: torch's allocator does not see that a copy still needs them.
+    What cannot be given to a stream has failed at once. What fails on its way is an error of the device, after which
+    CUDA refuses everything: no copy fails alone.
+
+    A pool that is not pinned works, but CUDA then waits for each transfer while it is given to the stream. Close the
+    engine before giving up the KV tensors: torch's allocator does not see that a copy still needs them.
 
     Args:
         layout: Where the blocks lie.
         pool: Where the slots lie.
-        is_async: A stream for each direction; else one for both, with half the staging memory.
+        is_async: A thread and a stream for each direction; else the caller's stream.
         batched_copy: Used for runs that are long enough, from and to a pinned pool; None: never.
         batched_from_bytes: Mean run length that is long enough.
     """
@@ -113,10 +104,19 @@ class CudaCopyEngine:
         check_pool(layout, pool)
         self._layout: BlockLayout | None = layout
         self._pool = pool
+        self._device = layout.device
         is_long = layout.block_bytes // len(layout.runs()) >= batched_from_bytes
         self._batched_copy = batched_copy if is_long and pool.is_pinned else None
-        save = self._lane(layout)
-        self._lanes: dict[bool, _Lane] = {True: save, False: self._lane(layout) if is_async else save}
+        self._streams: dict[bool, torch.cuda.Stream] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: torch.cuda.Event | None = None
+        if is_async:
+            for writes_slots in (True, False):
+                # Of priority 0: none is lower, and vLLM's collectives run at a higher one.
+                self._streams[writes_slots] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvledger-submit")
+        self._movers: dict[bool, Mover] = {True: self._mover(layout, writes_slots=True)}
+        self._movers[False] = self._mover(layout, writes_slots=False) if is_async else self._movers[True]
 
     def start_save(self, block_ids: Sequence[int], slots: Sequence[int]) -> PendingCudaCopy:
         """Begin to copy blocks into slots; see `CopyEngine.start_save`."""
@@ -127,31 +127,79 @@ class CudaCopyEngine:
         return self._start(block_ids, slots, writes_slots=False)
 
     def close(self) -> None:
-        """Wait for both streams, forget the tensors and give the staging memory back."""
+        """Wait for what was started, forget the tensors and give the staging memory back."""
         # First wait, then let go: the memory goes back to an allocator that knows nothing of these streams.
+        self._layout = None
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
         try:
-            for lane in self._lanes.values():
-                lane.stream.synchronize()
+            for stream in self._streams.values():
+                stream.synchronize()
+            if self._last is not None:
+                self._last.synchronize()
         finally:
-            self._lanes, self._layout = {}, None
+            self._movers, self._streams, self._last = {}, {}, None
 
     def _start(self, block_ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool) -> PendingCudaCopy:
         layout, host = self._layout, self._pool.buffer
         if layout is None:
             raise EngineClosed("the copy engine was closed; make a new one with make_copy_engine")
-        check_pairs(block_ids, slots, num_blocks=layout.num_blocks, num_slots=len(host), writes_slots=writes_slots)
-        if not slots:
-            return PendingCudaCopy(None, 0, 0)
-        return self._lanes[writes_slots].start(block_ids, slots, host, writes_slots=writes_slots)
+        ids, to = tuple(block_ids), tuple(slots)
+        check_pairs(ids, to, num_blocks=layout.num_blocks, num_slots=len(host), writes_slots=writes_slots)
+        given: Future[_Events | None] = Future()
+        pending = PendingCudaCopy(given, self._device, len(to), len(to) * host.shape[1])
+        if not to:
+            given.set_result(None)
+        elif self._thread is None:
+            stream = torch.cuda.current_stream(self._device)
+            if self._last is not None:
+                stream.wait_event(self._last)  # the staging memory is one, whichever stream the caller has
+            self._give(given, stream, ids, to, host, writes_slots=writes_slots)
+        else:
+            stream, before = self._streams[writes_slots], _event()
+            before.record(torch.cuda.current_stream(self._device))
+            self._thread.submit(self._give, given, stream, ids, to, host, writes_slots=writes_slots, before=before)
+        return pending
 
-    def _lane(self, layout: BlockLayout) -> _Lane:
-        stream = torch.cuda.Stream(device=layout.device)  # type: ignore[no-untyped-call]
+    def _give(
+        self,
+        given: Future[_Events | None],
+        stream: torch.cuda.Stream,
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        host: torch.Tensor,
+        *,
+        writes_slots: bool,
+        before: torch.cuda.Event | None = None,
+    ) -> None:
+        """Give a copy to `stream`, after `before`, and say so in `given`."""
+        try:
+            events = (_event(is_timed=True), _event(is_timed=True))
+            # torch keeps inference mode by thread, and tensors made inside it may be written only inside it.
+            with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(stream):
+                if before is not None:
+                    stream.wait_event(before)
+                events[0].record(stream)
+                try:
+                    self._movers[writes_slots].move(block_ids, slots, host, writes_slots=writes_slots)
+                except BaseException:
+                    # Part of it may be under way, and the caller is about to think that nothing touches its blocks.
+                    stream.synchronize()
+                    raise
+                events[1].record(stream)
+            self._last = events[1]
+            given.set_result(events)
+        except Exception as error:  # noqa: BLE001 -- it is the caller's, when it asks
+            given.set_exception(error)
+
+    def _mover(self, layout: BlockLayout, *, writes_slots: bool) -> Mover:
         if self._batched_copy is not None:
-            return _Lane(stream, BatchedMover(layout, self._pool.slot_bytes, self._batched_copy))
+            return BatchedMover(layout, self._pool.slot_bytes, self._batched_copy)
         # torch's allocator hands memory on in the order of the stream it was allocated on: that must be the user's.
+        stream = self._streams.get(writes_slots) or torch.cuda.current_stream(layout.device)
         with torch.cuda.device(layout.device), torch.cuda.stream(stream):
-            return _Lane(stream, StagedMover(layout, self._pool.slot_bytes, self._pool.num_slots))
+            return StagedMover(layout, self._pool)
 
 
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _event(*, is_timed: bool = False) -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=is_timed)  # type: ignore[no-untyped-call]

@@ -2,35 +2,43 @@
 
 `BatchedMover` turns a call into the addresses of every run, for a function that gives them to the copy engines at
 once, so that the model keeps the cores that run kernels. `StagedMover` gathers blocks into a buffer that is laid out
-like host slots, and each run of consecutive slots is then one contiguous transfer: many small transfers would cost more
-in launches than in bytes. Only contiguous memory crosses the bus, because torch stages a strided host tensor through a
-temporary that a non-blocking copy does not wait for.
+like host slots, by one kernel for all layers (`rows.py`), and each run of consecutive slots is then one contiguous
+transfer: many small transfers would cost more in launches than in bytes. Only contiguous memory crosses the bus,
+because torch stages a strided host tensor through a temporary that a non-blocking copy does not wait for.
 
-Nothing here names a stream: the caller makes one current, always the same, so that each step finds the one before it
-done. Works on CPU tensors too, slowly; that is how it is tested without a GPU.
+Nothing here names a stream: the caller makes one current, so that each step finds the one before it done. Works on CPU
+tensors too, slowly; that is how it is tested without a GPU.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import attrs
 import torch
 
 from kvledger.storage.kv.engine import consecutive_runs
-from kvledger.storage.kv.layout import BlockLayout
+from kvledger.storage.kv.layout import BlockLayout, BlockRun
+from kvledger.storage.kv.pool import HostPool
+from kvledger.storage.kv.rows import Rows, element_of
 
-__all__ = ["BatchedCopy", "BatchedMover", "Mover", "StagedMover"]
+__all__ = ["STAGING_BYTES", "BatchedCopy", "BatchedMover", "Mover", "StagedMover"]
 
-BatchedCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""`copy(sources, destinations, sizes)`: give the current CUDA stream these copies, in stream order with what it was
-given before. The arguments are int64 addresses and sizes in bytes, contiguous in CPU memory and read during the call.
-vLLM's `_custom_ops.swap_blocks_batch` (0.32) is one: one call of the driver from CUDA 12.8 on, one for each run before.
+BatchedCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
+"""`copy(sources, destinations, sizes, is_source_stable)`: give the current CUDA stream these copies, in stream order
+with what it was given before; stable sources may be read earlier. The first three are int64 addresses and sizes in
+bytes, contiguous in CPU memory and read during the call. vLLM's `_custom_ops.swap_blocks_batch` (0.32) is one: one call
+of the driver from CUDA 12.8 on, one for each run before.
 """
 
-_STAGING_BYTES = 64 << 20
-"""Device memory lent to staging; at least one slot, whatever its size."""
+STAGING_BYTES = 16 << 20
+"""Device memory lent to staging, of each stream that gathers; at least one slot, whatever its size.
+
+Small, because vLLM has measured and given away the device's memory before a connector is told of the KV tensors
+(`v1/worker/gpu_worker.py`, initialize_from_config, 0.32): nothing can count it in. Half a millisecond of a fast bus is
+still long against the calls that it takes.
+"""
 
 
 class Mover(Protocol):
@@ -60,52 +68,71 @@ class BatchedMover:
         blocks = (self._addresses + ids * self._strides).flatten()
         places = (host.data_ptr() + to * self._slot_bytes + self._offsets).flatten()
         sources, destinations = (blocks, places) if writes_slots else (places, blocks)
-        self._copy(sources, destinations, self._sizes.repeat(len(slots)))
+        # Nobody writes a slot that is being loaded. Blocks are what the model writes, in the order of streams.
+        self._copy(sources, destinations, self._sizes.repeat(len(slots)), not writes_slots)
+
+
+@attrs.frozen
+class _Gathered:
+    """All runs of one length in one allocation, as rows of it and of the staging memory."""
+
+    device: Rows
+    staged: Rows
 
 
 class StagedMover:
     """Gathers and scatters on the device of the layout; construct it with the stream current that it will run on."""
 
-    def __init__(
-        self, layout: BlockLayout, slot_bytes: int, num_slots: int, *, staging_bytes: int = _STAGING_BYTES
-    ) -> None:
+    def __init__(self, layout: BlockLayout, pool: HostPool, *, staging_bytes: int = STAGING_BYTES) -> None:
         self._device = layout.device
-        self._staged_slots = max(1, min(num_slots, staging_bytes // slot_bytes))
-        self._staging = torch.empty((self._staged_slots, slot_bytes), dtype=torch.uint8, device=self._device)
-        self._columns: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Of each segment the rows of all blocks and those of all staged slots."""
-        slot_offset = 0
-        for rows in layout.rows():
-            num_bytes = rows.shape[1]
-            staged = self._staging[:, slot_offset : slot_offset + num_bytes]
-            is_aligned = math.gcd(num_bytes, rows.stride(0), rows.storage_offset(), slot_bytes, slot_offset) % 8 == 0
-            item = torch.int64 if is_aligned else torch.uint8  # byte-wise kernels are slow
-            self._columns.append((rows.view(item), staged.view(item)))
-            slot_offset += num_bytes
+        self._staged_slots = max(1, min(pool.num_slots, staging_bytes // pool.slot_bytes))
+        self._staging = torch.empty((self._staged_slots, pool.slot_bytes), dtype=torch.uint8, device=self._device)
+        alike: dict[tuple[int, int], list[BlockRun]] = {}
+        for run in layout.runs():
+            alike.setdefault((run.storage.data_ptr(), run.num_bytes), []).append(run)
+        self._groups = [self._gathered(runs, layout.num_blocks) for runs in alike.values()]
 
     def move(self, block_ids: Sequence[int], slots: Sequence[int], host: torch.Tensor, *, writes_slots: bool) -> None:
         """Give the current stream every copy of the call, batch after batch."""
         by_slot = sorted(range(len(slots)), key=slots.__getitem__)
         for start in range(0, len(by_slot), self._staged_slots):
             batch = by_slot[start : start + self._staged_slots]
-            ids = self._on_device([block_ids[i] for i in batch])
+            ids = torch.tensor([block_ids[i] for i in batch], device="cpu")
             batch_slots = [slots[i] for i in batch]
             transfers = [
                 (host[batch_slots[first] : batch_slots[first] + last - first], self._staging[first:last])
                 for first, last in consecutive_runs(batch_slots)
             ]
             if writes_slots:
-                for rows, staged in self._columns:
-                    staged[: len(batch)] = torch.index_select(rows, 0, ids)
+                for group in self._groups:
+                    of_blocks, of_staging = self._rows(group, ids)
+                    group.staged.table.index_copy_(0, of_staging, group.device.table.index_select(0, of_blocks))
                 for places, staged in transfers:
                     places.copy_(staged, non_blocking=True)
             else:
                 for places, staged in transfers:
                     staged.copy_(places, non_blocking=True)
-                for rows, staged in self._columns:
-                    rows.index_copy_(0, ids, staged[: len(batch)])
+                for group in self._groups:
+                    of_blocks, of_staging = self._rows(group, ids)
+                    group.device.table.index_copy_(0, of_blocks, group.staged.table.index_select(0, of_staging))
 
-    def _on_device(self, indices: Sequence[int]) -> torch.Tensor:
+    def _rows(self, group: _Gathered, ids: torch.Tensor) -> torch.Tensor:
+        """Row numbers of these blocks, and of as many staged slots from the first on; `[2, rows]`, on the device."""
+        staged = torch.arange(len(ids), device="cpu")
+        rows = torch.stack((group.device.of(ids).flatten(), group.staged.of(staged).flatten()))
+        if self._device.type != "cuda":
+            return rows
         # From memory that is not pinned the CPU would wait here until the stream has come this far.
-        pinned = torch.tensor(indices, device="cpu", pin_memory=self._device.type == "cuda")
-        return pinned.to(self._device, non_blocking=True)
+        return rows.pin_memory().to(self._device, non_blocking=True)
+
+    def _gathered(self, runs: Sequence[BlockRun], num_blocks: int) -> _Gathered:
+        row_bytes, slot_bytes = runs[0].num_bytes, self._staging.shape[1]
+        offsets, strides = [run.offset for run in runs], [run.block_stride for run in runs]
+        slot_offsets, slot_strides = [run.slot_offset for run in runs], [slot_bytes] * len(runs)
+        # A device's allocations begin at addresses that every element divides.
+        element = element_of(row_bytes, *offsets, *strides, *slot_offsets, *slot_strides)
+        staging = self._staging.view(-1)
+        return _Gathered(
+            Rows.over(runs[0].storage, offsets, strides, num_blocks, row_bytes, element),
+            Rows.over(staging, slot_offsets, slot_strides, self._staged_slots, row_bytes, element),
+        )

@@ -32,10 +32,17 @@ class CopyResult:
 
 
 class PendingCopy(Protocol):
-    """A copy that was started; a `concurrent.futures.Future` is one. Letting go of this object does not stop it."""
+    """A copy that was started. Letting go of this object does not stop it."""
 
     def done(self) -> bool:
         """Whether `result` would return, or raise, at once. Never blocks and never raises: a failed copy is done."""
+
+    def precede(self) -> None:
+        """Let all that the device is given from now on, on the caller's current stream, come after the copy.
+
+        A device that keeps order in a queue waits there; where there is none the caller does. Never raises: what
+        stopped the copy is the result's to say.
+        """
 
     def result(self) -> CopyResult:
         """Block until the bytes are in place. May be called again, and then returns the same.

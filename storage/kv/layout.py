@@ -56,10 +56,25 @@ class LayerPages:
 class BlockRun:
     """One contiguous run of a block: absolute address for block 0, and its place in a slot. All in bytes."""
 
+    storage: torch.Tensor = attrs.field(eq=False, repr=False)
+    """The memory it lies in, uint8 `[bytes]`."""
     address: int
     block_stride: int
     num_bytes: int
     slot_offset: int
+
+    @property
+    def offset(self) -> int:
+        """Where it begins in its memory."""
+        return self.address - self.storage.data_ptr()
+
+    def touches(self, other: BlockRun) -> bool:
+        """Whether `other` begins where this one ends, for every block."""
+        return (
+            self.storage.data_ptr() == other.storage.data_ptr()
+            and self.address + self.num_bytes == other.address
+            and self.block_stride == other.block_stride
+        )
 
 
 @attrs.frozen
@@ -96,13 +111,14 @@ class BlockLayout:
     def runs(self) -> list[BlockRun]:
         """The runs of a block in slot order; those that touch in memory as well as in the slot are one.
 
-        Addresses own no memory: whoever keeps them keeps the layout too.
+        The list keeps the tensors' memory alive; addresses alone do not.
         """
         runs: list[BlockRun] = []
         slot_offset = 0
         for layer in self.layers:
             for segment in layer.segments:
                 run = BlockRun(
+                    storage=layer.storage,
                     address=layer.storage.data_ptr() + segment.offset_bytes,
                     block_stride=segment.block_stride_bytes,
                     num_bytes=segment.num_bytes,
@@ -110,7 +126,7 @@ class BlockLayout:
                 )
                 slot_offset += run.num_bytes
                 last = runs[-1] if runs else None
-                if last and last.address + last.num_bytes == run.address and last.block_stride == run.block_stride:
+                if last and last.touches(run):
                     runs[-1] = attrs.evolve(last, num_bytes=last.num_bytes + run.num_bytes)
                 else:
                     runs.append(run)

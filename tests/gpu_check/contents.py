@@ -43,8 +43,8 @@ def copied(machine: Machine, num_blocks: int, page_bytes: int) -> Iterator[tuple
 
 
 def fence(copy: PendingCopy) -> None:
-    """What the device is given from here on comes after the copy."""
-    copy.result()
+    """What the device is given from here on comes after the copy; the host does not wait."""
+    copy.precede()
 
 
 def layouts(machine: Machine) -> Found:

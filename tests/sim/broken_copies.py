@@ -43,6 +43,9 @@ class BrokenCopy:
         """It is over."""
         return True
 
+    def precede(self) -> None:
+        """Nothing comes after it."""
+
     def result(self) -> Any:
         """Tell why."""
         raise RuntimeError(self._error)

@@ -218,6 +218,11 @@ class _WatchedCopy:
             self._seen()
         return done
 
+    def precede(self) -> None:
+        """From here on they are, as far as anybody can see."""
+        self._copy.precede()
+        self._seen()
+
     def result(self) -> Any:
         """Return when they are."""
         result = self._copy.result()

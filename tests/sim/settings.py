@@ -39,6 +39,8 @@ class Settings:
     long_prefill_token_threshold: int = 0
     defer_finalize: bool = False
     """Whether workers report before they save, as vLLM's with a drafter: what they saved is known a step later."""
+    late_reports: bool = False
+    """Whether copies that a step needs are reported when their time has come, as where a device keeps the order."""
     one_output_share: float = 0.0
     """Of the requests, those of one output token, beyond what is drawn anyway."""
     neighbour: WithNeighbour | None = None
@@ -68,19 +70,25 @@ DIMENSIONS = (
     "report order",
     "neighbour",
     "fragile steps",
+    "late reports",
 )
 """What a world may be widened by, each drawn apart; see `widen`."""
+
+_SWITCHES = {"report order": "defer_finalize", "fragile steps": "fragile_steps", "late reports": "late_reports"}
 
 
 def widen(settings: Settings, rng: random.Random, dimensions: Collection[str]) -> Settings:
     """Draw what lies beyond `draw`. A dimension that is left out changes nothing about the others."""
-    chosen = {name for name in DIMENSIONS if (rng.random() < 0.5) & (name in dimensions)}
+    *names, last = DIMENSIONS
+    chosen = {name for name in names if (rng.random() < 0.5) & (name in dimensions)}
     policy, child_policy = rng.choice(["recompute", "fail"]), rng.choice(["recompute", "fail", None])
     large_load_bytes = block_bytes(BLOCK_SIZE) * rng.choice([2, 3, 5])
     threshold, share = rng.choice([5, 16, 24]), rng.choice([0.3, 0.9])
     theirs = {"num_tokens": rng.choice([20, 48, 90, 1000]), "num_steps": rng.choice([0, 0, 1, 4]), "seed": rng.random()}
     failure_share, is_first = rng.choice([0.0, 0.3, 0.3, 1.0]), rng.random() < 0.5
-    changes: dict[str, object] = {}
+    if (rng.random() < 0.5) & (last in dimensions):  # drawn behind all others: the worlds of a seed stay what they were
+        chosen.add(last)
+    changes: dict[str, object] = {_SWITCHES[name]: True for name in chosen if name in _SWITCHES}
     if "failing loads" in chosen:
         changes |= {"loads_fail_anywhere": True, "load_failure_policy": policy}
     if "mixed loads" in chosen:
@@ -89,10 +97,6 @@ def widen(settings: Settings, rng: random.Random, dimensions: Collection[str]) -
         changes["long_prefill_token_threshold"] = threshold
     if "one output" in chosen:
         changes["one_output_share"] = share
-    if "report order" in chosen:
-        changes["defer_finalize"] = True
-    if "fragile steps" in chosen:
-        changes["fragile_steps"] = True
     if "neighbour" in chosen:
         if "failing loads" in chosen:
             theirs["failure_share"] = failure_share

@@ -52,6 +52,11 @@ class SlowCopy:
                 self._num_questions -= 1
         return self.is_over
 
+    def precede(self) -> None:
+        """Nothing that follows comes before it: finish it if nobody did."""
+        self.was_waited_for = self.was_waited_for or not self.is_over
+        self.finish()
+
     def result(self) -> CopyResult:
         """Finish it if nobody did."""
         self.was_waited_for = self.was_waited_for or not self.is_over

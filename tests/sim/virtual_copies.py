@@ -1,4 +1,4 @@
-"""Asynchronous copies in virtual time: bytes move as late as they may, so that whoever reuses a block is caught.
+"""Copies in virtual time: bytes move as late as they may, so that whoever reuses a block is caught.
 
 The real engines use a thread or a device, whose pace would decide what a seed shows; `tests/storage` is about those.
 """
@@ -19,6 +19,8 @@ class VirtualCopy:
         self._move: Callable[[], Any] | None = move
         self._clock = clock
         self._result: Any = None
+        self._error: Exception | None = None
+        self._is_known = False
         self.due_ns = due_ns
 
     @property
@@ -28,16 +30,32 @@ class VirtualCopy:
 
     def done(self) -> bool:
         """Whether its time has come."""
-        if self._move is not None and self._clock.now_ns >= self.due_ns:
-            self.result()
-        return self._move is None
+        if self._clock.now_ns >= self.due_ns:
+            self._end()
+        return self._is_known
+
+    def precede(self) -> None:
+        """Move the bytes before anything else does. A device has its order; that they have moved is known later."""
+        self._move_now()
 
     def result(self) -> Any:
         """Move the bytes, if that has not been done."""
+        self._end()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _end(self) -> None:
+        self._move_now()
+        self._is_known = True
+
+    def _move_now(self) -> None:
         if self._move is not None:
             move, self._move = self._move, None
-            self._result = move()
-        return self._result
+            try:
+                self._result = move()
+            except Exception as error:  # noqa: BLE001 -- the worker is told; that nothing could begin at once
+                self._error, self._is_known = error, True
 
 
 class VirtualCopies:
@@ -61,7 +79,7 @@ class VirtualCopies:
     def close(self) -> None:
         """Finish what was started."""
         for copy in self._started:
-            copy.result()
+            copy.precede()
 
     def _start(self, direction: str, move: Callable[[], Any]) -> VirtualCopy:
         duration_ns = self._rng.choice((0, 1, 10, 30, 200)) * 1_000_000

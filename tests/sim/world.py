@@ -314,10 +314,14 @@ class World:
         self._by_ordinal = {}
         engine.before_update = self._let_faults_act
         if self.setup is KVLEDGER:
+            engine_in_step = self.worker_side._engine
             if self.worker_side._async_engine is not None:
                 self.worker_side._async_engine.close()
                 rng = random.Random(f"copies {self.seed}")
-                self.worker_side._async_engine = VirtualCopies(self.worker_side._engine, self.clock, rng)
+                self.worker_side._async_engine = VirtualCopies(engine_in_step, self.clock, rng)
+            if settings.late_reports:
+                rng = random.Random(f"copies in the step {self.seed}")
+                self.worker_side._engine = VirtualCopies(engine_in_step, self.clock, rng)
             self.copies = Copies(self.worker_side)
             self.pages = PageWatch(engine, lambda ordinal: self._by_ordinal[ordinal].truth)
             if self.log_dir is not None:

@@ -11,8 +11,9 @@ import attrs
 import pytest
 import torch
 from sim.slow_copies import delay
+from vllm.distributed.kv_transfer import kv_transfer_state
 
-from kvledger.adapters.vllm import async_copies
+from kvledger.adapters.vllm import async_copies, versions
 from kvledger.adapters.vllm.async_copies import AsyncCopies
 from kvledger.adapters.vllm.metadata import JobReport
 from kvledger.lifecycle import events as e
@@ -59,6 +60,10 @@ class Gate:
     def done(self) -> bool:
         """Whether the gate is open."""
         return self._open.is_set()
+
+    def precede(self) -> None:
+        """Wait for whoever opens it."""
+        self._open.wait()
 
     def result(self) -> CopyResult:
         """Wait for whoever opens it."""
@@ -236,3 +241,103 @@ def test_where_nothing_is_pending_nobody_waits(monkeypatch: pytest.MonkeyPatch) 
     copies.start((1,), lambda: gate)
     copies.give_way()
     assert slept == [async_copies.IDLE_WAIT_S]
+
+
+class Ordered(Gate):
+    """A copy that a device has in its order: what follows comes after it, and when it is done is known later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_in_order = False
+
+    def precede(self) -> None:
+        """Wait for nobody."""
+        self.is_in_order = True
+
+
+def test_a_copy_that_a_step_needs_is_put_in_order_and_reported_when_it_is_done() -> None:
+    """Nobody waits, neither for one that begins in this step nor for one that began earlier."""
+    copies, needed, earlier = AsyncCopies(rank=0), Ordered(), Ordered()
+    copies.start((1,), lambda: needed)
+    copies.start((2, 3), lambda: earlier)
+    assert copies.precede([1]) == []
+    assert copies.precede([2, 3, 99]) == []
+    assert needed.is_in_order
+    assert earlier.is_in_order
+    assert copies.take_done() == []
+    earlier.open()
+    assert [report.job_ids for report in copies.take_done()] == [(2, 3)]
+    needed.open()
+    assert [report.job_ids for report in copies.take_done()] == [(1,)]
+
+
+def test_where_others_write_blocks_in_an_order_of_their_own_a_needed_copy_is_waited_for() -> None:
+    """The device's order binds nobody who does not use it."""
+    copies, needed = AsyncCopies(rank=0, waits=True), Ordered()
+    opener = threading.Timer(0.01, needed.open)
+    opener.start()
+    copies.start((1,), lambda: needed)
+    (report,) = copies.precede([1])
+    opener.join()
+    assert report.done
+    assert not needed.is_in_order
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_connector_that_another_one_holds_is_not_alone(is_held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM's worker has one connector, which may be a `MultiConnector` with others next to ours."""
+    ours = object()
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object() if is_held else ours)
+    assert versions.is_alone(ours) is not is_held
+
+
+class LateCopies:
+    """An engine whose copies are in order at once, and seen to be done when they have been asked about three times."""
+
+    def __init__(self, engine: CopyEngine) -> None:
+        self._engine = engine
+
+    def start_save(self, block_ids: Any, slots: Any) -> LateCopy:
+        """Device to host."""
+        return LateCopy(self._engine.start_save(block_ids, slots).result())
+
+    def start_load(self, slots: Any, block_ids: Any) -> LateCopy:
+        """Host to device."""
+        return LateCopy(self._engine.start_load(slots, block_ids).result())
+
+    def close(self) -> None:
+        """Close the wrapped engine."""
+        self._engine.close()
+
+
+class LateCopy:
+    """See `LateCopies`."""
+
+    def __init__(self, result: CopyResult) -> None:
+        self._result = result
+        self._num_questions = 3
+
+    def precede(self) -> None:
+        """It does."""
+
+    def done(self) -> bool:
+        """Whether it was asked often enough."""
+        self._num_questions -= 1
+        return self._num_questions < 0
+
+    def result(self) -> CopyResult:
+        """It is never waited for."""
+        assert self._num_questions < 0
+        return self._result
+
+
+def test_what_a_device_reports_late_is_there_for_the_next_request(make_engine: Any) -> None:
+    """The last save goes out when no request is left: the engine goes on until it is reported."""
+    engine = make_engine(num_blocks=30, chunk_size=16, enable_prefix_caching=False, load_mode="sync", save_mode="sync")
+    side = engine.worker._worker_side
+    side._engine = LateCopies(side._engine)
+    engine.serve("writer", range(61), 4)
+    engine.serve("reader", [*range(61), 99], 4)
+    (load,) = engine.logged(e.LoadIssued, request_id="reader")
+    assert load.num_tokens == 48
+    assert engine.logged(e.LoadCompleted, request_id="reader")
