@@ -125,7 +125,7 @@ def open_event_log(
         segments,
         on_trouble=trouble.report,
         on_written_again=trouble.report_end,
-        writes_alone=True,
+        writes_alone=settings.max_log_wait_ms is not None,
         max_wait_ms=settings.max_log_wait_ms,
     )
     return OpenedLog(backlog, directory, remarks)

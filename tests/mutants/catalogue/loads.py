@@ -235,12 +235,13 @@ def one_group_answers_for_all(touch: Touch) -> Sequence[Patch]:
 def a_bit_falls_over_in_the_host_pool(touch: Touch) -> Sequence[Patch]:
     """One bit of a slot is another when it is loaded than when it was saved."""
 
-    def begin_load(original: Any, side: WorkerSide, job: Any, engine: Any) -> Any:
+    def begin_load(original: Any, side: WorkerSide, jobs: Any, engine: Any) -> Any:
+        (job,) = jobs
         slots = [slot for slot, page in zip(job.slots, job.pages, strict=False) if page >= 0]
         if slots:
             touch()
             side._pool.buffer[slots[0], 0] ^= 1  # type: ignore[union-attr]
-        return original(side, job, engine)
+        return original(side, jobs, engine)
 
     return [wrapped(WorkerSide, "_begin_load", begin_load)]
 
@@ -249,9 +250,10 @@ def a_bit_falls_over_in_the_host_pool(touch: Touch) -> Sequence[Patch]:
 def two_blocks_of_a_load_change_places(touch: Touch) -> Sequence[Patch]:
     """The first two slots of a load go into one another's blocks."""
 
-    def begin_load(original: Any, side: WorkerSide, job: Any, engine: Any) -> Any:
+    def begin_load(original: Any, side: WorkerSide, jobs: Any, engine: Any) -> Any:
+        (job,) = jobs
         if len(job.slots) < 2 or len(job.pages) < 2 or min(job.pages[:2]) < 0:
-            return original(side, job, engine)
+            return original(side, jobs, engine)
         touch()
         first, second, *others = job.slots
         side._digests.before_load(job)  # type: ignore[union-attr]
