@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -42,8 +42,12 @@ def copied(machine: Machine, num_blocks: int, page_bytes: int) -> Iterator[tuple
         pool.close()
 
 
-def fence(copy: PendingCopy) -> None:
-    """What the device is given from here on comes after the copy; the host does not wait."""
+def fence(copy: PendingCopy, release: Callable[[], None] = lambda: None) -> None:
+    """What the device is given from here on comes after the copy; the host does not wait.
+
+    On the CPU the copy itself is waited for, so `release` must let it go on where it is held back.
+    """
+    release()
     copy.precede()
 
 
@@ -86,8 +90,7 @@ def keeps_what_it_saves(machine: Machine, name: str, *, is_fenced: bool) -> bool
             kv.fill_(1)
             save = engine.start_save(blocks, blocks)
             if is_fenced:
-                release()
-                fence(save)
+                fence(save, release)
             kv.fill_(2)
         save.result()
         machine.synchronize()

@@ -62,7 +62,7 @@ def test_what_a_machine_lacks_is_a_reason_and_no_failure() -> None:
 
 def test_the_race_fails_where_the_fence_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is overwritten while its copy is held back is seen to be lost."""
-    monkeypatch.setattr(contents, "fence", lambda _copy: None)
+    monkeypatch.setattr(contents, "fence", lambda *_: None)
     how, why = outcome(race)
     assert how == "failed"
     assert "the fence did not hold" in why
