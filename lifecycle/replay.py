@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -71,15 +71,6 @@ def fold(
     return projections
 
 
-class Current(Protocol):
-    """Where a replay is. Whoever has checks done may give one of its own, on which more stands."""
-
-    sequence: int
-    event: Event | None
-    cause: int
-    """The last observation: what is decided now is decided upon it."""
-
-
 @attrs.define
 class ReplayedEvent:
     """The event that is or was last taken. One object serves a whole replay."""
@@ -87,10 +78,7 @@ class ReplayedEvent:
     sequence: int = 0
     event: Event | None = None
     cause: int = 0
-
-
-Check = Callable[[Any], None]
-"""Given an event after the fold of it."""
+    """The last observation: what is decided now is decided upon it."""
 
 
 Around = Callable[[int, Event], None]
@@ -119,7 +107,6 @@ class _Plan(NamedTuple):
     gated: Gated | None
     walk: Walk | None
     """Where the reference machines of a request go."""
-    checks: tuple[Check, ...]
 
 
 class Replay:
@@ -129,8 +116,7 @@ class Replay:
     difference the turn ends; what else was recorded upon this observation is folded and proves nothing.
 
     Args:
-        checks: (event class, check) pairs, done in this order after the fold of such an event.
-        current: set before the fold of each event, for the checks to look at.
+        reference: walked along; default: none.
         start: the state before the first event; it is folded on. Default: none.
     """
 
@@ -140,15 +126,13 @@ class Replay:
         configuration: LedgerConfiguration,
         *,
         reference: ReferenceMachine | None = None,
-        checks: Iterable[tuple[type[Event], Check]] = (),
-        current: Current | None = None,
         start: Projections | None = None,
     ) -> None:
         self.projections = Projections(core, configuration) if start is None else start
         self._reference = reference
         self.divergences = Divergences()
         self.reference_differences = Divergences()
-        self.current: Current = ReplayedEvent() if current is None else current
+        self.current = ReplayedEvent()
         """The event that is or was last taken."""
         self._is_extended = bool(core.extensions)
         self._raised = self.projections.extensions.raised
@@ -162,19 +146,13 @@ class Replay:
         """Whether all decisions upon the last observation have been equal so far."""
         self._stands_aside = False
         """Whether the ledger was corrupt by now, so that nothing was decided any more."""
-        self._missing: Divergence | None = None
+        self.missing: Divergence | None = None
         """A decision behind the last event: whether the log lacks it, the next event tells."""
         self._error: Exception | None = None
         self._unjudged = core.unjudged
         self.num_unjudged = 0
         """Observations upon which an extension may have decided whose code is not here."""
-        checks_of: dict[type[Event], list[Check]] = {}
-        for event_class, check in checks:
-            checks_of.setdefault(event_class, []).append(check)
-        self._plans = {
-            event_class: self._plan(event_class, tuple(checks_of.get(event_class, ())), reference)
-            for event_class in core.events.values()
-        }
+        self._plans = {event_class: self._plan(event_class, reference) for event_class in core.events.values()}
 
     def run(self, events: Iterable[SequencedEvent]) -> None:
         """Take all events, then finish."""
@@ -189,7 +167,7 @@ class Replay:
             around: is given each event in place of the fold, and folds it into `projections`.
 
         Raises:
-            Exception: whatever a fold or a check raises; `current` says at which event. Nothing more can be taken.
+            Exception: whatever a fold raises; `current` says at which event. Nothing more can be taken.
         """
         self._events, self._around = iter(events), around
         while (following := self._next()) is not None:
@@ -197,9 +175,14 @@ class Replay:
 
     def finish(self) -> None:
         """Notice decisions that are missing at the end of the log."""
-        if self._missing is not None:
-            self.divergences.append(self._missing)
-            self._missing = None
+        if self.missing is not None:
+            self.divergences.append(self.missing)
+            self.missing = None
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether what comes depends on the state alone, if it is an observation."""
+        return self.missing is None and not self._stands_aside
 
     def _next(self) -> SequencedEvent | None:
         following, self._read_ahead = self._read_ahead, None
@@ -207,12 +190,12 @@ class Replay:
 
     def _take_up(self, sequence: int, event: Event) -> None:
         if event.is_decision:
-            self._missing = None
+            self.missing = None
             if self._is_compared and not isinstance(event, ExtensionStopped):  # and nobody decides it any more
                 self._diverged(sequence, event, None)
             self._fold(sequence, event)
             return
-        if self._missing is not None:
+        if self.missing is not None:
             self.finish()
         self.current.cause = sequence
         if isinstance(event, HookFailed) and event.error.startswith(CORRUPT):
@@ -254,7 +237,7 @@ class Replay:
             raise TurnEnded
         following = self._next()
         if following is None:
-            self._missing = Divergence(self.current.sequence + 1, None, decision)
+            self.missing = Divergence(self.current.sequence + 1, None, decision)
             self._is_compared = False
             raise TurnEnded
         sequence, event = following
@@ -281,10 +264,10 @@ class Replay:
         self.divergences.append(Divergence(sequence, recorded, decided))
 
     # What an audit costs, so it is one function that makes nothing.
-    def _fold(self, sequence: int, event: Any) -> None:  # noqa: ANN401, C901, PLR0912
-        """Fold an event, walk the reference machine along, and look at it."""
+    def _fold(self, sequence: int, event: Any) -> None:  # noqa: ANN401, C901
+        """Fold an event, and walk the reference machine along."""
         plan, current, projections = self._plans[type(event)], self.current, self.projections
-        jobs_of, changes_lives, folds, gated, walk, checks = plan
+        jobs_of, changes_lives, folds, gated, walk = plan
         self.num_events += 1
         current.sequence, current.event = sequence, event
         record = states = None
@@ -309,8 +292,6 @@ class Replay:
                 self.reference_differences.append(Divergence(sequence, event, None))
         if any(states != (job.work, job.source) for job, states in expected):
             self.reference_differences.append(Divergence(sequence, event, None))
-        for check in checks:
-            check(event)
         if self._is_extended and (following := self._next()) is not None:
             if isinstance(following[1], ExtensionStopped):  # whatever its code would do here and now
                 self._fold(*following)
@@ -325,7 +306,7 @@ class Replay:
         jobs = filter(None, map(self.projections.transfers.get, job_ids))
         return [(job, after(trigger, (job.work, job.source))[0]) for job in jobs]
 
-    def _plan(self, event_class: type[Event], checks: tuple[Check, ...], reference: ReferenceMachine | None) -> _Plan:
+    def _plan(self, event_class: type[Event], reference: ReferenceMachine | None) -> _Plan:
         walk = None
         # A birth is no row of the tables, also where an id is used again.
         if reference is not None and issubclass(event_class, RequestEvent) and event_class is not RequestArrived:
@@ -336,5 +317,4 @@ class Replay:
             folds=self.projections.folds_of(event_class),
             gated=self.projections.gated(event_class),
             walk=walk,
-            checks=checks,
         )

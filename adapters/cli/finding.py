@@ -29,7 +29,7 @@ def selected(arguments: argparse.Namespace, output: Output) -> Iterator[tuple[St
         return
     for path in arguments.logs:
         with output.apart_from_others(path):
-            log = _opened(path, arguments, core)
+            log = opened_log(path, arguments, core)
             yield log, selection_of(arguments, log, output)
 
 
@@ -44,7 +44,9 @@ def selected_one(arguments: argparse.Namespace, output: Output) -> tuple[StoredL
     return next(selected(arguments, output))
 
 
-def _opened(path: Path, arguments: argparse.Namespace, core: Core) -> StoredLog:
+def opened_log(path: Path, arguments: argparse.Namespace, core: Core | None = None) -> StoredLog:
+    """The log, opened as the arguments say; without `core` with one of its own."""
+    core = core or chosen_core(arguments)
     return open_log(path, core, lenient=arguments.lenient, trusts_snapshots=arguments.trust_snapshots)
 
 
@@ -59,7 +61,7 @@ def find_request(arguments: argparse.Namespace, output: Output, core: Core) -> t
     known: dict[Path, dict[str, None]] = {}
     for path in logs:
         with output.apart_from_others(path):
-            log = _opened(path, arguments, core)
+            log = opened_log(path, arguments, core)
             known[log.path] = request_ids(log, wanted, output)
             opened.append(log)
     found = [(log, wanted) for log in opened if wanted in known[log.path]]

@@ -102,6 +102,18 @@ def count(text: str) -> int:
     return int(text)
 
 
+def positive(text: str) -> int:
+    """How many, from 1 on.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no such number.
+    """
+    number = count(text)
+    if not number:
+        raise argparse.ArgumentTypeError("0 is too few; give 1 or more")
+    return number
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that every command has."""
     when = "an event number, a time since the log was opened (1.5s, 1h30m), or a date and time (UTC unless it says so)"

@@ -23,7 +23,7 @@ from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.under_way import last_under_way
 from kvledger.adapters.logs.visible import remark, visible
 from kvledger.lifecycle import Figures
-from kvledger.lifecycle.audit import Audit
+from kvledger.lifecycle.audit import Judgement
 from kvledger.storage.events import HowEnded
 
 _PIPED_WIDTH = 100_000
@@ -119,6 +119,10 @@ class Output:
         for damage in log.damage:
             self.remark(str(damage))
 
+    def waiting(self, what: str) -> contextlib.AbstractContextManager[object]:
+        """Show what is waited for, when stderr is a terminal."""
+        return Console(file=sys.stderr).status(what) if sys.stderr.isatty() else contextlib.nullcontext()
+
     @contextlib.contextmanager
     def progress(self, log: StoredLog, what: str) -> Iterator[None]:
         """Show how much of the log is read, when stderr is a terminal."""
@@ -173,20 +177,21 @@ def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
         output.field("then", under_way_text(call, log), "yellow")
 
 
-def show_divergences(output: Output, audit: Audit) -> None:
+def show_divergences(output: Output, judgement: Judgement) -> None:
     """Where the code here decides otherwise than the log."""
-    found, differences = audit.divergences, audit.reference_differences
+    found, differences = judgement.decided.divergences, judgement.decided.reference_differences
+    unfoldable = judgement.unfoldable
     if output.is_json:
         for kind, divergences in (("divergence", found), ("reference_difference", differences)):
             for each in divergences:
                 recorded, decided = event_fields(each.recorded), event_fields(each.decided)
                 output.record(kind, {"sequence": each.sequence, "recorded": recorded, "decided": decided})
-        if audit.unfoldable is not None:
-            event, error = event_fields(audit.unfoldable.event), audit.unfoldable.error
-            output.record("unfoldable", {"sequence": audit.unfoldable.sequence, "event": event, "error": error})
+        if unfoldable is not None:
+            event, error = event_fields(unfoldable.event), unfoldable.error
+            output.record("unfoldable", {"sequence": unfoldable.sequence, "event": event, "error": error})
         return
-    if audit.unfoldable is not None:
-        output.field("decisions", str(audit.unfoldable), "red")
+    if unfoldable is not None:
+        output.field("decisions", str(unfoldable), "red")
     elif found:
         more = f" (and {found.num_found - 1} more, perhaps only because of this one)" if found.num_found > 1 else ""
         output.field("decisions", f"diverged {found[0]}{more}", "red")

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     show_state(output, audit.projections, last, window.request_id)
     output.damage_of(log)
     _remark_beginning(log, output)
-    show_divergences(output, audit)
+    show_divergences(output, audit.judgement())
     if log.damage:
         return ExitCode.DAMAGED
     return ExitCode.SOUND if audit.is_sound else ExitCode.DIVERGED

@@ -6,41 +6,49 @@ import argparse
 import gc
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import attrs
 
-from kvledger.adapters.cli.finding import selected
-from kvledger.adapters.cli.options import add_handlers
+from kvledger.adapters.cli.finding import opened_log, selected
+from kvledger.adapters.cli.options import add_handlers, positive
 from kvledger.adapters.cli.output import Output, show_divergences, show_ending
+from kvledger.adapters.cli.several import num_bytes, side_by_side
 from kvledger.adapters.exit_codes import ExitCode, gravest
 from kvledger.adapters.logs.amounts import plural, size
 from kvledger.adapters.logs.describe import event_text, plain, violation_place
-from kvledger.adapters.logs.ending import num_open_requests, sound_text
+from kvledger.adapters.logs.ending import sound_text
 from kvledger.adapters.logs.log import StoredLog, open_log
+from kvledger.adapters.logs.parts import verify_in_parts
+from kvledger.adapters.logs.processes import num_cores, processes
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.verification import Findings, Verification
-from kvledger.lifecycle.audit import Audit, Violation
+from kvledger.lifecycle.audit import Violation
 from kvledger.lifecycle.events import Event
 
 _MAX_SHOWN = 20
 """Of each kind for people; programs get all that is kept."""
 _OBJECTS_PER_COLLECTION = 200_000
+MIN_BYTES = 4 << 20
+"""Of logs that are verified by several processes: of less, one is done before others have started."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """What only this command has."""
     parser.add_argument("-v", "--verbose", action="store_true", help="list the rules that a log cannot decide, and why")
+    parser.add_argument(
+        "--jobs", metavar="N", type=positive, default=num_cores(), help="processes to verify with; default: all cores"
+    )
     add_handlers(parser)
 
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Verify each log; the exit code is that of the worst."""
-    codes: list[ExitCode] = []
-    for log, selection in selected(arguments, output):
-        if codes and not output.is_json:
-            output.line()
-        with output.apart_from_others(log.path):
-            codes.append(_verify(log, selection, output, verbose=arguments.verbose))
+    is_split = arguments.jobs > 1 and sum(map(num_bytes, arguments.logs)) >= MIN_BYTES
+    if is_split and len(arguments.logs) > 1 and arguments.request is None:
+        codes = side_by_side(partial(_verify_each, follows=True), arguments, output)
+    else:
+        codes = _verify_each(arguments, output)
     if output.has_many_logs and not output.is_json:
         num_sound, num_logs, num_unreadable = codes.count(ExitCode.SOUND), len(arguments.logs), len(output.failures)
         unreadable = f", {num_unreadable} unreadable" if num_unreadable else ""
@@ -53,18 +61,38 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     return gravest(codes)
 
 
-def _verify(log: StoredLog, selection: Selection, output: Output, *, verbose: bool) -> ExitCode:
-    verification = Verification(log, selection)
-    audit = verification.audit
+def _verify_each(arguments: argparse.Namespace, output: Output, *, follows: bool = False) -> list[ExitCode]:
+    """Of each log that can be read; `follows`: what is printed of another one stands before it."""
+    codes: list[ExitCode] = []
+    for log, selection in selected(arguments, output):
+        if (codes or follows) and not output.is_json:
+            output.line()
+        with output.apart_from_others(log.path):
+            codes.append(_verify(log, selection, output, arguments))
+    return codes
+
+
+def _verify(log: StoredLog, selection: Selection, output: Output, arguments: argparse.Namespace) -> ExitCode:
     with output.progress(log, "verifying"), _rare_collections():
-        for batch in log.batches(selection.last_sequence):
-            verification.take(batch)
-    findings = verification.findings()
+        findings = _findings(log, selection, arguments)
     if output.is_json:
-        _show_json(output, log, audit, findings)
+        _show_json(output, log, findings)
     else:
-        _show_text(output, log, audit, findings, verbose=verbose)
+        _show_text(output, log, findings, verbose=arguments.verbose)
     return findings.exit_code
+
+
+def _findings(log: StoredLog, selection: Selection, arguments: argparse.Namespace) -> Findings:
+    found = None
+    if arguments.jobs > 1 and num_bytes(log.path) >= MIN_BYTES:
+        with processes(arguments.jobs - 1) as others:
+            found = verify_in_parts(log, selection, partial(opened_log, log.path, arguments), others, arguments.jobs)
+    if found is not None:
+        return found
+    verification = Verification(log, selection)
+    for batch in log.batches(selection.last_sequence):
+        verification.take(batch)
+    return verification.findings()
 
 
 @contextmanager
@@ -80,16 +108,17 @@ def _rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings) -> None:
+def _show_json(output: Output, log: StoredLog, findings: Findings) -> None:
+    judgement, held = findings.judgement, findings.judgement.held
     output.record("log", {"path": str(log.path), "header": plain(log.header)})
     for damage in findings.damage:
         output.record("damage", attrs.asdict(damage))
-    for violation in audit.violations:
+    for violation in held.violations:
         output.record("violation", attrs.asdict(violation))
-    show_divergences(output, audit)
-    for rule, reason in {**audit.not_judged, **log.core.not_checked}.items():
+    show_divergences(output, judgement)
+    for rule, reason in {**held.not_judged, **log.core.not_checked}.items():
         output.record("not_checked", {"rule": rule, "reason": reason})
-    show_ending(output, log, num_open_requests(audit.projections) if log.header else None)
+    show_ending(output, log, findings.end_state.num_open_requests if log.header else None)
     output.record(
         "verdict",
         {
@@ -97,22 +126,23 @@ def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings)
             "exit_code": findings.exit_code.value,
             "end": log.ending.how.value,
             "num_events": log.num_events,
-            "num_events_checked": audit.num_events,
+            "num_events_checked": held.num_events,
             "num_frames": log.num_frames,
             "num_bytes": log.num_bytes,
             "head_hash": log.head_hash,
             "num_skipped": dict(log.skipped),
             "num_damage": len(findings.damage),
-            "num_violations": dict(audit.num_violations),
-            "num_divergences": audit.divergences.num_found,
-            "rules": audit.judged if log.header else [],
+            "num_violations": held.num_violations,
+            "num_divergences": judgement.decided.divergences.num_found,
+            "rules": judgement.judged if log.header else [],
             "remarks": findings.remarks,
             "workers": findings.of_workers,
         },
     )
 
 
-def _show_text(output: Output, log: StoredLog, audit: Audit, findings: Findings, *, verbose: bool) -> None:
+def _show_text(output: Output, log: StoredLog, findings: Findings, *, verbose: bool) -> None:
+    judgement, held = findings.judgement, findings.judgement.held
     output.field("log", str(log.path))
     output.field("written by", log.written_by)
     frames = f"in {plural(log.num_frames, 'frame')}, {size(log.num_bytes)}"
@@ -123,17 +153,17 @@ def _show_text(output: Output, log: StoredLog, audit: Audit, findings: Findings,
     for damage in findings.damage[:_MAX_SHOWN]:
         output.line(f"  {damage}")
     _show_more(output, num_damaged)
-    show_ending(output, log, num_open_requests(audit.projections) if log.header else None)
-    num_broken = len(audit.num_violations)
-    rules = f"{len(audit.judged)} checked over {plural(audit.num_events, 'event')}, {num_broken or 'none'} broken"
+    show_ending(output, log, findings.end_state.num_open_requests if log.header else None)
+    num_broken = len(held.num_violations)
+    rules = f"{len(judgement.judged)} checked over {plural(held.num_events, 'event')}, {num_broken or 'none'} broken"
     rules = rules if log.header else "not checked"
     output.field("rules", rules, "red" if num_broken else "green")
-    evidence = _evidence(log, audit.violations[:_MAX_SHOWN])
-    for violation in audit.violations[:_MAX_SHOWN]:
+    evidence = _evidence(log, held.violations[:_MAX_SHOWN])
+    for violation in held.violations[:_MAX_SHOWN]:
         _show_violation(output, violation, evidence)
-    _show_more(output, audit.num_violations.total())
+    _show_more(output, sum(held.num_violations.values()))
     if log.header:
-        show_divergences(output, audit)
+        show_divergences(output, judgement)
     if verbose:
         output.field("not checked", plural(len(log.core.not_checked), "rule"))
         for rule, reason in log.core.not_checked.items():

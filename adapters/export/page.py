@@ -23,7 +23,7 @@ from kvledger.adapters.export.shown import SLOTS, Request, Shown
 from kvledger.adapters.export.timelines import RequestTimeline, read_timelines
 from kvledger.adapters.logs.amounts import duration, event_range, milliseconds, plural, ranges, size
 from kvledger.adapters.logs.describe import describe_core_event, event_text, state_change, violation_place
-from kvledger.adapters.logs.ending import ending_text, num_open_requests, sound_text
+from kvledger.adapters.logs.ending import ending_text, sound_text
 from kvledger.adapters.logs.facts import facts_of, figures_in_words
 from kvledger.adapters.logs.histories import Histories, NamedEvent, NamedEvents, named_by
 from kvledger.adapters.logs.log import StoredLog
@@ -33,7 +33,7 @@ from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.verification import Findings, Verification
 from kvledger.adapters.logs.visible import visible
 from kvledger.lifecycle import Figures
-from kvledger.lifecycle.audit import Audit, Violation
+from kvledger.lifecycle.audit import Judgement, Violation
 
 _MAX_FINDINGS = 50
 _MAX_TIMELINES = 60
@@ -74,17 +74,17 @@ def write_page(log: StoredLog, selection: Selection, output: Progress) -> Iterat
     shown = Shown()
     accounts = reasons.Reasons(log, selection)
     verification = Verification(log, selection)
-    audit = verification.audit
     with output.progress(log, "reading"):
         trace = read_trace(log, selection, shown, output.remark, verification=verification, also=accounts.take)
     found = verification.findings()
-    violations = audit.violations[:_MAX_FINDINGS]
+    judgement = found.judgement
+    violations = judgement.held.violations[:_MAX_FINDINGS]
     evidence = {sequence for item in violations for sequence in (*item.evidence, item.sequence)}
     named = NamedEvents(evidence | named_by(accounts.histories))
     with output.progress(log, "reading once more"):
         timelines = read_timelines(log, selection, _most_interesting(shown, log), named)
     of_workers = [Finding(trouble, "") for trouble in found.of_workers]
-    findings = [*of_workers, *_damage(found), *_breaches(violations, named.events), *_divergences(audit)]
+    findings = [*of_workers, *_damage(found), *_breaches(violations, named.events), *_divergences(judgement)]
     requests = shown.requests
     axis = _axis(shown, requests, selection, trace.now_ns)
     verdict, verdict_style = _VERDICTS[found.exit_code]
@@ -99,17 +99,17 @@ def write_page(log: StoredLog, selection: Selection, output: Progress) -> Iterat
         path=log.path,
         verdict=verdict,
         verdict_style=verdict_style,
-        facts=_facts(log, selection, audit, trace.now_ns),
+        facts=_facts(log, selection, found, trace.now_ns),
         remarks=found.remarks,
         findings=findings[:_MAX_FINDINGS],
-        num_findings_left_out=_num_found(audit, found) - len(findings[:_MAX_FINDINGS]),
+        num_findings_left_out=_num_found(found) - len(findings[:_MAX_FINDINGS]),
         checked=(
-            f"{len(audit.judged)} rules were held against {plural(audit.num_events, 'event')}, and every decision "
-            f"was made again; {len(log.core.not_checked)} rules cannot be decided from a log: kvledger verify "
+            f"{len(judgement.judged)} rules were held against {plural(judgement.held.num_events, 'event')}, and every "
+            f"decision was made again; {len(log.core.not_checked)} rules cannot be decided from a log: kvledger verify "
             "--verbose lists them."
         ),
         figures_of=_figures_of(selection),
-        figures=_figures(log, audit.projections.totals.figures, shown),
+        figures=_figures(log, verification.audit.projections.totals.figures, shown),
         **reasons.totals(accounts.sums()),
         explanations=reasons.causes(log, selection, histories),
         max_causes=_MAX_CAUSES,
@@ -216,9 +216,11 @@ def _axis(shown: Shown, requests: Sequence[Request], selection: Selection, now_n
 # --- what is wrong ------------------------------------------------------------------------------
 
 
-def _num_found(audit: Audit, found: Findings) -> int:
-    divergences = audit.divergences.num_found + audit.reference_differences.num_found + (audit.unfoldable is not None)
-    return len(found.of_workers) + len(found.damage) + audit.num_violations.total() + divergences
+def _num_found(found: Findings) -> int:
+    judgement = found.judgement
+    diverged = (judgement.decided.divergences, judgement.decided.reference_differences)
+    num_diverged = sum(each.num_found for each in diverged) + (judgement.unfoldable is not None)
+    return len(found.of_workers) + len(found.damage) + sum(judgement.held.num_violations.values()) + num_diverged
 
 
 def _damage(found: Findings) -> Iterator[Finding]:
@@ -233,10 +235,10 @@ def _breaches(violations: Sequence[Violation], proof: Mapping[int, NamedEvent]) 
         yield Finding(violation_place(item), item.detail, evidence, item.request_id)
 
 
-def _divergences(audit: Audit) -> Iterator[Finding]:
-    if audit.unfoldable is not None:
-        yield Finding("An event that cannot be folded", str(audit.unfoldable))
-    for divergence in (*audit.divergences, *audit.reference_differences):
+def _divergences(judgement: Judgement) -> Iterator[Finding]:
+    if judgement.unfoldable is not None:
+        yield Finding("An event that cannot be folded", str(judgement.unfoldable))
+    for divergence in (*judgement.decided.divergences, *judgement.decided.reference_differences):
         evidence = [
             (divergence.sequence, f"{who}: {'nothing' if event is None else event_text(event)}")
             for who, event in (("recorded", divergence.recorded), ("decided today", divergence.decided))
@@ -247,7 +249,7 @@ def _divergences(audit: Audit) -> Iterator[Finding]:
 # --- facts and figures --------------------------------------------------------------------------
 
 
-def _facts(log: StoredLog, selection: Selection, audit: Audit, now_ns: int) -> dict[str, str]:
+def _facts(log: StoredLog, selection: Selection, found: Findings, now_ns: int) -> dict[str, str]:
     last = min(selection.last_sequence or log.last_sequence, log.last_sequence)
     part = "the whole log" if selection.is_everything else f"events {selection.first_sequence} to {last}"
     if selection.request_id is not None:
@@ -255,7 +257,7 @@ def _facts(log: StoredLog, selection: Selection, audit: Audit, now_ns: int) -> d
     facts = {**facts_of(log, now_ns), "shown": part}
     if log.head_hash:
         facts["chain's head"] = log.head_hash
-    return facts | {"end": ending_text(log.ending, num_open_requests(audit.projections))}
+    return facts | {"end": ending_text(log.ending, found.end_state.num_open_requests)}
 
 
 def _figures_of(selection: Selection) -> str:

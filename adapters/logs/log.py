@@ -66,6 +66,8 @@ class Batch:
     segment: str
     offset: int
     end_offset: int
+    chain_hash: bytes
+    """Of the frame."""
     gap: Gap | None = None
     """What is missing before it; None also where reading began in the midst of the log."""
 
@@ -274,33 +276,28 @@ class StoredLog:
 
     def batches(self, until: int | None = None) -> Iterator[Batch]:
         """The same, with the place of each frame, and with what is missing before it."""
-        for batch in self._intact():
-            if until is None or batch.last_sequence <= until:
-                yield batch
-                continue
-            if batch.first_sequence <= until:
-                yield batch.up_to(until)
-            return
+        return _up_to(until, self._intact())
 
-    def batches_behind(self, sequence: int, head_hash: str = "") -> Iterator[Batch]:
+    def batches_behind(self, sequence: int, head_hash: str = "", *, until: int | None = None) -> Iterator[Batch]:
         """The batches behind an event up to which an earlier reading found nothing missing. Counts these alone.
 
         Args:
             sequence: the number of that event, the last of its frame.
             head_hash: the chain hash (hex) of that frame, where the next one follows from it; empty: a segment begins
                 there, whose header was compared.
+            until: the last event that is wanted.
 
         Raises:
             LogError: what stands behind it in the log does not follow from it.
         """
-        yield from self._intact(behind=sequence, head_hash=head_hash)
+        return _up_to(until, self._intact(behind=sequence, head_hash=head_hash))
 
     def batches_from(self, segment: str, offset: int) -> Iterator[Batch]:
         """The batches from a place on that an earlier reading gave, as far as they can be read. Reports no damage."""
         for frame, name, at in frames_from(self.path, segment, offset):
             if frame.kind is FrameKind.EVENTS:
                 decoded = self._decoder.decode_frame(frame.payload)
-                yield Batch(frame.first_sequence, decoded, name, at, at + frame_bytes(frame))
+                yield Batch(frame.first_sequence, decoded, name, at, at + frame_bytes(frame), frame.chain_hash)
 
     def trusted_events(self) -> Iterator[SequencedEvent]:
         """The events from the log's first to the last before any is missing; reads (and checks) the rest too.
@@ -356,7 +353,9 @@ class StoredLog:
             gap = None if frame.first_sequence == expected else Gap(expected, frame.first_sequence - 1)
             expected = frame.next_sequence
             segment, offset = self._reader.place
-            last = Batch(frame.first_sequence, decoded, segment, offset, offset + frame_bytes(frame), gap)
+            last = Batch(
+                frame.first_sequence, decoded, segment, offset, offset + frame_bytes(frame), frame.chain_hash, gap
+            )
             yield last
         if last is not None:
             self.last_events = tuple(last.numbered())
@@ -382,6 +381,16 @@ class StoredLog:
     def _take_damage(self, num_taken: int) -> int:
         self.damage += self._reader.damage[num_taken:]
         return len(self._reader.damage)
+
+
+def _up_to(until: int | None, batches: Iterator[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        if until is None or batch.last_sequence <= until:
+            yield batch
+            continue
+        if batch.first_sequence <= until:
+            yield batch.up_to(until)
+        return
 
 
 def open_log(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import attrs
 
+from kvledger.lifecycle.audit import Violation
+
 
 @attrs.frozen
 class Selection:
@@ -38,3 +40,7 @@ class Selection:
     def concerns(self, sequence: int, request_id: str) -> bool:
         """Whether a finding at that event about that request (empty: about none) is selected."""
         return self.holds(sequence) and self.holds_request(request_id)
+
+    def concerns_violation(self, violation: Violation) -> bool:
+        """Whether that finding is selected."""
+        return self.concerns(violation.sequence, violation.request_id)

@@ -13,11 +13,12 @@ import attrs
 
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.logs.amounts import plural
+from kvledger.adapters.logs.ending import num_open_requests
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.workers import WorkerCalls, troubles_of_workers
-from kvledger.lifecycle import Extension, LedgerConfiguration
-from kvledger.lifecycle.audit import Audit, Violation
+from kvledger.lifecycle import Extension, LedgerConfiguration, Projections
+from kvledger.lifecycle.audit import Audit, Judgement
 from kvledger.lifecycle.events import Event
 from kvledger.storage.events import Damage, HowEnded, Retirement
 
@@ -38,14 +39,11 @@ class Verification:
     """
 
     def __init__(self, log: StoredLog, selection: Selection) -> None:
-        def is_selected(violation: Violation) -> bool:
-            return selection.concerns(violation.sequence, violation.request_id)
-
         self._log = log
         self._selection = selection
         start = log.start()
         configuration = log.configuration if log.header else _NO_CONFIGURATION
-        self.audit = Audit(log.core, configuration, keeps=is_selected, start=start)
+        self.audit = Audit(log.core, configuration, keeps=selection.concerns_violation, start=start)
         self.audit.divergences.keeps = self.audit.reference_differences.keeps = selection.concerns
         self._calls = None if log.worker_rank is None else WorkerCalls()
 
@@ -67,20 +65,30 @@ class Verification:
         if not self._selection.is_over(self._log.last_sequence):
             # Else a decision that the next event would show to be missing is still part of what was asked for.
             self.audit.finish()
-        return Findings.of(self._log, self.audit, self._selection, self._of_workers())
+        end_state = EndState.of(self.audit.projections)
+        return Findings.of(self._log, self._selection, self.audit.judgement(), end_state, self._calls)
 
-    def _of_workers(self) -> tuple[str, ...]:
-        """What went wrong in workers: in the one whose log this is, or in those with logs in the same directory."""
-        if self._calls is None:
-            return tuple(f"worker {rank} {trouble}" for rank, trouble in troubles_of_workers(self._log).items())
-        trouble = self._calls.trouble(is_over=self._log.ending.how is not HowEnded.OPEN)
-        return (f"worker {self._log.worker_rank} {trouble}",) if trouble else ()
+
+@attrs.frozen
+class EndState:
+    """What is reported of the state that the log folds to."""
+
+    num_open_requests: int
+    """That had arrived and not finished."""
+    num_extension_events: int
+
+    @classmethod
+    def of(cls, projections: Projections) -> EndState:
+        """Of these."""
+        return cls(num_open_requests(projections), projections.totals.figures.num_extension_events)
 
 
 @attrs.frozen
 class Findings:
     """What is wrong with the selected part of a log."""
 
+    judgement: Judgement
+    end_state: EndState
     damage: tuple[Damage, ...]
     remarks: tuple[str, ...]
     of_workers: tuple[str, ...]
@@ -88,23 +96,39 @@ class Findings:
     exit_code: ExitCode
 
     @classmethod
-    def of(cls, log: StoredLog, audit: Audit, selection: Selection, of_workers: tuple[str, ...]) -> Findings:
-        """Those of an audit that has come to its end."""
+    def of(
+        cls,
+        log: StoredLog,
+        selection: Selection,
+        judgement: Judgement,
+        end_state: EndState,
+        calls: WorkerCalls | None = None,
+    ) -> Findings:
+        """Those of a log that was read to its end, and judged; of a worker's log, with the calls that it made."""
         damage = tuple(d for d in log.damage if d.sequence is None or selection.holds(d.sequence))
         if damage:
             exit_code = ExitCode.DAMAGED
-        elif audit.num_violations:
+        elif judgement.held.num_violations:
             exit_code = ExitCode.RULE_BROKEN
-        elif not audit.is_sound:
+        elif not judgement.is_sound:
             exit_code = ExitCode.DIVERGED
         elif log.ending.missing is not None:
             exit_code = ExitCode.END_MISSING
         else:
             exit_code = ExitCode.SOUND
-        return cls(damage, tuple(_remarks(log, selection, audit)), of_workers, exit_code)
+        remarks = tuple(_remarks(log, selection, judgement, end_state))
+        return cls(judgement, end_state, damage, remarks, _of_workers(log, calls), exit_code)
 
 
-def _remarks(log: StoredLog, selection: Selection, audit: Audit) -> list[str]:
+def _of_workers(log: StoredLog, calls: WorkerCalls | None) -> tuple[str, ...]:
+    """What went wrong in workers: in the one whose log this is, or in those with logs in the same directory."""
+    if calls is None:
+        return tuple(f"worker {rank} {trouble}" for rank, trouble in troubles_of_workers(log).items())
+    trouble = calls.trouble(is_over=log.ending.how is not HowEnded.OPEN)
+    return (f"worker {log.worker_rank} {trouble}",) if trouble else ()
+
+
+def _remarks(log: StoredLog, selection: Selection, judgement: Judgement, end_state: EndState) -> list[str]:
     remarks = []
     if not selection.is_everything:
         end = "the end" if selection.last_sequence is None else f"event {selection.last_sequence}"
@@ -135,7 +159,7 @@ def _remarks(log: StoredLog, selection: Selection, audit: Audit) -> list[str]:
         remarks.append(
             f"rules and decisions were checked up to event {log.trusted_sequence}; the next ones are missing"
         )
-    remarks += _of_extensions(log, audit)
+    remarks += _of_extensions(log, judgement, end_state)
     table = log.core.table_fingerprint()
     if log.header.get("table_fingerprint", table) != table:
         remarks.append("the log was written with another transition table; divergences may come from that")
@@ -162,21 +186,21 @@ def _retired(retired: Sequence[Retirement]) -> list[str]:
     return remarks
 
 
-def _of_extensions(log: StoredLog, audit: Audit) -> Iterator[str]:
+def _of_extensions(log: StoredLog, judgement: Judgement, end_state: EndState) -> Iterator[str]:
     for extension in log.core.absent:
-        yield _absence(extension, audit)
-    for rule, reason in audit.not_judged.items():
+        yield _absence(extension, judgement, end_state)
+    for rule, reason in judgement.held.not_judged.items():
         yield f"rule {rule} of an extension could not be judged, or not to the end: {reason}"
 
 
-def _absence(extension: Extension, audit: Audit) -> str:
+def _absence(extension: Extension, judgement: Judgement, end_state: EndState) -> str:
     declared = extension.declaration()
-    events = audit.projections.totals.figures.num_extension_events
+    events = end_state.num_extension_events
     rules = f"; its rules {', '.join(declared.rules)} were not checked" if declared.rules else ""
     return (
         f"the log was written with extension {extension.name} {extension.version} ({declared.made_by}), which is not "
         f"here. Its sub-states follow the rows in the header, {plural(events, 'event')} of extensions "
         f"{'was' if events == 1 else 'were'} accepted{rules}. What was decided upon "
-        f"{plural(audit.num_unjudged, 'observation')} it may have influenced: that was not decided again. Install it, "
-        "or name it with --extensions"
+        f"{plural(judgement.decided.num_unjudged, 'observation')} it may have influenced: that was not decided again. "
+        "Install it, or name it with --extensions"
     )

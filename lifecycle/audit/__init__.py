@@ -5,8 +5,9 @@ cannot reach what decided; an import contract and a test hold that. Each checker
 not; rules that no checker can decide stand in `Core.not_checked` with the reason.
 """
 
-from kvledger.lifecycle.audit.audit import Audit, Unfoldable
+from kvledger.lifecycle.audit.audit import Audit, checkers_of, decided_again, make_rule_checks
 from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.judgement import DecidedAgain, Judgement, RulesHeld, Unfoldable
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.moment import EventChecks, Moment
 from kvledger.lifecycle.audit.model.start import Start
@@ -17,12 +18,18 @@ __all__ = [
     "RECORDED",
     "Audit",
     "Checker",
+    "DecidedAgain",
     "EventChecks",
+    "Judgement",
     "Model",
     "Moment",
+    "RulesHeld",
     "Start",
     "Unfoldable",
     "Violation",
+    "checkers_of",
+    "decided_again",
+    "make_rule_checks",
 ]
 
 RECORDED = Recorded.rule

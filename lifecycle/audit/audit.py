@@ -1,37 +1,23 @@
-"""Replay of a log with every checker: the one loop that reads rules, decisions and the reference machine together."""
+"""Both halves of an audit, in turns: the rules, and a replay that decides again. Neither looks at the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 
-import attrs
-
-from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.judgement import DecidedAgain, Judgement, Unfoldable
 from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.moment import Moment
 from kvledger.lifecycle.audit.of_extensions import RuleOfExtension
+from kvledger.lifecycle.audit.rule_checks import MakeChecker, RuleChecks
 from kvledger.lifecycle.audit.taken_over import taken_over
 from kvledger.lifecycle.audit.violations import Violation, Violations
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
-from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Around, Replay, SequencedEvent, batches
+from kvledger.lifecycle.replay import Around, Replay, ReplayedEvent, SequencedEvent, batches
 
-_MakeChecker = Callable[[Model], Checker]
 _EVENTS_PER_BATCH = 256
-
-
-@attrs.frozen
-class Unfoldable:
-    """An event that today's code cannot fold or check: the log is not one that this code could have written."""
-
-    sequence: int
-    event: Event
-    error: str
-
-    def __str__(self) -> str:
-        return f"at sequence {self.sequence} {self.event.id} cannot be folded: {self.error}"
 
 
 class Audit:
@@ -46,32 +32,22 @@ class Audit:
         core: Core,
         configuration: LedgerConfiguration,
         *,
-        checkers: Iterable[_MakeChecker] | None = None,
+        checkers: Iterable[MakeChecker] | None = None,
         keeps: Callable[[Violation], bool] | None = None,
         start: Projections | None = None,
     ) -> None:
-        found = Violations(keeps)
-        self.violations = found.first
-        self.num_violations = found.counts
+        self._core = core
+        makers = checkers_of(core).values() if checkers is None else checkers
+        self._rules = make_rule_checks(core, configuration, makers, keeps=keeps, start=start)
+        self._replay = Replay(core, configuration, reference=core.reference, start=start)
+        self.checkers = self._rules.checkers
+        self.violations = self._rules.violations.first
+        self.num_violations = self._rules.violations.counts
         """Rule -> how often it was broken."""
-        model = Model.of(core.compiled, core.gating, core.events.values(), configuration, found)
-        self.checkers = tuple(make(model) for make in (_checkers(core) if checkers is None else checkers))
-        checks = [*model.folds(), *(check for checker in self.checkers for check in checker.checks())]
-        of_events = [(kind, check) for kind, check in checks if issubclass(kind, Event)]
-        self._replay = Replay(
-            core, configuration, reference=core.reference, checks=of_events, current=model.moment, start=start
-        )
         self.projections = self._replay.projections
         """What the log folds to so far."""
         self.divergences = self._replay.divergences
-        """Where today's code decides otherwise than the log."""
         self.reference_differences = self._replay.reference_differences
-        """Where the reference machine goes another way than the compiled table."""
-        if start is not None:
-            known = taken_over(start)
-            model.begin(known)
-            for checker in self.checkers:
-                checker.begin(known)
         self.unfoldable: Unfoldable | None = None
         """Set by the first event that cannot be folded; no event after it is taken."""
 
@@ -81,30 +57,19 @@ class Audit:
         return self._replay.num_events
 
     @property
-    def num_unjudged(self) -> int:
-        """Observations upon which an extension may have decided whose code is not here."""
-        return self._replay.num_unjudged
-
-    @property
     def last_sequence(self) -> int:
         """The sequence number of the last event that was taken, 0 before the first."""
         return self._replay.current.sequence
 
     @property
-    def not_judged(self) -> dict[str, str]:
-        """Rule of an extension -> why it could not be held against the log, or not against all of it."""
-        of_extensions = (checker for checker in self.checkers if isinstance(checker, RuleOfExtension))
-        return {checker.rule: checker.not_judged for checker in of_extensions if checker.not_judged}
-
-    @property
-    def judged(self) -> list[str]:
-        """The rules that were held against all that was taken."""
-        return [checker.rule for checker in self.checkers if checker.rule not in self.not_judged]
-
-    @property
     def is_sound(self) -> bool:
         """No rule is broken and nothing diverges."""
-        return not (self.num_violations or self.divergences or self.reference_differences or self.unfoldable)
+        return self.judgement().is_sound
+
+    def judgement(self) -> Judgement:
+        """What was found so far."""
+        held, decided = self._rules.held(), decided_again(self._replay)
+        return Judgement.of(self._core.rules, [held], [decided], self.unfoldable)
 
     def finish(self) -> None:
         """Notice decisions that are missing at the end."""
@@ -135,21 +100,51 @@ class Audit:
 
         See `Replay.take` for `around`.
         """
-        if self.unfoldable is None:
-            try:
-                self._replay.take(events, around)
-            except OSError:  # of `around`: its file cannot be written
-                raise
-            except Exception as error:
-                current = self._replay.current
-                if current.event is None:  # nothing was taken: the events are not such
-                    raise
-                # A log that was tampered with must not end its own audit.
-                self.unfoldable = Unfoldable(current.sequence, current.event, f"{type(error).__name__}: {error}")
+        if self.unfoldable is not None:
+            return
+        events = list(events)
+        unfoldable = _take(self._replay.current, self._replay.take, events, around)
+        if unfoldable is not None:
+            events = [numbered for numbered in events if numbered[0] < unfoldable.sequence]
+        self.unfoldable = _take(self._rules.moment, self._rules.take, events) or unfoldable
 
 
-def _checkers(core: Core) -> Iterator[_MakeChecker]:
+def _take(at: ReplayedEvent | Moment, take: Callable[..., None], *arguments: object) -> Unfoldable | None:
+    try:
+        take(*arguments)
+    except OSError:  # of `around`: its file cannot be written
+        raise
+    except Exception as error:
+        if at.event is None:  # nothing was taken: the events are not such
+            raise
+        # A log that was tampered with must not end its own audit.
+        return Unfoldable(at.sequence, at.event, f"{type(error).__name__}: {error}")
+    return None
+
+
+def make_rule_checks(
+    core: Core,
+    configuration: LedgerConfiguration,
+    checkers: Iterable[MakeChecker],
+    *,
+    keeps: Callable[[Violation], bool] | None = None,
+    start: Projections | None = None,
+) -> RuleChecks:
+    """The half that knows nothing of what decided. Arguments: see `Audit`."""
+    model = Model.of(core.compiled, core.gating, core.events.values(), configuration, Violations(keeps))
+    return RuleChecks(model, checkers, None if start is None else taken_over(start))
+
+
+def decided_again(replay: Replay) -> DecidedAgain:
+    """What a replay has found so far."""
+    return DecidedAgain(replay.divergences, replay.reference_differences, replay.num_unjudged)
+
+
+def checkers_of(core: Core) -> dict[str, MakeChecker]:
+    """Every rule of the core, in order, and what makes its checker."""
     extension_of = {rule: extension for extension in core.extensions for rule in extension.rules}
-    for rule, make in core.rules.items():
-        its = extension_of.get(rule)
-        yield make if its is None else partial(RuleOfExtension, rule, its.name, its.payload_of, make)
+    return {
+        rule: make if its is None else partial(RuleOfExtension, rule, its.name, its.payload_of, make)
+        for rule, make in core.rules.items()
+        for its in (extension_of.get(rule),)
+    }

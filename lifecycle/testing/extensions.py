@@ -117,7 +117,8 @@ class ExtensionContract(abc.ABC):
         """Nor does any other rule find anything in the walk, or anything be decided otherwise."""
         for play in self._walks():
             audit = _audited(play, self._core())
-            assert not audit.not_judged, f"{play.name}: {audit.not_judged}"
+            not_judged = audit.judgement().held.not_judged
+            assert not not_judged, f"{play.name}: {not_judged}"
             assert audit.is_sound, f"{play.name}: {audit.violations[:3]}, {audit.divergences[:3]}, {audit.unfoldable}"
 
     def test_each_of_its_rules_finds_what_breaks_it(self) -> None:

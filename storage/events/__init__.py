@@ -28,6 +28,7 @@ from kvledger.storage.events.snapshots import (
     find_snapshot,
     load_snapshot,
     segments_without_snapshot,
+    usable_snapshot,
     write_snapshot,
 )
 from kvledger.storage.events.store import (
@@ -74,5 +75,6 @@ __all__ = [
     "retire",
     "retire_logs",
     "segments_without_snapshot",
+    "usable_snapshot",
     "write_snapshot",
 ]

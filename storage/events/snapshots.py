@@ -30,6 +30,7 @@ __all__ = [
     "find_snapshot",
     "load_snapshot",
     "segments_without_snapshot",
+    "usable_snapshot",
     "write_snapshot",
 ]
 
@@ -104,15 +105,18 @@ def find_snapshot(
     """
     reasons: list[str] = []
     for path in sorted(directory.glob(f"*{SNAPSHOT_SUFFIX}"), reverse=newest):
-        snapshot = load_snapshot(path, fingerprint=fingerprint)
-        if isinstance(snapshot, Snapshot) and at_most is not None and snapshot.sequence > at_most:
-            continue
-        problem = snapshot if isinstance(snapshot, str) else _not_of_this_log(path, snapshot, log_id)
-        if problem:
-            reasons.append(problem)
-        elif isinstance(snapshot, Snapshot):
+        snapshot = usable_snapshot(path, log_id=log_id, fingerprint=fingerprint)
+        if isinstance(snapshot, str):
+            reasons.append(snapshot)
+        elif at_most is None or snapshot.sequence <= at_most:
             return snapshot, reasons
     return None, reasons
+
+
+def usable_snapshot(path: Path, *, log_id: str, fingerprint: str) -> Snapshot | str:
+    """Read one file and compare it with the header of its segment; return the reason where it cannot be used."""
+    snapshot = load_snapshot(path, fingerprint=fingerprint)
+    return snapshot if isinstance(snapshot, str) else _not_of_this_log(path, snapshot, log_id) or snapshot
 
 
 def _not_of_this_log(path: Path, snapshot: Snapshot, log_id: str) -> str:

@@ -87,11 +87,11 @@ def test_a_rule_that_raises_is_not_judged_and_says_why(checker: type[StarvingKep
     for events in (None, [*enumerate(driver.observed, 1), extra]):
         audit = driver.audited(core=core_with(checker), events=events)
         assert audit.unfoldable is None
-        reason = audit.not_judged[StarvingKept.rule]
+        reason = audit.judgement().held.not_judged[StarvingKept.rule]
         assert f"its checker raised {error}" in reason
         assert "a prompt" not in reason
-        assert len(audit.judged) == NUM_RULES
-        assert StarvingKept.rule not in audit.judged
+        assert len(audit.judgement().judged) == NUM_RULES
+        assert StarvingKept.rule not in audit.judgement().judged
         assert audit.num_events == len(driver.observed) + bool(events)
         assert bool(audit.num_violations) is bool(events), "the other rules are silent"
 
@@ -102,7 +102,7 @@ def test_one_that_cannot_begin_in_the_middle_is_not_judged() -> None:
     for checker, is_judged in ((StarvingKept, True), (RaisesWhenItBegins, False)):
         core = core_with(checker)
         audit = driver.audited(core=core, events=[], start=driver.audited(core=core).projections)
-        assert (StarvingKept.rule in audit.judged) is is_judged
+        assert (StarvingKept.rule in audit.judgement().judged) is is_judged
 
 
 def test_the_rules_of_an_extension_end_where_it_is_stopped() -> None:
@@ -113,7 +113,8 @@ def test_the_rules_of_an_extension_end_where_it_is_stopped() -> None:
     stop = (len(events) + 1, e.ExtensionStopped("starvation", 1, "kept", "KeyError", events[-1][0]))
     whole = driver.audited(core=core, events=[*events, stop])
     assert whole.is_sound
-    assert whole.not_judged == {StarvingKept.rule: f"its extension was stopped at event {stop[0]}"}
-    assert driver.audited(core=core, events=[], start=whole.projections).not_judged == whole.not_judged
+    assert whole.judgement().held.not_judged == {StarvingKept.rule: f"its extension was stopped at event {stop[0]}"}
+    begun = driver.audited(core=core, events=[], start=whole.projections)
+    assert begun.judgement().held.not_judged == whole.judgement().held.not_judged
     other = e.ExtensionStopped("other", 1, "kept", "KeyError", events[-1][0])
-    assert driver.audited(core=core, events=[*events, (stop[0], other)]).not_judged == {}
+    assert driver.audited(core=core, events=[*events, (stop[0], other)]).judgement().held.not_judged == {}

@@ -1,0 +1,68 @@
+"""Rules held against the events of a log, one by one: the half of an audit that knows nothing of what decided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.judgement import RulesHeld
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.moment import Check
+from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.of_extensions import RuleOfExtension
+from kvledger.lifecycle.events import Event
+
+MakeChecker = Callable[[Model], Checker]
+
+
+class RuleChecks:
+    """Folds the audit's model and asks each checker about each event. What it finds stands in the model's violations.
+
+    Args:
+        model: before the first event.
+        checkers: made in this order, in which they look at an event.
+        start: what is known where the log begins in its middle.
+    """
+
+    def __init__(self, model: Model, checkers: Iterable[MakeChecker], start: Start | None = None) -> None:
+        self.moment = model.moment
+        """Of the event that is or was last looked at."""
+        self.violations = model.violations
+        self.checkers = tuple(make(model) for make in checkers)
+        self.num_events = 0
+        self._checks: dict[type[Event], list[Check]] = {}
+        # A model that nobody asks need not be folded.
+        folds = model.folds() if self.checkers else ()
+        for kind, check in (*folds, *(each for checker in self.checkers for each in checker.checks())):
+            if issubclass(kind, Event):
+                self._checks.setdefault(kind, []).append(check)
+        if start is not None:
+            model.begin(start)
+            for checker in self.checkers:
+                checker.begin(start)
+
+    def take(self, events: Iterable[tuple[int, Event]]) -> None:
+        """Look at the next events, in the order of the log.
+
+        Raises:
+            Exception: whatever a fold or a check raises; `moment` says at which event. Nothing more can be taken.
+        """
+        moment, checks = self.moment, self._checks
+        for sequence, event in events:
+            moment.sequence, moment.event = sequence, event
+            if not event.is_decision:
+                moment.cause = sequence
+            self.num_events += 1
+            for check in checks.get(type(event), ()):
+                check(event)
+
+    def held(self) -> RulesHeld:
+        """What was found so far."""
+        of_extensions = (checker for checker in self.checkers if isinstance(checker, RuleOfExtension))
+        return RulesHeld(
+            self.num_events,
+            [checker.rule for checker in self.checkers],
+            {checker.rule: checker.not_judged for checker in of_extensions if checker.not_judged},
+            self.violations.first,
+            self.violations.counts,
+        )
