@@ -34,6 +34,8 @@ class LedgerConfiguration:
     num_ranks: int = 1
     max_hit_share: float = 1.0
     """A lookup never counts more than this share of the prompt as hit."""
+    offers_slow_loads: bool = True
+    """Whether a load is offered that takes longer than computing what it brings, as measured while serving."""
     save_tails: bool = True
     """Whether a preempted request's part-filled last chunk is copied out as well."""
     keep_for_preempted: bool = True

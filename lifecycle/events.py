@@ -344,6 +344,8 @@ class MissReason(enum.StrEnum):
     """A sliding window sees, before every later boundary, something that was not saved."""
     LIMITED = "limited"
     """`max_hit_share` allows less than what is there."""
+    SLOWER = "slower"
+    """As measured while serving, a load takes longer than computing what it brings."""
     LOAD_FAILED = "load_failed"
     """Its last load failed; it computes before it is offered another one."""
     QUARANTINED = "quarantined"

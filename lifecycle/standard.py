@@ -21,6 +21,7 @@ from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.obligations import Obligations
 from kvledger.lifecycle.projections.save_cursor import SaveCursor
 from kvledger.lifecycle.projections.tails import Tails
+from kvledger.lifecycle.projections.token_costs import TokenCosts
 from kvledger.lifecycle.projections.totals import Totals
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Transfers
@@ -59,6 +60,7 @@ PROJECTIONS: tuple[ProjectionSpec, ...] = (
             keep_for_preempted=its.configuration.keep_for_preempted,
         ),
     ),
+    ProjectionSpec("costs", lambda its: TokenCosts(its.tracker)),
     ProjectionSpec("tracker", lambda its: RequestTracker(its.core)),
     ProjectionSpec(
         "transfers",

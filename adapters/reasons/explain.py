@@ -32,6 +32,8 @@ _RECORDED: dict[str, Reason] = {
     MissReason.TAINTED: Reason.TAINTED,
     MissReason.RESET: Reason.RESET,
 }
+_CUT: dict[str, Reason] = {MissReason.LIMITED: Reason.LIMITED, MissReason.SLOWER: Reason.SLOWER}
+"""Why less is offered than is there."""
 _OF_ALL: dict[str, Reason] = {
     MissReason.QUARANTINED: Reason.QUARANTINED,
     MissReason.LOAD_FAILED: Reason.LOAD_FAILED,
@@ -95,8 +97,8 @@ class Explainer:
         return int(life.num_prompt_tokens * share) if share < 1 else end_token
 
     def _why_cut(self, answer: e.LookupAnswered) -> Reason:
-        if answer.miss_reason == MissReason.LIMITED:
-            return Reason.LIMITED
+        if answer.miss_reason in _CUT:
+            return _CUT[answer.miss_reason]
         if answer.num_computed_tokens % self.configuration.block_size:
             return Reason.UNALIGNED
         if len(self.configuration.windows) > 1 and not answer.num_external_tokens:

@@ -29,6 +29,13 @@ class TransferMode(enum.StrEnum):
     AUTO = "auto"
 
 
+class Offer(enum.StrEnum):
+    """Which of what is saved is offered to vLLM."""
+
+    ALWAYS = "always"
+    AUTO = "auto"
+
+
 class ConnectorSettings(LogSettings):
     """What an operator may say; every key has a default that serves."""
 
@@ -42,6 +49,10 @@ class ConnectorSettings(LogSettings):
 
     max_hit_share: float = pydantic.Field(1.0, ge=0, le=1)
     """A lookup never uses more than this share of the prompt."""
+
+    offer: Offer = Offer.AUTO
+    """auto: a load that would take longer than computing what it brings, as measured while serving, is not offered,
+    but for one every ten seconds that measures again; always: every load is offered."""
 
     save_tails: bool = True
     """Copy out a preempted request's part-filled last chunk too, so that nothing of it is computed again."""
@@ -115,6 +126,7 @@ class ConnectorSettings(LogSettings):
                 windows=windows,
                 num_ranks=num_ranks,
                 max_hit_share=self.max_hit_share,
+                offers_slow_loads=self.offer is Offer.ALWAYS,
                 save_tails=self.save_tails,
                 keep_for_preempted=self.keep_for_preempted,
                 max_deferred_lookups=self.max_deferred_lookups,

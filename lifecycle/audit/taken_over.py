@@ -13,9 +13,9 @@ from kvledger.lifecycle.audit.model.answers import Answer
 from kvledger.lifecycle.audit.model.chunks import Departed
 from kvledger.lifecycle.audit.model.jobs import InFlight
 from kvledger.lifecycle.audit.model.lives import NEVER, PLACES, Life
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model.start import Measured, Start
 from kvledger.lifecycle.audit.model.tails import IssuedTail
-from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections import Projections, token_costs
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.states import CurrentRegion, FirstRegion, SourceRegion, TrustRegion, WorkRegion
@@ -71,6 +71,7 @@ def taken_over(projections: Projections) -> Start:
             if answer is not None
         },
         num_deferred={each: count for each in ids if (count := projections.lookups.num_deferred(each))},
+        costs=_measured(projections.costs.state),
         cursors={record.request_id: projections.save_cursor.num_chunks(record.ordinal) for record in records},
         has_hook_failed=projections.totals.figures.num_hook_failures > 0,
         of_extensions={name: deepcopy(state) for name, state in projections.states().items() if name in of_extensions},
@@ -96,6 +97,12 @@ def _life(record: RequestRecord, projections: Projections) -> Life:
         counted_tokens=computed.count(record.ordinal),
         decoding_since=computed.num_steps if record.ordinal in computed.decoding else NEVER,
         keys=list(projections.chunk_keys.of(record.request_id)),
+    )
+
+
+def _measured(costs: token_costs.State) -> Measured:
+    return Measured(
+        list(costs.steps), list(costs.samples), list(costs.loads), dict(costs.loading), costs.declined_until_ns
     )
 
 

@@ -59,6 +59,10 @@ def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -
     usable = _usable(hit.num_tokens, record, projections)
     if usable < hit.num_tokens:
         hit = replace(hit, reason=MissReason.LIMITED, reason_sequence=0, awaited=None)
+    if not projections.configuration.offers_slow_loads and projections.costs.is_slower(event.time_ns):
+        awaits_saves = False
+        if min(usable, event.num_tokens - 1) > event.num_computed_tokens:
+            usable, hit = 0, replace(hit, reason=MissReason.SLOWER, reason_sequence=0, awaited=None)
     if record.first is FirstRegion.COMPUTES_FIRST:
         # vLLM 0.32 keeps such a request at the head of the queue of those that hold blocks. Another
         # asynchronous load may not fit next to what it reserves for those behind it, and then nobody moves any more.

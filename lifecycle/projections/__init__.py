@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvledger.lifecycle.projections.obligations import Obligations
     from kvledger.lifecycle.projections.save_cursor import SaveCursor
     from kvledger.lifecycle.projections.tails import Tails
+    from kvledger.lifecycle.projections.token_costs import TokenCosts
     from kvledger.lifecycle.projections.totals import Totals
     from kvledger.lifecycle.projections.tracker import RequestTracker
     from kvledger.lifecycle.projections.transfers import Transfers
@@ -97,6 +98,7 @@ class Projections:
     lookups: LookupCache
     save_cursor: SaveCursor
     totals: Totals
+    costs: TokenCosts
 
     def __init__(self, core: Core, configuration: LedgerConfiguration, *, only: Collection[str] | None = None) -> None:
         """With `only`, no others fold; they are made where one of these asks for them, and stay empty."""

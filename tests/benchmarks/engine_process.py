@@ -55,7 +55,7 @@ class Contender:
     kind: str
     """`none`, `kvledger`, `offloading` or `lmcache`."""
     host_bytes: int = 0
-    settings: dict[str, Any] = attrs.field(factory=dict)
+    settings: tuple[tuple[str, Any], ...] = ()
     """Of kvledger: further keys; of LMCache: `chunk_size`."""
 
 
@@ -145,7 +145,7 @@ def _transfer(contender: Contender, folder: Path) -> Iterator[tuple[dict[str, An
         case "kvledger":
             from kvledger.adapters.demo.workload import connector
 
-            yield connector(folder / "log", host_bytes=contender.host_bytes, **contender.settings), float
+            yield connector(folder / "log", host_bytes=contender.host_bytes, **dict(contender.settings)), float
         case "offloading":
             from benchmarks.offloading_on_cpu import connector as offloading_connector
 
@@ -156,7 +156,7 @@ def _transfer(contender: Contender, folder: Path) -> Iterator[tuple[dict[str, An
 
             os.environ["LMCACHE_TRACK_USAGE"] = "false"
             sys.modules["numba"] = uncompiled()
-            chunk_size = contender.settings["chunk_size"]
+            chunk_size = dict(contender.settings)["chunk_size"]
             with running_server(chunk_size, contender.host_bytes / 1024**3, folder / "server.txt") as server:
                 yield lmcache_connector(server.port), lambda: _cpu_seconds(server.process.pid)
 

@@ -2,7 +2,7 @@
 
 Real vLLM on CPU, with a random model that takes two seconds for a prompt of 2,000 tokens. Each contender is an engine
 in a process of its own with one thread; they are asked the same in turns, and what is compared are ratios to no
-connector within a turn, in CPU time of all processes that a contender needs. Greedy outputs are compared as well.
+connector within a turn, mostly in CPU time of all processes that a contender needs. Greedy outputs are compared, too.
 
 Does not measure: a GPU, where computing is faster by more than copying; SimpleCPUOffloadConnector, which copies with
 CUDA streams and does not start without them.
@@ -10,23 +10,19 @@ CUDA streams and does not start without them.
 
 from __future__ import annotations
 
-import argparse
+import atexit
 import itertools
-import json
 import random
 import statistics
 import sys
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
-import attrs
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.engine_process import MODEL_SIZES, Ask, Contender, EngineProcess, Served, Token, engine_process
+from benchmarks.figures import Figure, compared
+from benchmarks.results import Cases
 
 from kvledger.adapters.demo.model import FIRST_ORDINARY_TOKEN, VOCABULARY_SIZE, make_model
 
@@ -37,17 +33,22 @@ SMALL_POOL_BYTES = 32 * 1024**2
 """Of 43 blocks' pages: less than half of what a mixed load would like to find again."""
 
 NONE = Contender("no connector", "none")
-OURS = Contender("kvledger", "kvledger", GIB)
-PEERS = (
+CONTENDERS = (
+    NONE,
+    Contender("kvledger", "kvledger", GIB),
     Contender("OffloadingConnector", "offloading", GIB),
-    Contender("LMCache 0.5.6, chunks of 32", "lmcache", GIB, {"chunk_size": 32}),
+    Contender("LMCache 0.5.6, chunks of 32", "lmcache", GIB, (("chunk_size", 32),)),
 )
 SMALL_POOLS = (
-    Contender("kvledger, small pool", "kvledger", SMALL_POOL_BYTES),
-    Contender("OffloadingConnector, small pool", "offloading", SMALL_POOL_BYTES),
+    NONE,
+    Contender("kvledger", "kvledger", SMALL_POOL_BYTES),
+    Contender("OffloadingConnector", "offloading", SMALL_POOL_BYTES),
 )
+CHUNK_SIZES = (NONE, *(Contender(f"chunks of {n}", "kvledger", GIB, (("chunk_size", n),)) for n in (32, 64, 128, 256)))
 
+COUNTS = frozenset({"tokens computed again", "preemptions"})
 Figures = Mapping[str, float]
+"""What is measured -> seconds, but for those of `COUNTS`."""
 Scenario = Callable[[EngineProcess, random.Random], tuple[Figures, list[list[int]]]]
 """Serves, and returns figures and what was said. Equal random generators ask for the same."""
 
@@ -65,12 +66,12 @@ def said(*answers: Served) -> list[list[int]]:
 def first_token(engine: EngineProcess, chance: random.Random) -> tuple[Figures, list[list[int]]]:
     """One prompt of 2,000 tokens on an idle engine: new, again, and again when vLLM's own cache has forgotten it."""
     ask = (Ask(prompt(chance, 2000), max_tokens=1),)
-    answers = {"cold": engine.serve(ask, forgets=True), "prefix_cache": engine.serve(ask)}
-    answers["host"] = engine.serve(ask, forgets=True)
+    answers = {"new": engine.serve(ask, forgets=True), "in vLLM's prefix cache": engine.serve(ask)}
+    answers["in the host pool"] = engine.serve(ask, forgets=True)
     figures = {}
     for name, served in answers.items():
         token = served.tokens[0][0]
-        figures |= {f"{name}_first_token_cpu_s": token.cpu_s, f"{name}_first_token_wall_s": token.wall_s}
+        figures |= {f"{name}, CPU time": token.cpu_s, f"{name}, wall time": token.wall_s}
     return figures, said(*answers.values())
 
 
@@ -82,22 +83,22 @@ def preempted(engine: EngineProcess, chance: random.Random) -> tuple[Figures, li
     ended = max((its[-1] for its in tokens_of_others), key=lambda token: token.cpu_s)
     resumed = next(token for token in tokens if token.cpu_s > ended.cpu_s)
     return {
-        "stall_cpu_s": resumed.cpu_s - ended.cpu_s,
-        "stall_wall_s": resumed.wall_s - ended.wall_s,
-        "tokens_recomputed": served.num_tokens_recomputed,
+        "stall, CPU time": resumed.cpu_s - ended.cpu_s,
+        "stall, wall time": resumed.wall_s - ended.wall_s,
+        "tokens computed again": served.num_tokens_recomputed,
         "preemptions": served.num_preemptions,
     }, said(served)
 
 
 def mixed(engine: EngineProcess, chance: random.Random) -> tuple[Figures, list[list[int]]]:
-    """Twelve requests about four documents of 640 tokens, more than the blocks hold at once."""
-    documents = [prompt(chance, 640) for _ in range(4)]
+    """Twelve requests about six documents of 640 tokens, each asked about twice; the blocks hold four of them at once."""
+    documents = [prompt(chance, 640) for _ in range(6)]
     asks = [
-        Ask(documents[number % 4] + prompt(chance, chance.randint(20, 200)), chance.randint(24, 72), number * 3)
+        Ask(documents[number % 6] + prompt(chance, chance.randint(20, 200)), chance.randint(24, 72), number * 3)
         for number in range(12)
     ]
     served = engine.serve(asks, forgets=True)
-    return {**_throughput(served), "tokens_recomputed": served.num_tokens_recomputed}, said(served)
+    return {**_throughput(served), "tokens computed again": served.num_tokens_recomputed}, said(served)
 
 
 def nothing_to_gain(engine: EngineProcess, chance: random.Random) -> tuple[Figures, list[list[int]]]:
@@ -109,11 +110,11 @@ def nothing_to_gain(engine: EngineProcess, chance: random.Random) -> tuple[Figur
 def _throughput(served: Served) -> Figures:
     gaps = sorted(gap for tokens in served.tokens for gap in _gaps(tokens))
     return {
-        "cpu_s": served.cpu_s,
-        "wall_s": served.wall_s,
-        "gap_p50_cpu_s": gaps[len(gaps) // 2],
-        "gap_p99_cpu_s": gaps[len(gaps) * 99 // 100],
-        "first_token_cpu_s": statistics.mean(tokens[0].cpu_s for tokens in served.tokens),
+        "all, CPU time": served.cpu_s,
+        "all, wall time": served.wall_s,
+        "between tokens, median, CPU time": gaps[len(gaps) // 2],
+        "between tokens, p99, CPU time": gaps[len(gaps) * 99 // 100],
+        "first token, mean, CPU time": statistics.mean(tokens[0].cpu_s for tokens in served.tokens),
     }
 
 
@@ -122,88 +123,76 @@ def _gaps(tokens: Sequence[Token]) -> Iterator[float]:
     return (later.cpu_s - earlier.cpu_s for earlier, later in itertools.pairwise(tokens))
 
 
-SCENARIOS: Mapping[str, Scenario] = {
-    "first token": first_token,
-    "preempted": preempted,
-    "mixed": mixed,
-    "nothing to gain": nothing_to_gain,
+Case = tuple[Scenario, Sequence[Contender]]
+CASES: Mapping[str, Case] = {
+    "time to the first token of a prompt of 2,000 tokens": (first_token, CONTENDERS),
+    "a preempted request": (preempted, CONTENDERS),
+    "a mixed load, a host pool with room": (mixed, CONTENDERS),
+    "nothing to be gained": (nothing_to_gain, CONTENDERS),
+    "a mixed load, a host pool that is too small": (mixed, SMALL_POOLS),
+}
+OF_CHUNK_SIZES: Mapping[str, Case] = {
+    "chunk sizes, time to the first token": (first_token, CHUNK_SIZES),
+    "chunk sizes, a mixed load": (mixed, CHUNK_SIZES),
+    "chunk sizes, nothing to be gained": (nothing_to_gain, CHUNK_SIZES),
 }
 
 
-@attrs.define
-class Measured:
-    """Figures of each contender in each round, and how often an answer differed from that without a connector."""
-
-    rounds: dict[str, list[Figures]] = attrs.field(factory=lambda: defaultdict(list))
-    num_different: dict[str, int] = attrs.field(factory=lambda: defaultdict(int))
-
-    def ratios(self, contender: str, figure: str) -> list[float]:
-        """To no connector, round by round, ascending; empty where that has nothing of the kind."""
-        pairs = zip(self.rounds[contender], self.rounds[NONE.name], strict=True)
-        return sorted(mine[figure] / base[figure] for mine, base in pairs if base[figure])
+def cases(*, full: bool) -> Cases:
+    """Three rounds of what servers meet; in full ten, and kvledger's chunk sizes."""
+    engines = Engines()
+    chosen = {**CASES, **OF_CHUNK_SIZES} if full else CASES
+    return {
+        name: partial(engines.measure, name, scenario, contenders, 10 if full else 3)
+        for name, (scenario, contenders) in chosen.items()
+    }
 
 
-def measure(contenders: Sequence[Contender], scenarios: Sequence[str], num_rounds: int) -> dict[str, Measured]:
-    """Scenario -> figures; the first contender is no connector."""
-    measured = {name: Measured() for name in scenarios}
-    model = REPOSITORY / "build" / "bench" / "model-{hidden_size}-{num_hidden_layers}".format(**MODEL_SIZES)
-    make_model(model, **MODEL_SIZES)
-    with ExitStack() as running:
-        engines = {}
-        for contender in contenders:
-            python = LMCACHE_PYTHON if contender.kind == "lmcache" else Path(sys.executable)
-            engines[contender.name] = running.enter_context(engine_process(contender, model, python))
-            nothing_to_gain(engines[contender.name], random.Random(0))
+class Engines:
+    """Those of the case at hand; they stay for the next one where it is about the same, and work only when asked."""
+
+    def __init__(self) -> None:
+        self._running = ExitStack()
+        self._processes: dict[Contender, EngineProcess] = {}
+        self._model = REPOSITORY / "build" / "bench" / "model-{hidden_size}-{num_hidden_layers}".format(**MODEL_SIZES)
+        atexit.register(self._running.close)
+
+    def measure(
+        self, name: str, scenario: Scenario, contenders: Sequence[Contender], num_rounds: int
+    ) -> Sequence[Figure]:
+        """Let each serve the same in turns, a different one first in each round; LMCache where it is installed."""
+        engines = self._started([each for each in contenders if each.kind != "lmcache" or LMCACHE_PYTHON.exists()])
+        rounds: dict[str, list[Figures]] = {each: [] for each in engines}
+        num_different = dict.fromkeys(engines, 0)
         for number in range(num_rounds):
-            for name in scenarios:
-                _take_turns(engines, name, number, measured[name])
-    return measured
+            names = list(engines)
+            answers = {}
+            for each in names[number % len(names) :] + names[: number % len(names)]:
+                figures, answers[each] = scenario(engines[each], random.Random(f"{name} {number}"))
+                rounds[each].append(figures)
+                print(".", end="", file=sys.stderr, flush=True)
+            for each in names:
+                num_different[each] += sum(map(list.__ne__, answers[each], answers[NONE.name]))
+        print(file=sys.stderr)
+        return [*_figures(rounds), *(Figure("answers that differ", name, n, "") for name, n in num_different.items())]
+
+    def _started(self, contenders: Sequence[Contender]) -> dict[str, EngineProcess]:
+        if list(self._processes) != contenders:
+            self._running.close()
+            self._processes.clear()
+            make_model(self._model, **MODEL_SIZES)
+            for each in contenders:
+                python = LMCACHE_PYTHON if each.kind == "lmcache" else Path(sys.executable)
+                engine = self._running.enter_context(engine_process(each, self._model, python))
+                nothing_to_gain(engine, random.Random(0))  # warm
+                self._processes[each] = engine
+        return {each.name: engine for each, engine in self._processes.items()}
 
 
-def _take_turns(engines: Mapping[str, EngineProcess], name: str, number: int, measured: Measured) -> None:
-    names = list(engines)
-    expected: list[list[int]] = []
-    outputs: dict[str, list[list[int]]] = {}
-    started = time.perf_counter()
-    for place in range(len(names)):
-        contender = names[(place + number) % len(names)]
-        figures, outputs[contender] = SCENARIOS[name](engines[contender], random.Random(f"{name} {number}"))
-        measured.rounds[contender].append(figures)
-    expected = outputs[NONE.name]
-    for contender, answers in outputs.items():
-        measured.num_different[contender] += sum(map(list.__ne__, answers, expected))
-    print(f"{name}, round {number}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
-
-
-def contenders(chosen: str, settings: Sequence[str]) -> list[Contender]:
-    """No connector first; LMCache where it is installed."""
-    ours = [OURS] + [attrs.evolve(OURS, name=f"kvledger {text}", settings=json.loads(text)) for text in settings]
-    peers = [peer for peer in PEERS if peer.kind != "lmcache" or LMCACHE_PYTHON.exists()]
-    return [NONE, *ours, *(peers if chosen == "all" else ()), *(SMALL_POOLS if chosen == "small" else ())]
-
-
-def main() -> None:
-    """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--scenario", action="append", choices=tuple(SCENARIOS), help="these alone")
-    parser.add_argument("--contenders", choices=("all", "ours", "small"), default="all")
-    parser.add_argument(
-        "--settings", action="append", default=[], help="kvledger with these keys as well, a JSON object"
-    )
-    arguments = parser.parse_args()
-    field = contenders(arguments.contenders, arguments.settings)
-    results = measure(field, arguments.scenario or tuple(SCENARIOS), arguments.rounds)
-    for name, measured in results.items():
-        print(f"\n{name}")
-        for contender in field:
-            print(f"  {contender.name}: {measured.num_different[contender.name]} answers differ")
-            for figure in measured.rounds[contender.name][0]:
-                values = sorted(figures[figure] for figures in measured.rounds[contender.name])
-                ratios = measured.ratios(contender.name, figure)
-                shown = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})" if ratios else "-"
-                print(f"    {figure}: {statistics.median(values):.3f}  {shown}")
-
-
-if __name__ == "__main__":
-    main()
+def _figures(rounds: Mapping[str, Sequence[Figures]]) -> Iterator[Figure]:
+    for what in rounds[NONE.name][0]:
+        values = {name: [figures[what] for figures in its] for name, its in rounds.items()}
+        if what in COUNTS:  # may be none at all, and then there is no ratio
+            yield from (Figure(what, name, statistics.median(its), "") for name, its in values.items())
+        else:
+            yield from compared(what, "s", values, anchor=NONE.name)

@@ -185,6 +185,7 @@ class Driver:
         error: str = "",
         withheld: str = "",
         together: Sequence[int] = (),
+        duration_ns: int = 10,
     ) -> list[e.Event]:
         """Workers report a job: the first `num_ranks` of them, or `ranks`. Of one `withheld` it is the connector.
 
@@ -196,7 +197,9 @@ class Driver:
         job_ids = (job_id, *together)
         num_bytes = (100,) * len(job_ids)
         return self.observe(
-            e.TransferReported(job_ids, done, failed, is_repeated, num_bytes, 10, error, withheld, self._now())
+            e.TransferReported(
+                job_ids, done, failed, is_repeated, num_bytes, duration_ns, error, withheld, self._now()
+            )
         )
 
     def preempt(self, request_id: str, num_settled_tokens: int, num_tokens: int | None = None) -> list[e.Event]:
@@ -270,6 +273,10 @@ class Driver:
             for job_id in [job.job_id for job in self.projections.transfers]
             for decision in self.report(job_id, num_ranks=self.configuration.num_ranks)
         ]
+
+    def pass_ns(self, duration_ns: int) -> None:
+        """Let time pass."""
+        self._time_ns += duration_ns
 
     def _now(self) -> int:
         self._time_ns += 1000

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -47,7 +48,8 @@ class WrongPages(AssertionError):
 class PageWatch:
     """Knows for every job that was handed out what its pages must hold, and compares when they are copied."""
 
-    def __init__(self, engine: SimulatedEngine, truth_of: Callable[[int], Expected]) -> None:
+    def __init__(self, engine: SimulatedEngine, truth_of: Callable[[int], Expected], ns_per_page: int = 1000) -> None:
+        self._ns_per_page = ns_per_page
         self._engine = engine
         self._side = engine.connector.scheduler_side
         self._worker: Any = engine.worker
@@ -167,7 +169,7 @@ class PageWatch:
             begun = copy(*arguments)
             for job in jobs:  # where it could not begin, each may be copied alone
                 self._made(job)
-            return _WatchedCopy(begun, lambda: self._compare_destination(pages, is_save=is_save))
+            return _WatchedCopy(begun, partial(self._compare_destination, pages, is_save=is_save), self._ns_per_page)
 
         return watched
 
@@ -210,6 +212,7 @@ class _WatchedCopy:
 
     _copy: Any
     _compare: Callable[[], None] | None
+    _ns_per_page: int
 
     def done(self) -> bool:
         """Whether the bytes are in place."""
@@ -227,15 +230,11 @@ class _WatchedCopy:
         """Return when they are."""
         result = self._copy.result()
         self._seen()
-        return _without_clock(result)
+        if isinstance(result, CopyResult):  # without the real clock
+            result = attrs.evolve(result, duration_ns=self._ns_per_page * result.num_pages)
+        return result
 
     def _seen(self) -> None:
         if self._compare is not None:
             self._compare()
             self._compare = None
-
-
-def _without_clock(result: Any) -> Any:
-    if isinstance(result, CopyResult):
-        return attrs.evolve(result, duration_ns=1000 * result.num_pages)
-    return result

@@ -47,6 +47,8 @@ class Settings:
     """Another connector in a `MultiConnector` with ours."""
     windows: tuple[int, ...] = (0,)
     """One for each group of layers, in tokens; 0: the group sees everything. Of worlds in which kvledger is not."""
+    ns_per_page: int = 1000
+    """What a copy is said to have taken."""
     fragile_steps: bool = False
     """Whether clients go away while a step is computed, and resets come while a load is under way and fail."""
 
@@ -123,6 +125,7 @@ def draw(rng: random.Random) -> Settings:
         arrival_share=rng.choice([0.1, 0.2, 0.4]),
         salts=rng.choice([(None,), (None, "tenant")]),
         connector=draw_connector(rng, num_slots),
+        ns_per_page=rng.choice([1000, 1000, 10**7, 10**9]),
     )
 
 
@@ -143,4 +146,5 @@ def draw_connector(rng: random.Random, num_slots: int) -> dict[str, object]:
         "max_deferred_lookups": rng.choice([0, 8]),
         "max_silent_ms": rng.choice([0, 100]),
         "digests": rng.choice(["all", 0.5, "off"]),
+        "offer": rng.choice(["auto", "auto", "always"]),
     }

@@ -323,7 +323,7 @@ class World:
                 rng = random.Random(f"copies in the step {self.seed}")
                 self.worker_side._engine = VirtualCopies(engine_in_step, self.clock, rng)
             self.copies = Copies(self.worker_side)
-            self.pages = PageWatch(engine, lambda ordinal: self._by_ordinal[ordinal].truth)
+            self.pages = PageWatch(engine, lambda ordinal: self._by_ordinal[ordinal].truth, settings.ns_per_page)
             if self.log_dir is not None:
                 store: Any = self.side.log.store
                 store._clock = lambda: self.clock.now_ns / 1e9  # a disk is tried again by time, too

@@ -9,6 +9,7 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.answers import Answers
 from kvledger.lifecycle.audit.model.chunks import Chunks
+from kvledger.lifecycle.audit.model.costs import Costs
 from kvledger.lifecycle.audit.model.forgotten import Forgotten
 from kvledger.lifecycle.audit.model.jobs import JobsInFlight
 from kvledger.lifecycle.audit.model.lives import Life, Lives
@@ -44,6 +45,7 @@ class Model:
     chunks: Chunks
     tails: Tails
     answers: Answers
+    costs: Costs
 
     @classmethod
     def of(
@@ -77,12 +79,18 @@ class Model:
             answers=Answers(
                 lives, geometry.chunk_size, moment, forgotten, keep_for_preempted=configuration.keep_for_preempted
             ),
+            costs=Costs(lives),
         )
 
     def usable_tokens(self, life: Life, num_hit_tokens: int) -> int:
         """How much of a hit the configuration lets the request use."""
         share = self.configuration.max_hit_share
         return num_hit_tokens if share >= 1 else min(num_hit_tokens, int(life.num_prompt_tokens * share))
+
+    def is_slower_to_load(self, answer: e.LookupAnswered, num_usable_tokens: int) -> bool:
+        """Whether the answer at hand offers nothing of what can be used, because computing it costs less."""
+        is_more = min(num_usable_tokens, answer.num_tokens - 1) > answer.num_computed_tokens
+        return is_more and self.costs.is_slower and not self.configuration.offers_slow_loads
 
     def begin(self, start: Start) -> None:
         """Take over what is known where an audit starts in the middle of a log."""
@@ -92,10 +100,14 @@ class Model:
         self.chunks.begin(start)
         self.tails.begin(start)
         self.answers.begin(start)
+        self.costs.begin(start)
 
     def folds(self) -> EventChecks:
         """(event class, fold), to be done before the checks of that class."""
-        # First whom it concerns; then blocks and tails, which ask whose they are; then the lives, which may be over;
-        # the jobs before the chunks, which ask what was saved.
-        folded = self.forgotten, self.tables, self.tails, self.answers, self.lives, self.jobs, self.chunks
+        # First whom it concerns; then who computed before it; blocks and tails, which ask whose they are; then the
+        # lives, which may be over; the jobs before the chunks, which ask what was saved.
+        folded = (
+            *(self.forgotten, self.costs, self.tables, self.tails, self.answers),
+            *(self.lives, self.jobs, self.chunks),
+        )
         return [*self.lives.meetings(), *(fold for each in folded for fold in marked(each))]

@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.tails import IssuedTail
 
 
+@attrs.frozen
+class Measured:
+    """What tokens cost, as far as it was measured; pairs of tokens and nanoseconds."""
+
+    steps: Sequence[tuple[int, int]]
+    """Steps in a row, and when each was scheduled."""
+    samples: Sequence[tuple[int, int]]
+    loads: Sequence[tuple[int, int]]
+    """Since the last conclusion."""
+    issued: Mapping[int, tuple[int, bool]]
+    """Load that nobody has reported -> its tokens, and whether a step waits for it."""
+    declined_until_ns: int | None
+
+
 @attrs.frozen(kw_only=True)
 class Start:
     """Whoever takes something over may keep and change it: nobody else has it."""
@@ -52,6 +66,7 @@ class Start:
     """By request id; those that no allocation has claimed."""
     num_deferred: Mapping[str, int]
     """Request id -> how often in a row it was put off."""
+    costs: Measured
     cursors: Mapping[str, int]
     """Request id -> chunks dealt with."""
     has_hook_failed: bool

@@ -20,9 +20,9 @@ class LookupPure(Checker):
     Verifies: answer = max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens), and 0
     for a local hit that ends inside a block; an answer of 0 is not asynchronous; the answer repeats the question; two
     lookups of a request between which nothing it depends on changed give the same hit and the same answer.
-    Does not verify: whether the last token is left to compute (LAST_TOKEN), nor whether the recorded hit is there
-    (RESET_EPOCH and LOADABLE_AFTER_COMMIT see what is promised and not there; deciding again sees every other
-    difference).
+    Does not verify: whether the last token is left to compute (LAST_TOKEN), whether a load that is not offered would
+    have been slower than computing (LONGEST_HIT), nor whether the recorded hit is there (RESET_EPOCH
+    and LOADABLE_AFTER_COMMIT see what is promised and not there; deciding again sees every other difference).
     """
 
     rule = "LOOKUP_PURE"
@@ -75,6 +75,7 @@ class LookupPure(Checker):
             (chunks.num_added, chunks.num_removed),
             0 if tail is None else tail.end_token,
             (len(self.jobs), self.jobs.last_id) if self._forgets else (),  # what is being loaded may then count
+            event.miss_reason == e.MissReason.SLOWER,
         )
         answer = (event.num_hit_tokens, event.num_external_tokens)
         before = self._answered.get(request_id)
@@ -89,6 +90,7 @@ class LookupPure(Checker):
     def _check_sum(self, event: e.LookupAnswered, life: Life) -> None:
         num_tokens, num_computed_tokens = event.num_tokens, event.num_computed_tokens
         gets_nothing = life.quarantined or life.computes_first
+        gets_nothing = gets_nothing or event.miss_reason == e.MissReason.SLOWER
         usable = 0 if gets_nothing else self.model.usable_tokens(life, event.num_hit_tokens)
         expected = max(0, min(usable, num_tokens - 1) - num_computed_tokens)
         if num_computed_tokens % self.configuration.block_size:
@@ -114,7 +116,7 @@ class LongestHit(Checker):
 
     Verifies: this for every answer, before any limit. Where it ends for want of a chunk, that the reason is the true
     one, and the event that took the chunk away; where less is used, that the request is quarantined, computes first, is
-    limited by `max_hit_share`, or has a window that sees what is not stored.
+    limited by `max_hit_share`, would load for longer than compute, or has a window that sees what is not stored.
     Does not verify: a hit of more than is there (LOADABLE_AFTER_COMMIT, RESET_EPOCH); what is answered of it
     (LOOKUP_PURE, GROUP_AGREEMENT); why a chunk is gone that left longer ago than is
     remembered.
@@ -149,6 +151,8 @@ class LongestHit(Checker):
         usable = model.usable_tokens(life, hit)
         if usable < hit:
             reason, sequence = "limited", 0
+        if model.is_slower_to_load(event, usable):
+            usable, reason, sequence = 0, "slower", 0
         if life.computes_first:
             usable, reason, sequence = 0, "load_failed", 0
         if life.quarantined:

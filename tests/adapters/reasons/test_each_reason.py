@@ -253,6 +253,16 @@ def test_a_policy_that_allows_less_limits() -> None:
     assert missed(story_of(driver)) == [(16, 32, Reason.LIMITED)]
 
 
+def test_what_would_have_taken_longer_to_load_is_slower() -> None:
+    """What was measured says so when the preempted request asks."""
+    driver = Driver(offers_slow_loads=False)
+    preempted(driver)
+    driver.settle_all()
+    driver.projections.costs.state.declined_until_ns = 1 << 62
+    come_back(driver, 33)
+    assert missed(story_of(driver)) == [(0, 32, Reason.SLOWER)]
+
+
 def test_a_quarantined_request_computes_whatever_is_there() -> None:
     """The quarantine and what led to it are the proof."""
     driver = Driver()

@@ -13,6 +13,7 @@ from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.save_cursor import SaveCursor
+from kvledger.lifecycle.projections.token_costs import TokenCosts
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import JobKind, Transfers
 from kvledger.lifecycle.states import CurrentRegion
@@ -25,6 +26,10 @@ CROWDED = Worlds(num_slots=16, connector=(("keep_for_preempted", True), ("chunk_
 CACHED = Worlds(settings=(("num_steps", 120), ("enable_prefix_caching", True)))
 RESETTING_BESIDE = Worlds(
     faults=frozenset({"resets", "delayed reports"}), connector=(("save_mode", "async"), ("max_silent_steps", 64))
+)
+SLOW_COPIES = Worlds(
+    settings=(("num_steps", 200), ("num_blocks", 14), ("ns_per_page", 10**9), ("enable_prefix_caching", False)),
+    connector=(("offer", "auto"), ("max_hit_share", 1.0)),
 )
 WHOLE_BLOCKS = ((16, 16), (32, 16))
 """Images of smaller chunks share slots, and leave them without an eviction."""
@@ -81,6 +86,32 @@ def preempted_finds_nothing(touch: Touch) -> Sequence[Patch]:
         return found
 
     return [wrapped(LookupCache, "num_hit_chunks", num_hit_chunks)]
+
+
+@mutant("LONGEST_HIT", scene=SLOW_COPIES)
+def slower_without_proof(touch: Touch) -> Sequence[Patch]:
+    """After a few loads nothing is offered any more, whatever computing costs."""
+
+    def costs_more(original: Any, costs: TokenCosts) -> bool:
+        if not original(costs):
+            touch()
+        return True
+
+    return [wrapped(TokenCosts, "_costs_more", costs_more)]
+
+
+@mutant("LONGEST_HIT", scene=SLOW_COPIES)
+def never_tried_again(touch: Touch) -> Sequence[Patch]:
+    """What was slow once is not offered for the rest of the engine's life."""
+
+    def is_slower(original: Any, costs: TokenCosts, time_ns: int) -> bool:
+        if costs.state.declined_until_ns is None:
+            return False
+        if not original(costs, time_ns):
+            touch()
+        return True
+
+    return [wrapped(TokenCosts, "is_slower", is_slower)]
 
 
 @mutant("LAST_TOKEN", "LMCache#3322", "vllm#50864", "vllm#55113", scene=Worlds(connector=(("max_hit_share", 1.0),)))

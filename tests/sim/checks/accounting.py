@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvledger.lifecycle import events as e
+
 if TYPE_CHECKING:
     from sim.world import World
 
@@ -48,11 +50,19 @@ def _has_no_excuse(world: World) -> bool:
     connector = world.settings.connector
     is_calm = not world.faults or set(world.fault_names) <= {"aborts", "storms", "reused ids"}
     has_room = not figures.num_chunks_evicted and not figures.num_chunks_declined
+    never_slower = all(
+        event.miss_reason != e.MissReason.SLOWER for _, event in world.log.events if isinstance(event, e.LookupAnswered)
+    )
     saves_all = connector["save_tails"] and connector["max_hit_share"] == 1.0
     # MultiConnector takes the first child that has anything, also where another one has more.
     is_asked_first = world.settings.neighbour is None or not world.settings.neighbour.is_first
     # With asynchronous copies, or two steps in flight, a request may be back before its own save is known to be done.
     waits = not world.settings.async_scheduling and connector.get("save_mode") == "sync"
     return bool(
-        is_calm and has_room and saves_all and is_asked_first and (waits or connector.get("max_deferred_lookups"))
+        is_calm
+        and has_room
+        and saves_all
+        and never_slower
+        and is_asked_first
+        and (waits or connector.get("max_deferred_lookups"))
     )

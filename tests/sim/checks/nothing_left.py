@@ -30,6 +30,10 @@ MAY_STAY = frozenset(
         "UnfilledBlocks.state.blocks",
         "UnfilledBlocks.state.lost",
         "UnfilledBlocks.state.lost_before",
+        # What steps and loads took (bounded).
+        "TokenCosts.state.samples",
+        "TokenCosts.state.steps",
+        "TokenCosts.state.loads",
         # Saves that no worker reported, whose slots are never used again.
         "Transfers.state.given_up",
         # Steps to come at which a request was to be looked at (bounded).

@@ -1,0 +1,109 @@
+"""What a token costs to load and to compute, as the log tells it, and which loads are therefore not offered.
+
+The audit's own; see `lives.py`. To be folded before the lives: what counts is who was computing before a step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from fractions import Fraction
+from statistics import mean
+from typing import TYPE_CHECKING
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.model.lives import Lives
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.states import RequestState
+
+if TYPE_CHECKING:
+    from kvledger.lifecycle.audit.model.start import Start
+
+STEPS_IN_A_ROW = 8
+SAMPLES = range(8, 64 + 1)
+LOADS_AT_FIRST = 8
+GIVEN_UP, TAKEN_UP = Fraction(5, 4), Fraction(4, 5)
+"""Of the cost of computing: what a load costs where loads are no longer offered, and where they are again."""
+TRIED_AFTER_NS = 10_000_000_000
+
+
+class Costs:
+    """Of steps in a row, and of loads."""
+
+    def __init__(self, lives: Lives) -> None:
+        self._lives = lives
+        self._steps: list[tuple[int, int]] = []
+        """(tokens, time) of steps in a row."""
+        self._samples: deque[tuple[int, int]] = deque(maxlen=SAMPLES.stop - 1)
+        self._loads: list[tuple[int, int]] = []
+        """(tokens, time) of loads since the last conclusion."""
+        self._issued: dict[int, tuple[int, bool]] = {}
+        """Loads that nobody has reported: tokens, and whether a step waits for them."""
+        self._declined_until: int | None = None
+        """None: loads are offered."""
+        self.is_slower = False
+        """Whether at the last lookup loads were not to be offered."""
+
+    def begin(self, start: Start) -> None:
+        """Take over what was measured."""
+        costs = start.costs
+        self._steps, self._loads = list(costs.steps), list(costs.loads)
+        self._samples.extend(costs.samples)
+        self._issued = dict(costs.issued)
+        self._declined_until = costs.declined_until_ns
+
+    @on(e.LookupRequested)
+    def _requested(self, event: e.LookupRequested) -> None:
+        self.is_slower = self._declined_until is not None and event.time_ns < self._declined_until
+
+    @on(e.StepScheduled)
+    def _step(self, event: e.StepScheduled) -> None:
+        computing = {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}
+        if not any(life.state in computing for life in self._lives):
+            self._steps = []
+        if len(self._steps) == STEPS_IN_A_ROW:
+            self._samples.append((sum(tokens for tokens, _ in self._steps), event.time_ns - self._steps[0][1]))
+            self._steps = []
+        if any(holds_up for _, holds_up in self._issued.values()):
+            self._steps = []
+        else:
+            self._steps.append((event.num_scheduled_tokens, event.time_ns))
+
+    @on(e.LoadIssued)
+    def _issue(self, event: e.LoadIssued) -> None:
+        self._issued[event.job_id] = event.num_tokens, not event.is_async
+        if not event.is_async:
+            self._steps = []
+        if self._declined_until is not None:
+            self._declined_until = self._lives.time_ns + TRIED_AFTER_NS
+
+    @on(e.LoadCompleted, e.LoadFailed)
+    def _settled(self, event: e.LoadCompleted | e.LoadFailed) -> None:
+        self._issued.pop(event.job_id, None)
+
+    @on(e.TransferReported)
+    def _reported(self, event: e.TransferReported) -> None:
+        for job_id in event.job_ids:
+            num_tokens, _ = self._issued.pop(job_id, (0, False))
+            if num_tokens and event.duration_ns and not event.ranks_failed:
+                self._judge(num_tokens, event)
+
+    def _judge(self, num_tokens: int, event: e.TransferReported) -> None:
+        self._loads.append((num_tokens, event.duration_ns))
+        is_declined = self._declined_until is not None
+        if is_declined or len(self._loads) == LOADS_AT_FIRST:
+            bound = TAKEN_UP if is_declined else GIVEN_UP
+            loading = Fraction(sum(time for _, time in self._loads), sum(tokens for tokens, _ in self._loads))
+            computing = self._computing()
+            is_slower = computing is not None and loading > bound * computing
+            self._declined_until = event.time_ns + TRIED_AFTER_NS if is_slower else None
+            self._loads = []
+
+    def _computing(self) -> Fraction | None:
+        """Nanoseconds that a step takes longer with one token more, by least squares; None where it takes no longer."""
+        if len(self._samples) not in SAMPLES:
+            return None
+        samples = [(Fraction(tokens), Fraction(time)) for tokens, time in self._samples]
+        middle, mean_time = mean(tokens for tokens, _ in samples), mean(time for _, time in samples)
+        spread = sum((tokens - middle) ** 2 for tokens, _ in samples)
+        grows = sum((tokens - middle) * (time - mean_time) for tokens, time in samples)
+        return Fraction(grows) / spread if spread and grows > 0 else None

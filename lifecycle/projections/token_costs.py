@@ -1,0 +1,120 @@
+"""What a token costs here while requests are served: loaded from the host pool, and computed.
+
+Both are measured by the log alone, in nanoseconds a token: reports of loads say how long they took, and the times of
+steps in a row, by least squares, how much longer they take with one token more. A load that takes longer than computing
+what it brings is not worth offering, until a later one has shown otherwise. It must not know who decides upon that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections import Projection
+from kvledger.lifecycle.states import RequestState
+
+if TYPE_CHECKING:
+    from kvledger.lifecycle.projections.tracker import RequestTracker
+
+NUM_STEPS = 8
+"""Steps of a sample. With two in flight, what one computes shows in the time of the next one; not so in a sum."""
+MAX_SAMPLES = 64
+MIN_SAMPLES = 8
+MIN_LOADS = 8
+"""Before as many loads were measured nothing is concluded, and no conclusion is drawn from fewer."""
+MARGIN = 5, 4
+"""Loading must cost more than 5/4 of computing to be given up, and less than 4/5 to be taken up again."""
+PAUSE_NS = 10_000_000_000
+"""Once loads are not offered, one is tried again after this time."""
+
+_COMPUTING = (RequestState.CHUNKED_PREFILL, RequestState.RUNNING)
+
+
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """What was measured, and what follows from it."""
+
+    samples: list[tuple[int, int]] = []
+    """Tokens and nanoseconds of so many steps in a row, the oldest first."""
+    steps: list[tuple[int, int]] = []
+    """Tokens of steps in a row, and when each was scheduled: the next sample, which ends where its last one does."""
+    loading: dict[int, tuple[int, bool]] = {}
+    """Load under way -> its tokens, and whether a step waits for it."""
+    loads: list[tuple[int, int]] = []
+    """Tokens and nanoseconds of loads since the last conclusion."""
+    declined_until_ns: int | None = None
+    """Where a load was found to cost more than computing: when one is offered nevertheless."""
+
+
+class TokenCosts(Projection):
+    """Folds steps and loads. Registered before the tracker, to see who was computing before a step."""
+
+    def __init__(self, tracker: RequestTracker) -> None:
+        self._tracker = tracker
+        self.state = State()
+
+    def is_slower(self, time_ns: int) -> bool:
+        """Whether loading is known to take longer than computing, and this is no time to try again."""
+        until_ns = self.state.declined_until_ns
+        return until_ns is not None and time_ns < until_ns
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
+        state = self.state
+        steps = state.steps
+        if not any(record.state in _COMPUTING for record in self._tracker):
+            steps.clear()  # nobody knows how long the engine had nothing to do
+        if len(steps) == NUM_STEPS:
+            state.samples.append((sum([tokens for tokens, _ in steps]), event.time_ns - steps[0][1]))
+            del state.samples[:-MAX_SAMPLES]
+            steps.clear()
+        if any(holds_up for _, holds_up in state.loading.values()):
+            steps.clear()
+        else:
+            steps.append((event.num_scheduled_tokens, event.time_ns))
+
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
+        self.state.loading[event.job_id] = event.num_tokens, not event.is_async
+        if not event.is_async:
+            self.state.steps.clear()
+        if self.state.declined_until_ns is not None:  # one is tried, the others wait for what it shows
+            self.state.declined_until_ns = self._tracker.time_ns + PAUSE_NS
+
+    @on(e.LoadCompleted, e.LoadFailed)
+    def _load_settled(self, event: e.LoadCompleted | e.LoadFailed, _sequence: int) -> None:
+        self.state.loading.pop(event.job_id, None)
+
+    @on(e.TransferReported)
+    def _reported(self, event: e.TransferReported, _sequence: int) -> None:
+        for job_id in event.job_ids:
+            num_tokens, _ = self.state.loading.pop(job_id, (0, False))
+            if num_tokens and event.duration_ns and not event.ranks_failed:
+                self._add(num_tokens, event)
+
+    def _add(self, num_tokens: int, event: e.TransferReported) -> None:
+        state = self.state
+        state.loads.append((num_tokens, event.duration_ns))
+        if state.declined_until_ns is not None or len(state.loads) == MIN_LOADS:
+            state.declined_until_ns = event.time_ns + PAUSE_NS if self._costs_more() else None
+            state.loads.clear()
+
+    def _costs_more(self) -> bool:
+        """Whether loading does than computing; in doubt it does not."""
+        loads = self.state.loads
+        numerator, denominator = _slope(self.state.samples)
+        more, less = MARGIN if self.state.declined_until_ns is None else MARGIN[::-1]
+        tokens, ns = sum(pair[0] for pair in loads), sum(pair[1] for pair in loads)
+        return denominator > 0 and ns * denominator * less > tokens * numerator * more
+
+
+def _slope(samples: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Nanoseconds that one token more takes, as a fraction; (0, 0) where that cannot be told."""
+    count, tokens, ns = len(samples), sum(pair[0] for pair in samples), sum(pair[1] for pair in samples)
+    numerator = count * sum(pair[0] * pair[1] for pair in samples) - tokens * ns
+    denominator = count * sum(pair[0] ** 2 for pair in samples) - tokens**2
+    is_told = count >= MIN_SAMPLES and numerator > 0 and denominator > 0
+    return (numerator, denominator) if is_told else (0, 0)
