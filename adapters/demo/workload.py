@@ -20,8 +20,12 @@ CONNECTOR: dict[str, str] = {
 
 
 def connector(log_dir: Path, **extra_config: Any) -> dict[str, Any]:
-    """The JSON object of `--kv-transfer-config` for a connector that writes its logs under `log_dir`."""
-    return {**CONNECTOR, "kv_connector_extra_config": {"log_dir": str(log_dir), **extra_config}}
+    """The JSON object of `--kv-transfer-config` for a connector that writes its logs under `log_dir`.
+
+    Unless that says otherwise, every load is offered, also on a busy machine, where a model as small as the demo's may
+    well compute faster.
+    """
+    return {**CONNECTOR, "kv_connector_extra_config": {"log_dir": str(log_dir), "offer": "always", **extra_config}}
 
 
 @attrs.frozen

@@ -38,7 +38,11 @@ class ConnectorSetup:
     name: str = "KVLedgerConnector"
 
     def kv_transfer(self, extra_config: dict[str, Any], kv_transfer: dict[str, Any]) -> dict[str, Any] | None:
-        """The `kv_transfer_config` for a world drawn for kvledger with `extra_config`."""
+        """The `kv_transfer_config` for a world drawn for kvledger with `extra_config`.
+
+        Unless that says otherwise, every load is offered: what computing costs here is nothing that a clock can tell.
+        """
+        extra_config = {"offer": "always", **extra_config}
         return {**KVLEDGER_TRANSFER, **kv_transfer, "kv_connector_extra_config": extra_config}
 
     def make_worker(self, connector_class: Any, config: Any, kv_cache_config: Any) -> KVConnectorBase_V1:

@@ -145,7 +145,10 @@ def _transfer(contender: Contender, folder: Path) -> Iterator[tuple[dict[str, An
         case "kvledger":
             from kvledger.adapters.demo.workload import connector
 
-            yield connector(folder / "log", host_bytes=contender.host_bytes, **dict(contender.settings)), float
+            yield (
+                connector(folder / "log", offer="auto", host_bytes=contender.host_bytes, **dict(contender.settings)),
+                float,
+            )
         case "offloading":
             from benchmarks.offloading_on_cpu import connector as offloading_connector
 

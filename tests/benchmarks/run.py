@@ -38,6 +38,7 @@ from rich.table import Table  # noqa: E402
 BENCHMARKS = {
     "scheduler": "scheduler_overhead",
     "recorder": "recorder_overhead",
+    "serving": "serving",
     "verify": "verify_speed",
     "questions": "questions",
     "copies": "copy_bandwidth",

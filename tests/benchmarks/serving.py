@@ -91,7 +91,7 @@ def preempted(engine: EngineProcess, chance: random.Random) -> tuple[Figures, li
 
 
 def mixed(engine: EngineProcess, chance: random.Random) -> tuple[Figures, list[list[int]]]:
-    """Twelve requests about six documents of 640 tokens, each asked about twice; the blocks hold four of them at once."""
+    """Twelve requests about six documents of 640 tokens, each asked about twice; the blocks hold four at once."""
     documents = [prompt(chance, 640) for _ in range(6)]
     asks = [
         Ask(documents[number % 6] + prompt(chance, chance.randint(20, 200)), chance.randint(24, 72), number * 3)
