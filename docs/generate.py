@@ -216,6 +216,7 @@ TYPES = {
     "pydantic.NonNegativeInt": "integer, at least 0",
     "Path | None": "path, or null",
     "TransferMode": "`sync`, `async` or `auto`",
+    "Offer": "`auto` or `always`",
     "Durability": "`os` or `disk`",
     "float": "number from 0 to 1",
     "bool": "boolean",

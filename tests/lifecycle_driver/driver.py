@@ -197,9 +197,7 @@ class Driver:
         job_ids = (job_id, *together)
         num_bytes = (100,) * len(job_ids)
         return self.observe(
-            e.TransferReported(
-                job_ids, done, failed, is_repeated, num_bytes, duration_ns, error, withheld, self._now()
-            )
+            e.TransferReported(job_ids, done, failed, is_repeated, num_bytes, duration_ns, error, withheld, self._now())
         )
 
     def preempt(self, request_id: str, num_settled_tokens: int, num_tokens: int | None = None) -> list[e.Event]:
