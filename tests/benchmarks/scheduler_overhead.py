@@ -43,10 +43,10 @@ FULL: Mapping[str, Load] = {
     "1,024 decoding": Load(num_requests=1024),
     "256 requests, 2 long prompts among them": Load(num_long_prompts=2, max_num_batched_tokens=2048),
     "256 requests, 3 drafts each, 2 arrivals and ends a step": Load(num_drafts=3, num_output_tokens=(320, 320)),
-    "256 decoding at 1k tokens": Load(num_prompt_tokens=(1024, 1040), max_num_batched_tokens=1 << 20),
-    "256 decoding at 8k tokens": Load(num_prompt_tokens=(8192, 8208), max_num_batched_tokens=1 << 22),
+    "256 decoding at 1k tokens": Load(num_prompt_tokens=(1024, 1279), max_num_batched_tokens=1 << 20),
+    "256 decoding at 8k tokens": Load(num_prompt_tokens=(8192, 8447), max_num_batched_tokens=1 << 22),
     "64 decoding at 64k tokens": Load(
-        num_requests=64, num_prompt_tokens=(65536, 65552), max_num_batched_tokens=1 << 23
+        num_requests=64, num_prompt_tokens=(65536, 65791), max_num_batched_tokens=1 << 23
     ),
 }
 
