@@ -32,9 +32,9 @@ class LogSettings(pydantic.BaseModel):
     """With durability disk: the most that a machine failure can lose."""
 
     max_log_wait_ms: pydantic.PositiveInt | None = 50
-    """How long a step waits for what is more than a write into memory, such as a new file, or for a disk that is known
-    to be slow. Then it goes on as if that could not be written: what the workers have not been told yet they are not
-    told. null: the step itself writes everything, for as long as it takes."""
+    """How long a step waits for what is more than a write into memory, such as a new file. Then it goes on as if that
+    could not be written: what the workers have not been told yet they are not told. null: the step itself writes
+    everything, for as long as it takes."""
 
     segment_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
     """Size at which the log begins a new file, at least 16 KiB: each begins with a header of about 10 kB."""
