@@ -110,7 +110,11 @@ class World:
         self.faults: list[Fault] = [fault(self) for fault in chosen]
         for fault in self.faults:
             self._exits.callback(fault.detach)
-        self.log_dir = Path(self._exits.enter_context(tempfile.TemporaryDirectory())) if self.needs_files else None
+        self.log_dir: Path | None = None
+        if self.needs_files:
+            # The process that makes snapshots for an engine which was killed outlives it, and may be writing still.
+            directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            self.log_dir = Path(self._exits.enter_context(directory))
         self._start_engine()
 
     def __enter__(self) -> Self:
@@ -327,7 +331,6 @@ class World:
             if self.log_dir is not None:
                 store: Any = self.side.log.store
                 store._clock = lambda: self.clock.now_ns / 1e9  # a disk is tried again by time, too
-                store._retries_alone = False  # and by a thread of its own
             engine.on_output = self._pass_through_faults
             for fault in self.faults:
                 fault.attach()
