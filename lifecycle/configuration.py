@@ -42,6 +42,8 @@ class LedgerConfiguration:
     """Whether chunks that a preempted request will come back for outlive those that nobody is waiting for."""
     async_load_tokens: int | None = None
     """A load of at least so many tokens is asynchronous; None: every load precedes its step's forward."""
+    save_interval_tokens: int = 0
+    """Behind a prompt chunks are saved when another so many tokens have settled; 0: each chunk when it has settled."""
     async_saves: bool = False
     """Whether what settles is saved asynchronously, instead of at the end of each."""
     max_deferred_lookups: int = 8
@@ -60,19 +62,11 @@ class LedgerConfiguration:
             if getattr(self, name) < 1:
                 message = f"{name} is {getattr(self, name)}; it must be at least 1"
                 raise ConfigurationError(message)
-        for name in ("async_load_tokens", "max_deferred_lookups", "max_silent_ms"):
+        for name in ("save_interval_tokens", "async_load_tokens", "max_deferred_lookups", "max_silent_ms"):
             if (getattr(self, name) or 0) < 0:
                 message = f"{name} is {getattr(self, name)}; it must not be negative"
                 raise ConfigurationError(message)
-        if self.block_size < 1 or self.chunk_size < 1:
-            message = f"block_size {self.block_size} and chunk_size {self.chunk_size} must be positive"
-            raise ConfigurationError(message)
-        if self.chunk_size % self.block_size and self.block_size % self.chunk_size:
-            message = (
-                f"chunk_size {self.chunk_size} and block_size {self.block_size} do not divide one another; "
-                f"choose a chunk_size that is a multiple or a divisor of {self.block_size}"
-            )
-            raise ConfigurationError(message)
+        self._check_chunks()
         if not self.windows or min(self.windows) < 0 or all(self.windows):
             message = (
                 f"windows is {self.windows}; it needs an entry for each group of layers, none of them negative and one "
@@ -87,6 +81,23 @@ class LedgerConfiguration:
             raise ConfigurationError(message)
         if not 0 <= self.max_hit_share <= 1:
             message = f"max_hit_share is {self.max_hit_share}; it is a share of the prompt, from 0 to 1"
+            raise ConfigurationError(message)
+
+    def _check_chunks(self) -> None:
+        if self.block_size < 1 or self.chunk_size < 1:
+            message = f"block_size {self.block_size} and chunk_size {self.chunk_size} must be positive"
+            raise ConfigurationError(message)
+        if self.chunk_size % self.block_size and self.block_size % self.chunk_size:
+            message = (
+                f"chunk_size {self.chunk_size} and block_size {self.block_size} do not divide one another; "
+                f"choose a chunk_size that is a multiple or a divisor of {self.block_size}"
+            )
+            raise ConfigurationError(message)
+        if 0 < self.save_interval_tokens < self.chunk_size:
+            message = (
+                f"save_interval_tokens is {self.save_interval_tokens}, less than a chunk of {self.chunk_size} tokens, "
+                "and only whole chunks are saved; lower chunk_size, or write 0 to save each chunk when it has settled"
+            )
             raise ConfigurationError(message)
 
     @property

@@ -252,7 +252,7 @@ class StepScheduled(Event, frozen=True, tag=9):
     extended: tuple[tuple[int, tuple[int, ...]], ...]
     """(ordinal, block ids appended to its table)."""
     settled: tuple[tuple[int, int, int], ...]
-    """(ordinal, first chunk not dealt with, num_settled_tokens) of requests that filled another chunk."""
+    """(ordinal, first chunk not dealt with, num_settled_tokens) of requests with chunks to be saved."""
     time_ns: int
 
 

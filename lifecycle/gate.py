@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvledger.lifecycle.events import (
     Event,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvledger.lifecycle.core import Core
     from kvledger.lifecycle.machine import ReferenceMachine
     from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
+    from kvledger.lifecycle.table import State
 
 
 class Before(NamedTuple):
@@ -100,30 +101,15 @@ class Gate:
         return refused
 
 
-class Walk:
-    """Where the reference machines of a request lead upon events of one class."""
-
-    def __init__(self, reference: ReferenceMachine, event_class: type[RequestEvent]) -> None:
-        self._reference, gating = reference, reference.gating
-        self._concerns_life = event_class is RequestQuarantined
-        self._is_folded = (
-            event_class.is_decision
-            or event_class.id in gating.never
-            or "tracker" in gating.closed_fold.get(event_class.id, ())
-        )
-        self.known: dict[States, States] = {}
-        """Walked before: states -> states afterwards. Empty where the class has variants."""
-
-    def agrees(self, event: Any, record: RequestRecord, before: States) -> bool:  # noqa: ANN401 -- of any class
-        """Whether the request is where they lead. Of a decision about another life nothing is to move."""
-        trigger, expected = trigger_of(event), before
-        is_own = not isinstance(event, RequestDecision) or (
-            event.ordinal == record.ordinal and (event.generation == record.generation or self._concerns_life)
-        )
-        if is_own:
-            after, is_legal = self._reference.after(trigger, before)
-            if is_legal or self._is_folded:
-                expected = cast("States", after)
-            if trigger == event.id:
-                self.known[before] = expected
-        return states_of(record) == expected
+def walked(reference: ReferenceMachine, event: RequestEvent, record: RequestRecord) -> tuple[State, ...]:
+    """Where the reference machines lead a request. Of a decision about another life nothing is to move."""
+    before, gating = states_of(record), reference.gating
+    if isinstance(event, RequestDecision) and (
+        event.ordinal != record.ordinal
+        or (event.generation != record.generation and not isinstance(event, RequestQuarantined))
+    ):
+        return before
+    after, is_legal = reference.after(trigger_of(event), before)
+    if is_legal or event.is_decision or event.id in gating.never:
+        return after
+    return after if "tracker" in gating.closed_fold.get(event.id, ()) else before

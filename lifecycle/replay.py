@@ -6,9 +6,8 @@ against what was recorded; the first divergence is reported, and folding goes on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import attrs
 
@@ -26,17 +25,18 @@ from kvledger.lifecycle.events import (
     LookupDeferred,
     RequestArrived,
     RequestEvent,
-    RequestReleased,
     SaveCompleted,
     SaveFailed,
     TransferAwaited,
     TransferReported,
     trigger_of,
 )
-from kvledger.lifecycle.gate import Walk, states_of
+from kvledger.lifecycle.gate import states_of, walked
 from kvledger.lifecycle.machine import ReferenceMachine
-from kvledger.lifecycle.projections import Fold, Gated, Projections
+from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
+from kvledger.lifecycle.table import State
 from kvledger.lifecycle.turn import TurnEnded
 
 SequencedEvent = tuple[int, Event]
@@ -85,28 +85,9 @@ Around = Callable[[int, Event], None]
 """Given (sequence number, event) where an event is to be folded."""
 
 
-_JOBS_OF: Mapping[type[Event], Callable[[Any], Iterable[int]]] = MappingProxyType(
-    {
-        TransferReported: lambda event: event.job_ids,
-        **dict.fromkeys(
-            (LookupDeferred, TransferAwaited, LoadCompleted, LoadFailed, SaveCompleted, SaveFailed),
-            lambda event: (event.job_id,),
-        ),
-    }
-)
-
-
-class _Plan(NamedTuple):
-    """All that is done with the events of one class, looked up once."""
-
-    jobs_of: Callable[[Any], Iterable[int]] | None
-    """The jobs that it is about and another event issued, which it moves as the reference machine should."""
-    changes_lives: bool
-    """Whether the fold may leave the request without a record."""
-    folds: tuple[Fold, ...]
-    gated: Gated | None
-    walk: Walk | None
-    """Where the reference machines of a request go."""
+_OF_A_JOB = {LookupDeferred, TransferAwaited, LoadCompleted, LoadFailed, SaveCompleted, SaveFailed}
+_Standing = tuple[State, ...]
+"""In all regions of a request or a job."""
 
 
 class Replay:
@@ -152,7 +133,6 @@ class Replay:
         self._unjudged = core.unjudged
         self.num_unjudged = 0
         """Observations upon which an extension may have decided whose code is not here."""
-        self._plans = {event_class: self._plan(event_class, reference) for event_class in core.events.values()}
 
     def run(self, events: Iterable[SequencedEvent]) -> None:
         """Take all events, then finish."""
@@ -263,34 +243,16 @@ class Replay:
         self._is_compared = False
         self.divergences.append(Divergence(sequence, recorded, decided))
 
-    # What an audit costs, so it is one function that makes nothing.
-    def _fold(self, sequence: int, event: Any) -> None:  # noqa: ANN401, C901
+    def _fold(self, sequence: int, event: Event) -> None:
         """Fold an event, and walk the reference machine along."""
-        plan, current, projections = self._plans[type(event)], self.current, self.projections
-        jobs_of, changes_lives, folds, gated, walk = plan
         self.num_events += 1
-        current.sequence, current.event = sequence, event
-        record = states = None
-        expected = [] if jobs_of is None else self._expected(event, jobs_of(event))
-        if walk is not None:
-            record = projections.tracker.get(event.request_id)
-            if record is not None:
-                states = states_of(record)
+        self.current.sequence, self.current.event = sequence, event
+        expected = [] if self._reference is None else self._expected(event, self._reference)
         if self._around is None:
-            for fold in folds if gated is None or gated.accepts(event) else gated.closed:
-                fold(event, sequence)
+            self.projections.fold(event, sequence)
         else:
             self._around(sequence, event)
-        if states is not None and record is not None and walk is not None:
-            if changes_lives:
-                record = projections.tracker.get(event.request_id)
-            if (
-                record is not None
-                and walk.known.get(states) != states_of(record)
-                and not walk.agrees(event, record, states)
-            ):
-                self.reference_differences.append(Divergence(sequence, event, None))
-        if any(states != (job.work, job.source) for job, states in expected):
+        if any(_standing(moved) != states for moved, states in expected):
             self.reference_differences.append(Divergence(sequence, event, None))
         if self._is_extended and (following := self._next()) is not None:
             if isinstance(following[1], ExtensionStopped):  # whatever its code would do here and now
@@ -298,23 +260,25 @@ class Replay:
             else:
                 self._read_ahead = following
 
-    def _expected(self, event: Event, job_ids: Iterable[int]) -> list[tuple[Job, tuple[Any, ...]]]:
-        """The jobs in flight that an event speaks of, and where the reference machine leads them."""
-        if self._reference is None:
-            return []
-        trigger, after = trigger_of(event), self._reference.after
-        jobs = filter(None, map(self.projections.transfers.get, job_ids))
-        return [(job, after(trigger, (job.work, job.source))[0]) for job in jobs]
-
-    def _plan(self, event_class: type[Event], reference: ReferenceMachine | None) -> _Plan:
-        walk = None
+    def _expected(
+        self,
+        event: Any,  # noqa: ANN401 -- of any class
+        reference: ReferenceMachine,
+    ) -> list[tuple[RequestRecord | Job, _Standing]]:
+        """Whom an event moves, its request and jobs that another one issued, and where the reference leads them."""
+        expected: list[tuple[RequestRecord | Job, _Standing]] = []
         # A birth is no row of the tables, also where an id is used again.
-        if reference is not None and issubclass(event_class, RequestEvent) and event_class is not RequestArrived:
-            walk = Walk(reference, event_class)
-        return _Plan(
-            jobs_of=None if reference is None else _JOBS_OF.get(event_class),
-            changes_lives=event_class is RequestReleased,
-            folds=self.projections.folds_of(event_class),
-            gated=self.projections.gated(event_class),
-            walk=walk,
-        )
+        if isinstance(event, RequestEvent) and type(event) is not RequestArrived:
+            record = self.projections.tracker.get(event.request_id)
+            if record is not None:
+                expected.append((record, walked(reference, event, record)))
+        job_ids = (event.job_id,) if type(event) in _OF_A_JOB else ()
+        for job_id in event.job_ids if type(event) is TransferReported else job_ids:
+            job = self.projections.transfers.get(job_id)
+            if job is not None:
+                expected.append((job, reference.after(trigger_of(event), _standing(job))[0]))
+        return expected
+
+
+def _standing(moved: RequestRecord | Job) -> _Standing:
+    return (moved.work, moved.source) if isinstance(moved, Job) else states_of(moved)

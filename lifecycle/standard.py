@@ -43,7 +43,7 @@ PROJECTIONS: tuple[ProjectionSpec, ...] = (
     ProjectionSpec("chunk_keys", lambda its: ChunkKeys(its.tracker, its.configuration.chunk_size)),
     ProjectionSpec(
         "save_cursor",
-        lambda its: SaveCursor(its.tracker, its.configuration.chunk_size),
+        lambda its: SaveCursor(its.tracker, its.configuration.chunk_size, its.configuration.save_interval_tokens),
     ),
     ProjectionSpec(
         "lookups",

@@ -131,7 +131,10 @@ class StepEncoder:
 
     def unexpected(self, counts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
         """Of (request id, computed tokens) those with another count than the log expects; for who has many to ask."""
-        present, expected, now = self._tracker.get, self._tracker.computed.decoding.get, self._tracker.num_steps
+        computed = self._tracker.computed
+        if not computed.decoding:
+            return list(counts)
+        present, expected, now = self._tracker.get, computed.decoding.get, computed.num_steps
         return [
             (request_id, count)
             for request_id, count in counts
@@ -152,8 +155,8 @@ class StepEncoder:
         )
 
     def settled(self, record: RequestRecord, num_settled_tokens: int) -> tuple[int, int, int] | None:
-        """The entry for a request that has filled another chunk with settled tokens whose key is known, else None."""
-        threshold = self._cursor.next_threshold(record.ordinal)
+        """The entry for a request that has filled enough chunks with settled tokens whose keys are known, else None."""
+        threshold = self._cursor.next_threshold(record)
         if num_settled_tokens < threshold or record.trust is TrustRegion.QUARANTINED:
             return None
         num_keys = len(self._projections.chunk_keys.of_life(record.ordinal))

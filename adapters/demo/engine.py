@@ -50,6 +50,17 @@ def request_outputs(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int,
     return outputs
 
 
+def settle(llm: Any) -> None:
+    """Step on until no copy is under way; vLLM's front end stops stepping at the last output."""
+    core = llm.llm_engine.engine_core.engine_core
+    for _ in range(100_000):
+        if not core.scheduler.has_requests() and not core.batch_queue:
+            return
+        core.step_fn()
+    message = "copies are still under way"
+    raise RuntimeError(message)
+
+
 def generate(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int, **prompt_fields: Any) -> list[list[int]]:
     """Output token ids, one list per prompt."""
     outputs = request_outputs(llm, prompts, max_tokens, **prompt_fields)
@@ -65,8 +76,10 @@ class RunningEngine:
     log_path: Path | None
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, **prompt_fields: Any) -> list[list[int]]:
-        """See `generate`."""
-        return generate(self.llm, prompts, max_tokens, **prompt_fields)
+        """See `generate`. What is saved at the end of the last request is saved, too."""
+        outputs = generate(self.llm, prompts, max_tokens, **prompt_fields)
+        settle(self.llm)
+        return outputs
 
 
 @contextmanager
@@ -91,5 +104,5 @@ def running_engine(
         log_path = None if log_dir is None else core.scheduler.connector.scheduler_side.log.directory
         yield RunningEngine(llm, counter, log_path)
     finally:
-        core.shutdown()
+        llm.llm_engine.engine_core.shutdown()  # not the core's own: vLLM would repeat that when it collects the engine
         cleanup_dist_env_and_memory()

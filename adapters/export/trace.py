@@ -322,7 +322,7 @@ class Trace:
         if isinstance(event, e.LoadFailed | e.SaveFailed):
             copy.outcome = "given up" if isinstance(event, e.SaveFailed) and not event.quiet else "failed"
             copy.error = event.error or copy.error
-        elif copy.num_pages and copy.num_bytes:
+        elif copy.kind == "save" and copy.num_pages and copy.num_bytes:  # what each rank loads may lie there once
             self._bytes_per_page = copy.num_bytes / copy.num_pages
         self._end_copy(copy)
 

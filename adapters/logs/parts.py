@@ -3,7 +3,7 @@
 What was decided is decided again part by part, each from the snapshot at its beginning; a part counts only if the one
 before it ends with the very state, and the very chain hash, that it began with. The rules are held against the whole
 log in groups: what they remember stands in no snapshot. Whatever does not fit together, or cannot be folded, is no
-finding here: one pass says it. See decision 0024.
+finding here: one pass says it. See decision 0025.
 """
 
 from __future__ import annotations

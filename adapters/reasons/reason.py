@@ -20,7 +20,7 @@ class Reason(enum.StrEnum):
     NEW = "new", "nobody had computed them before"
     LAST_TOKEN = "last_token", "the last known token is always computed, because the next one is sampled from it"
     PARTIAL_CHUNK = "partial_chunk", "behind the last whole chunk, so nothing is saved under a key"
-    UNSAVED = "unsaved", "no save had been issued: they had not settled by then"
+    UNSAVED = "unsaved", "no save had been issued: they had not settled, or were less than a save interval"
     SAVING = "saving", "their save was still under way"
     DEFERRAL_EXHAUSTED = (
         "deferral_exhausted",

@@ -41,8 +41,9 @@ class ConnectorSetup:
         """The `kv_transfer_config` for a world drawn for kvledger with `extra_config`.
 
         Unless that says otherwise, every load is offered: what computing costs here is nothing that a clock can tell.
+        And each chunk is saved when it has settled, because simulated requests are shorter than a usual interval.
         """
-        extra_config = {"offer": "always", **extra_config}
+        extra_config = {"offer": "always", "save_interval_tokens": 0, **extra_config}
         return {**KVLEDGER_TRANSFER, **kv_transfer, "kv_connector_extra_config": extra_config}
 
     def make_worker(self, connector_class: Any, config: Any, kv_cache_config: Any) -> KVConnectorBase_V1:

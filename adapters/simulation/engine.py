@@ -13,9 +13,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -86,13 +88,13 @@ def allocate(
 def vllm_config(
     *,
     num_blocks: int,
-    block_size: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-    enable_prefix_caching: bool,
-    async_scheduling: bool,
     kv_transfer: dict[str, Any] | None,
+    block_size: int = 16,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 256,
+    max_model_len: int = 512,
+    enable_prefix_caching: bool = True,
+    async_scheduling: bool = False,
     policy: str = "fcfs",
     long_prefill_token_threshold: int = 0,
 ) -> VllmConfig:
@@ -164,7 +166,9 @@ class SimulatedEngine:
         )
         # VllmConfig turns it off where the platform has no asynchronous worker; here there is one.
         self.vllm_config.scheduler_config.async_scheduling = async_scheduling
-        self.vllm_config.parallel_config.world_size = num_ranks
+        parallel = self.vllm_config.parallel_config
+        parallel.world_size = parallel.tensor_parallel_size = num_ranks
+        parallel.distributed_executor_backend = "mp"
         registered: list[dict[str, torch.Tensor] | None] = [None] * num_ranks
         if specs is None:
             cache_config = kv_cache_config(num_blocks, block_size, windows)
@@ -188,6 +192,7 @@ class SimulatedEngine:
         self.scheduler.use_v2_model_runner = model_runner_v2
         put_in_order(self.scheduler)
         self.models = [HashedModel(num_blocks, block_size, windows, kv_caches) for kv_caches in registered]
+        self._ranks = _Ranks()
         self.workers: list[Any] = [None] * num_ranks
         """One worker-side connector for each rank; None without a connector."""
         if self.scheduler.connector is not None:
@@ -227,7 +232,8 @@ class SimulatedEngine:
         config.parallel_config.rank = rank
         connector_class: Any = type(self.scheduler.connector)
         worker = setup.prepared(setup.make_worker(connector_class, config, cache_config))
-        worker.register_kv_caches(self.models[rank].kv_caches)
+        with mock.patch.object(parallel_state, "_TP", self._ranks):
+            worker.register_kv_caches(self.models[rank].kv_caches)
         return worker
 
     def _shake_hands(self, connector: KVConnectorBase_V1) -> None:
@@ -423,6 +429,18 @@ class SimulatedEngine:
             worker.wait_for_save()  # type: ignore[no-untyped-call]
         worker.clear_connector_metadata()
         return _model_runner_output(request_ids, sampled, output)
+
+
+class _Ranks:
+    """What the first rank broadcasts to the others, one after the other in this process."""
+
+    def __init__(self) -> None:
+        self._sent: Any = None
+
+    def broadcast_object(self, sent: Any, src: int) -> Any:  # noqa: ARG002 -- vLLM's signature
+        """What the first rank has sent."""
+        self._sent = sent if self._sent is None else self._sent
+        return self._sent
 
 
 def _forward_context(model: HashedModel, scheduler_output: SchedulerOutput) -> Any:

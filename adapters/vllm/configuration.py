@@ -7,6 +7,7 @@ the remedy, before a single request is served.
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import pydantic
 
@@ -16,7 +17,8 @@ from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
 from kvledger.storage.kv import available_memory, num_slots_for
 
-DEFAULT_CHUNK_SIZE = 256
+DEFAULT_CHUNK_SIZE = 64
+DEFAULT_SAVE_INTERVAL_TOKENS = 256
 LARGE_LOAD_BYTES = 32 * 1024**2
 """From here on a load holds up a step for longer than a request loses by waiting for one step more."""
 
@@ -41,11 +43,20 @@ class ConnectorSettings(LogSettings):
 
     chunk_size: pydantic.PositiveInt | None = None
     """Tokens per chunk, the unit of matching; a multiple or a divisor of vLLM's block size.
-    Default: 256, or one block where 256 and the block size do not divide."""
+    Default: 64, or one block where blocks of the model do not divide that."""
+
+    save_interval_tokens: pydantic.NonNegativeInt | None = None
+    """How many tokens a request decodes before they are saved, in whole chunks; at least a chunk, or 0: each chunk when
+    it has settled. A prompt is saved at once, and what is left at a preemption and at the end.
+    Default: 256, or one chunk where that is longer."""
 
     host_bytes: pydantic.ByteSize = pydantic.ByteSize(4 * 1024**3)
     """Host memory for saved pages, of all ranks together: an int or a string such as "4GiB". More than the machine and
     its control groups have left is refused at start."""
+
+    share_pool: bool = True
+    """Where all ranks hold the same KV (MLA under tensor parallelism) and are on one machine, keep it once for all of
+    them, in memory that they share; false: each rank keeps its own, as for any other model."""
 
     max_hit_share: float = pydantic.Field(1.0, ge=0, le=1)
     """A lookup never uses more than this share of the prompt."""
@@ -66,6 +77,11 @@ class ConnectorSettings(LogSettings):
 
     save_mode: TransferMode = TransferMode.AUTO
     """sync: what settles is copied out at the end of its step; async: while steps go on; auto: async on CUDA."""
+
+    kv_cache_layout: Literal["BLNHC", "BLHNC"] | None = None
+    """How vLLM is asked to lay out its KV cache: BLNHC or BLHNC, in which a block is one run of memory over all layers
+    instead of one run a layer. vLLM warns and takes another one where the model's kernels read none such. null: vLLM's
+    own choice."""
 
     handlers: tuple[str, ...] = ()
     """State handlers of your own, as "module:Class"; each replaces the one of its state."""
@@ -96,6 +112,7 @@ class ConnectorSettings(LogSettings):
         block_size: int,
         block_bytes: int,
         num_ranks: int,
+        num_pools: int | None = None,
         windows: tuple[int, ...] = (0,),
         supports_async_saves: bool = False,
         needs_async_loads: bool = False,
@@ -105,7 +122,8 @@ class ConnectorSettings(LogSettings):
         Args:
             block_size: tokens of one KV cache block.
             block_bytes: bytes of one block over all layers on one rank.
-            num_ranks: workers that each hold a part of every block.
+            num_ranks: workers that each copy every block, or their part of it.
+            num_pools: what `host_bytes` is divided by: 1 where all ranks share a pool, by default one each.
             windows: tokens that each group of layers sees, 0 for all.
             supports_async_saves: whether the device can copy without slowing the steps down.
             needs_async_loads: whether only asynchronous loads are safe.
@@ -115,14 +133,18 @@ class ConnectorSettings(LogSettings):
         """
         chunk_size = self.chunk_size
         if chunk_size is None:
-            divides = DEFAULT_CHUNK_SIZE % block_size == 0 or block_size % DEFAULT_CHUNK_SIZE == 0
-            chunk_size = DEFAULT_CHUNK_SIZE if divides else block_size
-        bytes_per_rank = self.host_bytes // num_ranks
+            chunk_size = block_size if DEFAULT_CHUNK_SIZE % block_size else DEFAULT_CHUNK_SIZE
+        num_pools = num_ranks if num_pools is None else num_pools
         try:
             return LedgerConfiguration(
                 block_size=block_size,
                 chunk_size=chunk_size,
-                num_slots=num_slots_for(bytes_per_rank, block_bytes),
+                num_slots=num_slots_for(self.host_bytes // num_pools, block_bytes),
+                save_interval_tokens=(
+                    max(DEFAULT_SAVE_INTERVAL_TOKENS, chunk_size)
+                    if self.save_interval_tokens is None
+                    else self.save_interval_tokens
+                ),
                 windows=windows,
                 num_ranks=num_ranks,
                 max_hit_share=self.max_hit_share,
@@ -140,16 +162,16 @@ class ConnectorSettings(LogSettings):
             )
         except ConfigurationError as error:
             message = (
-                f"{error} (host_bytes {int(self.host_bytes)} over {num_ranks} ranks, "
+                f"{error} (host_bytes {int(self.host_bytes)} over {num_pools} pools, "
                 f"{block_bytes} bytes a block of {block_size} tokens)"
             )
             raise ConfigurationError(message) from error
 
-    def refuse_beyond_memory(self, *, num_ranks: int, num_local_ranks: int) -> None:
+    def refuse_beyond_memory(self, *, num_pools: int, num_local_pools: int) -> None:
         """Refuse a `host_bytes` of which this machine's part is more than the memory that can be had here.
 
-        For a worker, before any rank has taken its share: what is asked for here is the share of all ranks of this
-        machine, since they start at once and each would find enough for itself.
+        For a worker, before any rank has taken its share: what is asked for here is what all pools of this machine
+        will take, since they are made at once and each rank would find enough for its own.
 
         Raises:
             ConfigurationError: what is asked for, what can be had, what limits it, and what to write instead.
@@ -158,13 +180,13 @@ class ConnectorSettings(LogSettings):
         if memory is None:
             messages.info("the memory that can be had is not known here, host_bytes is not compared with it")
             return
-        num_bytes = self.host_bytes // num_ranks * num_local_ranks
+        num_bytes = self.host_bytes // num_pools * num_local_pools
         if num_bytes <= memory.num_usable_bytes:
             return
-        most = memory.num_usable_bytes // num_local_ranks * num_ranks
+        most = memory.num_usable_bytes // num_local_pools * num_pools
         message = (
             f"host_bytes {int(self.host_bytes)} asks for {num_bytes} bytes of this machine's memory "
-            f"({num_local_ranks} of {num_ranks} ranks are here), of which {memory.num_bytes} can be had "
+            f"({num_local_pools} of {num_pools} pools are here), of which {memory.num_bytes} can be had "
             f"({memory.limit}) and a twentieth, at most 1 GiB, is left to the engine; write host_bytes "
             f'"{most // 1024**2}MiB" or less, or give the process more memory'
         )

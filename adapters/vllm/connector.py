@@ -26,6 +26,7 @@ from kvledger.adapters.vllm.metrics import ConnectorPrometheus, ConnectorStats, 
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import ConfigurationError
+from kvledger.storage.kv import Sharing
 
 if TYPE_CHECKING:
     import torch
@@ -59,13 +60,17 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         groups = describe_groups(vllm_config, kv_cache_config)
         kv_cache_config = versions.as_scheduled(kv_cache_config)
         settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
+        parallel = vllm_config.parallel_config
+        shares_pool = settings.share_pool and versions.shares_pool(vllm_config, kv_cache_config)
+        num_pools = 1 if shares_pool else parallel.world_size
         if groups.declined:
             configuration = settings.idle_configuration()
         else:
             configuration = settings.ledger_configuration(
                 block_size=versions.block_size(kv_cache_config),
                 block_bytes=versions.block_bytes(kv_cache_config),
-                num_ranks=vllm_config.parallel_config.world_size,
+                num_ranks=parallel.world_size,
+                num_pools=num_pools,
                 windows=groups.windows,
                 supports_async_saves=versions.supports_async_saves(vllm_config, kv_cache_config),
                 needs_async_loads=versions.needs_async_loads(vllm_config),
@@ -79,17 +84,18 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:
-            if not groups.declined:
+            if not groups.declined and (parallel.rank == 0 or not shares_pool):  # others take what the first has made
                 settings.refuse_beyond_memory(
-                    num_ranks=vllm_config.parallel_config.world_size,
-                    num_local_ranks=versions.num_local_ranks(vllm_config),
+                    num_pools=num_pools,
+                    num_local_pools=1 if shares_pool else versions.num_local_ranks(vllm_config),
                 )
             self._worker_side = WorkerSide(
                 num_slots=configuration.num_slots,
                 num_blocks=kv_cache_config.num_blocks,
-                rank=vllm_config.parallel_config.rank,
+                rank=parallel.rank,
                 is_async=configuration.copies_async,
                 declined=groups.declined,
+                sharing=Sharing(parallel.rank, parallel.world_size, versions.from_first_rank) if shares_pool else None,
             )
             return
         versions.warn_of_unknown()
@@ -142,6 +148,13 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """A dropped save is only a future cache miss (base.py, 0.32: best-effort caches return False)."""
         return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Ask vLLM for a layout, only where the operator does: `MultiConnector` refuses children that differ."""
+        transfer = vllm_config.kv_transfer_config
+        settings = ConnectorSettings.from_extra_config({} if transfer is None else transfer.kv_connector_extra_config)
+        return settings.kv_cache_layout
 
     # --- worker -------------------------------------------------------------------------------
 

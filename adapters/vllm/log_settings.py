@@ -33,7 +33,7 @@ class LogSettings(pydantic.BaseModel):
 
     max_log_wait_ms: pydantic.PositiveInt | None = 50
     """How long a step waits for what is more than a write into memory, such as a new file. Then it goes on as if that
-    could not be written: what the workers have not been told yet they are not told. null: the step itself writes
+    could not be written: what the workers have not been given yet they are not given. null: the step itself writes
     everything, for as long as it takes."""
 
     segment_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)

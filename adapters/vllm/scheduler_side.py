@@ -257,6 +257,8 @@ class SchedulerSide:
     @guarded(default=NO_JOBS, hook_name="build_connector_meta")
     def _hand_out(self) -> StepJobs:
         ready = self.journal.ready()
+        if not any(ready):
+            return NO_JOBS
         try:
             jobs = step_jobs(ready, self.digested.of_job)
         except Exception as error:  # noqa: BLE001 -- the scheduler counts on these jobs: each is reported as failed

@@ -5,7 +5,7 @@ It knows decisions and metadata, no requests and nothing of vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from kvledger.adapters.vllm.metadata import PageJob, StepJobs
 from kvledger.lifecycle import PageJob as Issued
@@ -18,31 +18,30 @@ NO_JOBS = StepJobs()
 
 def step_jobs(ready: Ready, pages_of: Callable[[Issued], tuple[int, ...]]) -> StepJobs:
     """What goes out with a step; `pages_of` says which pages of a job are digested."""
-    if not any(ready):
-        return NO_JOBS
-
-    def page_jobs(jobs: Iterable[Issued]) -> tuple[PageJob, ...]:
-        return tuple(_page_job(job, pages_of(job)) for job in jobs)
-
-    loads = [job for job in ready.jobs if isinstance(job, e.LoadIssued)]
-    saves = [job for job in ready.jobs if isinstance(job, e.SaveIssued) and not job.before_forward]
-    hurried = [
-        job
-        for job in ready.jobs
-        if isinstance(job, e.TailSaveIssued) or (isinstance(job, e.SaveIssued) and job.before_forward)
-    ]
+    jobs: dict[str, list[PageJob]] = {}
+    for job in ready.jobs:
+        jobs.setdefault(_list_of(job), []).append(_page_job(job, pages_of(job)))
     return StepJobs(
-        awaited=tuple(awaited.job_id for awaited in ready.awaited if awaited.before_forward),
-        asked_after=tuple(awaited.job_id for awaited in ready.awaited if not awaited.before_forward),
-        saves_before_forward=page_jobs(hurried),
-        loads=page_jobs(job for job in loads if not job.is_async),
-        saves=page_jobs(job for job in saves if not job.is_async),
-        async_loads=page_jobs(job for job in loads if job.is_async),
-        async_saves=page_jobs(job for job in saves if job.is_async),
+        awaited=tuple([awaited.job_id for awaited in ready.awaited if awaited.before_forward]),
+        asked_after=tuple([awaited.job_id for awaited in ready.awaited if not awaited.before_forward]),
+        saves_before_forward=tuple(jobs.get("saves_before_forward", ())),
+        loads=tuple(jobs.get("loads", ())),
+        saves=tuple(jobs.get("saves", ())),
+        async_loads=tuple(jobs.get("async_loads", ())),
+        async_saves=tuple(jobs.get("async_saves", ())),
         undeliverable_block_ids=ready.block_ids,
         failed_loads=tuple(ready.failed.values()),
         finished_saves=tuple(ready.sent.values()),
     )
+
+
+def _list_of(job: Issued) -> str:
+    """In which list of `StepJobs` it goes out."""
+    if isinstance(job, e.LoadIssued):
+        return "async_loads" if job.is_async else "loads"
+    if isinstance(job, e.TailSaveIssued) or job.before_forward:
+        return "saves_before_forward"
+    return "async_saves" if job.is_async else "saves"
 
 
 def no_copies(ready: Ready) -> StepJobs:

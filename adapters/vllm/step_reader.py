@@ -5,7 +5,7 @@ A request that decodes one token more, as the log expects, needs no entry; one c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -56,14 +56,11 @@ class StepReader:
         self._processed_before, self._processed = self._processed, {}
         num_scheduled = scheduler_output.num_scheduled_tokens
         cached = scheduler_output.scheduled_cached_reqs
-        advanced: list[tuple[int, int, int, int]] = []
         # Resumed requests stand among the cached ones (model runner V1) or among the new ones (V2); either way
         # their whole table has come with the allocation and replaced the old one.
-        for data in scheduler_output.scheduled_new_reqs:
-            self._advance(advanced, data.req_id, data.num_computed_tokens, num_scheduled[data.req_id], time_ns)
+        new = [(data.req_id, data.num_computed_tokens) for data in scheduler_output.scheduled_new_reqs]
         unexpected = self._unexpected(scheduler_output)
-        for request_id, num_computed_tokens in unexpected:
-            self._advance(advanced, request_id, num_computed_tokens, num_scheduled[request_id], time_ns)
+        advanced = self._advanced([*new, *unexpected], num_scheduled)
         num_expected = len(cached.req_ids) - len(unexpected)
         is_complete = len(self._tracker.computed.decoding) == num_expected
         event = e.StepScheduled(
@@ -83,8 +80,8 @@ class StepReader:
         cached, num_scheduled = scheduler_output.scheduled_cached_reqs, scheduler_output.num_scheduled_tokens
         unexpected = self._encoder.unexpected(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         # Each is scheduled for a token at least, so the sum says whether anybody expected is for more: with drafts.
-        others = [*(data.req_id for data in scheduler_output.scheduled_new_reqs), *(row[0] for row in unexpected)]
-        num_others = sum(map(num_scheduled.__getitem__, others))
+        num_others = sum([num_scheduled[data.req_id] for data in scheduler_output.scheduled_new_reqs])
+        num_others += sum([num_scheduled[request_id] for request_id, _ in unexpected])
         if scheduler_output.total_num_scheduled_tokens - num_others != len(cached.req_ids) - len(unexpected):
             found = dict(unexpected)
             rows = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
@@ -101,40 +98,44 @@ class StepReader:
                 extended.append((record.ordinal, tuple(block_ids)))
         return extended
 
-    def _advance(
-        self,
-        advanced: list[tuple[int, int, int, int]],
-        request_id: str,
-        num_computed_tokens: int,
-        num_tokens: int,
-        time_ns: int,
-    ) -> None:
-        """Note how a request is scheduled."""
-        record = self._tracker.get(request_id)
-        request = self._requests.get(request_id)
-        if record is None or request is None:
-            return
-        if num_computed_tokens < self._tracker.num_computed_tokens(record) and not self._speculates:
-            self._observe(e.TokensRolledBack(request_id, num_computed_tokens, time_ns))
-        advanced.append((record.ordinal, num_computed_tokens, num_tokens, request.num_tokens))
+    def _advanced(
+        self, counts: Sequence[tuple[str, int]], num_scheduled: Mapping[str, int]
+    ) -> list[tuple[int, int, int, int]]:
+        """How each of these is scheduled; with drafts that is everybody in every step."""
+        record_of, request_of = self._tracker.get, self._requests.get
+        for request_id, count in () if self._speculates else counts:
+            record = record_of(request_id)
+            if record is None or request_id not in self._requests:
+                continue
+            if count < self._tracker.num_computed_tokens(record):
+                self._observe(e.TokensRolledBack(request_id, count, self._time_ns))
+        return [
+            (record.ordinal, count, num_scheduled[request_id], request.num_tokens)
+            for request_id, count in counts
+            if (record := record_of(request_id)) is not None and (request := request_of(request_id)) is not None
+        ]
 
     # --- settled chunks ----------------------------------------------------------------------
 
     def _settled(self, advanced: Sequence[tuple[int, int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-        """Requests that filled another chunk with settled tokens; their keys are made known on the way.
+        """Requests that filled enough chunks with settled tokens; their keys are made known on the way.
 
-        A steady request fills its next chunk at a step that is known in advance, so it is looked at then.
+        A steady request fills its next chunks at a step that is known in advance, so it is looked at then.
         """
         if self._sync_keys is None:
             return ()
-        now = self._tracker.num_steps
+        now, next_threshold = self._tracker.num_steps, self._projections.save_cursor.next_threshold
+        forgets = self._projections.geometry.windows.forget
         settled: list[tuple[int, int, int]] = []
         for ordinal, num_computed_tokens, num_tokens, _ in advanced:
             record = self._tracker.of(ordinal)
-            if record is not None:
-                threshold = self._settle(settled, record, num_computed_tokens)
-                if num_tokens == 1:
-                    self._schedule(record, now + 1, num_computed_tokens + 1, threshold)
+            if record is None:
+                continue
+            if num_tokens > 1 and num_computed_tokens < next_threshold(record) and not forgets:
+                continue  # as nearly everybody with drafts
+            threshold = self._settle(settled, record, num_computed_tokens)
+            if num_tokens == 1:
+                self._schedule(record, now + 1, num_computed_tokens + 1, threshold)
         for request_id in self._due.pop(now, ()):
             record = self._tracker.get(request_id)
             if record is not None and self._encoder.is_decoding(record):
@@ -151,7 +152,7 @@ class StepReader:
 
     def _settle(self, settled: list[tuple[int, int, int]], record: RequestRecord, num_computed_tokens: int) -> int:
         """Note what has settled; returns the number of settled tokens from which to look at the request again."""
-        threshold = self._projections.save_cursor.next_threshold(record.ordinal)
+        threshold = self._projections.save_cursor.next_threshold(record)
         request = self._requests.get(record.request_id)
         if request is None or record.trust is TrustRegion.QUARANTINED:
             return threshold
@@ -171,7 +172,7 @@ class StepReader:
         # It does not count until a load has arrived; and what windows leave in the next step is to be seen then.
         if record.blocks is BlocksRegion.LOADING or geometry.windows.forget:
             return threshold
-        return (geometry.num_chunks_in(entry[2]) + 1) * geometry.chunk_size
+        return self._projections.save_cursor.threshold(record, geometry.num_chunks_in(entry[2]))
 
     def window_left_at_end(self, record: RequestRecord, time_ns: int) -> None:
         """Before a request's end: what its windows leave now was not freed in the last step."""

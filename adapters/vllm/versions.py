@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from kvledger.storage.kv import BatchedCopy
+    from kvledger.storage.kv import BatchedCopy, SharedFile
 
 
 KNOWN: Final = ((0, 32), (0, 33))
@@ -166,6 +166,27 @@ def num_local_ranks(vllm_config: VllmConfig) -> int:
     if parallel.distributed_executor_backend == "ray":
         return 1
     return int(parallel.world_size) // int(parallel.nnodes_within_dp)
+
+
+def shares_pool(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Whether all ranks hold the same KV, as of a model with latent attention (MLA), and can have one memory for it.
+
+    The engine core counts the ranks that hold identical KV over all layers, and hands the count to both sides
+    (`v1/core/kv_cache_utils.py`, kv_cache_groups_tp_replicas, 0.32). Only the backend "mp" says for certain which ranks
+    are on one machine.
+    """
+    parallel = vllm_config.parallel_config
+    num_replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)
+    is_local = parallel.distributed_executor_backend == "mp" and num_local_ranks(vllm_config) == parallel.world_size
+    return bool(is_local and 1 < num_replicas == parallel.world_size)
+
+
+def from_first_rank(made: SharedFile | None) -> SharedFile:
+    """What the first rank calls this with, on every rank; each has to call it."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    made_by_first: SharedFile = get_tp_group().broadcast_object(made, src=0)
+    return made_by_first
 
 
 def hash_block_size(kv_cache_config: KVCacheConfig) -> int:

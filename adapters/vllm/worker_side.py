@@ -22,6 +22,7 @@ from kvledger.storage.kv import (
     HostPool,
     PageDigests,
     PendingCopy,
+    Sharing,
     describe_blocks,
     make_copy_engine,
 )
@@ -47,7 +48,11 @@ def describe_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> Bl
 
 
 class WorkerSide:
-    """Owns the host pool and the copy engines of one rank."""
+    """Owns the copy engines of one rank and its host pool, or its share in that of all ranks.
+
+    Of what all ranks hold alike each loads everything and saves the slots that it is to write. Its report says that it
+    has done so: a save that every rank has reported is whole, and before that nobody loads it (LOADABLE_AFTER_COMMIT).
+    """
 
     def __init__(
         self,
@@ -57,12 +62,14 @@ class WorkerSide:
         rank: int = 0,
         is_async: bool = False,
         declined: tuple[str, ...] = (),
+        sharing: Sharing | None = None,
     ) -> None:
         self._num_slots = num_slots
         self._num_blocks = num_blocks
         self._rank = rank
         self._is_async = is_async
         self._declined = declined
+        self._sharing = sharing
         self._start_to_report: WorkerStart | None = None
         self._pool: HostPool | None = None
         self._engine: CopyEngine | None = None
@@ -90,7 +97,7 @@ class WorkerSide:
         is_cuda = layout.device.type == "cuda"
         self._max_joined_pages = max(1, MAX_JOINED_BYTES // layout.block_bytes)
         self._copies = AsyncCopies(self._rank, waits=not is_alone)
-        self._pool = HostPool(self._num_slots, layout.block_bytes, pin=is_cuda)
+        self._pool = HostPool(self._num_slots, layout.block_bytes, pin=is_cuda, sharing=self._sharing)
         self._digests = WorkerDigests(PageDigests(layout, self._pool))
         batched_copy = versions.batched_copy() if is_cuda else None
         self._engine = make_copy_engine(layout, self._pool, batched_copy=batched_copy)
@@ -105,7 +112,9 @@ class WorkerSide:
             block_bytes=layout.block_bytes,
             host_bytes=self._num_slots * layout.block_bytes,
             pinned=self._pool.is_pinned,
+            num_ranks_sharing=1 if self._sharing is None else self._sharing.num_ranks,
             num_layers=len(layout.layers),
+            runs_a_block=len(layout.runs()),
         )
 
     def before_forward(self, jobs: StepJobs) -> None:
@@ -190,7 +199,11 @@ class WorkerSide:
     def _begin_save(self, jobs: Sequence[PageJob], engine: CopyEngine | None) -> PendingCopy:
         for job in jobs:
             self._awake(self._digests).before_save(job)
-        return self._awake(engine).start_save(*_pairs(jobs))
+        block_ids, slots = _pairs(jobs)
+        if self._sharing is not None:
+            written = [pair for pair in zip(block_ids, slots, strict=True) if self._sharing.writes(pair[1])]
+            block_ids, slots = tuple(block_id for block_id, _ in written), tuple(slot for _, slot in written)
+        return self._awake(engine).start_save(block_ids, slots)
 
     def _begin_load(self, jobs: Sequence[PageJob], engine: CopyEngine | None) -> PendingCopy:
         for job in jobs:

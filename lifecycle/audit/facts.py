@@ -66,7 +66,7 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
         "advanced": ("STEP_SUM", "LEGAL_TRANSITION", "TOKEN_CONSERVATION", "LAST_TOKEN", "ROLLBACK_OBSERVED"),
         "paused": ("STEP_SUM",),
         "extended": ("TABLE_EQ", "BLOCK_REUSE_FENCED", "SRC_BLOCK_OWNED"),
-        "settled": ("CURSOR_LE_FRONTIER", "CHUNK_COMPLETE"),
+        "settled": ("CURSOR_LE_FRONTIER", "CHUNK_COMPLETE", "SAVE_INTERVAL"),
     },
     "transfer.reported": {
         "job_ids": ("COMPLETION_ONCE",),

@@ -12,7 +12,7 @@ from copy import deepcopy
 from kvledger.lifecycle.audit.model.answers import Answer
 from kvledger.lifecycle.audit.model.chunks import Departed
 from kvledger.lifecycle.audit.model.jobs import InFlight
-from kvledger.lifecycle.audit.model.lives import NEVER, PLACES, Life
+from kvledger.lifecycle.audit.model.lives import NEVER, Life
 from kvledger.lifecycle.audit.model.start import Measured, Start
 from kvledger.lifecycle.audit.model.tails import IssuedTail
 from kvledger.lifecycle.projections import Projections, token_costs
@@ -86,7 +86,6 @@ def _life(record: RequestRecord, projections: Projections) -> Life:
         record.ordinal,
         record.num_prompt_tokens,
         record.num_tokens,
-        PLACES.index((record.state, record.blocks)),
         record.state,
         record.blocks,
         record.generation,

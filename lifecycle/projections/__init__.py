@@ -156,14 +156,6 @@ class Projections:
         if fold is not None:
             fold(event, sequence)
 
-    def folds_of(self, event_class: type[Event]) -> tuple[Fold, ...]:
-        """What `fold` does with the events of a class, for who folds many."""
-        return self._folds[event_class]
-
-    def gated(self, event_class: type[Event]) -> Gated | None:
-        """How events of the class are judged, and what is folded of those that are refused; None: all is folded."""
-        return self._gated.get(event_class)
-
     def kept_last(self) -> Collection[bytes]:
         """Keys of chunks that extensions want to be evicted after all others."""
         kept: set[bytes] = set()

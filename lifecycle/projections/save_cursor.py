@@ -11,7 +11,7 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection
-from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
 from kvledger.lifecycle.states import BlocksRegion
 
 
@@ -28,9 +28,10 @@ class SaveCursor(Projection):
     the tracker, which forgets lives.
     """
 
-    def __init__(self, tracker: RequestTracker, chunk_size: int) -> None:
+    def __init__(self, tracker: RequestTracker, chunk_size: int, interval_tokens: int = 0) -> None:
         self._tracker = tracker
         self._chunk_size = chunk_size
+        self._interval_chunks = max(1, -(-interval_tokens // chunk_size))
         self.state = State()
 
     def __len__(self) -> int:
@@ -40,9 +41,20 @@ class SaveCursor(Projection):
         """Chunks dealt with, of that life of a request."""
         return self.state.num_chunks.get(ordinal, 0)
 
-    def next_threshold(self, ordinal: int) -> int:
-        """The number of settled tokens from which there is something to save."""
-        return (self.state.num_chunks.get(ordinal, 0) + 1) * self._chunk_size
+    def threshold(self, record: RequestRecord, num_chunks: int) -> int:
+        """The number of settled tokens from which there is something to save behind so many chunks.
+
+        The chunks of a prompt are for others, who may come at once. What is decoded waits for the end of an interval;
+        they all begin at token 0, so that requests that decode together are not saved together.
+        """
+        end = (num_chunks + 1) * self._chunk_size
+        if end > record.num_prompt_tokens:
+            end = (num_chunks // self._interval_chunks + 1) * self._interval_chunks * self._chunk_size
+        return end
+
+    def next_threshold(self, record: RequestRecord) -> int:
+        """The same behind the chunks that are dealt with."""
+        return self.threshold(record, self.state.num_chunks.get(record.ordinal, 0))
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:

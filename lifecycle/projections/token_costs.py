@@ -1,13 +1,13 @@
 """What a token costs here while requests are served: loaded from the host pool, and computed.
 
 Both are measured by the log alone, in nanoseconds a token: reports of loads say how long they took, and the times of
-steps in a row, by least squares, how much longer they take with one token more. A load that takes longer than computing
-what it brings is not worth offering, until a later one has shown otherwise. It must not know who decides upon that.
+steps in a row, by least squares, how much longer they take with one token more, and how well that is known. A load that
+takes longer than computing what it brings is not worth offering, until a later one has shown otherwise. It must not
+know who decides upon that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,6 +26,10 @@ MAX_SAMPLES = 64
 MIN_SAMPLES = 8
 MIN_LOADS = 8
 """Before as many loads were measured nothing is concluded, and no conclusion is drawn from fewer."""
+NUM_ERRORS = 2
+"""Standard errors by which computing may be slower than measured: on a busy machine the measured cost of a token was
+between nothing and ten times its cost, and loads were refused that took a fifth of it.
+"""
 MARGIN = 5, 4
 """Loading must cost more than 5/4 of computing to be given up, and less than 4/5 to be taken up again."""
 PAUSE_NS = 10_000_000_000
@@ -103,18 +107,18 @@ class TokenCosts(Projection):
             state.loads.clear()
 
     def _costs_more(self) -> bool:
-        """Whether loading does than computing; in doubt it does not."""
-        loads = self.state.loads
-        numerator, denominator = _slope(self.state.samples)
+        """Whether loading does than computing, even two standard errors above what was measured of that."""
+        loads, samples = self.state.loads, self.state.samples
+        count = len(samples)
+        if count < MIN_SAMPLES:
+            return False
+        tokens, ns = sum(pair[0] for pair in samples), sum(pair[1] for pair in samples)
+        grows = count * sum(pair[0] * pair[1] for pair in samples) - tokens * ns
+        spread = count * sum(pair[0] ** 2 for pair in samples) - tokens**2
+        scatter = count * sum(pair[1] ** 2 for pair in samples) - ns**2
         more, less = MARGIN if self.state.declined_until_ns is None else MARGIN[::-1]
-        tokens, ns = sum(pair[0] for pair in loads), sum(pair[1] for pair in loads)
-        return denominator > 0 and ns * denominator * less > tokens * numerator * more
-
-
-def _slope(samples: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Nanoseconds that one token more takes, as a fraction; (0, 0) where that cannot be told."""
-    count, tokens, ns = len(samples), sum(pair[0] for pair in samples), sum(pair[1] for pair in samples)
-    numerator = count * sum(pair[0] * pair[1] for pair in samples) - tokens * ns
-    denominator = count * sum(pair[0] ** 2 for pair in samples) - tokens**2
-    is_told = count >= MIN_SAMPLES and numerator > 0 and denominator > 0
-    return (numerator, denominator) if is_told else (0, 0)
+        loaded = more * sum(pair[0] for pair in loads)
+        # The slope is grows / spread, its squared error (scatter * spread - grows ** 2) / (spread ** 2 * (count - 2)).
+        excess = less * sum(pair[1] for pair in loads) * spread - loaded * grows
+        error = scatter * spread - grows**2
+        return spread > 0 and grows > 0 and excess > 0 and excess**2 * (count - 2) > NUM_ERRORS**2 * loaded**2 * error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvledger.storage.extras import require
 
-require(__name__, "torch")
+require(__name__, "numpy", "torch")
 
 from kvledger.storage.kv.cuda_movers import BatchedCopy
 from kvledger.storage.kv.digests import PageDigests
@@ -17,6 +17,7 @@ from kvledger.storage.kv.factory import make_copy_engine
 from kvledger.storage.kv.host_memory import HostMemory, available_memory
 from kvledger.storage.kv.layout import BlockLayout, LayerPages, PageSegment, describe_blocks, describe_layer
 from kvledger.storage.kv.pool import HostPool, num_slots_for
+from kvledger.storage.kv.shared_memory import SharedFile, Sharing
 
 __all__ = [
     "BatchedCopy",
@@ -29,6 +30,8 @@ __all__ = [
     "PageDigests",
     "PageSegment",
     "PendingCopy",
+    "SharedFile",
+    "Sharing",
     "StorageError",
     "available_memory",
     "describe_blocks",

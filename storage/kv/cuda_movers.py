@@ -85,6 +85,7 @@ class StagedMover:
 
     def __init__(self, layout: BlockLayout, pool: HostPool, *, staging_bytes: int = STAGING_BYTES) -> None:
         self._device = layout.device
+        self._slots_a_piece = pool.slots_a_piece
         self._staged_slots = max(1, min(pool.num_slots, staging_bytes // pool.slot_bytes))
         self._staging = torch.empty((self._staged_slots, pool.slot_bytes), dtype=torch.uint8, device=self._device)
         alike: dict[tuple[int, int], list[BlockRun]] = {}
@@ -101,7 +102,7 @@ class StagedMover:
             batch_slots = [slots[i] for i in batch]
             transfers = [
                 (host[batch_slots[first] : batch_slots[first] + last - first], self._staging[first:last])
-                for first, last in consecutive_runs(batch_slots)
+                for first, last in consecutive_runs(batch_slots, self._slots_a_piece)
             ]
             if writes_slots:
                 for group in self._groups:

@@ -114,7 +114,7 @@ def _some(values: Sequence[int], limit: int = 8) -> str:
     return f"{list(values[:limit])}{more}"
 
 
-def consecutive_runs(slots: Sequence[int]) -> list[tuple[int, int]]:
-    """Cut `slots` into `[start, stop)` index ranges within which each slot follows its predecessor by one."""
-    starts = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1]
+def consecutive_runs(slots: Sequence[int], slots_a_piece: int) -> list[tuple[int, int]]:
+    """Cut `slots` into `[start, stop)` index ranges within which each slot follows its predecessor in one piece."""
+    starts = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1 or slots[i] % slots_a_piece == 0]
     return list(zip([0, *starts], [*starts, len(slots)], strict=True)) if slots else []

@@ -9,6 +9,7 @@ __all__ = [
     "CopyRefused",
     "EngineClosed",
     "LayoutUnsupported",
+    "MemoryNotShared",
     "PinningFailed",
     "PoolClosed",
     "PoolMismatch",
@@ -35,6 +36,10 @@ class PoolTooSmall(StorageError):
             f"host_bytes={host_bytes} does not hold one slot: a slot is {slot_bytes} bytes (one block over all "
             f"layers), so at least {max(slot_bytes, 1)} bytes are needed; raise host_bytes, or offload smaller blocks"
         )
+
+
+class MemoryNotShared(StorageError):
+    """The memory that is for several processes cannot be had in this one."""
 
 
 class PinningFailed(StorageError):

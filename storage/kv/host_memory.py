@@ -14,7 +14,9 @@ from pathlib import Path, PurePosixPath
 
 import attrs
 
-__all__ = ["HostMemory", "available_memory"]
+from kvledger.storage.kv.errors import PoolTooSmall
+
+__all__ = ["HostMemory", "available_memory", "refuse_unavailable"]
 
 ROOT = Path("/")
 _SHARE_LEFT = 20
@@ -58,6 +60,16 @@ def available_memory(root: Path | None = None) -> HostMemory | None:
     """The tightest of all limits; None where none can be read. `root` is where /proc and /sys are looked for."""
     root = ROOT if root is None else root
     return min((*_of_machine(root), *_of_groups(root)), key=lambda memory: memory.num_bytes, default=None)
+
+
+def refuse_unavailable(num_bytes: int) -> None:
+    """Raise `PoolTooSmall` where so much is known not to be there."""
+    memory = available_memory()
+    if memory is not None and num_bytes > memory.num_usable_bytes:
+        raise PoolTooSmall(
+            f"a host pool of {num_bytes} bytes cannot be had, {memory.num_usable_bytes} bytes can ({memory.limit}; a "
+            "twentieth, at most 1 GiB, is left to the engine); lower host_bytes, or give the process more memory"
+        )
 
 
 def _of_machine(root: Path) -> Iterator[HostMemory]:

@@ -6,16 +6,24 @@ hands out slots does.
 
 from __future__ import annotations
 
+import logging
+import mmap
 import weakref
 
 import torch
 
-from kvledger.storage.kv.errors import PinningFailed, PoolClosed, PoolTooSmall
-from kvledger.storage.kv.host_memory import available_memory
+from kvledger.storage.kv.errors import PoolClosed, PoolTooSmall
+from kvledger.storage.kv.host_memory import refuse_unavailable
+from kvledger.storage.kv.pinning import pin_in_pieces, slots_a_piece
+from kvledger.storage.kv.shared_memory import SharedMemory, Sharing
 
 __all__ = ["HostPool", "num_slots_for"]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process.
+_BYTES_A_MESSAGE = 16 << 30
+"""Some seconds."""
+
+_messages = logging.getLogger("vllm.kvledger")
 
 
 def num_slots_for(host_bytes: int, slot_bytes: int) -> int:
@@ -35,33 +43,26 @@ class HostPool:
         num_slots: At least 1.
         slot_bytes: Bytes of a slot, `BlockLayout.block_bytes`.
         pin: Page-lock the memory for CUDA. Without CUDA this asks for nothing and `is_pinned` stays False.
+        sharing: The processes that have this pool together, each with an object of this class over the same memory.
 
     Raises:
         PoolTooSmall: No slot, or the machine does not have the memory.
+        MemoryNotShared: See `SharedMemory`.
         PinningFailed: CUDA is there and refused to page-lock the memory.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, *, pin: bool) -> None:
+    def __init__(self, num_slots: int, slot_bytes: int, *, pin: bool, sharing: Sharing | None = None) -> None:
         if num_slots < 1 or slot_bytes < 1:
             raise PoolTooSmall.for_budget(max(num_slots, 0) * max(slot_bytes, 0), slot_bytes)
-        memory = available_memory()
-        if memory is not None and num_slots * slot_bytes > memory.num_usable_bytes:
-            raise PoolTooSmall(
-                f"a host pool of {num_slots * slot_bytes} bytes cannot be had, {memory.num_usable_bytes} bytes can "
-                f"({memory.limit}; a twentieth, at most 1 GiB, is left to the engine); lower host_bytes, or give the "
-                "process more memory"
-            )
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
+        self.slots_a_piece = slots_a_piece(slot_bytes)
+        """A transfer must not go from one slot to the next where the next one's number is a multiple of this."""
         self.is_pinned = False
         self._unpin: weakref.finalize[..., HostPool] | None = None
-        try:
-            self._buffer: torch.Tensor | None = torch.zeros((num_slots, slot_bytes), dtype=torch.uint8, device="cpu")
-        except RuntimeError as error:
-            raise PoolTooSmall(
-                f"{num_slots} slots of {slot_bytes} bytes are {num_slots * slot_bytes} bytes, which this machine would "
-                f"not allocate ({error}); lower host_bytes"
-            ) from error
+        self._shared = None if sharing is None else SharedMemory(num_slots * slot_bytes, sharing)
+        memory = _own_memory(num_slots * slot_bytes) if self._shared is None else self._shared.memory
+        self._buffer: torch.Tensor | None = memory.view(num_slots, slot_bytes)
         if pin and torch.cuda.is_available():
             self._pin(self._buffer)
 
@@ -79,17 +80,39 @@ class HostPool:
             self._unpin = None
         self.is_pinned = False
         self._buffer = None
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
     def _pin(self, buffer: torch.Tensor) -> None:
         # torch's pin_memory() rounds up to a power of two, nearly twice the memory in the worst case: register instead.
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(cudart.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, _PORTABLE))
-        if code != 0:
-            raise PinningFailed(
-                f"cudaHostRegister of {buffer.nbytes} bytes failed with CUDA error {code}; raise the locked-memory "
-                "limit (ulimit -l), lower host_bytes, or pass pin=False for slower copies"
-            )
+        unpin = pin_in_pieces(
+            buffer.data_ptr(),
+            buffer.nbytes,
+            self.slots_a_piece * self.slot_bytes,
+            lock=lambda address, size: int(cudart.cudaHostRegister(address, size, _PORTABLE)),
+            unlock=cudart.cudaHostUnregister,
+            progress=_report,
+        )
         self.is_pinned = True
-        # Holds the address alone and runs when a forgotten pool is collected; at exit the driver cleans up.
-        self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, buffer.data_ptr())
+        # Holds addresses alone and runs when a forgotten pool is collected; at exit the driver cleans up.
+        self._unpin = weakref.finalize(self, unpin)
         self._unpin.atexit = False
+
+
+def _own_memory(num_bytes: int) -> torch.Tensor:
+    refuse_unavailable(num_bytes)
+    try:
+        # From a page on, so that pieces can be page-locked.
+        memory = torch.zeros(num_bytes + mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
+    except RuntimeError as error:
+        raise PoolTooSmall(
+            f"this machine would not allocate {num_bytes} bytes for a host pool ({error}); lower host_bytes"
+        ) from error
+    return memory[-memory.data_ptr() % mmap.PAGESIZE :][:num_bytes]
+
+
+def _report(before: int, locked: int, of_bytes: int) -> None:
+    if before // _BYTES_A_MESSAGE < locked // _BYTES_A_MESSAGE:
+        _messages.info("host pool: %d of %d bytes are page-locked", locked, of_bytes)

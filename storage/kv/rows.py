@@ -1,7 +1,7 @@
 """Memory as a table of rows, so that one torch call gathers or scatters the runs of all layers of many blocks.
 
-A torch call costs as much as copying many KiB, on CPU and on CUDA alike: the number of calls must not grow with layers
-or blocks. It knows places and strides in bytes. It must not know blocks, slots or layers.
+A call of a kernel costs as much as copying many KiB: the number of calls must not grow with layers or blocks. It knows
+places and strides in bytes. It must not know blocks, slots or layers.
 """
 
 from __future__ import annotations

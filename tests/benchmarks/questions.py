@@ -5,16 +5,13 @@ The first one builds the index, and is the anchor of the others.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from benchmarks.figures import Cases, Figure, compared
-from benchmarks.verify_speed import MIXES, serve
+from benchmarks.verify_speed import MIXES, seconds_of, serve
 
 _FIRST = "show LOG, which builds the index"
 
@@ -26,7 +23,7 @@ def _measure(num_steps: int, num_rounds: int) -> Sequence[Figure]:
         path = str(log.path)
         rounds: dict[str, list[float]] = {}
         for number in range(num_rounds):
-            environment = {**os.environ, "XDG_CACHE_HOME": str(Path(folder, f"cache-{number}"))}
+            environment = {"XDG_CACHE_HOME": str(Path(folder, f"cache-{number}"))}
             for name, command in {
                 "--version": ["--version"],
                 _FIRST: ["show", path],
@@ -34,12 +31,7 @@ def _measure(num_steps: int, num_rounds: int) -> Sequence[Figure]:
                 "show LOG REQUEST": ["show", path, request_id],
                 "why LOG REQUEST": ["why", path, request_id],
             }.items():
-                before = os.times()
-                run = [sys.executable, "-m", "kvledger.adapters.cli.main", *command]
-                subprocess.run(run, stdout=subprocess.DEVNULL, env=environment, check=True)
-                after = os.times()
-                taken = after.children_user + after.children_system - before.children_user - before.children_system
-                rounds.setdefault(name, []).append(taken)
+                rounds.setdefault(name, []).append(seconds_of(*command, environment=environment).of_cpu)
         return [
             *compared("CPU time", "s", rounds, anchor=_FIRST),
             Figure("size of the log", _FIRST, log.total_bytes() / 1e6, "MB"),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Cases, Figure, compared
 from benchmarks.scheduler_overhead import take_turns
-from benchmarks.served import Load, peers
+from benchmarks.served import NOTHING, Load, peers
 
-_IDLE = {"kv_connector": "Witness", "kv_connector_module_path": "sim.witness", "kv_role": "kv_both"}
 _SHORT = {"256 decoding": Load(), "256 requests, 4 arrivals and ends a step": Load(num_output_tokens=(64, 64))}
 _FULL = {
     **_SHORT,
@@ -21,9 +20,9 @@ _FULL = {
 
 
 def _measure(load: Load, num_steps: int) -> Sequence[Figure]:
-    alone: dict[str, dict[str, Any]] = {"a connector that does nothing": _IDLE, **peers(load.pool(num_steps) * 2)}
+    alone: dict[str, Mapping[str, Any]] = {"a connector that does nothing": NOTHING, **peers(load.pool(num_steps) * 2)}
 
-    def contenders(log_dir: Path) -> dict[str, dict[str, Any] | None]:
+    def contenders(log_dir: Path) -> dict[str, Mapping[str, Any] | None]:
         recorded = {
             f"{name}, recorded": {
                 "kv_connector": "KVLedgerRecorderHMA",

@@ -58,7 +58,7 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="all cases, more rounds")
     parser.add_argument("--case", default="", help="only cases whose names contain this")
     parser.add_argument("--against", type=Path, help="another checkout, measured in turns with this one")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of the two checkouts (default 3)")
+    parser.add_argument("--rounds", type=int, help="of serving; with --against: turns of the two checkouts (default 3)")
     parser.add_argument("--results", type=Path, default=REPOSITORY / "build" / "bench", help="where JSON is stored")
     parser.add_argument("--page", action="store_true", help="only write docs/benchmarks.md from what is stored")
     arguments = parser.parse_args()
@@ -83,7 +83,12 @@ def main() -> int:
 
 
 def _measure(name: str, arguments: argparse.Namespace) -> Iterator[Result]:
-    cases: Cases = importlib.import_module(f"benchmarks.{BENCHMARKS[name]}").cases(full=arguments.full)
+    options = ["--full"] if arguments.full else []
+    rounds = {}
+    if name == "serving" and arguments.rounds:
+        rounds["num_rounds"] = arguments.rounds
+        options += ["--rounds", str(arguments.rounds)]
+    cases: Cases = importlib.import_module(f"benchmarks.{BENCHMARKS[name]}").cases(full=arguments.full, **rounds)
     chosen = {case: measure for case, measure in cases.items() if arguments.case in case}
     if not chosen:
         raise CannotMeasure(f"none of its cases contains {arguments.case!r}: {', '.join(cases)}")
@@ -94,7 +99,7 @@ def _measure(name: str, arguments: argparse.Namespace) -> Iterator[Result]:
         yield Result(
             case,
             figures,
-            f"python tests/benchmarks/run.py {name}{' --full' if arguments.full else ''}",
+            " ".join(["python tests/benchmarks/run.py", name, *options]),
             dt.datetime.now(dt.UTC).date().isoformat(),
             _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
             f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
@@ -107,9 +112,10 @@ def _compare(name: str, arguments: argparse.Namespace) -> None:
     rounds: dict[tuple[str, str, str], tuple[list[float], list[float]]] = {}
     options = [*(["--full"] if arguments.full else []), "--case", arguments.case]
     with tempfile.TemporaryDirectory() as folder:
-        for turn in range(arguments.rounds):
+        num_turns = arguments.rounds or 3
+        for turn in range(num_turns):
             for side, checkout in enumerate((REPOSITORY, arguments.against.resolve())):
-                _progress.print(f"{name} round {turn + 1}/{arguments.rounds}: {checkout}")
+                _progress.print(f"{name} round {turn + 1}/{num_turns}: {checkout}")
                 python = checkout / ".venv" / "bin" / "python"
                 results = Path(folder) / f"{turn}-{side}"
                 command = [python, _HERE, name, *options, "--results", results]

@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 from benchmarks.figures import Cases, Figure, compared
-from benchmarks.served import BLOCK_SIZE, Load, Server, ours, peers
+from benchmarks.served import BLOCK_SIZE, NOTHING, Load, Server, ours, peers
 
 STEPS_PER_TURN = 10
 """Turns are short against the machine's moods and long against the first steps' cold caches."""
@@ -71,7 +71,7 @@ class Turns:
 
 
 def take_turns(
-    load: Load, contenders: Callable[[Path], Mapping[str, dict[str, Any] | None]], num_steps: int
+    load: Load, contenders: Callable[[Path], Mapping[str, Mapping[str, Any] | None]], num_steps: int
 ) -> dict[str, Turns]:
     """Step a server with each connector, in turns."""
     with tempfile.TemporaryDirectory() as folder:
@@ -113,9 +113,10 @@ def _size(log_dir: Path) -> int:
 def _measure(load: Load, num_steps: int) -> Sequence[Figure]:
     host_pages = load.pool(num_steps) * 2
 
-    def contenders(log_dir: Path) -> dict[str, dict[str, Any] | None]:
+    def contenders(log_dir: Path) -> dict[str, Mapping[str, Any] | None]:
         return {
             NOBODY: None,
+            "a connector that does nothing": NOTHING,
             "KVLedgerConnector": ours(host_pages, log_dir=str(log_dir)),
             f"KVLedgerConnector, chunk {BLOCK_SIZE}": ours(host_pages, log_dir=str(log_dir), chunk_size=BLOCK_SIZE),
             **peers(host_pages),

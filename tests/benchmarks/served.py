@@ -107,6 +107,14 @@ def peers(host_pages: int) -> dict[str, dict[str, Any]]:
     }
 
 
+NOTHING: Mapping[str, Any] = {
+    "kv_connector": "Witness",
+    "kv_connector_module_path": "sim.witness",
+    "kv_role": "kv_both",
+}
+"""A connector that does nothing: what vLLM itself does as soon as there is one."""
+
+
 class Server:
     """One scheduler with one connector under a load."""
 

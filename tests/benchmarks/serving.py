@@ -15,14 +15,14 @@ import itertools
 import random
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from benchmarks.engine_process import MODEL_SIZES, Ask, Contender, EngineProcess, Served, Token, engine_process
-from benchmarks.figures import Figure, compared
-from benchmarks.results import Cases
+from benchmarks.figures import Cases, Figure, compared
 
 from kvledger.adapters.demo.model import FIRST_ORDINARY_TOKEN, VOCABULARY_SIZE, make_model
 
@@ -44,11 +44,30 @@ SMALL_POOLS = (
     Contender("kvledger", "kvledger", SMALL_POOL_BYTES),
     Contender("OffloadingConnector", "offloading", SMALL_POOL_BYTES),
 )
+OFFERS = (
+    NONE,
+    CONTENDERS[1],
+    Contender("kvledger, `offer: always`", "kvledger", GIB, (("offer", "always"),)),
+)
+WATCHED = (
+    Contender("one process", "watched", GIB),
+    Contender("an engine core in a process of its own", "watched", GIB, has_own_core=True),
+)
 CHUNK_SIZES = (NONE, *(Contender(f"chunks of {n}", "kvledger", GIB, (("chunk_size", n),)) for n in (32, 64, 128, 256)))
 
-COUNTS = frozenset({"tokens computed again", "preemptions"})
+UNITS = {
+    "tokens computed again": "",
+    "preemptions": "",
+    "the copy": "ms",
+    "its end until vLLM is told": "ms",
+    "steps from its begin": "",
+    "steps from its end": "",
+    "loads while slow": "",
+    "loads when fast again": "",
+}
+"""Of what is shown as it is, and may be none at all; all else are seconds, compared as ratios."""
 Figures = Mapping[str, float]
-"""What is measured -> seconds, but for those of `COUNTS`."""
+"""What is measured -> how much."""
 Scenario = Callable[[EngineProcess, random.Random], tuple[Figures, list[list[int]]]]
 """Serves, and returns figures and what was said. Equal random generators ask for the same."""
 
@@ -66,12 +85,12 @@ def said(*answers: Served) -> list[list[int]]:
 def first_token(engine: EngineProcess, chance: random.Random) -> tuple[Figures, list[list[int]]]:
     """One prompt of 2,000 tokens on an idle engine: new, again, and again when vLLM's own cache has forgotten it."""
     ask = (Ask(prompt(chance, 2000), max_tokens=1),)
-    answers = {"new": engine.serve(ask, forgets=True), "in vLLM's prefix cache": engine.serve(ask)}
-    answers["in the host pool"] = engine.serve(ask, forgets=True)
+    answers = {"when new": engine.serve(ask, forgets=True), "from vLLM's prefix cache": engine.serve(ask)}
+    answers["from the host pool"] = engine.serve(ask, forgets=True)
     figures = {}
     for name, served in answers.items():
         token = served.tokens[0][0]
-        figures |= {f"{name}, CPU time": token.cpu_s, f"{name}, wall time": token.wall_s}
+        figures |= {f"CPU time {name}": token.cpu_s, f"wall time {name}": token.wall_s}
     return figures, said(*answers.values())
 
 
@@ -83,19 +102,19 @@ def preempted(engine: EngineProcess, chance: random.Random) -> tuple[Figures, li
     ended = max((its[-1] for its in tokens_of_others), key=lambda token: token.cpu_s)
     resumed = next(token for token in tokens if token.cpu_s > ended.cpu_s)
     return {
-        "stall, CPU time": resumed.cpu_s - ended.cpu_s,
-        "stall, wall time": resumed.wall_s - ended.wall_s,
+        "CPU time of the stall": resumed.cpu_s - ended.cpu_s,
+        "wall time of the stall": resumed.wall_s - ended.wall_s,
         "tokens computed again": served.num_tokens_recomputed,
         "preemptions": served.num_preemptions,
     }, said(served)
 
 
 def mixed(engine: EngineProcess, chance: random.Random) -> tuple[Figures, list[list[int]]]:
-    """Twelve requests about six documents of 640 tokens, each asked about twice; the blocks hold four at once."""
-    documents = [prompt(chance, 640) for _ in range(6)]
+    """Ten requests about five documents of 640 tokens, each asked about twice; the blocks hold four at once."""
+    documents = [prompt(chance, 640) for _ in range(5)]
     asks = [
-        Ask(documents[number % 6] + prompt(chance, chance.randint(20, 200)), chance.randint(24, 72), number * 3)
-        for number in range(12)
+        Ask(documents[number % 5] + prompt(chance, chance.randint(20, 200)), chance.randint(24, 72), number * 3)
+        for number in range(10)
     ]
     served = engine.serve(asks, forgets=True)
     return {**_throughput(served), "tokens computed again": served.num_tokens_recomputed}, said(served)
@@ -107,14 +126,61 @@ def nothing_to_gain(engine: EngineProcess, chance: random.Random) -> tuple[Figur
     return _throughput(served), said(served)
 
 
+NUM_LOADS = 5
+
+
+def watched_load(engine: EngineProcess, chance: random.Random) -> tuple[Figures, list[list[int]]]:
+    """The same prompt of 2,000 tokens from the host pool, five times, on an engine that has nothing else to do."""
+    ask = (Ask(prompt(chance, 2000), max_tokens=1),)
+    answers = [engine.serve(ask, forgets=True) for _ in range(1 + NUM_LOADS)]
+    loads = engine.watched_loads()[-NUM_LOADS:]
+    return {
+        "the copy": statistics.median(load.ended_ns - load.begun_ns for load in loads) / 1e6,
+        "its end until vLLM is told": statistics.median(load.noticed_ns - load.ended_ns for load in loads) / 1e6,
+        "steps from its begin": statistics.median(load.num_steps(after_ns=load.begun_ns) for load in loads),
+        "steps from its end": statistics.median(load.num_steps(after_ns=load.ended_ns) for load in loads),
+        "wall time to the first token": statistics.median(answer.tokens[0][0].wall_s for answer in answers[1:]),
+    }, said(*answers)
+
+
+SLOW_BYTES_PER_S = 8e6
+"""Of 24 KiB a token: three milliseconds, where computing takes one."""
+UNTIL_TRIED_AGAIN_S = 10.5
+NUM_SLOW, NUM_FAST = 12, 4
+
+
+def loads_that_lose(engine: EngineProcess, chance: random.Random) -> tuple[Figures, list[list[int]]]:
+    """Prompts of 300 tokens from the host pool, one after the other: twelve times slower to load than to compute, and
+    four times as fast as ever; in between time to try again, where loads are refused.
+    """
+    asks = [Ask(prompt(chance, 300), max_tokens=16) for _ in range(4)]
+    first = engine.serve(asks, forgets=True)
+    num_loads = engine.num_loads()
+    slow = [engine.serve([ask], forgets=True, load_bytes_per_s=SLOW_BYTES_PER_S) for ask in _around(asks, NUM_SLOW)]
+    num_slow_loads = engine.num_loads() - num_loads
+    if 0 < num_slow_loads < NUM_SLOW:
+        time.sleep(UNTIL_TRIED_AGAIN_S)
+    fast = [engine.serve([ask], forgets=True) for ask in _around(asks, NUM_FAST)]
+    return {
+        "mean wall time to the first token while slow": statistics.mean(served.tokens[0][0].wall_s for served in slow),
+        "the same when fast again": statistics.mean(served.tokens[0][0].wall_s for served in fast),
+        "loads while slow": num_slow_loads,
+        "loads when fast again": engine.num_loads() - num_loads - num_slow_loads,
+    }, said(first, *slow, *fast)
+
+
+def _around(asks: Sequence[Ask], count: int) -> Iterator[Ask]:
+    return itertools.islice(itertools.cycle(asks), count)
+
+
 def _throughput(served: Served) -> Figures:
     gaps = sorted(gap for tokens in served.tokens for gap in _gaps(tokens))
     return {
-        "all, CPU time": served.cpu_s,
-        "all, wall time": served.wall_s,
-        "between tokens, median, CPU time": gaps[len(gaps) // 2],
-        "between tokens, p99, CPU time": gaps[len(gaps) * 99 // 100],
-        "first token, mean, CPU time": statistics.mean(tokens[0].cpu_s for tokens in served.tokens),
+        "CPU time of all": served.cpu_s,
+        "wall time of all": served.wall_s,
+        "median CPU time between tokens": gaps[len(gaps) // 2],
+        "99th percentile of it": gaps[len(gaps) * 99 // 100],
+        "mean CPU time to the first token": statistics.mean(tokens[0].cpu_s for tokens in served.tokens),
     }
 
 
@@ -130,32 +196,33 @@ CASES: Mapping[str, Case] = {
     "a mixed load, a host pool with room": (mixed, CONTENDERS),
     "nothing to be gained": (nothing_to_gain, CONTENDERS),
     "a mixed load, a host pool that is too small": (mixed, SMALL_POOLS),
+    "an asynchronous load on an idle engine": (watched_load, WATCHED),
 }
-OF_CHUNK_SIZES: Mapping[str, Case] = {
+FURTHER: Mapping[str, Case] = {
+    "loads that take longer than computing": (loads_that_lose, OFFERS),
     "chunk sizes, time to the first token": (first_token, CHUNK_SIZES),
     "chunk sizes, a mixed load": (mixed, CHUNK_SIZES),
     "chunk sizes, nothing to be gained": (nothing_to_gain, CHUNK_SIZES),
 }
 
 
-def cases(*, full: bool) -> Cases:
-    """Three rounds of what servers meet; in full ten, and kvledger's chunk sizes."""
+def cases(*, full: bool, num_rounds: int | None = None) -> Cases:
+    """Three rounds of what servers meet; in full five, slow loads, and kvledger's chunk sizes."""
     engines = Engines()
-    chosen = {**CASES, **OF_CHUNK_SIZES} if full else CASES
+    chosen = {**CASES, **FURTHER} if full else CASES
     return {
-        name: partial(engines.measure, name, scenario, contenders, 10 if full else 3)
+        name: partial(engines.measure, name, scenario, contenders, num_rounds or (5 if full else 3))
         for name, (scenario, contenders) in chosen.items()
     }
 
 
 class Engines:
-    """Those of the case at hand; they stay for the next one where it is about the same, and work only when asked."""
+    """Those of the case at hand; they stay for the next one where that wants them, too, and work only when asked."""
 
     def __init__(self) -> None:
-        self._running = ExitStack()
-        self._processes: dict[Contender, EngineProcess] = {}
+        self._running: dict[Contender, tuple[EngineProcess, ExitStack]] = {}
         self._model = REPOSITORY / "build" / "bench" / "model-{hidden_size}-{num_hidden_layers}".format(**MODEL_SIZES)
-        atexit.register(self._running.close)
+        atexit.register(self._keep, ())
 
     def measure(
         self, name: str, scenario: Scenario, contenders: Sequence[Contender], num_rounds: int
@@ -164,35 +231,40 @@ class Engines:
         engines = self._started([each for each in contenders if each.kind != "lmcache" or LMCACHE_PYTHON.exists()])
         rounds: dict[str, list[Figures]] = {each: [] for each in engines}
         num_different = dict.fromkeys(engines, 0)
+        names = list(engines)
         for number in range(num_rounds):
-            names = list(engines)
             answers = {}
             for each in names[number % len(names) :] + names[: number % len(names)]:
                 figures, answers[each] = scenario(engines[each], random.Random(f"{name} {number}"))
                 rounds[each].append(figures)
                 print(".", end="", file=sys.stderr, flush=True)
             for each in names:
-                num_different[each] += sum(map(list.__ne__, answers[each], answers[NONE.name]))
+                num_different[each] += sum(map(list.__ne__, answers[each], answers[names[0]]))
         print(file=sys.stderr)
         return [*_figures(rounds), *(Figure("answers that differ", name, n, "") for name, n in num_different.items())]
 
     def _started(self, contenders: Sequence[Contender]) -> dict[str, EngineProcess]:
-        if list(self._processes) != contenders:
-            self._running.close()
-            self._processes.clear()
-            make_model(self._model, **MODEL_SIZES)
-            for each in contenders:
+        self._keep(contenders)
+        make_model(self._model, **MODEL_SIZES)
+        for each in contenders:
+            if each not in self._running:
                 python = LMCACHE_PYTHON if each.kind == "lmcache" else Path(sys.executable)
-                engine = self._running.enter_context(engine_process(each, self._model, python))
+                until_ended = ExitStack()
+                engine = until_ended.enter_context(engine_process(each, self._model, python))
+                self._running[each] = engine, until_ended
                 nothing_to_gain(engine, random.Random(0))  # warm
-                self._processes[each] = engine
-        return {each.name: engine for each, engine in self._processes.items()}
+        return {each.name: self._running[each][0] for each in contenders}
+
+    def _keep(self, contenders: Collection[Contender]) -> None:
+        for each in set(self._running) - set(contenders):
+            _, until_ended = self._running.pop(each)
+            until_ended.close()
 
 
 def _figures(rounds: Mapping[str, Sequence[Figures]]) -> Iterator[Figure]:
-    for what in rounds[NONE.name][0]:
+    for what in next(iter(rounds.values()))[0]:
         values = {name: [figures[what] for figures in its] for name, its in rounds.items()}
-        if what in COUNTS:  # may be none at all, and then there is no ratio
-            yield from (Figure(what, name, statistics.median(its), "") for name, its in values.items())
+        if what in UNITS:
+            yield from (Figure(what, name, statistics.median(its), UNITS[what]) for name, its in values.items())
         else:
-            yield from compared(what, "s", values, anchor=NONE.name)
+            yield from compared(what, "s", values, anchor=next(iter(rounds)))

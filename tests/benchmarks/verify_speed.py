@@ -3,29 +3,41 @@
 A log is made by vLLM's own scheduler with our connector; what the scheduler's thread spent on it is the anchor. Then
 the stages of an audit go through the log, each including those before it, several times in turns. The clock is the
 thread's CPU time.
+
+By several processes, the whole command is measured, by the clock and in CPU time: on one log of several segments with
+their snapshots, and on logs side by side.
 """
 
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import attrs
 from benchmarks.figures import Cases, Figure, compared
 from benchmarks.served import Load, Server, ours
 
 from kvledger.adapters.logs.log import StoredLog, open_log
+from kvledger.adapters.logs.snapshots import write_snapshots
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.lifecycle.replay import Replay, SequencedEvent
 from kvledger.storage.events import read_log
+from kvledger.storage.events.segment_file import segment_paths
 
 _STEPS_OF_AN_HOUR = 50 * 3600
+_BYTES_A_STEP = 4_200
+"""Of a log with a save for each block."""
+_NUM_SEGMENTS, _NUM_LOGS = 8, 4
 _SERVING = "serving it (scheduler)"
 
 
@@ -72,7 +84,7 @@ def serve(mix: _Mix, log_dir: Path, num_steps: int) -> tuple[StoredLog, int]:
     for _ in range(num_steps):
         server.step()
     server.scheduler.shutdown()
-    (path,) = log_dir.iterdir()
+    *_, path = sorted(log_dir.iterdir())  # their names begin with the time
     return open_log(path), sum(server.schedule_ns) + sum(server.update_ns)
 
 
@@ -102,6 +114,49 @@ def _measure(mix: _Mix, num_steps: int, num_rounds: int) -> Sequence[Figure]:
             Figure("events a second", audit.contender, num_events / num_steps / audit.value * 1e6, ""),
             Figure("an hour of 50 steps a second", audit.contender, audit.value / 1e6 * _STEPS_OF_AN_HOUR, "s"),
         ]
+
+
+def _measure_processes(num_logs: int, num_steps: int, num_rounds: int) -> Sequence[Figure]:
+    """So many logs, with so many steps together."""
+    mix = MIXES["a save for each block"]
+    segment_bytes = num_steps * _BYTES_A_STEP // _NUM_SEGMENTS
+    mix = attrs.evolve(mix, extra_config={**mix.extra_config, "segment_bytes": segment_bytes})
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [serve(mix, Path(folder), num_steps // num_logs)[0] for _ in range(num_logs)]
+        for log in logs:
+            write_snapshots(log)
+        clock: dict[str, list[float]] = {}
+        cpu: dict[str, list[float]] = {}
+        for _ in range(num_rounds):
+            for jobs in (1, 2):
+                taken = seconds_of("verify", folder, "--jobs", str(jobs))
+                name = f"kvledger verify --jobs {jobs}"
+                clock.setdefault(name, []).append(taken.by_the_clock)
+                cpu.setdefault(name, []).append(taken.of_cpu)
+        anchor = next(iter(clock))
+        return [
+            *compared("by the clock", "s", clock, anchor=anchor),
+            *compared("CPU time", "s", cpu, anchor=anchor),
+            Figure("size", anchor, sum(log.total_bytes() for log in logs) / 1e6, "MB"),
+            Figure("segments", anchor, sum(len(segment_paths(log.path)) for log in logs), ""),
+        ]
+
+
+class Seconds(NamedTuple):
+    """What a command took in a process of its own, with those that it started."""
+
+    by_the_clock: float
+    of_cpu: float
+
+
+def seconds_of(*arguments: str, environment: Mapping[str, str] | None = None) -> Seconds:
+    """Run `kvledger` with these arguments, as a person gives it. Raises where its exit code is not 0."""
+    command = [sys.executable, "-m", "kvledger.adapters.cli.main", *arguments]
+    before = os.times()
+    subprocess.run(command, stdout=subprocess.DEVNULL, env={**os.environ, **(environment or {})}, check=True)
+    after = os.times()
+    of_cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return Seconds(after.elapsed - before.elapsed, of_cpu)
 
 
 def _read(log: StoredLog) -> int:
@@ -136,8 +191,13 @@ def _audit(log: StoredLog) -> None:
 
 
 def cases(*, full: bool) -> Cases:
-    """The mixes, with a quarter of their steps in the short form."""
+    """The mixes, and several processes, with a quarter of the steps in the short form."""
+    num_steps, num_rounds = (6_000, 5) if full else (2_000, 3)
     return {
-        name: partial(_measure, mix, mix.num_steps if full else mix.num_steps // 4, 5 if full else 3)
-        for name, mix in MIXES.items()
+        **{
+            name: partial(_measure, mix, mix.num_steps if full else mix.num_steps // 4, num_rounds)
+            for name, mix in MIXES.items()
+        },
+        "processes: one log": partial(_measure_processes, 1, num_steps, num_rounds),
+        f"processes: {_NUM_LOGS} logs": partial(_measure_processes, _NUM_LOGS, num_steps, num_rounds),
     }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from benchmarks import page
+from benchmarks import page, run
 from benchmarks.figures import Figure, Spread, compared
 from benchmarks.results import Result, store
 
@@ -86,6 +87,14 @@ def test_a_case_that_ran_again_takes_the_place_of_its_last_run(benchmarks_page: 
     text = benchmarks_page.read_text()
     assert text.count("| calm |") == text.count("| busy |") == 1
     assert "| calm | none | 100 µs |  |\n|  | ours | 3.00 |" in text
+
+
+@pytest.mark.parametrize("module", run.BENCHMARKS.values())
+def test_every_benchmark_has_cases_in_both_forms(module: str) -> None:
+    """It is imported with all that it needs; what is expensive begins when a case is measured."""
+    cases = importlib.import_module(f"benchmarks.{module}").cases
+    assert cases(full=False).keys()
+    assert cases(full=True).keys()
 
 
 def test_a_plot_has_a_bar_for_each_ratio(benchmarks_page: Path) -> None:

@@ -25,17 +25,6 @@ AMPLE = Workload(num_blocks=128)
 """A pool in which nothing is ever preempted."""
 
 
-def settle(llm: Any) -> None:
-    """Step on until no copy is under way; vLLM's front end stops stepping at the last output."""
-    core = llm.llm_engine.engine_core.engine_core
-    for _ in range(100_000):
-        if not core.scheduler.has_requests() and not core.batch_queue:
-            return
-        core.step_fn()
-    message = "copies are still under way"
-    raise AssertionError(message)
-
-
 def copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let loads succeed from now on without filling a single block."""
     start_load = CpuCopyEngine.start_load

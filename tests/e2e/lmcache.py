@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import attrs
+from processes import ENDING_WITH_ITS_PARENT
 
 CONNECTOR = {
     "kv_connector": "LMCacheMPConnector",
@@ -65,7 +66,8 @@ def running_server(chunk_size: int, num_gib: float, output: Path) -> Iterator[Se
         "--supported-transfer-mode": "auto",
     }
     words = [str(word) for option in options.items() for word in option]
-    command = [str(Path(sys.executable).parent / "lmcache"), "server", *words, "--no-l1-use-lazy"]
+    server = [str(Path(sys.executable).parent / "lmcache"), "server", *words, "--no-l1-use-lazy"]
+    command = [*ENDING_WITH_ITS_PARENT, "KILL", *server]
     with output.open("wb") as written:
         process = subprocess.Popen(
             command, stdout=written, stderr=subprocess.STDOUT, env={**os.environ, "LMCACHE_TRACK_USAGE": "false"}

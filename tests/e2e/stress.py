@@ -24,8 +24,8 @@ import attrs
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from e2e.engines import ReadLog, read_sound_log, settle
-from kvledger.adapters.demo.engine import ENVIRONMENT, sampling, start
+from e2e.engines import ReadLog, read_sound_log
+from kvledger.adapters.demo.engine import ENVIRONMENT, sampling, settle, start
 from kvledger.adapters.demo.model import FIRST_ORDINARY_TOKEN, VOCABULARY_SIZE, make_model
 from kvledger.adapters.demo.workload import Workload, connector
 

@@ -17,8 +17,8 @@ import pytest
 from sim.broken_copies import break_copies
 from sim.slow_copies import SlowCopies, slow_down
 
-from e2e.engines import Reference, keep_two_steps_in_flight, read_sound_log, settle
-from kvledger.adapters.demo.engine import RunningEngine, running_engine, sampling
+from e2e.engines import Reference, keep_two_steps_in_flight, read_sound_log
+from kvledger.adapters.demo.engine import RunningEngine, generate, running_engine, sampling, settle
 from kvledger.adapters.demo.model import FIRST_ORDINARY_TOKEN, VOCABULARY_SIZE
 from kvledger.adapters.demo.workload import Workload
 from kvledger.lifecycle import events as e
@@ -121,7 +121,7 @@ def preempted_by_a_failed_reset(clients: Clients) -> set[int]:
         clients.ask(0)
         clients.step()
     else:
-        clients.engine.generate([KEPT], 1)
+        generate(clients.engine.llm, [KEPT], 1)  # and its save is still under way
         break_copies(worker(), "load", 1)
         clients.ask(0)
         clients.step()

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from e2e.engines import Reference, settle
+from e2e.engines import Reference
 from e2e.lmcache import Server, connector, running_server, uncompiled
 from kvledger.adapters.cli.main import main
-from kvledger.adapters.demo.engine import generate, start
+from kvledger.adapters.demo.engine import generate, settle, start
 from kvledger.adapters.demo.workload import Workload
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.recorder.extension import Recorder

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from e2e.engines import Reference, read_sound_log, settle
+from e2e.engines import Reference, read_sound_log
 from kvledger.adapters.cli.main import main
-from kvledger.adapters.demo.engine import generate, start
+from kvledger.adapters.demo.engine import generate, settle, start
 from kvledger.adapters.demo.workload import Workload, connector
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.logs.log import open_log

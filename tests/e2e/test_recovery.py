@@ -159,3 +159,31 @@ def test_with_two_steps_in_flight_preempted_requests_recover_as_well(
     assert log.figures.num_preemptions == engine.counter.num_preemptions > 0
     assert log.figures.num_tokens_recovered > 0
     assert log.figures.num_tokens_recomputed == engine.counter.num_tokens_recomputed
+
+
+def test_requests_recover_where_a_block_is_one_run_of_memory(
+    model: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layout that the operator asks for is the one that is registered, read by the model and copied.
+
+    vLLM's CPU kernels read it, by strides, though its CPU backend does not declare it.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    declared = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+    monkeypatch.setattr(CPUAttentionBackend, "supported_kv_cache_layouts", lambda: declared)
+    runs: list[int] = []
+    make = CpuCopyEngine.__init__
+
+    def noting(engine: CpuCopyEngine, layout: Any, *arguments: Any, **more: Any) -> None:
+        runs.append(len(layout.runs()))
+        make(engine, layout, *arguments, **more)
+
+    monkeypatch.setattr(CpuCopyEngine, "__init__", noting)
+    workload = CASES[0]
+    with running_engine(model, workload, tmp_path, kv_cache_layout="BLHNC") as engine:
+        outputs = engine.generate(workload.prompts(), workload.max_tokens)
+    assert set(runs) == {1}
+    assert outputs == reference(workload.prompts(), workload.max_tokens)
+    assert read_sound_log(engine.log_path).figures.num_tokens_recovered > 0

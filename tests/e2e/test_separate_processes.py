@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from itertools import product
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -103,6 +104,46 @@ def test_two_ranks_each_keep_their_part_of_a_page(
     settled = {event.job_id for kind in (e.LoadCompleted, e.SaveCompleted) for event in log.of_type(kind)}
     assert settled
     assert all(sorted(reported[job_id]) == [0, 1] for job_id in settled)
+
+
+@pytest.fixture(scope="module")
+def latent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DeepSeek as small as vLLM's latent attention on CPU allows."""
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    directory = tmp_path_factory.mktemp("model") / "tiny-deepseek"
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 64, "v_head_dim": 64}
+    latent = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+    experts = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_shared_experts": 1, "moe_intermediate_size": 64}
+    other = {"first_k_dense_replace": 2, "max_position_embeddings": 4096, "initializer_range": 0.1, "dtype": "float32"}
+    configuration = DeepseekV2Config(**sizes, **heads, **latent, **experts, **other)
+    DeepseekV2ForCausalLM(configuration).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_two_ranks_keep_the_same_latent_vectors_once(mode: str, latent_model: Path, tmp_path: Path) -> None:
+    """Two real workers share a pool: a save is written once, a load comes to both, and the digests say that each was
+    given what it had itself. Outputs are not compared: two runs without a connector differ, with two ranks on CPU.
+    """
+    workload = Workload(seed=2, block_size=16, chunk_size=16, num_blocks=64)
+    modes = {"load_mode": mode, "save_mode": mode}
+    generate(latent_model, tmp_path, workload, num_ranks=2, digests="all", **modes)
+    (log_path,) = tmp_path.iterdir()
+    log = read_sound_log(log_path)
+    assert log.figures.num_tokens_recovered > 0
+    assert log.figures.num_tokens_recomputed == 0
+    digested = {(event.rank, event.is_load) for event in log.of_type(e.PagesDigested)}
+    assert digested == set(product((0, 1), (False, True)))
+    block_bytes = 2 * 16 * (512 + 64) * 4
+    saved = [slot for kind in (e.SaveIssued, e.TailSaveIssued) for job in log.of_type(kind) for slot in job.slots]
+    assert log.figures.num_bytes_saved == len(saved) * block_bytes
+    loaded = [slot for load in log.of_type(e.LoadIssued) for slot in load.slots]
+    assert log.figures.num_bytes_loaded == 2 * len(loaded) * block_bytes
 
 
 @pytest.mark.long

@@ -47,17 +47,20 @@ def large_pool(machine: Machine) -> Found:
         seconds, pinned = time.perf_counter() - started, machine.memory_taken()
         made = engines(layout, pool)
         with_engines = machine.memory_taken()
-        blocks, slots = range(16), range(num_slots - 16, num_slots)
+        blocks, ends = range(16), [*range(pool.slots_a_piece + 8, num_slots, pool.slots_a_piece), num_slots]
         for number, engine in enumerate(made.values()):
-            kv.fill_(number + 1)
-            engine.start_save(blocks, slots).result()
-            kv.zero_()
-            engine.start_load(slots, blocks).result()
-            assert bool((kv == number + 1).all()), "the end of the pool did not keep what it was given"
+            for end in ends:  # of the pool, and around each place where one page-locked piece ends and the next begins
+                slots = range(end - 16, end)
+                kv.fill_(number + 1)
+                engine.start_save(blocks, slots).result()
+                kv.zero_()
+                engine.start_load(slots, blocks).result()
+                assert bool((kv == number + 1).all()), f"slots up to {end} did not keep what they were given"
             engine.close()
         figures = {
             "pool GiB": num_slots * layout.block_bytes / GIB,
             "is pinned": pool.is_pinned,
+            "pieces": len(ends),
             "seconds to start": seconds,
             "device MiB taken by the pool": (pinned - before) / MIB,
             "device MiB taken by engines": (with_engines - pinned) / MIB,

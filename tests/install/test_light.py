@@ -119,7 +119,7 @@ def test_the_first_example_is_short() -> None:
         ("import kvledger.adapters.vllm.metrics", f"kvledger.adapters.vllm needs {INSTALL_CONNECTOR}"),
         (
             "import kvledger.storage.kv",
-            'kvledger.storage.kv needs torch, not installed here: pip install "kvledger[connector]"',
+            'kvledger.storage.kv needs numpy, torch, not installed here: pip install "kvledger[connector]"',
         ),
         ("import kvledger.storage.events.nats", f"kvledger.storage.events.nats {INSTALL_NATS}"),
         (DRIVE_CONNECTOR, f"driving the real connector needs {INSTALL_CONNECTOR}"),

@@ -361,5 +361,5 @@ def test_an_unknown_request_is_named_and_leaves_no_trace() -> None:
 def test_what_ends_or_begins_or_reports_is_never_refused() -> None:
     """Whatever the states, these are folded in full."""
     projections = Driver().projections
-    refusable = {event.id for event in CORE.events.values() if projections.gated(event)}
+    refusable = {event.id for event in CORE.events.values() if projections.gate.accepting(event)}
     assert refusable == {event.id for event in gated_classes()}

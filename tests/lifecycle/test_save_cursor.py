@@ -28,14 +28,45 @@ def test_the_cursor_counts_whole_settled_chunks() -> None:
     """And the next threshold is the end of the one that follows."""
     driver = saved(3)
     assert cursor(driver) == 3
-    assert driver.projections.save_cursor.next_threshold(driver.record("a").ordinal) == 64
+    assert driver.projections.save_cursor.next_threshold(driver.record("a")) == 64
 
 
 def test_a_request_nobody_told_about_starts_at_its_first_chunk() -> None:
     """No entry is needed for that."""
     driver = Driver(chunk_size=16)
-    assert driver.projections.save_cursor.next_threshold(0) == 16
+    driver.arrive("a", 65)
+    assert driver.projections.save_cursor.next_threshold(driver.record("a")) == 16
     assert len(driver.projections.save_cursor) == 0
+
+
+@pytest.mark.parametrize(
+    ("interval", "num_prompt_tokens", "num_chunks", "threshold"),
+    [
+        pytest.param(0, 65, 4, 80, id="without an interval each chunk counts"),
+        pytest.param(48, 65, 2, 48, id="a chunk of the prompt counts for itself"),
+        pytest.param(48, 65, 4, 96, id="behind the prompt a whole interval"),
+        pytest.param(48, 65, 6, 144, id="and behind that the next"),
+        pytest.param(48, 10, 0, 48, id="also where the prompt has no whole chunk"),
+        pytest.param(40, 10, 0, 48, id="in whole chunks, of no fewer tokens"),
+    ],
+)
+def test_a_prompt_is_saved_as_it_settles_and_what_is_decoded_by_intervals(
+    interval: int, num_prompt_tokens: int, num_chunks: int, threshold: int
+) -> None:
+    """Of a request with so many chunks dealt with."""
+    driver = Driver(chunk_size=16, save_interval_tokens=interval)
+    driver.arrive("a", num_prompt_tokens)
+    assert driver.projections.save_cursor.threshold(driver.record("a"), num_chunks) == threshold
+
+
+def test_the_next_turn_of_a_session_saves_the_outputs_before_it_at_once() -> None:
+    """They are part of its prompt."""
+    driver = Driver(chunk_size=16, save_interval_tokens=64)
+    driver.start("a", keys_of("a", 1), 17, range(5))
+    driver.step(("a", 17, 1, 18), settled=[("a", 0, 17)])
+    assert driver.projections.save_cursor.next_threshold(driver.record("a")) == 64
+    driver.continue_session("a", 40, 60)
+    assert driver.projections.save_cursor.next_threshold(driver.record("a")) == 32
 
 
 @pytest.mark.parametrize("event", ["preempted", "finished", "reset", "load failed", "arrived again"])

@@ -20,6 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+ENDING_WITH_ITS_PARENT = ("setpriv", "--pdeathsig")
+"""In front of a signal and a command: it is sent to what the command starts when the starting process ends, even if
+that is killed. Linux only.
+"""
 _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -138,7 +138,7 @@ def draw_connector(rng: random.Random, num_slots: int) -> dict[str, object]:
         "save_tails": rng.random() < 0.8,
         "keep_for_preempted": rng.random() < 0.8,
     }
-    rng.random()  # a setting that is gone: the worlds of a seed stay the same
+    sizes["save_interval_tokens"] = sizes["chunk_size"] * (0, 0, 2, 4)[int(4 * rng.random())]
     return sizes | {
         "max_hit_share": rng.choice([1.0, 1.0, 1.0, 0.5]),
         "load_mode": rng.choice(["sync", "async", "auto"]),

@@ -80,7 +80,7 @@ def play_story(driver: Driver, request_id: str = "chat-17-b6", other_id: str = "
 
 def tell_story(request_id: str = "chat-17-b6", other_id: str = "chat-9", *, clock_rate: int = 1) -> Driver:
     """Play it, with times that many times as long: the driver's clock ticks in microseconds, engines take more."""
-    driver = Driver(num_slots=32)
+    driver = Driver(num_slots=32, save_interval_tokens=32)
     play_story(driver, request_id, other_id)
     driver.ledger.commit()
     for place, event in enumerate(driver.observed):

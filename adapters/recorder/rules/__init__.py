@@ -55,7 +55,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
             _SLOTS,
         ),
         **dict.fromkeys(
-            ("CURSOR_LE_FRONTIER", "SETTLED_SAVED", "RESET_EPOCH", "FAILED_LOAD_TAINT"),
+            ("CURSOR_LE_FRONTIER", "SETTLED_SAVED", "SAVE_INTERVAL", "RESET_EPOCH", "FAILED_LOAD_TAINT"),
             _CHUNKS,
         ),
         **dict.fromkeys(("LONGEST_HIT", "DEFER_BOUNDED"), _HITS),

@@ -64,7 +64,7 @@ class RuleOfCopies(Checker):
         for begun in self.under_way(loads=loads):
             taken = {block for block in begun.block_ids if self.given.get(block, begun.ordinal) != begun.ordinal}
             # What one request computes in a step others may share in that very step, and save behind it.
-            taken = taken and taken.difference(self.tables.of(begun.ordinal) or ())
+            taken = taken and taken.difference(self.tables.of(begun.ordinal))
             if taken:
                 what = f"load {begun.copy.job} still fills" if loads else f"save {begun.copy.job} still reads"
                 detail = f"block {min(taken)} is given away, which {what}"

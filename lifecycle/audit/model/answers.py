@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvledger.lifecycle import events as e
@@ -13,8 +13,6 @@ from kvledger.lifecycle.marks import on
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
-
-_NO_KEYS: frozenset[bytes] = frozenset()
 
 
 class Answer(NamedTuple):
@@ -60,9 +58,10 @@ class Answers:
         taken_back: tuple[type[e.Event], ...] = (*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished)
         forgotten.at(taken_back, self._pending, self._allocations)
         forgotten.at((*LIFE, e.RequestFinished), self._waited_for)
-        # The dict's own method. So the dict is changed, never replaced.
-        self.allocation: Callable[[str], Allocation | None] = self._allocations.get
+
+    def allocation(self, request_id: str) -> Allocation | None:
         """What the request's last allocation claimed."""
+        return self._allocations.get(request_id)
 
     def promised(self, key: bytes) -> Iterator[tuple[str, int]]:
         """(request id, event) of each pending answer that promises the chunk."""
@@ -92,16 +91,15 @@ class Answers:
             event.num_computed_tokens,
             event.num_external_tokens,
             event.is_async,
-            self._promised_by(event) if event.num_external_tokens else _NO_KEYS,
+            frozenset(self._promised_by(event)),
         )
 
-    def _promised_by(self, event: e.LookupAnswered) -> frozenset[bytes]:
-        life, before = self._lives.in_generation(event), self._pending.get(event.request_id)
+    def _promised_by(self, event: e.LookupAnswered) -> Sequence[bytes]:
+        life = self._lives.in_generation(event)
+        if life is None or not event.num_external_tokens:
+            return ()
         end_token = event.num_computed_tokens + event.num_external_tokens
-        keys = [] if life is None else life.keys[: max(0, -(-end_token // self._chunk_size))]
-        # A key hashes all before it: the same number of chunks up to the same one are the same. This spares the polls.
-        is_as_before = keys and before is not None and len(before.promised) == len(keys) and keys[-1] in before.promised
-        return before.promised if before is not None and is_as_before else frozenset(keys)
+        return life.keys[: max(0, -(-end_token // self._chunk_size))]
 
     @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated) -> None:

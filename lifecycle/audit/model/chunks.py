@@ -6,12 +6,12 @@ Made from what save, evict, taint and reset events say, and from observed keys. 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
-from kvledger.lifecycle.audit.model.lives import Life, Seen
+from kvledger.lifecycle.audit.model.lives import Life
 from kvledger.lifecycle.audit.model.moment import Moment
 from kvledger.lifecycle.audit.model.slots import Slots
 from kvledger.lifecycle.geometry import Geometry
@@ -39,28 +39,30 @@ class Chunks:
         self._moment = moment
         self._jobs = jobs
         self._geometry = geometry
-        self._pages_per_chunk = geometry.pages_per_chunk
         self._slots = slots
         self._committed: dict[bytes, tuple[int, ...]] = {}
-        # The dict's own method, because it is asked often. So the dict is changed, never replaced.
-        self.slots_of: Callable[[bytes], tuple[int, ...] | None] = self._committed.get
-        """The slots that hold the chunk, or None where it is not committed."""
         self._saving: dict[bytes, int] = {}
         self.late: set[bytes] = set()
         """Chunks whose save was under way during the last reset and was completed after it: they are not committed."""
         self._departed: OrderedDict[bytes, Departed] = OrderedDict()
         self._max_departed = max(1024, 4 * slots.num_slots)
-        self.departed: Callable[[bytes], Departed | None] = self._departed.get
-        """Why the chunk is gone, as long as that is remembered."""
         self.num_added = 0
         """Saves that were committed."""
         self.num_removed = 0
         """Chunks that were taken away."""
-        self.taken: list[int] | None = None
-        """Slots of the save at hand that somebody needed already; None where all was well."""
+        self.taken: list[int] = []
+        """Slots of the save at hand that somebody needed already."""
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._committed
+
+    def slots_of(self, key: bytes) -> tuple[int, ...] | None:
+        """The slots that hold the chunk, or None where it is not committed."""
+        return self._committed.get(key)
+
+    def departed(self, key: bytes) -> Departed | None:
+        """Why the chunk is gone, as long as that is remembered."""
+        return self._departed.get(key)
 
     @property
     def committed(self) -> Mapping[bytes, tuple[int, ...]]:
@@ -73,34 +75,13 @@ class Chunks:
         return self._saving
 
     def num_committed(self, life: Life) -> int:
-        """How many chunks of the life are committed without a gap; most who ask ask again."""
-        keys, seen, count = life.keys, life.seen, 0
-        if not keys:
-            return 0
-        if (
-            seen is not None
-            and seen.num_removed == self.num_removed
-            and seen.num_keys <= len(keys)
-            and seen.last_key == keys[seen.num_keys - 1]
-        ):
-            if seen.num_added == self.num_added and seen.num_keys == len(keys):
-                return seen.num_chunks
-            count = seen.num_chunks
-        for key in keys[count:]:
-            if key not in self._committed:
-                break
-            count += 1
-        life.seen = Seen(count, keys[-1], len(keys), self.num_added, self.num_removed)
-        return count
+        """How many chunks of the life are committed without a gap."""
+        return next((chunk for chunk, key in enumerate(life.keys) if key not in self._committed), len(life.keys))
 
     def unsaved(self, keys: Sequence[bytes], first_chunk: int, end_chunk: int) -> list[int]:
         """Of these chunks those that are neither committed nor being saved."""
-        saving, committed = self._saving, self._committed
-        return [
-            chunk
-            for chunk in range(first_chunk, end_chunk)
-            if (key := keys[chunk]) not in committed and key not in saving
-        ]
+        chunks = range(first_chunk, end_chunk)
+        return [each for each in chunks if keys[each] not in self._committed and keys[each] not in self._saving]
 
     def of_slot(self, slot: int) -> bytes | None:
         """A committed chunk that lies in the slot."""
@@ -138,16 +119,14 @@ class Chunks:
             self._count_saving(self._jobs.current)
 
     def _count_saving(self, job: InFlight) -> None:
-        saving = self._saving
         for key in job.keys:
-            saving[key] = saving.get(key, 0) + 1
+            self._saving[key] = self._saving.get(key, 0) + 1
 
     def _no_longer_saving(self, job: InFlight) -> None:
-        saving = self._saving
         for key in job.keys:
-            left = saving.pop(key, 1) - 1
-            if left:
-                saving[key] = left
+            left = self._saving.pop(key, 0) - 1
+            if left > 0:
+                self._saving[key] = left
 
     @on(e.SaveFailed)
     def _failed(self, event: e.SaveFailed) -> None:
@@ -168,34 +147,27 @@ class Chunks:
         job = self._jobs.current
         if job is None or job.is_load:
             return
-        slots, keys, num_pages = job.slots, job.keys, self._pages_per_chunk
         if job.epoch != self._jobs.epoch:
-            self._slots.release(slots)
-            self.late.update(keys)
+            self._slots.release(job.slots)
+            self.late.update(job.keys)
             return
         self.num_added += 1
         self._no_longer_saving(job)
-        num_keys = len(keys)
-        if not num_pages or num_keys * num_pages != len(slots) or num_keys != len(job.chunks) or job.leaves_out:
-            self._commit_pages(job)
-            self._slots.release(slots)
-        elif num_keys == 1:  # nearly always one chunk of whole blocks
-            self._commit(keys[0], slots)
+        num_pages = self._geometry.pages_per_chunk
+        if num_pages and len(job.keys) * num_pages == len(job.slots) and not job.leaves_out:
+            for number, key in enumerate(job.keys):  # the pages of such chunks lie one after the other
+                self._commit(key, job.slots[number * num_pages : (number + 1) * num_pages])
         else:
-            first = 0
-            for key in keys:  # the pages of such chunks lie one after the other
-                self._commit(key, slots[first : first + num_pages])
-                first += num_pages
+            self._commit_pages(job)
+            self._slots.release(job.slots)
 
     # --- chunks ----------------------------------------------------------------------------------
 
     def _commit(self, key: bytes, slots: tuple[int, ...]) -> None:
         """Let it lie in slots that are held for it already."""
-        before = self._committed.get(key)
-        if before is not None:
-            self._slots.release(before)
-        elif self._departed:
-            self._departed.pop(key, None)
+        if key in self._committed:
+            self._slots.release(self._committed[key])
+        self._departed.pop(key, None)
         self._committed[key] = slots
 
     def _commit_pages(self, job: InFlight) -> None:
@@ -211,11 +183,12 @@ class Chunks:
             if NO_SLOT in slots:
                 stored = self._committed.get(key, (NO_SLOT,) * len(slots))
                 slots = tuple(old if new == NO_SLOT else new for new, old in zip(slots, stored, strict=False))
-            # What every token sees must be there; a group with a window may lack pages.
-            sizes = geometry.window_sizes
-            if all(slot != NO_SLOT or sizes[place % len(sizes)] for place, slot in enumerate(slots)):
-                self._slots.hold(slots)
-                self._commit(key, slots)
+                # What every token sees must be there; a group with a window may lack pages.
+                sizes = geometry.window_sizes
+                if any(slot == NO_SLOT and not sizes[place % len(sizes)] for place, slot in enumerate(slots)):
+                    continue
+            self._slots.hold(slots)
+            self._commit(key, slots)
 
     @on(e.ChunkEvicted)
     def _evicted(self, event: e.ChunkEvicted) -> None:
@@ -239,8 +212,7 @@ class Chunks:
             return
         self._slots.release(slots)
         self.num_removed += 1
-        departed = self._departed
-        departed.pop(key, None)
-        departed[key] = why
-        if len(departed) > self._max_departed:
-            departed.popitem(last=False)
+        self._departed[key] = why
+        self._departed.move_to_end(key)
+        if len(self._departed) > self._max_departed:
+            self._departed.popitem(last=False)

@@ -23,6 +23,7 @@ SAMPLES = range(8, 64 + 1)
 LOADS_AT_FIRST = 8
 GIVEN_UP, TAKEN_UP = Fraction(5, 4), Fraction(4, 5)
 """Of the cost of computing: what a load costs where loads are no longer offered, and where they are again."""
+STANDARD_ERRORS = 2
 TRIED_AFTER_NS = 10_000_000_000
 
 
@@ -93,17 +94,23 @@ class Costs:
         if is_declined or len(self._loads) == LOADS_AT_FIRST:
             bound = TAKEN_UP if is_declined else GIVEN_UP
             loading = Fraction(sum(time for _, time in self._loads), sum(tokens for tokens, _ in self._loads))
-            computing = self._computing()
-            is_slower = computing is not None and loading > bound * computing
+            is_slower = self._is_surely_less(loading / bound)
             self._declined_until = event.time_ns + TRIED_AFTER_NS if is_slower else None
             self._loads = []
 
-    def _computing(self) -> Fraction | None:
-        """Nanoseconds that a step takes longer with one token more, by least squares; None where it takes no longer."""
+    def _is_surely_less(self, loading: Fraction) -> bool:
+        """Whether a step takes that much longer with one token more neither by least squares nor with errors of that.
+
+        Not where the steps are too few, or where their time does not grow with their tokens.
+        """
         if len(self._samples) not in SAMPLES:
-            return None
+            return False
         samples = [(Fraction(tokens), Fraction(time)) for tokens, time in self._samples]
         middle, mean_time = mean(tokens for tokens, _ in samples), mean(time for _, time in samples)
         spread = sum((tokens - middle) ** 2 for tokens, _ in samples)
-        grows = sum((tokens - middle) * (time - mean_time) for tokens, time in samples)
-        return Fraction(grows) / spread if spread and grows > 0 else None
+        if not spread:
+            return False
+        slope = sum((tokens - middle) * (time - mean_time) for tokens, time in samples) / spread
+        residuals = [time - mean_time - slope * (tokens - middle) for tokens, time in samples]
+        squared_error = sum(residual**2 for residual in residuals) / (len(samples) - 2) / spread
+        return 0 < slope < loading and (loading - slope) ** 2 > STANDARD_ERRORS**2 * squared_error

@@ -6,7 +6,8 @@ for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
 
 Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
-_NO_RANKS: frozenset[int] = frozenset()
 
 
 class InFlight(msgspec.Struct, gc=False):
@@ -57,8 +57,8 @@ class InFlight(msgspec.Struct, gc=False):
     """Whether a step waits for it."""
     lost_at: int = 0
     """Of a load: the preemption or the end that took its blocks; 0: none did."""
-    ranks_done: frozenset[int] = _NO_RANKS
-    ranks_failed: frozenset[int] = _NO_RANKS
+    ranks_done: frozenset[int] = frozenset()
+    ranks_failed: frozenset[int] = frozenset()
 
     @property
     def filled(self) -> list[int]:
@@ -89,11 +89,8 @@ class JobsInFlight:
         self._lives = lives
         self._geometry = geometry
         self.every_rank = frozenset(range(num_ranks))
-        self._all_ranks = tuple(range(num_ranks))
         self._jobs: dict[int, InFlight] = {}
-        # The dict's own method, because it is asked often. So the dict is changed, never replaced.
-        self.get: Callable[[int], InFlight | None] = self._jobs.get
-        self._of_life: dict[int, set[int]] = {}
+        self._of_life: defaultdict[int, set[int]] = defaultdict(set)
         self.given_up: dict[int, InFlight] = {}
         """Saves that were given up without a report of every rank: one may still write their slots."""
         self.let_go: list[InFlight] = []
@@ -109,8 +106,7 @@ class JobsInFlight:
         self.current: InFlight | None = None
         """The job that the event at hand issues or settles."""
         self.reported: list[Reported] = []
-        """The jobs that the report at hand speaks of, but for those whose first report this is: every rank has done it.
-        """
+        """The jobs that the report at hand speaks of."""
         self.report_sequence = 0
         """Of the last report."""
         self.failure_sequence = 0
@@ -130,6 +126,10 @@ class JobsInFlight:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    def get(self, job_id: int) -> InFlight | None:
+        """The job; None where it is not in flight."""
+        return self._jobs.get(job_id)
+
     def of_life(self, ordinal: int) -> list[InFlight]:
         """The jobs in flight of that life, in the order in which they were issued."""
         return [self._jobs[job_id] for job_id in sorted(self._of_life.get(ordinal, ()))]
@@ -140,8 +140,6 @@ class JobsInFlight:
 
     def is_loading(self, ordinal: int, generation: int, *, outside_steps: bool = False) -> bool:
         """Whether a load that this generation of that life issued is in flight; outside of the steps, if asked so."""
-        if not self.loads or ordinal not in self._of_life:
-            return False
         return any(
             job.is_load and job.generation == generation and (job.is_async or not outside_steps)
             for job in self.of_life(ordinal)
@@ -149,8 +147,6 @@ class JobsInFlight:
 
     def reads_blocks_of(self, ordinal: int) -> bool:
         """Whether an asynchronous save reads blocks that this life still has."""
-        if ordinal not in self._of_life:
-            return False
         return any(job.is_async and not job.is_load and not job.is_fenced for job in self.of_life(ordinal))
 
     def is_own(self, job: InFlight) -> bool:
@@ -175,9 +171,8 @@ class JobsInFlight:
         first, size = event.first_token, self._geometry.chunk_size
         chunks = tuple(range(first // size, -(-(first + event.num_tokens) // size)))
         load = self._issued(event, chunks, is_load=True, is_async=event.is_async)
-        filled, filled_by = load.filled, self.filled_by
-        self.rivals = {filled_by[block_id] for block_id in filled if block_id in filled_by}
-        filled_by |= dict.fromkeys(filled, load.job_id)
+        self.rivals = {self.filled_by[block_id] for block_id in load.filled if block_id in self.filled_by}
+        self.filled_by |= dict.fromkeys(load.filled, load.job_id)
 
     @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued) -> None:
@@ -195,57 +190,44 @@ class JobsInFlight:
         is_load: bool,
         is_async: bool,
     ) -> InFlight:
-        request_id, ordinal, lives, slots = event.request_id, event.ordinal, self._lives, event.slots
-        life = lives.of(ordinal)
-        keys: tuple[bytes, ...] = ()
-        earlier_keys: tuple[tuple[int, bytes], ...] = ()
-        if life is not None:
-            known = life.keys
-            num_keys = len(known)
-            if len(chunks) == 1:  # as with most saves
-                keys = (known[chunks[0]],) if chunks[0] < num_keys else ()
-            else:
-                keys = tuple([known[chunk] for chunk in chunks if chunk < num_keys])
-            if not self._geometry.pages_per_chunk:
-                earlier = {each for chunk in chunks for each in self._geometry.chunks_before_in_block(chunk)}
-                earlier_keys = tuple((each, known[each]) for each in sorted(earlier - set(chunks)) if each < num_keys)
-        job = InFlight(
-            self._moment.sequence,
-            event.job_id,
-            request_id,
-            ordinal,
-            event.generation,
-            is_load,
-            is_async,
-            chunks,
-            keys,
-            earlier_keys,
-            slots,
-            event.block_ids,
-            self.epoch,
-            lives.num_steps,
-            lives.time_ns,
-            NO_SLOT in slots,
+        life = self._lives.of(event.ordinal)
+        known = [] if life is None else life.keys
+        self.current = job = InFlight(
+            sequence=self._moment.sequence,
+            job_id=event.job_id,
+            request_id=event.request_id,
+            ordinal=event.ordinal,
+            generation=event.generation,
+            is_load=is_load,
+            is_async=is_async,
+            chunks=chunks,
+            keys=tuple([known[chunk] for chunk in chunks if chunk < len(known)]),
+            earlier_keys=self._earlier_keys(chunks, known),
+            slots=event.slots,
+            block_ids=event.block_ids,
+            epoch=self.epoch,
+            since_step=self._lives.num_steps,
+            since_ns=self._lives.time_ns,
+            leaves_out=NO_SLOT in event.slots,
         )
-        self.current = job
         self._add(job)
         self.is_new = event.job_id > self.last_id
-        if self.is_new:
-            self.last_id = event.job_id
+        self.last_id = max(self.last_id, event.job_id)
         return job
 
+    def _earlier_keys(self, chunks: Sequence[int], known: Sequence[bytes]) -> tuple[tuple[int, bytes], ...]:
+        if self._geometry.pages_per_chunk:  # no two chunks are in one block
+            return ()
+        earlier = {each for chunk in chunks for each in self._geometry.chunks_before_in_block(chunk)} - {*chunks}
+        return tuple((chunk, known[chunk]) for chunk in sorted(earlier) if chunk < len(known))
+
     def _add(self, job: InFlight) -> None:
-        job_id = job.job_id
-        self._jobs[job_id] = job
-        siblings = self._of_life.get(job.ordinal)
-        if siblings is None:
-            self._of_life[job.ordinal] = {job_id}
-        else:
-            siblings.add(job_id)
+        self._jobs[job.job_id] = job
+        self._of_life[job.ordinal].add(job.job_id)
         if job.is_load:
-            self.loads.add(job_id)
+            self.loads.add(job.job_id)
         elif job.is_async:
-            self.async_saves.add(job_id)
+            self.async_saves.add(job.job_id)
 
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported) -> None:
@@ -254,25 +236,16 @@ class JobsInFlight:
         if event.ranks_failed:
             self.failure_sequence = self._moment.sequence
             self.is_withheld = bool(event.withheld)
-        is_plain = event.ranks_done == self._all_ranks and not event.ranks_failed
         for job_id in dict.fromkeys(event.job_ids):
-            job = self.get(job_id)
-            if is_plain and job is not None and job.ranks_done is _NO_RANKS is job.ranks_failed:
-                job.ranks_done = self.every_rank
-            else:
-                self._add_report(job_id, job, event)
-
-    def _add_report(self, job_id: int, job: InFlight | None, event: e.TransferReported) -> None:
-        in_flight, job = job, job or self.given_up.get(job_id)
-        before = _NO_RANKS if job is None else job.ranks_done | job.ranks_failed
-        self.reported.append(Reported(job_id, job, before))
-        if job is None:
-            return
-        owing = self.every_rank - before
-        job.ranks_done |= owing.intersection(event.ranks_done)
-        job.ranks_failed |= owing.intersection(event.ranks_failed) - job.ranks_done
-        if in_flight is None and job.ranks_done | job.ranks_failed >= self.every_rank:
-            self.let_go.append(self.given_up.pop(job_id))
+            job = self.get(job_id) or self.given_up.get(job_id)
+            before = frozenset() if job is None else job.ranks_done | job.ranks_failed
+            self.reported.append(Reported(job_id, job, before))
+            if job is not None:
+                done = (self.every_rank - before).intersection(event.ranks_done)
+                job.ranks_done |= done
+                job.ranks_failed |= (self.every_rank - before - done).intersection(event.ranks_failed)
+                if job_id in self.given_up and job.ranks_done | job.ranks_failed >= self.every_rank:
+                    self.let_go.append(self.given_up.pop(job_id))
 
     @on(e.TransferAwaited)
     def _awaited(self, event: e.TransferAwaited) -> None:
@@ -290,11 +263,9 @@ class JobsInFlight:
         self.current = job = self._jobs.pop(event.job_id, None)
         if job is None:
             return
-        siblings = self._of_life.get(job.ordinal)
-        if siblings is not None:
-            siblings.discard(job.job_id)
-            if not siblings:
-                del self._of_life[job.ordinal]
+        self._of_life[job.ordinal].discard(job.job_id)
+        if not self._of_life[job.ordinal]:
+            del self._of_life[job.ordinal]
         if job.is_load:
             self.loads.discard(job.job_id)
             for block_id in job.block_ids:
@@ -312,7 +283,7 @@ class JobsInFlight:
     @on(e.RequestPreempted, e.RequestFinished)
     def _blocks_taken(self, _event: e.RequestPreempted | e.RequestFinished) -> None:
         life = self._moment.life
-        if life is not None and self.loads:
+        if life is not None:
             for job in self.of_life(life.ordinal):
                 job.lost_at = job.lost_at or self._moment.sequence
 

@@ -6,14 +6,14 @@ itself. It must not know blocks, chunks in the pool or jobs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.moment import Check, EventChecks, Moment
-from kvledger.lifecycle.machine import CompiledRegions
+from kvledger.lifecycle.audit.model.moment import EventChecks, Moment
+from kvledger.lifecycle.machine import CompiledRegions, Standing
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 from kvledger.lifecycle.table import Gating
@@ -22,22 +22,6 @@ if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
 
 NEVER = -1
-PLACES = tuple((state, blocks) for state in RequestState for blocks in BlocksRegion)
-"""Where a request can be in phase and blocks. Lives know their place in this list: hashing states costs."""
-_EVERY_PLACE = tuple(range(len(PLACES)))
-_REFUSED = -1
-_PREEMPTED = RequestState.PREEMPTED
-
-
-class Seen(msgspec.Struct, frozen=True, gc=False):
-    """How many chunks of a life were committed from the first one on, and what that was true for."""
-
-    num_chunks: int
-    last_key: bytes
-    """Of all that were known then. It hashes all before it, so an equal last key means equal keys."""
-    num_keys: int
-    num_added: int
-    num_removed: int
 
 
 class Life(msgspec.Struct, gc=False):
@@ -48,8 +32,6 @@ class Life(msgspec.Struct, gc=False):
     num_prompt_tokens: int
     num_tokens: int
     """Prompt and output, as of the last event that has it."""
-    place: int = 0
-    """Its place in `PLACES`; the next two are what stands there."""
     state: RequestState = RequestState.NEW
     blocks: BlocksRegion = BlocksRegion.NONE
     generation: int = 0
@@ -65,6 +47,8 @@ class Life(msgspec.Struct, gc=False):
     """Number of the step since which it decodes one token a step without being recorded."""
     settled: tuple[int, int] = (0, 0)
     """Tokens that were certainly written, as far as the log shows, and the event that says so; 0: only a bound."""
+    settled_before: int = 0
+    """How many it was before that event."""
     num_own: int = NEVER
     """Blocks at the front of its table that the next allocation does not give anew; `NEVER`: not known."""
     num_old: int = NEVER
@@ -75,8 +59,6 @@ class Life(msgspec.Struct, gc=False):
     """Event that held its blocks for a copy; 0: before the audit began."""
     keys: list[bytes] = msgspec.field(default_factory=list)
     """Of its chunks, from the first one on, as far as they were observed."""
-    seen: Seen | None = None
-    """Kept by `Chunks`."""
 
     @property
     def name(self) -> tuple[str, int, int]:
@@ -104,18 +86,12 @@ class Lives:
         moment: Moment,
     ) -> None:
         self._moment = moment
-        self._compiled, self._gating = compiled, gating
+        self._dests = {trigger: dict(_dests(trigger, compiled, gating)) for trigger in compiled.legal}
+        """Trigger of the tables -> phase and blocks before -> those afterwards, and whether there is a row for it."""
         self._events = tuple(events)
         self._chunk_size = chunk_size
         self._lives: dict[str, Life] = {}
         self._by_ordinal: dict[int, Life] = {}
-        # The dicts' own methods, because they are asked for every event. So the dicts are changed, never replaced.
-        self.get: Callable[[str], Life | None] = self._lives.get
-        """The present life of an id, for observations; None where there is none."""
-        self.of: Callable[[int], Life | None] = self._by_ordinal.get
-        """That life, for decisions; None once it is over."""
-        self._dests = {trigger: self._dests_of(trigger) for trigger in {*compiled.legal, *compiled.after}}
-        self._of_a_step = self._dests["tokens.scheduled"]
         self.num_steps = 0
         self.time_ns = 0
         self.num_decoding = 0
@@ -125,6 +101,14 @@ class Lives:
 
     def __iter__(self) -> Iterator[Life]:
         return iter(self._lives.values())
+
+    def get(self, request_id: str) -> Life | None:
+        """The present life of an id, for observations; None where there is none."""
+        return self._lives.get(request_id)
+
+    def of(self, ordinal: int) -> Life | None:
+        """That life, for decisions; None once it is over."""
+        return self._by_ordinal.get(ordinal)
 
     def in_generation(self, decision: e.RequestDecision) -> Life | None:
         """The decision's life, if it still is in the generation that the decision names."""
@@ -136,6 +120,10 @@ class Lives:
         if life.decoding_since == NEVER:
             return life.counted_tokens
         return life.counted_tokens + self.num_steps - life.decoding_since
+
+    def num_steps_decoding(self, life: Life) -> int:
+        """For how many steps it has decoded one token in each without being recorded."""
+        return 0 if life.decoding_since == NEVER else self.num_steps - life.decoding_since
 
     def begin(self, start: Start) -> None:
         """Take over who is known where an audit starts in the middle of a log."""
@@ -150,56 +138,22 @@ class Lives:
 
         Phase and blocks go where it leads; the rest follows with `folds`.
         """
-        return [
-            (event_class, self._meeting(event_class))
-            for event_class in self._events
-            if issubclass(event_class, e.RequestEvent)
-        ]
+        events = [event_class for event_class in self._events if event_class is not e.RequestArrived]
+        return [(e.RequestArrived, self._meet_arrival), *((event_class, self._meet) for event_class in events)]
 
     # --- phase and blocks ------------------------------------------------------------------------
 
-    def _dests_of(self, trigger: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(Where it leads from each place, or `_REFUSED`; where it leads although it is refused)."""
-        legal, after = self._compiled.legal.get(trigger), self._compiled.after.get(trigger, {})
-        allowed = [place if legal is None else legal.get(place) for place in PLACES]
-        is_folded = "tracker" in self._gating.closed_fold.get(trigger.partition("/")[0], ("tracker",))
-        refused = [after.get(place, place) if is_folded else place for place in PLACES]
-        return (
-            tuple(_REFUSED if dest is None else PLACES.index(dest) for dest in allowed),
-            tuple(PLACES.index(dest) for dest in refused),
-        )
-
-    def _meeting(self, event_class: type[e.Event]) -> Check:
-        get, moment = self.get, self._moment
-        if event_class is e.RequestArrived:
-            return self._meet_arrival
-        dests = {
-            trigger: self._dests.get(trigger, (_EVERY_PLACE, _EVERY_PLACE)) for trigger in e.triggers_of(event_class)
-        }
-        only = dests.get(event_class.id)
-        is_decided = issubclass(event_class, e.RequestDecision)
-
-        def meet(event: Any) -> None:  # noqa: ANN401 -- of its class
-            moment.life = life = get(event.request_id)
-            if life is None:
-                moment.state_before, moment.is_legal = None, False
-                return
-            place = life.place
-            moment.state_before, moment.blocks_before = life.state, life.blocks
-            legal, refused = only or dests[e.trigger_of(event)]
-            dest = legal[place]
-            if dest == place:
-                moment.is_legal = True
-                return
-            moment.is_legal = dest != _REFUSED
-            if dest == _REFUSED:
-                dest = refused[place]
-            # A decision about an earlier generation must not move this one.
-            if not is_decided or (event.generation == life.generation and event.ordinal == life.ordinal):
-                life.place = dest
-                life.state, life.blocks = PLACES[dest]
-
-        return meet
+    def _meet(self, event: e.RequestEvent) -> None:
+        moment = self._moment
+        moment.life = life = self._lives.get(event.request_id)
+        if life is None:
+            moment.state_before, moment.is_legal = None, False
+            return
+        standing = moment.state_before, moment.blocks_before = life.state, life.blocks
+        dest, moment.is_legal = self._dests.get(e.trigger_of(event), {}).get(standing, (standing, True))
+        # A decision about an earlier generation must not move this one.
+        if dest != standing and (not isinstance(event, e.RequestDecision) or self.in_generation(event) is life):
+            life.state, life.blocks = dest
 
     def _meet_arrival(self, event: e.RequestArrived) -> None:
         moment = self._moment
@@ -245,7 +199,7 @@ class Lives:
         self.time_ns = event.time_ns
         life = self._moment.life
         if life is not None:
-            self._moment.was_stale = life.is_stale
+            self._about_to_stop(life)
             life.generation += 1
             life.settled = (event.num_intact_tokens, self._moment.sequence)
             self._count(life, 0)
@@ -275,10 +229,14 @@ class Lives:
         self.time_ns = event.time_ns
         life = self._moment.life
         if life is not None:
-            self._moment.was_stale = life.is_stale
+            self._about_to_stop(life)
             life.num_tokens, life.finished_at = event.num_tokens, self._moment.sequence
             life.settled = (min(event.num_intact_tokens, event.num_tokens - 1), self._moment.sequence)
             self._count(life, self.num_computed_tokens(life))
+
+    def _about_to_stop(self, life: Life) -> None:
+        self._moment.was_stale, self._moment.num_steps_decoded = life.is_stale, self.num_steps_decoding(life)
+        life.settled_before = life.settled[0]
 
     @on(e.BlocksHeld)
     def _held(self, event: e.BlocksHeld) -> None:
@@ -317,7 +275,7 @@ class Lives:
     @on(e.BlocksAllocated)
     def _blocks_allocated(self, event: e.BlocksAllocated) -> None:
         self.time_ns = event.time_ns
-        if self._moment.life is not None and self._moment.state_before is _PREEMPTED:
+        if self._moment.life is not None and self._moment.state_before is RequestState.PREEMPTED:
             self._moment.life.settled = (0, 0)  # they are others than those it had: nothing is written yet
 
     @on(e.TransferReported, e.LogNote)
@@ -330,48 +288,39 @@ class Lives:
     def _step_scheduled(self, event: e.StepScheduled) -> None:
         """Count: one token for each that decoded one before, but for those that are paused or recorded."""
         self.time_ns = event.time_ns
-        life_of = self.of
-        legal = self._of_a_step[0]
-        self._moment.refused_rows = self._moment.rows_of_nobody = ()
+        self._moment.refused_rows, self._moment.rows_of_nobody = [], []
         for ordinal in event.paused:
-            life = life_of(ordinal)
+            life = self.of(ordinal)
             if life is None or life.decoding_since == NEVER:
-                self._moment.rows_of_nobody = [*self._moment.rows_of_nobody, ordinal]
+                self._moment.rows_of_nobody.append(ordinal)
             else:
                 self._count(life, self.num_computed_tokens(life))
         self.num_steps += 1
-        num_recorded = 0
+        self.num_scheduled_tokens = 0
         decoding: list[Life] = []
         for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
-            num_recorded += num_scheduled_tokens
-            life = life_of(ordinal)
-            if life is not None:
-                life.num_tokens = num_tokens
-                life.computes_first = False
-                if legal[life.place] != life.place:
-                    self._scheduled(life)
-                self._count(life, num_computed_tokens + num_scheduled_tokens)
-                if num_scheduled_tokens == 1 and num_computed_tokens + 1 >= num_tokens:
-                    decoding.append(life)
-            else:
-                self._moment.rows_of_nobody = [*self._moment.rows_of_nobody, ordinal]
-        self.num_scheduled_tokens = num_recorded + self.num_decoding
+            self.num_scheduled_tokens += num_scheduled_tokens
+            life = self.of(ordinal)
+            if life is None:
+                self._moment.rows_of_nobody.append(ordinal)
+                continue
+            life.num_tokens = num_tokens
+            life.computes_first = False
+            dest, is_legal = self._dests["tokens.scheduled"][life.state, life.blocks]
+            if not is_legal:
+                self._moment.refused_rows.append((life, life.state, life.blocks))
+            life.state, life.blocks = dest
+            self._count(life, num_computed_tokens + num_scheduled_tokens)
+            if num_scheduled_tokens == 1 and num_computed_tokens + 1 >= num_tokens:
+                decoding.append(life)
+        self.num_scheduled_tokens += self.num_decoding
         for life in decoding:
             life.decoding_since = self.num_steps
         self.num_decoding += len(decoding)
         for ordinal, _, num_settled_tokens in event.settled:
-            life = life_of(ordinal)
+            life = self.of(ordinal)
             if life is not None:
-                life.settled = (num_settled_tokens, self._moment.sequence)
-
-    def _scheduled(self, life: Life) -> None:
-        legal, refused = self._of_a_step
-        dest = legal[life.place]
-        if dest == _REFUSED:
-            self._moment.refused_rows = [*self._moment.refused_rows, (life, life.state, life.blocks)]
-            dest = refused[life.place]
-        life.place = dest
-        life.state, life.blocks = PLACES[dest]
+                life.settled_before, life.settled = life.settled[0], (num_settled_tokens, self._moment.sequence)
 
     def _cut(self, life: Life, num_computed_tokens: int) -> None:
         num_settled_tokens, sequence = life.settled
@@ -383,3 +332,10 @@ class Lives:
         if life.decoding_since != NEVER:
             life.decoding_since = NEVER
             self.num_decoding -= 1
+
+
+def _dests(trigger: str, compiled: CompiledRegions, gating: Gating) -> Iterator[tuple[Standing, tuple[Standing, bool]]]:
+    is_folded = "tracker" in gating.closed_fold.get(trigger.partition("/")[0], ("tracker",))
+    for standing, dest in compiled.after[trigger].items():
+        is_legal = standing in compiled.legal[trigger]
+        yield standing, (dest if is_legal or is_folded else standing, is_legal)

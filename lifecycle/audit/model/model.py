@@ -60,7 +60,7 @@ class Model:
         request_events = [event for event in events if issubclass(event, e.RequestEvent)]
         geometry = Geometry(configuration.block_size, configuration.chunk_size, configuration.windows)
         moment, slots = Moment(), Slots(configuration.num_slots)
-        forgotten = Forgotten(moment)
+        forgotten = Forgotten()
         lives = Lives(compiled, gating, request_events, geometry.chunk_size, moment)
         jobs = JobsInFlight(lives, geometry, configuration.num_ranks, moment)
         return cls(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -23,10 +23,10 @@ EventChecks = Iterable[tuple[type[msgspec.Struct], Check]]
 
 @attrs.define
 class Moment:
-    """One object serves a whole audit, so that nothing is made for an event; whoever wants to keep something copies it.
+    """One object serves a whole audit; whoever wants to keep something copies it.
 
     Sequence, event and cause are set by whoever reads the log, the rest by the lives; what is about a request says
-    nothing at an event that names none. An attrs class, because setting a field of a struct costs more.
+    nothing at an event that names none.
     """
 
     sequence: int = 0
@@ -42,9 +42,11 @@ class Moment:
     blocks_before: BlocksRegion | None = None
     was_stale: bool = False
     """Of a preemption and an end: whether what the request had computed was from before a reset."""
+    num_steps_decoded: int = 0
+    """Of a preemption and an end: for how many steps the request had decoded one token in each."""
     is_legal: bool = True
     """Whether the tables have a row for the event in phase and blocks; not if nobody had the request's id."""
-    refused_rows: Sequence[tuple[Life, RequestState, BlocksRegion]] = ()
+    refused_rows: list[tuple[Life, RequestState, BlocksRegion]] = attrs.field(factory=list)
     """Of a step: whom it schedules where none can be scheduled, and where each was before."""
-    rows_of_nobody: Sequence[int] = ()
+    rows_of_nobody: list[int] = attrs.field(factory=list)
     """Of a step: the ordinals of rows that concern no life, or that pause one that does not decode as before."""

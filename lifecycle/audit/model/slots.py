@@ -5,7 +5,7 @@ The audit's own; see `lives.py`. It counts, and does not know what is in a slot.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvledger.lifecycle.windows import NO_SLOT
 
@@ -28,33 +28,18 @@ class Slots:
 
     def hold(self, slots: Iterable[int]) -> None:
         """One more needs each of these, but for those that are `NO_SLOT`."""
-        holders = self._num_holders
         for slot in slots:
-            if slot in holders:
-                holders[slot] += 1
-            elif slot != NO_SLOT:
-                holders[slot] = 1
+            if slot != NO_SLOT:
+                self._num_holders[slot] = self._num_holders.get(slot, 0) + 1
 
-    def hold_for_writing(self, slots: Iterable[int]) -> list[int] | None:
+    def hold_for_writing(self, slots: Sequence[int]) -> list[int]:
         """The same; returns those that somebody needed already, also where one stands twice, or that there are not."""
-        taken = None
-        holders, num_slots = self._num_holders, self.num_slots
-        for slot in slots:
-            if slot in holders:
-                holders[slot] += 1
-                taken = [*(taken or ()), slot]
-            elif slot != NO_SLOT:
-                holders[slot] = 1
-                if not 0 <= slot < num_slots:
-                    taken = [*(taken or ()), slot]
-        return taken
+        self.hold(slots)
+        return [slot for slot in slots if self._num_holders.get(slot, 1) > 1 or not NO_SLOT <= slot < self.num_slots]
 
     def release(self, slots: Iterable[int]) -> None:
         """One less needs each of these."""
-        holders = self._num_holders
         for slot in slots:
-            left = holders.get(slot, 0) - 1
+            left = self._num_holders.pop(slot, 0) - 1
             if left > 0:
-                holders[slot] = left
-            else:
-                holders.pop(slot, None)
+                self._num_holders[slot] = left

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import events as e
@@ -24,20 +24,19 @@ class Tables:
         self._geometry = geometry
         self._lives = lives
         self._held: dict[int, array[int]] = {}
-        # The dict's own method, because it is asked for every save. So the dict is changed, never replaced.
-        self.of: Callable[[int], Sequence[int] | None] = self._held.get
-        """The blocks that this life holds now, in token order; None where it holds none."""
         self._lost: dict[int, array[int]] = {}
-        self.lost: Callable[[int], Sequence[int] | None] = self._lost.get
-        """The blocks that it lost since the last step; intact until the next one's forward."""
+
+    def of(self, ordinal: int) -> Sequence[int]:
+        """The blocks that this life holds now, in token order."""
+        return self._held.get(ordinal, ())
 
     def held_by(self, life: Life | None) -> Sequence[int]:
-        """The blocks that the life holds; empty where it holds none, or nobody lives."""
-        return () if life is None else self.of(life.ordinal) or ()
+        """The same; empty where nobody lives."""
+        return () if life is None else self.of(life.ordinal)
 
     def lost_by(self, life: Life | None) -> Sequence[int]:
-        """The same of what it has lost."""
-        return () if life is None else self.lost(life.ordinal) or ()
+        """The blocks that it lost since the last step; intact until the next one's forward."""
+        return () if life is None else self._lost.get(life.ordinal, ())
 
     def begin(self, start: Start) -> None:
         """Take over the tables where an audit starts in the middle of a log."""
@@ -75,15 +74,11 @@ class Tables:
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
-        if self._lost:
-            self._lost.clear()
+        self._lost.clear()
         for ordinal, block_ids in event.extended:
             table = self._held.get(ordinal)
             if table is not None:
-                if len(block_ids) == 1:  # what a decoding request needs; anything longer is taken by an iterator
-                    table.append(block_ids[0])
-                else:
-                    table.extend(block_ids)
+                table.extend(block_ids)
 
     @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived) -> None:

@@ -55,7 +55,7 @@ class Tails:
 
     def saved(self, life: Life | None) -> IssuedTail | None:
         """The tail that it may load."""
-        tail = None if life is None or not self._tails else self._tails.get(life.ordinal)
+        tail = None if life is None else self._tails.get(life.ordinal)
         return tail if tail is not None and tail.is_saved else None
 
     def of_slot(self, slot: int) -> int | None:
@@ -91,11 +91,10 @@ class Tails:
 
     @on(e.SaveCompleted)
     def _completed(self, event: e.SaveCompleted) -> None:
-        if self._tails:
-            tail = self._tails.get(event.ordinal)
-            if tail is not None and tail.job_id == event.job_id:
-                self._tails[event.ordinal] = attrs.evolve(tail, is_saved=True)
-                self._slots.hold(tail.slots)
+        tail = self._tails.get(event.ordinal)
+        if tail is not None and tail.job_id == event.job_id:
+            self._tails[event.ordinal] = attrs.evolve(tail, is_saved=True)
+            self._slots.hold(tail.slots)
 
     @on(e.SaveFailed)
     def _save_failed(self, event: e.SaveFailed) -> None:
@@ -122,8 +121,7 @@ class Tails:
 
     @on(*_DECIDED_AWAY)
     def _decided_away(self, event: e.RequestDecision) -> None:
-        if self._tails:
-            self._drop(event.ordinal, event, self._moment.sequence)
+        self._drop(event.ordinal, event, self._moment.sequence)
 
     @on(*_TAKEN_AWAY)
     def _taken_away(self, event: e.RequestEvent) -> None:

@@ -17,6 +17,7 @@ from kvledger.lifecycle.audit.rules import (
     lookups,
     read_blocks,
     recorded,
+    save_interval,
     saves,
     slots,
     tables,
@@ -24,7 +25,7 @@ from kvledger.lifecycle.audit.rules import (
 )
 
 _SUBJECTS = (
-    *(recorded, lives, lookups, failed_loads, tokens, keys, saves),
+    *(recorded, lives, lookups, failed_loads, tokens, keys, saves, save_interval),
     *(digests, slots, evictions, tables, filled_blocks, read_blocks, jobs),
 )
 RULES: Mapping[str, type[Checker]] = MappingProxyType(

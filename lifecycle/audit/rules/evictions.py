@@ -51,18 +51,17 @@ class EvictIdleOnly(Checker):
 
     def _keys_read_by(self, load: InFlight) -> set[bytes]:
         # A chunk may also lie in a shorter image of the same block; the load does not read that one.
-        slots_of, read = self.chunks.slots_of, frozenset(load.slots) - {NO_SLOT}
-        return {key for key in load.keys if not read.isdisjoint(slots_of(key) or ())}
+        read = frozenset(load.slots) - {NO_SLOT}
+        return {key for key in load.keys if not read.isdisjoint(self.chunks.slots_of(key) or ())}
 
     @on(Settled)
     def _settled(self, event: Settled) -> None:
-        if self._loads:
-            self._loads.pop(event.job_id, None)
-            job = self.jobs.current
-            if job is not None and not job.is_load:
-                # Chunks of a settled save may have moved to a longer image; loads in flight still read the shorter.
-                for _, keys in self._loads.values():
-                    keys.difference_update(job.keys, (key for _, key in job.earlier_keys))
+        self._loads.pop(event.job_id, None)
+        job = self.jobs.current
+        if job is not None and not job.is_load:
+            # Chunks of a settled save may have moved to a longer image; loads in flight still read the shorter.
+            for _, keys in self._loads.values():
+                keys.difference_update(job.keys, (key for _, key in job.earlier_keys))
 
 
 class HitPinned(Checker):

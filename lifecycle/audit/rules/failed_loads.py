@@ -43,11 +43,6 @@ class RollbackObserved(Checker):
         super().__init__(model)
         self._loads: dict[int, _Load] = {}
 
-    @on(e.StepScheduled)
-    def _step_scheduled(self, event: e.StepScheduled) -> None:
-        if self._loads and any(load.failed_at for load in self._loads.values()):
-            self._check_step(event)
-
     @on(e.LoadIssued)
     def _issued(self, event: e.LoadIssued) -> None:
         if not event.is_async:
@@ -79,8 +74,7 @@ class RollbackObserved(Checker):
 
     @on(e.RequestPreempted, e.RequestFinished, e.LookupRequested, e.RequestArrived, e.RequestReleased)
     def _given_up(self, event: e.RequestEvent) -> None:
-        if self._loads:
-            self._forget(event.request_id, 0)
+        self._forget(event.request_id, 0)
 
     def _forget(self, request_id: str, num_computed_tokens: int) -> None:
         for job_id in [
@@ -90,7 +84,8 @@ class RollbackObserved(Checker):
         ]:
             del self._loads[job_id]
 
-    def _check_step(self, event: e.StepScheduled) -> None:
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
         known = {ordinal: num_computed_tokens for ordinal, num_computed_tokens, _, _ in event.advanced}
         for job_id, load in [(job_id, load) for job_id, load in self._loads.items() if load.failed_at]:
             del self._loads[job_id]
@@ -146,8 +141,7 @@ class FailedLoadTaint(Checker):
 
     @on(e.LoadIssued)
     def _issued(self, event: e.LoadIssued) -> None:
-        if self._unfilled:
-            self._fill(event.block_ids)
+        self._fill(event.block_ids)
         life, maximum = self.moment.life, self.configuration.max_failed_loads
         if life is not None and life.num_failed_loads >= maximum:
             detail = f"load {event.job_id} is issued after {life.num_failed_loads} failed ones, {maximum} may be"
@@ -178,7 +172,7 @@ class FailedLoadTaint(Checker):
             self._hits.clear()  # given as computed while blocks were unfilled that have been given anew since
             return
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
-            table = self.tables.of(ordinal) or ()
+            table = self.tables.of(ordinal)
             first = self.geometry.pages_spanning(0, num_computed_tokens).stop
             end = self.geometry.pages_spanning(num_computed_tokens, num_scheduled_tokens).stop
             self._fill(table[first:end])
@@ -202,7 +196,7 @@ class FailedLoadTaint(Checker):
 
     @on(e.BlocksAllocated)
     def _blocks_allocated(self, event: e.BlocksAllocated) -> None:
-        num_tokens = self._num_local_tokens.pop(event.request_id, None) if self._num_local_tokens else None
+        num_tokens = self._num_local_tokens.pop(event.request_id, None)
         if num_tokens is not None:  # who hits what another one writes in this very step is right: see the step first
             num_hit = self.geometry.pages_spanning(0, num_tokens).stop
             self._hits.append((event.request_id, self.moment.sequence, event.block_ids[:num_hit]))
@@ -210,14 +204,14 @@ class FailedLoadTaint(Checker):
 
     @on(e.SaveIssued, e.TailSaveIssued)
     def _save_issued(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
-        if self._unfilled and not self._unfilled.keys().isdisjoint(event.block_ids):
-            unfilled = [block_id for block_id in event.block_ids if block_id in self._unfilled]
+        unfilled = [block_id for block_id in event.block_ids if block_id in self._unfilled]
+        if unfilled:
             detail = f"save {event.job_id} reads blocks {unfilled}, to which nobody has written since a load failed"
             self.broken(detail, self._unfilled[unfilled[0]], event.cause)
 
     @on(e.SaveCompleted)
     def _save_completed(self, event: e.SaveCompleted) -> None:
-        failed_at = self._spoilt.pop(event.job_id, None) if self._spoilt else None
+        failed_at = self._spoilt.pop(event.job_id, None)
         if failed_at is not None:
             self.broken(f"save {event.job_id} is committed, but a load failed that its blocks rely on", failed_at)
 

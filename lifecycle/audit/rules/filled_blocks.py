@@ -74,11 +74,9 @@ class LoadXorStores(Checker):
         self._step_before, self._last_step = self._last_step, self.moment.sequence
 
     @on(e.SaveIssued, e.TailSaveIssued)
-    def _saved(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
-        if self.jobs.filled_by:
-            self._check_save(event)
-
     def _check_save(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
+        if not self.jobs.filled_by:
+            return
         is_first = isinstance(event, e.TailSaveIssued) or event.before_forward
         # What is decided on a step goes out with it, and so does what was decided since the step before.
         begin_of_step = self._step_before if event.cause == self._last_step else self._last_step

@@ -32,23 +32,21 @@ class CompletionOnce(Checker):
 
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported) -> None:
+        ranks = [*event.ranks_done, *event.ranks_failed]
+        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        foreign = sorted(set(ranks) - self.jobs.every_rank)
         for job_id, job, ranks_before in self.jobs.reported:
-            if job is not None:
-                self._check_report(event, job, ranks_before)
-            elif not event.is_repeated:
-                self.broken(f"job {job_id} was reported, but no such job is in flight")
-
-    def _check_report(self, event: e.TransferReported, job: InFlight, ranks_before: frozenset[int]) -> None:
-        ranks = frozenset((*event.ranks_done, *event.ranks_failed))
-        num_ranks = len(self.jobs.every_rank)
-        twice = ranks & ranks_before if not event.is_repeated else frozenset()
-        if twice or len(ranks) < len(event.ranks_done) + len(event.ranks_failed):
-            detail = f"job {job.job_id} was reported more than once by ranks {sorted(twice or ranks)}"
-            self.broken(detail, job.sequence, request_id=job.request_id)
-        foreign = sorted(ranks.difference(range(num_ranks)))
-        if foreign:
-            detail = f"job {job.job_id} was reported by ranks {foreign}, of {num_ranks}"
-            self.broken(detail, job.sequence, request_id=job.request_id)
+            again = [] if event.is_repeated else sorted(ranks_before.intersection(ranks))
+            if job is None:
+                if not event.is_repeated:
+                    self.broken(f"job {job_id} was reported, but no such job is in flight")
+                continue
+            if twice or again:
+                detail = f"job {job.job_id} was reported more than once by ranks {again or twice}"
+                self.broken(detail, job.sequence, request_id=job.request_id)
+            if foreign:
+                detail = f"job {job.job_id} was reported by ranks {foreign}, of {len(self.jobs.every_rank)}"
+                self.broken(detail, job.sequence, request_id=job.request_id)
 
     @on(e.LoadCompleted, e.LoadFailed)
     def _load_settled(self, event: e.LoadCompleted | e.LoadFailed) -> None:
@@ -82,7 +80,7 @@ class RankAgreement(Checker):
     @on(e.LoadCompleted, e.SaveCompleted)
     def _completed(self, event: e.LoadCompleted | e.SaveCompleted) -> None:
         job = self.jobs.current
-        if job is not None and len(job.ranks_done) != len(self.jobs.every_rank):
+        if job is not None and job.ranks_done != self.jobs.every_rank:
             self._disagreed(event, job)
 
     @on(e.LoadFailed)
@@ -127,28 +125,22 @@ class Liveness(Checker):
         """(job id, step since which it is silent) at the last step."""
         self._named: set[int] = set()
         """Jobs that were overdue twice and are in flight still: reported once."""
-        self._silent_since = 0
-        """No job is silent since an earlier step: who was issued or asked after since is not looked at before."""
         self._max_silent_steps = model.configuration.max_silent_steps
         self._max_silent_ns = model.configuration.max_silent_ms * 1_000_000
 
     @on(e.StepScheduled)
     def _step_scheduled(self, _event: e.StepScheduled) -> None:
-        if self._overdue or self.lives.num_steps > self._silent_since + self._max_silent_steps:
-            for job_id, since_step in self._overdue:
-                self._check_overdue(job_id, since_step)
-            self._overdue = self._find_overdue()
+        for job_id, since_step in self._overdue:
+            self._check_overdue(job_id, since_step)
+        self._overdue = self._find_overdue()
 
     def _find_overdue(self) -> list[tuple[int, int]]:
-        lives = self.lives
-        overdue_step = lives.num_steps - self._max_silent_steps
-        overdue_ns = lives.time_ns - self._max_silent_ns
-        jobs = list(self.jobs)
-        self._silent_since = min([job.since_step for _, job in jobs], default=lives.num_steps)
-        self._named.intersection_update([job_id for job_id, _ in jobs])
+        overdue_step = self.lives.num_steps - self._max_silent_steps
+        overdue_ns = self.lives.time_ns - self._max_silent_ns
+        self._named.intersection_update(job_id for job_id, _ in self.jobs)
         return [
             (job_id, job.since_step)
-            for job_id, job in jobs
+            for job_id, job in self.jobs
             if job.since_step < overdue_step and job.since_ns < overdue_ns and job_id not in self._named
         ]
 

@@ -43,9 +43,9 @@ class KeyIdentity(Checker):
                 self.broken(detail)
                 return
             parent = known[event.first_chunk - 1]
-        remember, sequence = self._known.setdefault, self.moment.sequence
         for chunk, key in enumerate(event.keys, event.first_chunk):
-            known_chunk, known_parent, known_at = remember(key, (chunk, parent, sequence))
+            named = (chunk, parent, self.moment.sequence)
+            known_chunk, known_parent, known_at = self._known.setdefault(key, named)
             if known_chunk != chunk or known_parent != parent:
                 prefix = "behind another prefix" if parent != known_parent else "behind the same chunk"
                 detail = f"key {key.hex()} names chunk {chunk}, {prefix}; it had named chunk {known_chunk}"
@@ -97,9 +97,8 @@ class ResetEpoch(Checker):
             detail = f"the hit of {event.num_hit_tokens} tokens counts a tail of {of_tail}, not saved since the reset"
             self.broken(detail, self._reset_at, event.cause)
             return
-        life = self.moment.life
-        keys, first = ([], 0) if life is None else (life.keys, self.chunks.num_committed(life))
-        for chunk, key in enumerate(keys[first:num_chunks], first):
+        keys = [] if self.moment.life is None else self.moment.life.keys
+        for chunk, key in enumerate(keys[:num_chunks]):
             if key not in self.chunks and not self._left_since(key):
                 detail = f"the hit of {event.num_hit_tokens} tokens counts chunk {chunk}, not saved since the reset"
                 self.broken(detail, self._reset_at, event.cause)

@@ -37,8 +37,7 @@ class LegalTransition(Checker):
     def checks(self) -> EventChecks:
         """Also those of every event of a request."""
         events = [event for event in self.model.request_events if event is not e.RequestArrived]
-        of_requests = [(event, self._look_at_decision if event.is_decision else self._look) for event in events]
-        return [*super().checks(), *of_requests]
+        return [*super().checks(), *((event, self._look) for event in events)]
 
     @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived) -> None:
@@ -54,11 +53,8 @@ class LegalTransition(Checker):
                 self.broken(_detail("tokens.scheduled", state, blocks), request_id=life.request_id)
 
     def _look(self, event: e.RequestEvent) -> None:
-        if not self.moment.is_legal:
-            self._explain(event)
-
-    def _look_at_decision(self, event: Any) -> None:  # noqa: ANN401 -- of any class
-        self._look_at_cause(event)
+        if event.is_decision:
+            self._look_at_cause(event)
         if not self.moment.is_legal:
             self._explain(event)
 
@@ -88,7 +84,6 @@ _OfThePresent = (
     | (e.PrefillAdvanced | e.PrefillCompleted | e.RequestQuarantined)
 )  # fmt: skip
 _OfBlocks = e.SaveIssued | e.TailSaveIssued | e.SaveDeclined | e.ChunkEvicted
-_PREEMPTED = RequestState.PREEMPTED
 
 
 class GenIsolation(Checker):
@@ -125,7 +120,8 @@ class GenIsolation(Checker):
             self.broken(f"{event.id} names {_words(_life(event))}, but no request has this id", event.cause)
 
     def _of_blocks_of(self, life: Life, event: _OfBlocks) -> None:
-        if event.ordinal != life.ordinal or event.generation != life.generation - (life.state is _PREEMPTED):
+        generation = life.generation - (life.state is RequestState.PREEMPTED)
+        if event.ordinal != life.ordinal or event.generation != generation:
             self._named_another(event, life)
 
     def _named_another(self, event: _OfThePresent | _OfBlocks, life: Life) -> None:
@@ -156,9 +152,6 @@ def _words(life: tuple[str, int, int]) -> str:
     return f"generation {generation} of life {ordinal} of {request_id!r}"
 
 
-_FINISHED = RequestState.FINISHED
-
-
 class FinishIsLast(Checker):
     """FINISH_IS_LAST: nothing new is started for a finished request.
 
@@ -174,7 +167,7 @@ class FinishIsLast(Checker):
     def _issued(self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> None:
         """Look at what starts after the end."""
         before = self.moment.state_before
-        if before is not None and before is not _FINISHED:
+        if before is not None and before is not RequestState.FINISHED:
             return
         finished_at = 0 if self.moment.life is None else self.moment.life.finished_at
         if isinstance(event, e.SaveIssued) and event.cause == finished_at:
@@ -210,11 +203,6 @@ class ReleaseAll(Checker):
         if self.moment.life is not None:
             self._finished.add(self.moment.life.ordinal)
 
-    @on(e.StepScheduled)
-    def _step_scheduled(self, _event: e.StepScheduled) -> None:
-        if self._finished:
-            self._check_overdue()
-
     @on(e.RequestReleased)
     def _released(self, event: e.RequestReleased) -> None:
         self._finished.discard(event.ordinal)
@@ -229,7 +217,8 @@ class ReleaseAll(Checker):
             return
         self.broken(detail, finished_at, event.cause)
 
-    def _check_overdue(self) -> None:
+    @on(e.StepScheduled)
+    def _step_scheduled(self, _event: e.StepScheduled) -> None:
         for ordinal in [ordinal for ordinal in self._finished if not self.jobs.owes(ordinal)]:
             self._finished.discard(ordinal)
             life = self.lives.of(ordinal)

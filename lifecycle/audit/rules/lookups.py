@@ -46,9 +46,7 @@ class LookupPure(Checker):
             self.broken("asynchronous, with nothing to load", event.cause)
         life = self.moment.life
         if life is not None:
-            # What nothing is known of is answered with nothing: no sum to be made.
-            if event.num_hit_tokens or event.num_external_tokens or event.num_computed_tokens < 0:
-                self._check_sum(event, life)
+            self._check_sum(event, life)
             self._check_again(event, life)
 
     @on(e.LookupDeferred)

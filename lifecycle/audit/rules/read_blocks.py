@@ -87,24 +87,20 @@ class BlockReuseFenced(Checker):
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
-        if self._read_by and event.extended:
-            is_read = self._read_by.keys()
+        if self._read_by:
             for ordinal, block_ids in event.extended:
-                if not is_read.isdisjoint(block_ids):
-                    self._check_given(ordinal, block_ids)
+                self._check_given(ordinal, block_ids)
 
     @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated) -> None:
         life = self.moment.life
-        if self._read_by and life is not None and life.num_old != NEVER:
+        if life is not None and life.num_old != NEVER:
             self._check_given(life.ordinal, event.block_ids[life.num_old :])
 
     @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued) -> None:
         if event.is_async:
-            read_by, job_id = self._read_by, event.job_id
-            for block_id in event.block_ids:  # merging a dict made for it costs twice as much
-                read_by[block_id] = job_id
+            self._read_by |= dict.fromkeys(event.block_ids, event.job_id)
 
     @on(e.SaveCompleted, e.SaveFailed)
     def _settled(self, event: e.SaveCompleted | e.SaveFailed) -> None:
@@ -114,17 +110,16 @@ class BlockReuseFenced(Checker):
                     del self._read_by[block_id]
 
     def _check_given(self, ordinal: int, block_ids: Iterable[int]) -> None:
-        jobs, lives = self.jobs, self.lives
         for job_id in sorted({self._read_by[block] for block in block_ids if block in self._read_by}):
-            job = jobs.get(job_id)
-            life = None if job is None else lives.of(job.ordinal)
+            job = self.jobs.get(job_id)
+            life = None if job is None else self.lives.of(job.ordinal)
             if job is None or life is None or job.is_fenced or job.ordinal == ordinal:
                 continue
             ended = life.state is RequestState.FINISHED
             has_them = life.held_at != NEVER if ended else life.generation == job.generation
             if has_them and (ended or life.blocks is not BlocksRegion.NONE):
                 given = sorted(set(block_ids) & set(job.block_ids) - {NULL_BLOCK})
-                whom = lives.of(ordinal)
+                whom = self.lives.of(ordinal)
                 detail = f"blocks {given} are given away, but save {job_id} of {job.request_id!r} still reads them"
                 request_id = "" if whom is None else whom.request_id
                 self.broken(detail, job.sequence, request_id=request_id)

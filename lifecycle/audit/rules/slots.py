@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model.lives import Life
 from kvledger.lifecycle.audit.model.tails import IssuedTail
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.windows import NO_SLOT
@@ -28,31 +27,7 @@ class LoadableAfterCommit(Checker):
 
     @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued) -> None:
-        life = self.lives.get(event.request_id)
-        if life is None or event.slots != self._slots_of_chunks(event, life):
-            self._check_load(event, life)
-
-    def _slots_of_chunks(self, event: e.LoadIssued, life: Life) -> tuple[int, ...] | None:
-        """Where all of it lies if it is whole chunks of whole blocks; None where it is something else."""
-        geometry, num_pages = self.geometry, self.geometry.pages_per_chunk
-        if not num_pages:
-            return None
-        chunk_size, end_token = geometry.chunk_size, event.first_token + event.num_tokens
-        first_chunk, end_chunk = event.first_token // chunk_size, -(-end_token // chunk_size)
-        if end_chunk > len(life.keys):
-            return None
-        slots_of, found = self.chunks.slots_of, list[int]()
-        for key in life.keys[first_chunk:end_chunk]:
-            slots = slots_of(key)
-            if slots is None:
-                return None
-            found.extend(slots)
-        pages = geometry.pages_spanning(event.first_token, event.num_tokens)
-        skipped = pages.start - first_chunk * num_pages
-        return tuple(found[skipped : skipped + len(pages)])
-
-    def _check_load(self, event: e.LoadIssued, life: Life | None) -> None:
-        geometry, chunks = self.geometry, self.chunks
+        geometry, chunks, life = self.geometry, self.chunks, self.lives.get(event.request_id)
         end_token = event.first_token + event.num_tokens
         pages = geometry.pages_spanning(event.first_token, event.num_tokens)
         if not len(pages) == len(event.slots) == len(event.block_ids):
@@ -99,7 +74,7 @@ class LoadableAfterCommit(Checker):
 
     def _slots_of_page(self, page: int, end_token: int, keys: list[bytes], tail: IssuedTail | None) -> list[int]:
         """Where the page lies with all tokens that the load needs of it."""
-        geometry, slots_of = self.geometry, self.chunks.slots_of
+        geometry = self.geometry
         block, group = divmod(page, len(geometry.window_sizes))
         end_token = min(end_token, (block + 1) * geometry.block_size)
         found = []
@@ -110,7 +85,7 @@ class LoadableAfterCommit(Checker):
         first = -(-end_token // geometry.chunk_size) - 1
         last = max(first, (block + 1) * geometry.block_size // geometry.chunk_size - 1)
         for chunk in range(first, min(last + 1, len(keys))):
-            slots = slots_of(keys[chunk])
+            slots = self.chunks.slots_of(keys[chunk])
             if slots is not None:
                 place = page - geometry.pages_of((chunk,))[0] if geometry.pages_per_chunk else group
                 if place < len(slots):
@@ -132,10 +107,9 @@ class SlotExclusive(Checker):
 
     @on(e.SaveIssued, e.TailSaveIssued)
     def _issued(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
-        if self.chunks.taken is not None:
-            for slot in sorted(set(self.chunks.taken)):
-                holder, sequence = self._holder_of(slot, event)
-                self.broken(f"save {event.job_id} writes into slot {slot}, {holder}", sequence, event.cause)
+        for slot in sorted(set(self.chunks.taken)):
+            holder, sequence = self._holder_of(slot, event)
+            self.broken(f"save {event.job_id} writes into slot {slot}, {holder}", sequence, event.cause)
 
     def _holder_of(self, slot: int, event: e.SaveIssued | e.TailSaveIssued) -> tuple[str, int]:
         """Who needs it, in words, and the event that shows it (0: none)."""

@@ -14,9 +14,6 @@ from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK
 
-_ANY = -1
-"""No number of blocks: the table is to be looked at as a whole."""
-
 
 class TableEq(Checker):
     """TABLE_EQ: the block table that the log folds to is the scheduler's own.
@@ -33,22 +30,11 @@ class TableEq(Checker):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
-        self._allocated: dict[int, tuple[int, int]] = {}
-        """Ordinal -> (sequence, number of blocks that do not stand twice) of an allocation since the last step."""
-        self._block_size = model.configuration.block_size
-        self._num_groups = len(model.configuration.windows)
-
-    @on(e.StepScheduled)
-    def _step_scheduled(self, event: e.StepScheduled) -> None:
-        if self._allocated:
-            self._check_allocated()
-        if event.advanced:
-            self._check_reach(event)
+        self._allocated: dict[int, int] = {}
+        """Ordinal -> sequence of an allocation since the last step."""
 
     @on(e.BlockTableObserved)
     def _observed(self, event: e.BlockTableObserved) -> None:
-        if self.moment.life is not None and self.moment.life.ordinal in self._allocated:
-            self._allocated[self.moment.life.ordinal] = (self._allocated[self.moment.life.ordinal][0], _ANY)
         detail = f"the scheduler's table has {len(event.block_ids)} blocks and is not the one that the log folds to"
         self.broken(detail)
 
@@ -56,31 +42,23 @@ class TableEq(Checker):
     def _given(self, event: e.BlocksAllocated) -> None:
         twice = _twice(event.block_ids)
         if self.moment.life is not None:
-            self._allocated[self.moment.life.ordinal] = (self.moment.sequence, _ANY if twice else len(event.block_ids))
+            self._allocated[self.moment.life.ordinal] = self.moment.sequence
         if twice:
             self.broken(f"blocks {twice} stand twice in the table that was given")
 
-    def _check_allocated(self) -> None:
-        of_life, life_of = self.tables.of, self.lives.of
-        for ordinal, (sequence, num_blocks) in self._allocated.items():
-            table = of_life(ordinal)
-            if table is None or len(table) == num_blocks:  # as it was given: looked at already
-                continue
-            life, twice = life_of(ordinal), _twice(table)
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
+        for ordinal, sequence in self._allocated.items():
+            life, twice = self.lives.of(ordinal), _twice(self.tables.of(ordinal))
             if twice and life is not None:
                 detail = f"blocks {twice} stand in the table already and were appended once more"
                 self.broken(detail, sequence, request_id=life.request_id)
         self._allocated.clear()
-
-    def _check_reach(self, event: e.StepScheduled) -> None:
-        life_of, of_life = self.lives.of, self.tables.of
-        block_size, num_groups = self._block_size, self._num_groups
+        block_size, num_groups = self.configuration.block_size, len(self.configuration.windows)
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
-            num_tokens = num_computed_tokens + num_scheduled_tokens
-            table = of_life(ordinal)
-            num_blocks = 0 if table is None else len(table)
+            num_tokens, num_blocks = num_computed_tokens + num_scheduled_tokens, len(self.tables.of(ordinal))
             if num_blocks * block_size < num_tokens * num_groups:
-                life = life_of(ordinal)
+                life = self.lives.of(ordinal)
                 if life is not None and not life.quarantined:
                     what = f"a table of {num_blocks} blocks of {block_size} tokens"
                     self.broken(f"{num_tokens} tokens are scheduled on {what}", request_id=life.request_id)
@@ -92,9 +70,6 @@ def _twice(block_ids: Sequence[int]) -> list[int]:
         return []
     seen: set[int] = set()
     return sorted({block for block in block_ids if block in seen or seen.add(block)} - {NULL_BLOCK})  # type: ignore[func-returns-value]
-
-
-_FINISHED, _PREEMPTED = RequestState.FINISHED, RequestState.PREEMPTED
 
 
 class SrcBlockOwned(Checker):
@@ -116,7 +91,8 @@ class SrcBlockOwned(Checker):
     def _save_issued(self, event: e.SaveIssued) -> None:
         life, configuration = self.moment.life, self.configuration
         held, lost = self.tables.held_by(life), self.tables.lost_by(life)
-        has_ended, was_preempted = self.moment.state_before is _FINISHED, self.moment.state_before is _PREEMPTED
+        has_ended = self.moment.state_before is RequestState.FINISHED
+        was_preempted = self.moment.state_before is RequestState.PREEMPTED
         if life is None or (has_ended and not lost):
             return  # of nobody, or a save that its end did not cause: LEGAL_TRANSITION and FINISH_IS_LAST name it
         if len(event.chunks) > 1 and any(chunk >= following for chunk, following in pairwise(event.chunks)):
@@ -136,13 +112,12 @@ class SrcBlockOwned(Checker):
     @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
         lost = self.tables.lost_by(self.moment.life)
-        if lost or self.moment.state_before is not _FINISHED:
+        if lost or self.moment.state_before is not RequestState.FINISHED:
             self._check(event, lost, self.geometry.pages_spanning(event.first_token, event.num_tokens))
 
     def _check(self, event: e.SaveIssued | e.TailSaveIssued, table: Sequence[int], pages: Sequence[int]) -> None:
         """Look the tokens up in the table."""
-        size = len(table)
-        expected = tuple([table[page] if page < size else None for page in pages])
+        expected = tuple([table[page] if page < len(table) else None for page in pages])
         if NO_SLOT in event.slots and len(event.slots) == len(expected):
             expected = tuple(
                 NULL_BLOCK if slot == NO_SLOT else block for slot, block in zip(event.slots, expected, strict=True)

@@ -30,11 +30,6 @@ class LastToken(Checker):
         """Request id -> sequence of an allocation that no step has used yet."""
         model.forgotten.at((*LIFE, e.RequestPreempted), self._admitted)
 
-    @on(e.StepScheduled)
-    def _step_scheduled(self, event: e.StepScheduled) -> None:
-        if self._admitted:
-            self._check_step(event)
-
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered) -> None:
         if event.num_computed_tokens + event.num_external_tokens == event.num_tokens <= event.num_hit_tokens:
@@ -53,7 +48,8 @@ class LastToken(Checker):
             detail = f"the load fills tokens up to {end_token}, of {life.num_tokens} the last one must be computed"
             self.broken(detail, event.cause)
 
-    def _check_step(self, event: e.StepScheduled) -> None:
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
         for ordinal, num_computed_tokens, _, num_tokens in event.advanced:
             life = self.lives.of(ordinal)
             sequence = None if life is None else self._admitted.pop(life.request_id, None)
@@ -170,11 +166,6 @@ class TokenConservation(Checker):
         """Request id -> (sequence of the allocation, local tokens, external tokens), until a step starts from it."""
         model.forgotten.at((*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished), self._admissions)
 
-    @on(e.StepScheduled)
-    def _step_scheduled(self, event: e.StepScheduled) -> None:
-        if event.advanced:
-            self._check_step(event)
-
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered) -> None:
         if event.num_computed_tokens < 0 or event.num_external_tokens < 0 or event.num_hit_tokens < 0:
@@ -218,7 +209,8 @@ class TokenConservation(Checker):
             if not unfilled.isdisjoint(self.tables.held_by(self.lives.get(request_id))):
                 del self._admissions[request_id]
 
-    def _check_step(self, event: e.StepScheduled) -> None:
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
         for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
             life = self.lives.of(ordinal)
             if life is None:
@@ -296,11 +288,8 @@ class StepSum(Checker):
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
-        num_tokens, counted, num_before = (
-            event.num_scheduled_tokens,
-            self.lives.num_scheduled_tokens,
-            self.lives.num_steps - 1,
-        )
+        num_tokens, counted = event.num_scheduled_tokens, self.lives.num_scheduled_tokens
+        num_before = self.lives.num_steps - 1
         if event.step != num_before:
             self.broken(f"step {event.step} follows upon {num_before} steps")
         elif num_tokens != counted and not (self._may_be_hidden and num_tokens > counted):

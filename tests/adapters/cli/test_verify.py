@@ -346,7 +346,7 @@ def test_a_log_of_other_handlers_is_checked_with_them(
     (tmp_path / "shy_handlers.py").write_text(SHY)
     monkeypatch.syspath_prepend(str(tmp_path))
     core = composed_core(["shy_handlers:Shy"])
-    driver = Driver(num_slots=32, core=core)
+    driver = Driver(num_slots=32, save_interval_tokens=32, core=core)
     play_story(driver)
     header = {"handler_fingerprint": core.handler_fingerprint()}
     log = write_log(tmp_path / "log", driver.observed, driver.configuration, header=header)

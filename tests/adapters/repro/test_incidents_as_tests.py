@@ -72,9 +72,10 @@ IN_THE_ADAPTER: dict[str, Patch] = {
 BEFORE_ANYTHING_IS_RECORDED: dict[str, Patch] = {
     "step_of_resumed": _raising(
         StepReader,
-        "_advance",
-        lambda self, _, request_id, num_computed_tokens, *__: (
+        "_advanced",
+        lambda self, counts, _: any(
             self._requests[request_id].num_preemptions > 0 and num_computed_tokens > 0
+            for request_id, num_computed_tokens in counts
         ),
     ),
     "keys_of_preempted": _raising(Noticing, "keys", lambda _, request: request.num_preemptions > 0),

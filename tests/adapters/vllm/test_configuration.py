@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import types
@@ -34,11 +35,6 @@ def configuration(extra_config: dict[str, Any] | None, block_size: int = 16) -> 
     return vllm_config(
         num_blocks=20,
         block_size=block_size,
-        max_num_seqs=4,
-        max_num_batched_tokens=256,
-        max_model_len=512,
-        enable_prefix_caching=True,
-        async_scheduling=False,
         kv_transfer=transfer,
     )
 
@@ -60,12 +56,12 @@ def refusal(extra_config: dict[str, Any], block_size: int = 16) -> str:
 
 
 def test_an_empty_configuration_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No key at all: 256 tokens a chunk, 4 GiB, a log in the working directory."""
+    """No key at all: 64 tokens a chunk, 4 GiB, a log in the working directory."""
     monkeypatch.chdir(tmp_path)
     for extra_config in ({}, None):
         connector = start(extra_config)
         side = connector.scheduler_side
-        assert side.journal.configuration.chunk_size == 256
+        assert side.journal.configuration.chunk_size == 64
         assert side.journal.configuration.num_slots == 4 * 1024**3 // block_bytes(16)
         assert side.log.directory.parent == tmp_path / "kvledger-logs"
         assert isinstance(side.log.store, BacklogEventStore)
@@ -73,10 +69,11 @@ def test_an_empty_configuration_serves(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert len(list((tmp_path / "kvledger-logs").iterdir())) == 2, "every start has a directory of its own"
 
 
-def test_a_chunk_that_256_does_not_divide_into_is_one_block() -> None:
-    """Blocks of 48 tokens: a chunk is one of them."""
-    connector = start({"log_dir": None}, block_size=48)
-    assert connector.scheduler_side.journal.configuration.chunk_size == 48
+@pytest.mark.parametrize("block_size", [48, 128])
+def test_a_chunk_is_one_block_where_blocks_do_not_divide_64_tokens(block_size: int) -> None:
+    """No chunk ends within a block unless somebody asks for it."""
+    connector = start({"log_dir": None}, block_size=block_size)
+    assert connector.scheduler_side.journal.configuration.chunk_size == block_size
 
 
 def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
@@ -106,6 +103,24 @@ def test_sizes_that_do_not_divide_are_refused(chunk_size: int, block_size: int) 
     message = refusal({"log_dir": None, "chunk_size": chunk_size}, block_size)
     assert f"chunk_size {chunk_size} and block_size {block_size}" in message
     assert f"a multiple or a divisor of {block_size}" in message
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "interval", "expected"),
+    [(16, None, 256), (512, None, 512), (16, 0, 0), (16, 16, 16), (16, 1000, 1000)],
+)
+def test_how_many_tokens_are_saved_together(chunk_size: int, interval: int | None, expected: int) -> None:
+    """As said, else 256 or a chunk."""
+    settings = ConnectorSettings(chunk_size=chunk_size, save_interval_tokens=interval)
+    ledger = settings.ledger_configuration(block_size=16, block_bytes=1024, num_ranks=1)
+    assert ledger.save_interval_tokens == expected
+
+
+def test_an_interval_of_less_than_a_chunk_is_refused_with_the_figures() -> None:
+    """Nothing smaller than a chunk is saved, so it would not mean what it says."""
+    message = refusal({"log_dir": None, "chunk_size": 64, "save_interval_tokens": 48})
+    assert "save_interval_tokens is 48, less than a chunk of 64 tokens" in message
+    assert "write 0 to save each chunk" in message
 
 
 def test_a_pool_that_cannot_hold_one_chunk_is_refused_with_the_figures() -> None:
@@ -407,7 +422,7 @@ def test_more_than_the_machine_has_is_refused_before_a_page_is_touched() -> None
     message = str(caught.value)
     for told in (
         f"host_bytes {951 * 1024**2} asks for {951 * 1024**2} bytes",
-        "1 of 1 ranks are here",
+        "1 of 1 pools are here",
         f"{1000 * 1024**2} can be had (MemAvailable in /proc/meminfo is 1024000 kB)",
         'write host_bytes "950MiB" or less',
     ):
@@ -427,6 +442,21 @@ def test_all_ranks_of_a_machine_are_counted_together(backend: str, num_nodes: in
     settings.parallel_config.nnodes = num_nodes
     with pytest.raises(ConfigurationError, match=f'write host_bytes "{most}" or less'):
         KVLedgerConnector(settings, KVConnectorRole.WORKER, kv_cache_config(20, 16))
+
+
+@pytest.mark.usefixtures("small_machine")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pool_that_all_ranks_share_is_counted_once(rank: int) -> None:
+    """By the first, which makes it: when another one looks, it may have been taken already."""
+    settings = configuration({"log_dir": None, "host_bytes": "951MiB"})
+    settings.parallel_config.world_size = 4
+    settings.parallel_config.rank = rank
+    settings.parallel_config.distributed_executor_backend = "mp"
+    same_on_all = kv_cache_config(20, 16)
+    same_on_all.kv_tp_replicas = 4
+    refused = pytest.raises(ConfigurationError, match=r'1 of 1 pools are here.* write host_bytes "950MiB" or less')
+    with refused if rank == 0 else contextlib.nullcontext():
+        KVLedgerConnector(settings, KVConnectorRole.WORKER, same_on_all)
 
 
 @pytest.mark.usefixtures("small_machine")

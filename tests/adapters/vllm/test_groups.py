@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm.v1.kv_cache_interface
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -31,18 +32,18 @@ pytestmark = pytest.mark.scheduler
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 1, "dtype": torch.int64}
 FULL = FullAttentionSpec(**SIZES)
+HISPARSE = [
+    (getattr(vllm.v1.kv_cache_interface, name)(block_size=16, page_size=128, **more), name)
+    for name, more in (("HiSparseHotSpec", {"blocks_per_request": 2}), ("HiSparseResidentSpec", {}))
+    if hasattr(vllm.v1.kv_cache_interface, name)
+]
+"""From vLLM 0.33 on; only with them is an asynchronous load put off, behind a reset of the connector as well."""
 
 
 def configuration(**more: Any) -> Any:
     """VLLM's configuration with our connector."""
     settings = vllm_config(
         num_blocks=20,
-        block_size=16,
-        max_num_seqs=4,
-        max_num_batched_tokens=256,
-        max_model_len=512,
-        enable_prefix_caching=True,
-        async_scheduling=False,
         kv_transfer={**KVLEDGER_TRANSFER, "kv_connector_extra_config": {"log_dir": None, "chunk_size": 16}},
     )
     for name, value in more.items():
@@ -102,6 +103,7 @@ def test_pages_of_different_groups_that_overlap_decline_the_model() -> None:
         (CrossAttentionSpec(**SIZES), "CrossAttentionSpec"),
         (SlidingWindowSpec(**SIZES, sliding_window=48, extra_retained_tokens=2), "different windows"),
         (FullAttentionSpec(**{**SIZES, "block_size": 32}), "blocks of 32 tokens, group 0 of 16"),
+        *HISPARSE,
     ],
 )
 def test_a_group_that_cannot_be_served_declines_the_model(

@@ -153,12 +153,7 @@ def configuration(num_ranks: int = 1) -> Any:
     """VLLM's configuration with our connector."""
     settings = vllm_config(
         num_blocks=40,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=4,
-        max_num_batched_tokens=256,
         max_model_len=256,
-        enable_prefix_caching=True,
-        async_scheduling=False,
         kv_transfer={
             **KVLEDGER_TRANSFER,
             "kv_connector_extra_config": {"log_dir": None, "chunk_size": 16, "host_bytes": HOST_BYTES},

@@ -140,6 +140,17 @@ def test_every_settled_chunk_is_noticed_in_its_time(make_engine: Any, chunk_size
     assert saved == list(range(149 // chunk_size))
 
 
+def test_a_chunk_that_ends_with_a_part_of_a_prompt_is_noticed_in_the_next_step(make_engine: Any) -> None:
+    """All that is computed by then has settled, to the last token."""
+    engine = make_engine(num_blocks=30, chunk_size=16, max_num_batched_tokens=16, max_num_seqs=1)
+    engine.add("request", range(64), 2)
+    for num_chunks in range(4):
+        engine.step()
+        saved = [chunk for save in engine.logged(e.SaveIssued) for chunk in save.chunks]
+        assert saved == list(range(num_chunks))
+    engine.run()
+
+
 @pytest.mark.parametrize("model_runner_v2", [False, True])
 def test_a_new_request_that_is_skipped_in_the_next_step_is_paused(make_engine: Any, model_runner_v2: bool) -> None:
     """A prompt of one token is steady at once; with two steps in flight its last token leaves nothing to schedule.

@@ -11,9 +11,9 @@ from kvledger.lifecycle import events as e
 def healthy_story() -> Driver:
     """A request is preempted, comes back and ends; others press on the pool; the cache is reset and used again.
 
-    Chunks of 8 tokens, blocks of 16, a pool of 7 slots.
+    Chunks of 8 tokens, blocks of 16, a pool of 7 slots, decoded tokens saved by four chunks.
     """
-    driver = Driver(num_slots=7)
+    driver = Driver(num_slots=7, save_interval_tokens=32)
     keys = keys_of("a", 8)
     driver.observe(e.LogNote("started", 1))
     driver.start("a", keys[:5], 45, (1, 2, 3))
@@ -37,7 +37,7 @@ def healthy_story() -> Driver:
     driver.arrive("c", 17, keys[:2])
     driver.lookup("c", 0, 17)
     driver.start("b", keys_of("b", 6), 49, (20, 21, 22, 23))
-    driver.step(("b", 49, 1, 50), settled=[("b", 0, 49)])
+    driver.step(("b", 49, 1, 50), settled=[("a", 0, 64), ("b", 0, 49)])
     driver.settle_all()
     driver.keys("a", 8, keys_of("a", 1, 8))
     for _ in range(7):
@@ -108,6 +108,29 @@ def asynchronous_story() -> Driver:
 def asynchronous() -> Driver:
     """The story of asynchronous copies, played once."""
     return asynchronous_story()
+
+
+def decoding_story() -> Driver:
+    """A request decodes 42 tokens behind a prompt of 17; chunks of 8, of which two at a time are dealt with.
+
+    Somebody else has saved them all, so that nothing but the steps says when.
+    """
+    driver = Driver(save_interval_tokens=16)
+    driver.save_prefix("d", keys_of("a", 7))
+    driver.start("a", keys_of("a", 7), 17, (1, 2, 3, 4))
+    driver.step(("a", 17, 1, 18), settled=[("a", 0, 17)])
+    for num_computed in range(18, 59):
+        driver.step(settled=[("a", num_computed // 8 - 2, num_computed)] if num_computed in {32, 48} else ())
+    driver.finish("a", 59, 60)
+    driver.settle_all()
+    driver.ledger.commit()
+    return driver
+
+
+@pytest.fixture(scope="module")
+def decoding() -> Driver:
+    """The story of a request that decodes, played once."""
+    return decoding_story()
 
 
 def groups_story() -> Driver:

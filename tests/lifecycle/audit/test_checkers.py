@@ -111,6 +111,7 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "TABLE_EQ": (e.StepScheduled, RESUMING_STEP, evolve(extended=((0, (7,)),))),
     "CURSOR_LE_FRONTIER": (e.StepScheduled, 1, in_first_entry("settled", 1, 2)),
     "STORE_CONTIGUOUS": (e.SaveIssued, 2, lambda event: msgspec.structs.replace(event, chunks=event.chunks[1:])),  # type: ignore[attr-defined]
+    "SAVE_INTERVAL": (e.StepScheduled, -11, evolve(settled=())),
     "SETTLED_SAVED": (e.SaveIssued, -1, evolve(chunks=(0,))),  # which has no block of its own
     "PIN_BALANCE": (e.LogNote, 2, lambda _: e.SaveDeclined("b", 2, 0, 6, 1, "pool_full", HERE)),
     "RANK_AGREEMENT": (e.TransferReported, 0, evolve(ranks_done=())),
@@ -131,6 +132,7 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
 
 STORIES = {
     "GROUP_AGREEMENT": "groups",
+    "SAVE_INTERVAL": "decoding",
     **dict.fromkeys(
         ("SRC_BLOCK_STABLE", "BLOCK_REUSE_FENCED", "DELAY_FREE_CONTRACT", "DEFER_BOUNDED", "FAILED_LOAD_TAINT"),
         "asynchronous",
@@ -257,6 +259,7 @@ def test_a_decision_that_names_another_life_of_its_request_is_named(event_class:
         ("story", (e.LoadIssued, e.ChunkEvicted, e.CacheReset)),
         ("asynchronous", (e.LookupDeferred, e.TransferAwaited, e.BlocksHeld, e.LoadFailed)),
         ("reading", (e.ChunkEvicted, e.LoadFailed, e.TransferAwaited)),
+        ("decoding", (e.RequestFinished,)),
     ],
 )
 def test_a_healthy_log_breaks_no_rule(
@@ -277,6 +280,7 @@ FOLLOWING = {
     **{rule: {"SLOT_EXCLUSIVE", "LONGEST_HIT"} for rule in ("HIT_PINNED", "EVICT_IDLE_ONLY", "FAILED_LOAD_TAINT")},
     # Whoever waited for it does not find it, and saves nothing in its place.
     "WAITING_KEPT": {"LOADABLE_AFTER_COMMIT", "LONGEST_HIT", "SETTLED_SAVED"},
+    "CHUNK_COMPLETE": {"SAVE_INTERVAL"},  # a chunk that has not settled is one that nobody deals with
     "LAST_TOKEN": {"TOKEN_CONSERVATION"},  # progress is of other tokens than the step told of
     "FINISH_IS_LAST": {"RELEASE_ALL"},  # nobody settles what is saved
     "STORE_CONTIGUOUS": {"SETTLED_SAVED"},  # nor is it saved at the end

@@ -13,6 +13,7 @@ from kvledger.lifecycle.decisions.reach import Reach
 from kvledger.lifecycle.handlers import finished
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.obligations import Obligations
+from kvledger.lifecycle.projections.save_cursor import SaveCursor
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import RequestState
 from mutants.catalogue.parts import SAVING, decided_otherwise, wrapped
@@ -122,6 +123,34 @@ def lost_unsaved(touch: Touch) -> Sequence[Patch]:
 def end_unsaved(touch: Touch) -> Sequence[Patch]:
     """What settles with the last tokens of a request is not saved when it ends."""
     return [nothing_saved(finished, "save_on_finish", touch)]
+
+
+@mutant("SAVE_INTERVAL", "vllm#33881", scene=Worlds(connector=(("chunk_size", 8), ("save_interval_tokens", 16))))
+def interval_counted_in_chunks(touch: Touch) -> Sequence[Patch]:
+    """The interval is taken for a number of chunks, so that what is decoded is saved much later."""
+
+    def threshold(original: Any, cursor: SaveCursor, record: Any, num_chunks: int) -> int:
+        tokens: int = original(cursor, record, num_chunks)
+        if tokens <= record.num_prompt_tokens:
+            return tokens
+        touch()
+        return tokens + 15 * cursor._interval_chunks * cursor._chunk_size
+
+    return [wrapped(SaveCursor, "threshold", threshold)]
+
+
+@mutant("SAVE_INTERVAL", "vllm#53498", scene=Worlds(connector=(("chunk_size", 8), ("save_interval_tokens", 64))))
+def prompt_waits_for_the_interval(touch: Touch) -> Sequence[Patch]:
+    """A prompt is saved by intervals, too, though others ask for it."""
+
+    def threshold(original: Any, cursor: SaveCursor, record: Any, num_chunks: int) -> int:
+        tokens: int = original(cursor, record, num_chunks)
+        later: int = (num_chunks // cursor._interval_chunks + 1) * cursor._interval_chunks * cursor._chunk_size
+        if later > tokens:
+            touch()
+        return later
+
+    return [wrapped(SaveCursor, "threshold", threshold)]
 
 
 @mutant("SLOT_EXCLUSIVE", "vllm#46951", "pegaflow#418", scene=SMALL_POOL)

@@ -78,19 +78,22 @@ def counted_from_first_admission(touch: Touch) -> Sequence[Patch]:
     """A resumed request is counted from where it began the first time."""
     began: dict[tuple[int, str], int] = {}
 
-    def advance(
-        original: Any, reader: StepReader, advanced: Any, request_id: str, num_computed: int, num_tokens: int, now: int
-    ) -> Any:
+    def advanced(original: Any, reader: StepReader, counts: Any, num_scheduled: Any) -> Any:
+        return original(
+            reader, [(request_id, count(reader, request_id, num)) for request_id, num in counts], num_scheduled
+        )
+
+    def count(reader: StepReader, request_id: str, num_computed: int) -> int:
         record = reader._tracker.get(request_id)
         if record is not None and not reader._tracker.num_computed_tokens(record):
             first = began.setdefault((id(reader), request_id), num_computed)
             answer = reader._projections.lookups.taken_up(request_id)
             if first != num_computed and answer is not None and answer.num_external_tokens:
                 touch()
-                num_computed = first
-        return original(reader, advanced, request_id, num_computed, num_tokens, now)
+                return first
+        return num_computed
 
-    return [wrapped(StepReader, "_advance", advance)]
+    return [wrapped(StepReader, "_advanced", advanced)]
 
 
 @mutant("KEY_IDENTITY", "vllm#42119", "LMCache#1380", scene=Worlds(connector=(("chunk_size", 16),)))

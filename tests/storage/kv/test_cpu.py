@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 import time
@@ -75,10 +76,11 @@ def test_tensors_on_a_device_without_an_engine_are_refused_with_the_way_out() ->
 
 @pytest.mark.parametrize("page_bytes", [(64 << 10,) * 3, (64 << 10, 32 << 10, 64 << 10)], ids=["equal", "unequal"])
 @pytest.mark.parametrize("one_allocation", [True, False])
-def test_batches_larger_than_staging_and_mixed_slot_runs_arrive_whole(
-    page_bytes: tuple[int, ...], one_allocation: bool
+def test_copies_that_threads_share_arrive_whole(
+    page_bytes: tuple[int, ...], one_allocation: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than the staging buffer holds, some slots in long runs and some alone, each page where it belongs."""
+    """Each page where it belongs, whichever of the threads has copied it."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     num_blocks = 96
     generator = torch.Generator().manual_seed(printed_seed())
     noise = torch.randint(0, 256, (num_blocks * sum(page_bytes),), dtype=torch.uint8, generator=generator)
@@ -155,8 +157,9 @@ def test_the_engine_keeps_the_tensors_it_copies_alive_until_it_is_closed() -> No
 
 def test_consecutive_slots_are_grouped() -> None:
     """Runs are index ranges, and an empty list has none."""
-    assert consecutive_runs([3, 4, 5, 9, 11, 12]) == [(0, 3), (3, 4), (4, 6)]
-    assert consecutive_runs([]) == []
+    assert consecutive_runs([3, 4, 5, 9, 11, 12], 100) == [(0, 3), (3, 4), (4, 6)]
+    assert consecutive_runs([3, 4, 5, 9, 11, 12], 4) == [(0, 1), (1, 3), (3, 4), (4, 5), (5, 6)]
+    assert consecutive_runs([], 4) == []
 
 
 # --- on a thread of its own ---------------------------------------------------------------------------------------
@@ -237,14 +240,17 @@ NEVER_CLOSED = """
 import atexit, sys, threading, torch
 from kvledger.storage.kv import HostPool, describe_blocks, make_copy_engine
 
-layout = describe_blocks({"layer": torch.full((64, 64), 7, dtype=torch.uint8)}, num_blocks=64, block_dims={"layer": 0})
+torch.set_num_threads(2)
+pages = torch.full((64, 1 << 16), 7, dtype=torch.uint8)
+layout = describe_blocks({"layer": pages}, num_blocks=64, block_dims={"layer": 0})
 pool = HostPool(64, layout.block_bytes, pin=False)
 engine = make_copy_engine(layout, pool, is_async=True)
 atexit.register(lambda: print("saved" if bool((pool.buffer == 7).all()) else "lost", flush=True))
 gate = threading.Event()  # opened when the interpreter begins to shut down: what follows is pending until then
 threading._register_atexit(gate.set)
 engine._thread.submit(gate.wait)
-for block in range(64):
+engine.start_save(range(48), range(48))  # two threads would share it, and no thread takes anything by then
+for block in range(48, 64):
     engine.start_save([block], [block])
 print("leaving", not bool((pool.buffer == 7).any()), flush=True)
 if "raise" in sys.argv:
@@ -258,3 +264,23 @@ def test_a_process_that_never_closes_the_engine_ends_and_loses_no_copy(how: str)
     done = finished([sys.executable, "-c", NEVER_CLOSED, how])
     assert done.stdout.split("\n")[:2] == ["leaving True", "saved"], done.stderr
     assert done.returncode == (1 if how == "raise" else 0)
+
+
+def test_threads_that_copy_are_not_bound_to_the_core_of_the_thread_that_made_the_engine() -> None:
+    """OpenMP binds that one, where vLLM's CPU worker says so, and new threads inherit it: all would share one core."""
+    cores = os.sched_getaffinity(0)
+    if len(cores) == 1:
+        pytest.skip("this process may use one core only")
+    used: list[set[int]] = []
+
+    def bound() -> None:
+        os.sched_setaffinity(0, {min(cores)})
+        _, _, engine = small_engine()
+        assert engine._thread is not None
+        used.extend(threads.submit(os.sched_getaffinity, 0).result() for threads in (engine._thread, engine._helpers))
+        engine.close()
+
+    thread = threading.Thread(target=bound)
+    thread.start()
+    thread.join()
+    assert used == [cores, cores]

@@ -7,10 +7,18 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from copy_engines import CopyEngineContract
+from copy_engines import KV_LAYOUTS, NUM_BLOCKS, CopyEngineContract, make_kv_memory
 from copy_engines.batched import find_batched_copy
 
-from kvledger.storage.kv import BatchedCopy, CopyEngine, HostPool, describe_blocks, make_copy_engine
+from kvledger.storage.kv import (
+    BatchedCopy,
+    CopyEngine,
+    HostPool,
+    SharedFile,
+    Sharing,
+    describe_blocks,
+    make_copy_engine,
+)
 from kvledger.storage.kv.cuda import CudaCopyEngine
 from kvledger.storage.kv.cuda_movers import BatchedMover, StagedMover
 from kvledger.storage.kv.layout import BlockLayout
@@ -164,3 +172,32 @@ def test_more_than_the_staging_buffer_holds_is_copied_in_batches() -> None:
     engine.start_load(slots, range(96)).result()
     for name, layer in layers.items():
         assert torch.equal(layer, originals[name])
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_two_mappings_of_one_pool_are_both_pinned_and_each_writes_its_part(is_async: bool) -> None:
+    """What two ranks have that share it, here in one process: each page comes back through either."""
+    told: list[SharedFile] = []
+
+    def from_first(file: SharedFile | None) -> SharedFile:
+        told.extend([file] if file is not None else [])
+        return told[0]
+
+    memory = make_kv_memory(KV_LAYOUTS["mla"], torch.bfloat16, "cuda", torch.Generator().manual_seed(0))
+    layout, right, numbers = memory.layout(), memory.bytes().clone(), list(range(NUM_BLOCKS))
+    ranks = [Sharing(rank, 2, from_first) for rank in range(2)]
+    pools = [HostPool(NUM_BLOCKS, layout.block_bytes, pin=True, sharing=rank) for rank in ranks]
+    assert all(pool.is_pinned for pool in pools)
+    engines = [make_copy_engine(layout, pool, is_async=is_async) for pool in pools]
+    for rank, engine in zip(ranks, engines, strict=True):
+        own = [number for number in numbers if rank.writes(number)]
+        engine.start_save(own, own).result()
+    for engine in engines:
+        for number in numbers:
+            for page in memory.pages(number):
+                page.fill_(0)
+        engine.start_load(numbers, numbers).result()
+        assert torch.equal(memory.bytes(), right)
+    for engine, pool in zip(engines, pools, strict=True):
+        engine.close()
+        pool.close()

@@ -125,3 +125,17 @@ def test_a_gathered_copy_takes_as_many_calls_however_many_layers_there_are(num_l
     with Operations() as operations:
         mover.move(range(3, 19), range(16), pool.buffer, writes_slots=writes_slots)
     assert operations.num_copies == 3
+
+
+@pytest.mark.parametrize("writes_slots", [True, False])
+def test_no_transfer_crosses_from_one_page_locked_piece_into_the_next(writes_slots: bool) -> None:
+    """Sixteen consecutive slots in pieces of five: transfers of 5, 5, 5 and 1."""
+    layout = describe_blocks(
+        {"layer": torch.zeros(32, 4096, dtype=torch.uint8)}, num_blocks=32, block_dims={"layer": 0}
+    )
+    pool = HostPool(32, layout.block_bytes, pin=False)
+    pool.slots_a_piece = 5
+    mover = StagedMover(layout, pool)
+    with Operations() as operations:
+        mover.move(range(3, 19), range(16), pool.buffer, writes_slots=writes_slots)
+    assert operations.num_copies == 2 + 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 
@@ -40,12 +42,13 @@ def test_more_memory_than_the_machine_has_is_refused_with_figures() -> None:
 
 
 def test_the_pool_is_one_allocation_of_whole_slots() -> None:
-    """uint8, contiguous, exactly as large as asked for."""
+    """uint8, contiguous, from a page on, with less than a page around it."""
     pool = HostPool(6, 48, pin=False)
     assert pool.buffer.shape == (6, 48)
     assert pool.buffer.dtype == torch.uint8
     assert pool.buffer.is_contiguous()
-    assert pool.buffer.untyped_storage().nbytes() == 6 * 48
+    assert pool.buffer.data_ptr() % mmap.PAGESIZE == 0
+    assert pool.buffer.untyped_storage().nbytes() == 6 * 48 + mmap.PAGESIZE
     assert not pool.is_pinned
 
 

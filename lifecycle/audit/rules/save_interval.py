@@ -1,0 +1,76 @@
+"""Saves: that decoding requests are saved in time."""
+
+from __future__ import annotations
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.forgotten import LIFE
+from kvledger.lifecycle.audit.model.lives import Life
+from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.states import BlocksRegion
+
+_NUM_STEPS = 8
+"""More steps than are in flight at a time; what a step computed has settled so many steps later."""
+
+
+class SaveInterval(Checker):
+    """SAVE_INTERVAL: what has settled is dealt with an interval later.
+
+    Of a request that decodes, settled chunks are named when one of its prompt or a whole interval has settled.
+
+    Verifies: this wherever the log says what of a request has settled: in steps, at a preemption and at the end; of
+    requests that have decoded for more than eight steps in a row, and of all but the tokens of the last eight.
+    Does not verify: requests that decode several tokens a step, from before a reset, or quarantined; chunks whose key
+    was never known; a request that still decodes when the log ends.
+    """
+
+    rule = "SAVE_INTERVAL"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._loaded: dict[str, int] = {}
+        """Request id -> number of the step before which its load was settled; nothing was said during the load."""
+        chunk_size = self.configuration.chunk_size
+        self._interval_chunks = max(1, -(-self.configuration.save_interval_tokens // chunk_size))
+        model.forgotten.at(LIFE, self._loaded)
+
+    def begin(self, start: Start) -> None:
+        """How long ago a load was settled is not known."""
+        self._loaded.update((life.request_id, start.num_steps) for life in start.lives)
+
+    @on(e.LoadCompleted, e.LoadFailed)
+    def _load_settled(self, event: e.LoadCompleted | e.LoadFailed) -> None:
+        self._loaded[event.request_id] = self.lives.num_steps
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
+        for ordinal, _, num_settled_tokens in event.settled:
+            life = self.lives.of(ordinal)
+            if life is not None and not life.is_stale and life.blocks is not BlocksRegion.LOADING:
+                self._check(life, self.lives.num_steps_decoding(life), num_settled_tokens)
+
+    @on(e.RequestPreempted, e.RequestFinished)
+    def _stopped(self, event: e.RequestPreempted | e.RequestFinished) -> None:
+        life, moment = self.moment.life, self.moment
+        if life is None or moment.was_stale or moment.blocks_before is BlocksRegion.LOADING:
+            return
+        num_tokens = min(event.num_intact_tokens, len(life.keys) * self.configuration.chunk_size)
+        self._check(life, moment.num_steps_decoded, num_tokens)
+
+    def _check(self, life: Life, num_steps: int, num_tokens: int) -> None:
+        num_steps = min(num_steps, self.lives.num_steps - self._loaded.get(life.request_id, 0))
+        if num_steps <= _NUM_STEPS or life.quarantined:
+            return
+        chunk_size = self.configuration.chunk_size
+        first_chunk = life.settled_before // chunk_size
+        threshold = (first_chunk + 1) * chunk_size
+        if threshold > life.num_prompt_tokens:
+            threshold = (first_chunk // self._interval_chunks + 1) * self._interval_chunks * chunk_size
+        if num_tokens - _NUM_STEPS >= threshold:
+            detail = (
+                f"{num_tokens} tokens have settled, {_NUM_STEPS} steps ago it was {num_tokens - _NUM_STEPS}; "
+                f"from {threshold} on chunk {first_chunk} was to be dealt with"
+            )
+            self.broken(detail, request_id=life.request_id)
