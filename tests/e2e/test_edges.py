@@ -1,4 +1,4 @@
-"""What a real engine refuses, and what it takes however small; and a real engine with two connectors."""
+"""What a real engine refuses and takes, however small; one engine after another; one with two connectors."""
 
 from __future__ import annotations
 
@@ -44,6 +44,15 @@ def test_a_pool_that_cannot_hold_one_request_is_refused_at_start(model: Path, tm
         running_engine(model, Workload(num_blocks=8), tmp_path),
     ):
         pass
+
+
+def test_an_engine_that_is_collected_late_takes_nothing_from_the_one_that_runs(model: Path, tmp_path: Path) -> None:
+    """An engine's finalizer shuts it down once more, and with it the process groups of every other one (vLLM 0.32)."""
+    with running_engine(model, WORKLOAD) as first:
+        first.generate([[7]], 1)
+    with running_engine(model, WORKLOAD, tmp_path) as second:
+        first.llm.llm_engine.engine_core.shutdown()  # what the finalizer does; when that runs is a matter of luck
+        assert [len(said) for said in second.generate([[7]], 4)] == [4]
 
 
 @pytest.mark.long
