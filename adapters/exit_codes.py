@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 
 class ExitCode(enum.IntEnum):
@@ -14,22 +15,30 @@ class ExitCode(enum.IntEnum):
     SOUND = 0
     RULE_BROKEN = 1
     DAMAGED = 2
-    """Also: unreadable, or written by a newer version."""
     DIVERGED = 3
-    """Today's code decides otherwise than the log, or cannot fold it."""
     END_MISSING = 4
-    """What is there is sound, and events are known to be missing at the end."""
     USAGE = 64
     INTERNAL_ERROR = 70
-    """A mistake in kvledger itself."""
     CANNOT_WRITE = 74
-    """Standard output cannot be written: a full disk."""
     TRY_AGAIN = 75
-    """A stream's server cannot be reached or has no room, or not everything is shipped: the same command later."""
     REFUSED = 77
-    """A stream's server refused the credentials or the request, or its certificate was refused."""
     INTERRUPTED = 130
     BROKEN_PIPE = 141
+
+
+OF_EVERY_COMMAND: Mapping[ExitCode, str] = MappingProxyType(
+    {
+        ExitCode.USAGE: "wrong usage: arguments, a path without a log, an unknown or ambiguous request",
+        ExitCode.INTERNAL_ERROR: "a mistake in kvledger itself, and no judgement; the message says how to report it",
+        ExitCode.CANNOT_WRITE: "the output cannot be written, as on a full disk",
+        ExitCode.TRY_AGAIN: "a stream's server cannot be reached or has no room: try again later",
+        ExitCode.REFUSED: "a stream's server, its certificate or the credentials were refused, or the stream or the "
+        "extra `nats` is missing",
+        ExitCode.INTERRUPTED: "interrupted",
+        ExitCode.BROKEN_PIPE: "whoever read the output went away",
+    }
+)
+"""What a code means that any command may end with; the others mean what a command says of them."""
 
 
 _BY_GRAVITY = (ExitCode.DAMAGED, ExitCode.RULE_BROKEN, ExitCode.DIVERGED, ExitCode.END_MISSING, ExitCode.SOUND)

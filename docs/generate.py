@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that are made from the source: states, events, configuration, invariants, mutants.
+"""Writes the pages of docs/ that are made from the source: states, events, configuration, commands, invariants.
 
     python docs/generate.py            write them
     python docs/generate.py --check    write nothing; exit code 1, and the names, where a page is not what it would be
@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import inspect
+import io
 import itertools
 import json
+import os
 import re
 import sys
 import textwrap
@@ -20,9 +23,12 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pydantic
 
+from kvledger.adapters.cli.commands import COMMANDS
+from kvledger.adapters.cli.parser import build_parser
 from kvledger.adapters.conformance import obligations
 from kvledger.adapters.conformance.scenarios import SCENARIOS
 from kvledger.adapters.vllm.configuration import ConnectorSettings
@@ -470,6 +476,37 @@ def issue(name: str) -> str:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
+# --- the command -----------------------------------------------------------------------------------------------------
+
+COMMANDS_INTRODUCTION = """
+What `--help` prints. [The `kvledger` command](cli.md) says what is behind it, and what it looks like.
+"""
+
+
+def commands_page() -> list[str]:
+    """The help of every command, as a terminal of 80 columns shows it."""
+    lines = [*heading("Command by command", "adapters/cli/commands.py and the commands"), *prose(COMMANDS_INTRODUCTION)]
+    for name in ("", *COMMANDS):
+        lines += [
+            f"## `kvledger{' ' * bool(name)}{name}`",
+            "",
+            "```text",
+            *help_of(*name.split()).splitlines(),
+            "```",
+            "",
+        ]
+    return lines
+
+
+def help_of(*command: str) -> str:
+    """What `--help` prints."""
+    printed = io.StringIO()
+    columns = mock.patch.dict(os.environ, COLUMNS="80")
+    with columns, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        build_parser().parse_args([*command, "--help"])
+    return printed.getvalue()
+
+
 PAGES: dict[str, Callable[[], list[str]]] = {
     "states.md": states_page,
     "events.md": events_page,
@@ -477,6 +514,7 @@ PAGES: dict[str, Callable[[], list[str]]] = {
     "invariants.md": invariants_page,
     "mutants.md": mutants_page,
     "contract.md": contract_page,
+    "commands.md": commands_page,
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import attrs
 
+from kvledger.adapters.cli.default_log import LogArgument
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.quantities import num_bytes, seconds
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
@@ -21,7 +22,9 @@ from kvledger.storage.events.segment_file import segment_paths
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("log", metavar="LOG", type=Path, help="a log directory, or a directory of logs (all of them)")
+    parser.add_argument(
+        "log", action=LogArgument, type=Path, help="a log directory, or a directory of logs (all of them)"
+    )
     parser.add_argument("--max-bytes", metavar="SIZE", type=num_bytes, help="what may stay, such as 2GiB")
     parser.add_argument("--max-age", metavar="AGE", type=seconds, help="how long ago a segment may be written, as 30d")
     parser.add_argument("--dry-run", action="store_true", help="say what would be retired, and delete nothing")

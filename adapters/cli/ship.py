@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from kvledger.adapters.cli.default_log import LogArgument
 from kvledger.adapters.cli.output import Output, progress_in_bytes
 from kvledger.adapters.cli.quantities import num_bytes, seconds
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Its arguments; who may ship is said in the environment, as for every command that reads a stream."""
-    parser.add_argument("log", metavar="LOG", type=Path, nargs="?", help="a log directory, or a directory of logs")
+    parser.add_argument(
+        "log", action=LogArgument, unless="list", type=Path, help="a log directory, or a directory of logs"
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--to", metavar="URL", type=StreamUrl, help="nats://host[:port][/STREAM]; tls:// insists on encryption"
@@ -55,8 +58,6 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         return _list(arguments.list, output)
     if arguments.to is None:
         raise CommandFailed("ship: --to URL is missing, or --list URL; give nats://host")
-    if arguments.log is None:
-        raise CommandFailed("ship: LOG is missing; give a log directory, or a directory of logs")
     if arguments.log.is_file():
         message = f"{arguments.log}: a segment alone cannot be shipped; give its directory"
         raise CommandFailed(message)

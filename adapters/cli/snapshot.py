@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kvledger.adapters.cli.default_log import LogArgument
 from kvledger.adapters.cli.options import add_handlers, chosen_core
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
@@ -16,7 +17,9 @@ from kvledger.storage.events.segment_file import segment_paths
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("log", metavar="LOG", type=Path, help="a log directory; it may be one that is being written")
+    parser.add_argument(
+        "log", action=LogArgument, type=Path, help="a log directory; it may be one that is being written"
+    )
     add_handlers(parser)
 
 

@@ -43,6 +43,12 @@ class Result:
 Run = Callable[..., Result]
 
 
+@pytest.fixture(autouse=True)
+def _no_default_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may have one."""
+    monkeypatch.delenv("KVLEDGER_LOG", raising=False)
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Run `kvledger` in this process."""

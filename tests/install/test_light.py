@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from processes import finished
 
-from kvledger.adapters.cli.main import COMMANDS as KVLEDGER_COMMANDS
+from kvledger.adapters.cli.commands import COMMANDS as KVLEDGER_COMMANDS
 from kvledger.storage.extras import CONNECTOR, EXTRAS
 
 pytestmark = pytest.mark.xdist_group("light")

@@ -1,0 +1,164 @@
+"""What is said of each command before its module is imported: one line, its exit codes, two examples.
+
+`--help`, docs/commands.md and the tests that run the examples read it here. It must not know how a command works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import attrs
+
+from kvledger.adapters.exit_codes import ExitCode
+
+_UNREADABLE = "it cannot be read: damaged all through, forbidden, or written by a newer kvledger"
+_DAMAGED_TOO = "shown, also of a log that is damaged: stderr says so, `kvledger verify` judges"
+
+
+@attrs.frozen
+class Command:
+    """What is said of a command."""
+
+    help: str
+    exit_codes: Mapping[ExitCode, str]
+    """Those of the command itself, with what each means here; `kvledger.adapters.exit_codes` has those of all."""
+    examples: Mapping[str, str]
+    """What somebody wants -> the line that does it."""
+    is_reading: bool = True
+    """Whether it takes a LOG to read, and the options for that."""
+
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "verify": Command(
+            "check a log in every way",
+            {
+                ExitCode.SOUND: "sound, as far as the log goes",
+                ExitCode.RULE_BROKEN: "a rule is broken",
+                ExitCode.DAMAGED: "damaged, unreadable, or written by a newer kvledger",
+                ExitCode.DIVERGED: "today's code decides otherwise than the log, or cannot fold it",
+                ExitCode.END_MISSING: "what is there is sound, and events are known to be missing at its end",
+            },
+            {
+                "every log of a log_dir": "kvledger verify logs",
+                "the verdict on the last start, for a script": "kvledger verify logs --newest --json | tail -n 1",
+            },
+        ),
+        "show": Command(
+            "show a log, or the timeline of a request",
+            {ExitCode.SOUND: _DAMAGED_TOO, ExitCode.DAMAGED: _UNREADABLE},
+            {
+                "what happened since the last start": "kvledger show logs --newest",
+                "the life of one request": "kvledger show logs chat-17",
+            },
+        ),
+        "why": Command(
+            "say why a request was preempted, missed the cache, computed again",
+            {
+                ExitCode.SOUND: _DAMAGED_TOO,
+                ExitCode.DAMAGED: _UNREADABLE,
+                ExitCode.DIVERGED: "the reasons do not add up, which is a mistake in kvledger",
+            },
+            {
+                "why one request waited and computed again": "kvledger why logs chat-17",
+                "its causes from event 40 on, for a program": "kvledger why logs chat-17 --since 40 --json",
+            },
+        ),
+        "stats": Command(
+            "sum up what the cache did, with a reason for every missed and recomputed token",
+            {
+                ExitCode.SOUND: _DAMAGED_TOO,
+                ExitCode.DAMAGED: _UNREADABLE,
+                ExitCode.DIVERGED: "the reasons do not add up, which is a mistake in kvledger",
+            },
+            {
+                "each log, and all together": "kvledger stats logs",
+                "one log from a moment on": "kvledger stats logs --newest --since 20ms",
+            },
+        ),
+        "replay": Command(
+            "fold a log and decide again",
+            {
+                ExitCode.SOUND: "today's code decides as the log does; with --diff: the same events",
+                ExitCode.DAMAGED: "damaged or unreadable",
+                ExitCode.DIVERGED: "a decision differs, or an event cannot be folded; with --diff: an event differs",
+            },
+            {
+                "a request as it stood at event 42": "kvledger replay logs/2026-01-05 chat-17 --until 42",
+                "where a second run went another way": "kvledger replay logs/2026-01-05 --diff logs/2026-01-06",
+            },
+        ),
+        "export": Command(
+            "write a log as a trace for Perfetto, a page for a ticket, or tables for a notebook",
+            {ExitCode.SOUND: "written, also of a log that is damaged", ExitCode.DAMAGED: _UNREADABLE},
+            {
+                "a page for a ticket": "kvledger export logs/2026-01-05 --html -o incident.html",
+                "a line for each request": "kvledger export --csv logs/2026-01-05 > requests.csv",
+            },
+        ),
+        "core": Command(
+            "show states, handlers, extensions, rules and tables: of this installation, or of a log",
+            {ExitCode.SOUND: "shown", ExitCode.DAMAGED: _UNREADABLE},
+            {
+                "what a connector would be made of here": "kvledger core",
+                "what a log was written with": "kvledger core logs/2026-01-05",
+            },
+            is_reading=False,
+        ),
+        "ship": Command(
+            "copy logs into a NATS JetStream stream",
+            {
+                ExitCode.SOUND: "everything is in the stream",
+                ExitCode.DAMAGED: "a log is damaged; what stands before that is in the stream",
+                ExitCode.TRY_AGAIN: "not everything is shipped: the same command later goes on",
+                ExitCode.REFUSED: "the server refused",
+            },
+            {
+                "from now on": "kvledger ship logs --to nats://nats.example/LOGS --follow",
+                "what is there": "kvledger ship --list nats://nats.example/LOGS",
+            },
+            is_reading=False,
+        ),
+        "repro": Command(
+            "write an incident as a test that drives the recorded hook calls into the connector",
+            {
+                ExitCode.SOUND: "written",
+                ExitCode.DAMAGED: _UNREADABLE,
+                ExitCode.USAGE: "wrong usage, or the log has no incident: --pin writes what it has",
+            },
+            {
+                "the first incident of a log": "kvledger repro logs/2026-01-06 -o test_incident.py",
+                "the answers that a request got": "kvledger repro logs/2026-01-05 chat-17 --pin -o test_chat_17.py",
+            },
+        ),
+        "conformance": Command(
+            "hold a connector of vLLM's against what vLLM relies on",
+            {ExitCode.SOUND: "no obligation is broken", ExitCode.RULE_BROKEN: "one is, or a rule that none names"},
+            {
+                "a connector that vLLM registers": "kvledger conformance OffloadingConnector --seeds 5",
+                "one world again": 'kvledger conformance connector:Mine --only "world 17"',
+            },
+            is_reading=False,
+        ),
+        "snapshot": Command(
+            "write the snapshots that a log lacks",
+            {ExitCode.SOUND: "they are written, or none was missing", ExitCode.DAMAGED: "damaged or unreadable"},
+            {
+                "before its oldest segments go": "kvledger snapshot logs/2026-01-05",
+                "of a log with handlers of its own": "kvledger snapshot logs/2026-01-05 --handlers handlers:Mine",
+            },
+            is_reading=False,
+        ),
+        "retire": Command(
+            "delete the oldest segments of logs that are at rest",
+            {ExitCode.SOUND: "done, or nothing to do", ExitCode.DAMAGED: _UNREADABLE},
+            {
+                "say what would go": "kvledger retire logs --max-bytes 2GiB --max-age 30d --dry-run",
+                "from cron": "kvledger retire logs --max-bytes 2GiB --max-age 30d",
+            },
+            is_reading=False,
+        ),
+    }
+)
+"""By name, in the order of the help text."""

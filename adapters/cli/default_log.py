@@ -1,0 +1,43 @@
+"""`LOG` on the command line, and KVLEDGER_LOG, which stands for it. It must not know what a log is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any, Final
+
+DEFAULT_LOG: Final = "KVLEDGER_LOG"
+
+
+class LogArgument(argparse.Action):
+    """`LOG`, for which the environment's `KVLEDGER_LOG` stands where it is not given; the parser sees to that."""
+
+    def __init__(self, *, help: str, unless: str = "", **about: Any) -> None:  # noqa: A002, ANN401 -- as in argparse
+        """`unless`: the option beside which no LOG is needed."""
+        super().__init__(**about, help=f"{help}; default: {DEFAULT_LOG}", nargs="?", metavar="LOG")
+        self.unless = unless
+
+    def __call__(
+        self, _: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, __: str | None = None
+    ) -> None:
+        """Store it."""
+        setattr(namespace, self.dest, values)
+
+    def take_default(self, namespace: argparse.Namespace) -> bool:
+        """Put KVLEDGER_LOG in the place of a LOG that was left out; returns whether there is one, or none is needed.
+
+        Of one argument that is no path it is then the REQUEST, where the command takes one.
+        """
+        default, given, request = os.environ.get(DEFAULT_LOG), namespace.log, getattr(namespace, "request", "")
+        if default and request is None and _may_be_request(given):
+            namespace.request, namespace.log = str(given), None
+        is_needed = not getattr(namespace, self.unless, None)
+        namespace.log_is_default = bool(namespace.log is None and default and is_needed)
+        if namespace.log_is_default and callable(self.type):
+            namespace.log = self.type(default)
+        return namespace.log is not None or not is_needed
+
+
+def _may_be_request(given: object) -> bool:
+    return isinstance(given, Path) and os.sep not in str(given) and not os.path.lexists(given)

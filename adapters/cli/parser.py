@@ -1,0 +1,144 @@
+"""The parser of the command line: one for each command, whose arguments may stand in any order.
+
+A command is a module of its name with `configure(parser)`, which adds its arguments in the order of its usage line, and
+`run(arguments, output)`, which returns the exit code. It is imported when it is chosen: a start that imports all
+commands takes half as long again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvledger.adapters.cli.commands import COMMANDS, Command
+from kvledger.adapters.cli.default_log import DEFAULT_LOG, LogArgument
+from kvledger.adapters.cli.options import add_options
+from kvledger.adapters.exit_codes import OF_EVERY_COMMAND, ExitCode
+from kvledger.adapters.logs.streams import log_argument
+
+_COLUMNS = 78
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser with this command's exit code for wrong usage; 2, argparse's own, means damage here."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(ExitCode.USAGE, f"{self.prog}: {message}\n")
+
+
+class _CommandParser(_Parser):
+    """The parser of one command: its positional arguments may stand before, between and behind its options."""
+
+    command: str | None = None
+    """The module that has the rest of its arguments, until it is chosen."""
+    _is_intermixing = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # noqa: ANN401 -- as in argparse
+        if self._is_intermixing:  # called by what is called below
+            return super().parse_known_args(args, namespace)
+        self._import_command()
+        self._is_intermixing = True
+        try:
+            found, rest = self.parse_known_intermixed_args(list(self._with_values(args)), namespace)
+        finally:
+            self._is_intermixing = False
+        log = next((action for action in self._actions if isinstance(action, LogArgument)), None)
+        if log is not None and not log.take_default(found):
+            self.error(f"the following arguments are required: LOG; {DEFAULT_LOG} in the environment stands for it")
+        return found, rest
+
+    def format_help(self) -> str:
+        """With exit codes and examples, which are put together when somebody asks."""
+        about = COMMANDS[self.prog.split()[-1]]
+        self.description, self.epilog = _sentence(about.help), _epilog(about)
+        return super().format_help()
+
+    def _import_command(self) -> None:
+        name, self.command = self.command, None
+        if name is not None:
+            module = importlib.import_module(f"kvledger.adapters.cli.{name}")
+            module.configure(self)
+            self.set_defaults(run=module.run)
+
+    def _with_values(self, args: list[str]) -> Iterator[str]:
+        """An option that may have one of a few values has it written out, so that it takes no argument for one."""
+        for at, argument in enumerate(args):
+            action = self._option_string_actions.get(argument)
+            choices = None if action is None or action.nargs != argparse.OPTIONAL else action.choices
+            has_value = choices is None or args[at + 1 : at + 2] in [[choice] for choice in choices]
+            yield argument if has_value or action is None else f"{argument}={action.const}"
+
+
+class _ShowVersion(argparse.Action):
+    """Looks the version up when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        print(f"kvledger {_version()}")
+        parser.exit()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and options."""
+    parser = _Parser(prog="kvledger", description="Reads the event logs of kvledger.", epilog=_EPILOG)
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show program's version number and exit")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    json = _CommandParser(add_help=False)
+    # Without a default here: it would overwrite a --json given before the command.
+    json.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object a line")
+    reading = _CommandParser(add_help=False, parents=[json])
+    reading.add_argument(
+        "log",
+        action=LogArgument,
+        type=log_argument,
+        help="a log directory, one *.kvlog file, a directory of logs (all of them), or nats://host/STREAM[/LOG_ID]",
+    )
+    reading.add_argument("--newest", action="store_true", help="of a directory of logs, read only the newest")
+    reading.add_argument("--mirror", metavar="DIR", type=Path, help="where the files of a stream's logs are kept")
+    add_options(reading)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_CommandParser)
+    for name, command in COMMANDS.items():
+        of_command = commands.add_parser(
+            name,
+            parents=[reading if command.is_reading else json],
+            help=command.help,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        of_command.command = name
+        of_command.set_defaults(is_reading=command.is_reading)
+    return parser
+
+
+_EPILOG = "COMMAND --help has its exit codes and examples. KVLEDGER_LOG is the LOG where none is named."
+
+
+def _sentence(text: str) -> str:
+    return textwrap.fill(f"{text[0].upper()}{text[1:]}.", _COLUMNS)
+
+
+def _epilog(command: Command) -> str:
+    """Exit codes and examples, as `--help` shows them below the options."""
+    examples = "\n".join(f"  {line}\n      {what}" for what, line in command.examples.items())
+    others = {code: text for code, text in OF_EVERY_COMMAND.items() if code not in command.exit_codes}
+    return f"exit codes:\n{_codes(command.exit_codes)}\nof every command:\n{_codes(others)}\n\nexamples:\n{examples}"
+
+
+def _codes(codes: Mapping[ExitCode, str]) -> str:
+    lines = (
+        textwrap.fill(text, _COLUMNS, initial_indent=f"  {code.value:<4}", subsequent_indent=" " * 6)
+        for code, text in codes.items()
+    )
+    return "\n".join(lines)
+
+
+def _version() -> str:
+    try:
+        return version("kvledger")
+    except PackageNotFoundError:
+        return "(not installed)"
