@@ -131,11 +131,16 @@ def decision(
 
 @observation("request.arrived")
 class RequestArrived(RequestEvent, frozen=True, tag=0):
-    """vLLM accepted a request (`on_new_request`). `ordinal` names this life of the id inside the log."""
+    """vLLM accepted a request (`on_new_request`). `ordinal` names this life of the id inside the log.
+
+    `trace_parent` is the caller's span in a distributed trace, where it told one: the 16 bytes of the trace's id and
+    the 8 of the span's. Empty where it did not.
+    """
 
     ordinal: int
     num_prompt_tokens: int
     time_ns: int
+    trace_parent: bytes = b""
 
 
 @observation("chunk.keys_observed")

@@ -140,7 +140,10 @@ def _delivered(event: e.EffectsDelivered) -> str:
 
 _WORDS: dict[type[e.Event], Callable[..., str]] = {
     # Observations.
-    e.RequestArrived: lambda event: f"arrived with {plural(event.num_prompt_tokens, 'prompt token')}",
+    e.RequestArrived: lambda event: (
+        f"arrived with {plural(event.num_prompt_tokens, 'prompt token')}"
+        f"{f', of trace {event.trace_parent[:16].hex()}' if event.trace_parent else ''}"
+    ),
     e.BlocksAllocated: _allocated,
     e.BlockTableObserved: lambda event: f"its block table is corrected to {plural(len(event.block_ids), 'block')}",
     e.RequestPreempted: lambda event: (

@@ -21,6 +21,7 @@ from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.step_reader import StepReader
+from kvledger.adapters.vllm.trace_context import trace_parent
 from kvledger.lifecycle import Channel, RequestState
 from kvledger.lifecycle import events as e
 
@@ -129,7 +130,8 @@ class Recording:
         """A request was accepted."""
         self._requests[request.request_id] = request
         ordinal = self.log.ledger.next_ordinal
-        self.log.observe(e.RequestArrived(request.request_id, ordinal, request.num_prompt_tokens, self.log.now()))
+        now, parent = self.log.now(), trace_parent(request.trace_headers)
+        self.log.observe(e.RequestArrived(request.request_id, ordinal, request.num_prompt_tokens, now, parent))
 
     @_records
     def lookup(self, request: Request, num_computed_tokens: int) -> None:

@@ -253,6 +253,7 @@ class SimulatedEngine:
         resumable: bool = False,
         priority: int = 0,
         arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> Request:
         """Queue a request that stops after `max_tokens` tokens."""
         request = Request(
@@ -265,6 +266,7 @@ class SimulatedEngine:
             priority=priority,
             arrival_time=arrival_time,
             block_hasher=self._block_hasher,
+            trace_headers=trace_headers,
         )
         self.scheduler.add_request(request)
         self.outputs.setdefault(request_id, [])

@@ -25,6 +25,7 @@ from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.step_jobs import NO_JOBS, no_copies, step_jobs
 from kvledger.adapters.vllm.step_reader import StepReader
+from kvledger.adapters.vllm.trace_context import trace_parent
 from kvledger.lifecycle import (
     Channel,
     Core,
@@ -146,9 +147,8 @@ class SchedulerSide:
             return
         self._requests[request.request_id] = request
         ordinal = self.journal.ledger.next_ordinal
-        self.journal.observe(
-            e.RequestArrived(request.request_id, ordinal, request.num_prompt_tokens, self.journal.now())
-        )
+        now, parent = self.journal.now(), trace_parent(request.trace_headers)
+        self.journal.observe(e.RequestArrived(request.request_id, ordinal, request.num_prompt_tokens, now, parent))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Answer a lookup: how many tokens, and whether they come asynchronously. None asks to be asked again.

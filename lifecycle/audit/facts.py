@@ -36,7 +36,10 @@ _BY_NAME: Mapping[str, Why] = {
 }
 """Field -> the same, in events that say nothing else of it."""
 _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
-    "request.arrived": {"num_prompt_tokens": _ENGINE},
+    "request.arrived": {
+        "num_prompt_tokens": _ENGINE,
+        "trace_parent": "the caller's word, for exports; nothing in the log hangs on it",
+    },
     "chunk.keys_observed": {"first_chunk": ("LONGEST_HIT",), "keys": ("KEY_IDENTITY",)},
     "lookup.requested": {
         "num_computed_tokens": ("LOOKUP_PURE",),
