@@ -235,7 +235,6 @@ TYPES = {
 
 CONNECTOR = {
     "kv_connector": "KVLedgerConnector",
-    "kv_connector_module_path": "kvledger.adapters.vllm",
     "kv_role": "kv_both",
 }
 
@@ -258,6 +257,9 @@ def configuration_page() -> list[str]:
     lines += ["```json", json.dumps(CONNECTOR, indent=2), "```", ""]
     lines += prose(
         """
+        vLLM knows the name from kvledger's plugin, which it loads unless `VLLM_PLUGINS` leaves `kvledger` out. Then add
+        `"kv_connector_module_path": "kvledger.adapters.vllm"`, which may stand there in any case.
+
         `kv_load_failure_policy` is vLLM's own key beside these. With `recompute`, a load that fails costs its request
         time; with vLLM's default `fail` it costs the request its life. [Operating](operating.md#start) says what async
         scheduling has to do with it.

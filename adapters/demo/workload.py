@@ -12,7 +12,6 @@ from kvledger.adapters.demo.model import FIRST_ORDINARY_TOKEN, VOCABULARY_SIZE
 
 CONNECTOR: dict[str, str] = {
     "kv_connector": "KVLedgerConnector",
-    "kv_connector_module_path": "kvledger.adapters.vllm",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }

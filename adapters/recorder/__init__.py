@@ -1,9 +1,9 @@
 """The recorder: any connector of vLLM, wrapped, with the log and the audit that kvledger's own has.
 
-Name it in `--kv-transfer-config` with `"kv_connector": "KVLedgerRecorder"` (or `"KVLedgerRecorderHMA"`) and
-`"kv_connector_module_path": "kvledger.adapters.recorder"`; the connector to wrap stands under `"connector"` in its
-extra configuration. Readers of its logs need `extension.py` alone: nothing of vLLM is imported before a class is asked
-for.
+Name it in `--kv-transfer-config` with `"kv_connector": "KVLedgerRecorder"` (or `"KVLedgerRecorderHMA"`); where vLLM
+does not load kvledger's plugin, `"kv_connector_module_path"` is `"kvledger.adapters.recorder"`. The connector to wrap
+stands under `"connector"` in its extra configuration. Readers of its logs need `extension.py` alone: nothing of vLLM is
+imported before a class is asked for.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvledger.adapters import vllm_plugin
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.description import described
 from kvledger.adapters.recorder.extension import Recorder
@@ -341,5 +342,4 @@ class KVLedgerRecorderHMA(KVLedgerRecorder, SupportsHMA):
         return self._end(request, "request_finished_all_groups", block_ids)
 
 
-versions.register(KVLedgerRecorder)
-versions.register(KVLedgerRecorderHMA)
+vllm_plugin.register()

@@ -1,7 +1,8 @@
 """The vLLM adapter: hooks become observations, decisions become metadata, workers move pages.
 
-Name it in `--kv-transfer-config` with `"kv_connector": "KVLedgerConnector"` and
-`"kv_connector_module_path": "kvledger.adapters.vllm"`. What differs between vLLM versions stands in `versions.py`.
+Name it in `--kv-transfer-config` with `"kv_connector": "KVLedgerConnector"`, and where vLLM does not load kvledger's
+plugin also with `"kv_connector_module_path": "kvledger.adapters.vllm"`. What differs between vLLM versions stands in
+`versions.py`.
 """
 
 from kvledger.storage.extras import CONNECTOR, require

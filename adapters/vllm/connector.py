@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvledger.adapters import vllm_plugin
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.configuration import ConnectorSettings
@@ -327,4 +328,4 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return ConnectorPrometheus(*arguments, **named)
 
 
-versions.register(KVLedgerConnector)
+vllm_plugin.register()

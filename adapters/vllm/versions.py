@@ -6,7 +6,6 @@ itself.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
@@ -78,21 +77,6 @@ def _parsed_version() -> Version | None:
 
 def _known() -> str:
     return " and ".join(f"{major}.{minor}" for major, minor in KNOWN)
-
-
-def register(connector_class: type[Any]) -> None:
-    """Make the connector known by its name to vLLM's factory, which otherwise knows only vLLM's own.
-
-    `MultiConnector` finds the class that reads a child's figures by name alone, even where the child was configured
-    with a module path (`kv_connector/v1/multi_connector.py`, build_kv_connector_stats); an unknown one is an error.
-    """
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    # Refused where it is registered already, as after a reload; then there is nothing left to do.
-    with contextlib.suppress(ValueError):
-        KVConnectorFactory.register_connector(
-            connector_class.__name__, connector_class.__module__, connector_class.__name__
-        )
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import json
 import re
 import types
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from lifecycle_driver import Driver, keys_of
 
+from kvledger.adapters import vllm_plugin
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.lifecycle import Core
@@ -38,11 +38,12 @@ def readme(documents: dict[str, str]) -> str:
 def accepted(transfer: dict[str, Any]) -> ConnectorSettings:
     """Check an object for `--kv-transfer-config` as vLLM and the connector do."""
     from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     assert set(transfer) <= {field.name for field in dataclasses.fields(KVTransferConfig)}
     configuration = KVTransferConfig(**transfer)
-    module = importlib.import_module(str(configuration.kv_connector_module_path))
-    assert hasattr(module, str(configuration.kv_connector))
+    vllm_plugin.register()
+    assert KVConnectorFactory.get_connector_class(configuration).__name__ == configuration.kv_connector
     assert configuration.kv_load_failure_policy == "fail", "the only policy that is right with async scheduling"
     return ConnectorSettings.from_extra_config(configuration.kv_connector_extra_config)
 

@@ -25,7 +25,6 @@ def recorded(inner: dict[str, Any], log_dir: Path) -> dict[str, Any]:
     """The configuration of an engine whose connector is recorded in `log_dir`."""
     return {
         "kv_connector": "KVLedgerRecorder",
-        "kv_connector_module_path": "kvledger.adapters.recorder",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"log_dir": str(log_dir), "connector": inner},
