@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that are made from the source: states, events, configuration, commands, invariants.
+"""Writes the pages of docs/ that are made from the source: states, events, configuration, commands, rules, metrics.
 
     python docs/generate.py            write them
     python docs/generate.py --check    write nothing; exit code 1, and the names, where a page is not what it would be
@@ -33,7 +33,8 @@ from kvledger.adapters.conformance import obligations
 from kvledger.adapters.conformance.scenarios import SCENARIOS
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.log_settings import LogSettings
-from kvledger.lifecycle import Core, LedgerConfiguration, events, rules, states, table
+from kvledger.adapters.vllm.metric_names import BY_EXTENSION, COUNTERS, GAUGES, HISTOGRAMS, PREFIX
+from kvledger.lifecycle import DURATION_BOUNDS_NS, Core, LedgerConfiguration, events, rules, states, table
 from kvledger.lifecycle.audit.facts import FACTS, Why
 from kvledger.lifecycle.codec import field_names
 from kvledger.lifecycle.events import MissReason
@@ -475,6 +476,28 @@ def issue(name: str) -> str:
     return f"[{name}](https://github.com/{ISSUES[repository]}/issues/{number})"
 
 
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def metrics_page() -> list[str]:
+    """Every metric with its type and its meaning."""
+    shortest, longest = (bound / 1e9 for bound in (DURATION_BOUNDS_NS[0], DURATION_BOUNDS_NS[-1]))
+    lines = heading("Metrics", "adapters/vllm/metric_names.py")
+    lines += prose(
+        "vLLM's `/metrics` shows them with vLLM's own labels, `model_name` and `engine`, from the start and at 0. "
+        "[Monitoring](monitoring.md) says which to alert on."
+    )
+    kinds = {"Counters": (COUNTERS, "_total"), "Gauges": (GAUGES, ""), "Histograms": (HISTOGRAMS, "")}
+    for title, (metrics, suffix) in kinds.items():
+        body = [[f"`{PREFIX}{name}{suffix}`", meaning] for name, meaning in metrics.values()]
+        lines += [f"## {title}", "", *rows(("metric", "meaning"), body)]
+    lines += [f"Their buckets end at {shortest:g} to {longest:g} s.", ""]
+    return lines + prose(
+        f"`{PREFIX}{COUNTERS[BY_EXTENSION][0]}_total` has one more label, `extension`, and a series for each "
+        "[extension](extending.md#an-extension) that is loaded."
+    )
+
+
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -517,6 +540,7 @@ PAGES: dict[str, Callable[[], list[str]]] = {
     "mutants.md": mutants_page,
     "contract.md": contract_page,
     "commands.md": commands_page,
+    "metrics.md": metrics_page,
 }
 
 

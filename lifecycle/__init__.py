@@ -20,7 +20,7 @@ from kvledger.lifecycle.ledger import EventSink, Ledger, LedgerCorrupt
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection, Projections, ProjectionSpec
 from kvledger.lifecycle.projections.obligations import Channel, PageJob, Ready
-from kvledger.lifecycle.projections.totals import Figures
+from kvledger.lifecycle.projections.totals import DURATION_BOUNDS_NS, Figures
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.replay import Replay, SequencedEvent, batches, fold
 from kvledger.lifecycle.rules import Rule
@@ -29,6 +29,7 @@ from kvledger.lifecycle.steps import ComputedTokens, Scheduled, StepEncoder
 from kvledger.lifecycle.turn import Turn
 
 __all__ = [
+    "DURATION_BOUNDS_NS",
     "BlocksRegion",
     "Channel",
     "ComputedTokens",

@@ -36,7 +36,7 @@ from kvledger.lifecycle.upcasters import Upcasters
 PROJECTIONS: tuple[ProjectionSpec, ...] = (
     ProjectionSpec("obligations", lambda its: Obligations(its.configuration.num_ranks)),
     ProjectionSpec("extensions", Extensions),
-    ProjectionSpec("totals", lambda its: Totals(its.tracker, its.transfers)),
+    ProjectionSpec("totals", lambda its: Totals(its.tracker, its.transfers, its.lookups)),
     ProjectionSpec("blocks", lambda its: BlockTable(its.tracker)),
     ProjectionSpec("unfilled", lambda its: UnfilledBlocks(its.tracker, its.blocks, its.geometry)),
     ProjectionSpec("tails", lambda its: Tails(its.tracker, its.chunks.slots)),

@@ -44,7 +44,7 @@ def figures_in_words(figures: Figures, *, has_own_copies: bool, num_deferrals: i
     """What the cache did. Without own copies, another connector's are not counted but for what was loaded."""
     deferred = "" if num_deferrals is None else f", {plural(num_deferrals, 'deferral')}"
     lines = {
-        "lookups": f"{figures.num_lookups} answered{deferred}; {plural(figures.num_tokens_hit, 'token')} offered",
+        "lookups": f"{figures.num_lookups} answered{deferred}; {plural(figures.num_tokens_offered, 'token')} offered",
         "preempted": f"{plural(figures.num_preemptions, 'time')}; tokens recovered {figures.num_tokens_recovered}, "
         f"retained {figures.num_tokens_retained}, recomputed {figures.num_tokens_recomputed}",
     }

@@ -112,7 +112,7 @@ class Sums:
         ]
         if figures is not None:
             balances += [
-                ("tokens offered, by the totals", figures.num_tokens_hit, self.num_offered),
+                ("tokens offered, by the totals", figures.num_tokens_offered, self.num_offered),
                 ("tokens loaded, by the totals", figures.num_tokens_loaded, self.to_load[LoadFate.LOADED]),
                 ("tokens recomputed, by the totals", figures.num_tokens_recomputed, self.num_recomputed),
             ]

@@ -23,8 +23,9 @@ from kvledger.adapters.vllm.event_log import open_event_log
 from kvledger.adapters.vllm.groups import describe_groups
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports, WorkerStart
-from kvledger.adapters.vllm.metrics import ConnectorPrometheus, ConnectorStats, StatsSource
+from kvledger.adapters.vllm.metrics import ConnectorPrometheus
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
+from kvledger.adapters.vllm.stats import ConnectorStats, StatsSource
 from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import ConfigurationError
 from kvledger.storage.kv import Sharing

@@ -1,97 +1,37 @@
-"""The connector's figures for vLLM's `/metrics`: deltas of the totals projection, one Prometheus metric each."""
+"""Registers `vllm:kvledger_*` with vLLM's `/metrics`, and records there what `stats.py` sends.
+
+Every series exists from the start, at 0: an alert on the first increase of a counter would not fire otherwise
+(`increase()` needs a sample before it). Units are Prometheus's base units, seconds and bytes.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import attrs
-from prometheus_client import Counter, Gauge
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from kvledger.adapters.vllm.guard import guarded
-from kvledger.lifecycle import Figures
+from kvledger.adapters.vllm.configuration import ConnectorSettings
+from kvledger.adapters.vllm.metric_names import BY_EXTENSION, COUNTERS, GAUGES, HISTOGRAMS, LAST_WRITTEN, PREFIX
+from kvledger.lifecycle import DURATION_BOUNDS_NS, ConfigurationError
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from kvledger.adapters.vllm.scheduler_side import SchedulerSide
-
-COUNTERS: tuple[str, ...] = tuple(field.name for field in attrs.fields(Figures))
-GAUGES = ("num_chunks_cached", "num_slots_used", "num_slots", "num_jobs_in_flight", "num_events_lost")
-_BY_EXTENSION = "num_extension_events"
-"""Reported as "num_extension_events/name", and shown with the label `extension`; no name has a slash."""
-
-_DESCRIPTIONS = {
-    "num_tokens_recovered": "Tokens of preempted requests loaded back from the host pool.",
-    "num_tokens_recomputed": "Tokens computed before a preemption and again after it.",
-    "num_tokens_retained": "Tokens of preempted requests still found in the local prefix cache.",
-}
+_NS: Final = 1_000_000_000
 
 
-class ConnectorStats(KVConnectorStats):
-    """Counter deltas and gauge values of one interval; plain numbers that survive serialization."""
+@attrs.frozen
+class _Series:
+    """The metrics of one engine, by figure."""
 
-    def reset(self) -> None:
-        """Forget everything."""
-        self.data = {}
-
-    def is_empty(self) -> bool:
-        """Whether nothing was collected."""
-        return not self.data
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add counters, replace gauges."""
-        for name, value in other.data.items():
-            self.data[name] = value if name in GAUGES else self.data.get(name, 0) + value
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """What vLLM's periodic log line shows."""
-        return {name: value for name, value in self.data.items() if value}
-
-
-_NO_STATS: ConnectorStats | None = None
-
-
-class StatsSource:
-    """Takes the difference of the totals since the last call."""
-
-    def __init__(self, side: SchedulerSide) -> None:
-        self._side = side
-        self._last: dict[str, int] = {}
-
-    def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
-        """Figures that cannot be taken are reported like any other failing hook."""
-        self._side.hook_failed(hook, request_id, error)
-
-    @guarded(default=_NO_STATS)
-    def take(self) -> ConnectorStats | None:
-        """The stats since the last call, or None where nothing changed."""
-        if not self._side.journal.figures_changed:
-            return None
-        self._side.journal.figures_changed = False
-        projections = self._side.ledger.projections
-        totals = projections.totals
-        now = {name: getattr(totals.figures, name) for name in COUNTERS if name != _BY_EXTENSION}
-        for extension in projections.core.extensions:  # so there are no more labels than extensions are configured
-            now[f"{_BY_EXTENSION}/{extension.name}"] = totals.state.num_events_of.get(extension.name, 0)
-        data: dict[str, Any] = {
-            name: value - self._last.get(name, 0) for name, value in now.items() if value != self._last.get(name, 0)
-        }
-        self._last = now
-        slots = projections.chunks.slots
-        data |= {
-            "num_chunks_cached": len(projections.chunks),
-            "num_slots_used": slots.num_slots - slots.num_free,
-            "num_slots": slots.num_slots,
-            "num_jobs_in_flight": len(projections.transfers),
-            "num_events_lost": getattr(self._side.log.store, "num_events_lost", 0),
-        }
-        return ConnectorStats(data)
+    counters: dict[str, Any]
+    gauges: dict[str, Any]
+    histograms: dict[str, Any]
 
 
 class ConnectorPrometheus(KVConnectorPromMetrics):
-    """Registers `vllm:kvledger_*` through vLLM's own hook, labelled like its other metrics."""
+    """Registers the metrics through vLLM's own hook, labelled like its other ones."""
 
     def __init__(
         self,
@@ -101,25 +41,56 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics: dict[str, Any] = {}
-        for names, kind in ((COUNTERS, Counter), (GAUGES, Gauge)):
-            for name in names:
-                self._metrics[name] = metric_types[kind](
-                    name=f"vllm:kvledger_{name.removeprefix('num_')}",
-                    documentation=_DESCRIPTIONS.get(name, name.replace("_", " ").capitalize() + "."),
-                    labelnames=[*labelnames, "extension"] if name == _BY_EXTENSION else labelnames,
-                )
+
+        def made(kind: type[Any], named: tuple[str, str], labels: list[str], **options: Any) -> Any:
+            name, meaning = named
+            return metric_types[kind](name=PREFIX + name, documentation=meaning, labelnames=labels, **options)
+
+        by_extension = made(Counter, COUNTERS[BY_EXTENSION], [*labelnames, "extension"])
+        plain = {name: named for name, named in COUNTERS.items() if name != BY_EXTENSION}
+        counters = {name: made(Counter, named, labelnames) for name, named in plain.items()}
+        # As vLLM's own: of several processes that serve one engine the last word counts.
+        gauges = {
+            name: made(Gauge, named, labelnames, multiprocess_mode="mostrecent") for name, named in GAUGES.items()
+        }
+        bounds = [bound / _NS for bound in DURATION_BOUNDS_NS]
+        histograms = {name: made(Histogram, named, labelnames, buckets=bounds) for name, named in HISTOGRAMS.items()}
+        extensions = _extensions(vllm_config)
+        self._series = {
+            engine: _Series(
+                {name: metric.labels(*labels) for name, metric in counters.items()}
+                | {f"{BY_EXTENSION}/{name}": by_extension.labels(*labels, name) for name in extensions},
+                {name: metric.labels(*labels) for name, metric in gauges.items()},
+                {name: metric.labels(*labels) for name, metric in histograms.items()},
+            )
+            for engine, labels in per_engine_labelvalues.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one interval of one engine."""
-        labels = self.per_engine_labelvalues[engine_idx]
-        for figure, value in transfer_stats_data.items():
-            name, _, extension = figure.partition("/")
-            metric = self._metrics.get(name)
-            if metric is None:
-                continue
-            child = metric.labels(*labels, *([extension] if name == _BY_EXTENSION else []))
-            if name in GAUGES:
-                child.set(value)
-            else:
-                child.inc(value)
+        """Record one interval of one engine. A figure that is not known here is passed over."""
+        series = self._series[engine_idx]
+        for name, value in transfer_stats_data.items():
+            if name in series.counters:
+                series.counters[name].inc(value)
+            elif name in series.gauges:
+                series.gauges[name].set(value / _NS if name == LAST_WRITTEN else value)
+            elif name in series.histograms:
+                _observe(series.histograms[name], value)
+
+
+def _observe(histogram: Any, durations: Sequence[int]) -> None:
+    """Each bucket's mean, as often as it was met: it lies in that bucket, and the sum is the true one."""
+    middle = len(durations) // 2
+    for count, sum_ns in zip(durations[:middle], durations[middle:], strict=True):
+        for _ in range(count):
+            histogram.observe(sum_ns / count / _NS)
+
+
+def _extensions(vllm_config: VllmConfig) -> list[str]:
+    """Names of those that are configured and installed; none where that does not work, which the engine refuses."""
+    transfer = vllm_config.kv_transfer_config
+    extra_config = {} if transfer is None else transfer.kv_connector_extra_config
+    try:
+        return [extension.name for extension in ConnectorSettings.from_extra_config(extra_config).core().extensions]
+    except ConfigurationError:
+        return []

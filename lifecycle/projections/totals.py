@@ -6,7 +6,9 @@ on the way back; retained means still found in vLLM's own prefix cache.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
+from typing import Final
 
 import attrs
 import msgspec
@@ -14,6 +16,7 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection
+from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import JobKind, Transfers
 
@@ -25,7 +28,15 @@ class Figures:
     num_requests: int = 0
     num_preemptions: int = 0
     num_lookups: int = 0
+    """Answers, polls included: a request that waits is asked about in every step."""
+    num_tokens_offered: int = 0
+    """By these answers, so a poll that repeats an offer counts it again."""
+    num_admissions: int = 0
+    """Requests that got blocks after an answer, once each time that they are admitted."""
+    num_tokens_queried: int = 0
+    """Of these, beyond vLLM's own prefix hit."""
     num_tokens_hit: int = 0
+    """Of the queried, those that are loaded instead of computed."""
     num_tokens_loaded: int = 0
     num_tokens_recovered: int = 0
     num_tokens_retained: int = 0
@@ -44,6 +55,27 @@ class Figures:
     num_hook_failures: int = 0
     num_extension_events: int = 0
     num_extensions_stopped: int = 0
+
+
+_MS: Final = 1_000_000
+DURATION_BOUNDS_NS: Final = tuple(
+    int(bound * _MS)
+    for bound in (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 30_000, 60_000)
+)
+"""Up to and with which a duration belongs to a bucket; what is longer to one more."""
+
+
+class Durations(msgspec.Struct, forbid_unknown_fields=True):
+    """How long something took each time: for each bucket how often, and the sum, with which its mean is exact."""
+
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_NS) + 1))
+    sums_ns: list[int] = msgspec.field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_NS) + 1))
+
+    def add(self, duration_ns: int) -> None:
+        """Count one."""
+        bucket = bisect_left(DURATION_BOUNDS_NS, duration_ns)
+        self.counts[bucket] += 1
+        self.sums_ns[bucket] += duration_ns
 
 
 _COUNTED: Mapping[type[e.Event], str] = {
@@ -65,16 +97,24 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """Load under way -> its tokens."""
     returning: dict[int, tuple[int, int]] = {}
     """Life of a preempted request that was looked up again -> tokens retained and recovered, until a step runs."""
+    preempted_ns: dict[int, int] = {}
+    """Life that was preempted -> when, the first time since it last ran."""
+    load_times: Durations = msgspec.field(default_factory=Durations)
+    """Of copies, as the workers measured them; the slowest rank's."""
+    save_times: Durations = msgspec.field(default_factory=Durations)
+    recovery_times: Durations = msgspec.field(default_factory=Durations)
+    """From a preemption until a step schedules the request again."""
     num_events_of: dict[str, int] = {}
     """Extension -> how many of `figures.num_extension_events` are its own."""
 
 
 class Totals(Projection):
-    """Folds every event that counts into `figures`. Registered before the tracker, to see states as they were."""
+    """Folds every event that counts into `figures`. Registered before the others, to see states as they were."""
 
-    def __init__(self, tracker: RequestTracker, transfers: Transfers) -> None:
+    def __init__(self, tracker: RequestTracker, transfers: Transfers, lookups: LookupCache) -> None:
         self._tracker = tracker
         self._transfers = transfers
+        self._lookups = lookups
         self.state = State()
 
     @property
@@ -95,12 +135,15 @@ class Totals(Projection):
     @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived, sequence: int) -> None:
         self.figures.num_requests += 1
-        self._gone(event, sequence)
+        self._finished(event, sequence)
 
     @on(e.RequestPreempted)
-    def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
+    def _preempted(self, event: e.RequestPreempted, _sequence: int) -> None:
         self.figures.num_preemptions += 1
-        self._gone(event, sequence)
+        record = self._tracker.get(event.request_id)
+        if record is not None:
+            self.state.returning.pop(record.ordinal, None)
+            self.state.preempted_ns.setdefault(record.ordinal, event.time_ns)
 
     @on(e.LookupRequested)
     def _lookup_requested(self, event: e.LookupRequested, _sequence: int) -> None:
@@ -112,7 +155,15 @@ class Totals(Projection):
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
         self.figures.num_lookups += 1
-        self.figures.num_tokens_hit += event.num_external_tokens
+        self.figures.num_tokens_offered += event.num_external_tokens
+
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
+        answer = self._lookups.pending(event.request_id)
+        if answer is not None:  # without one it is the second phase of an asynchronous load, or a session's next turn
+            self.figures.num_admissions += 1
+            self.figures.num_tokens_queried += max(0, answer.num_tokens - answer.num_computed_tokens)
+            self.figures.num_tokens_hit += max(0, min(event.num_external_tokens, answer.num_external_tokens))
 
     @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
@@ -124,10 +175,11 @@ class Totals(Projection):
             self.state.returning[event.ordinal] = (num_retained, max(0, last - event.first_token))
 
     @on(e.RequestFinished)
-    def _gone(self, event: e.RequestEvent, _sequence: int) -> None:
+    def _finished(self, event: e.RequestEvent, _sequence: int) -> None:
         record = self._tracker.get(event.request_id)
         if record is not None:
             self.state.returning.pop(record.ordinal, None)
+            self.state.preempted_ns.pop(record.ordinal, None)
 
     @on(e.LoadCompleted)
     def _load_completed(self, event: e.LoadCompleted, _sequence: int) -> None:
@@ -138,6 +190,9 @@ class Totals(Projection):
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             record = self._tracker.of(ordinal)
             if record is not None and record.num_preemptions:
+                preempted_ns = self.state.preempted_ns.pop(ordinal, None)
+                if preempted_ns is not None:
+                    self.state.recovery_times.add(max(0, event.time_ns - preempted_ns))
                 num_retained, num_recovered = self.state.returning.pop(ordinal, (0, 0))
                 self.figures.num_tokens_retained += num_retained
                 self.figures.num_tokens_recovered += num_recovered
@@ -149,13 +204,15 @@ class Totals(Projection):
         job = next(filter(None, map(self._transfers.get, event.job_ids)), None)
         if job is None:
             return
-        figures = self.figures
-        if job.kind is JobKind.LOAD:
+        figures, is_load = self.figures, job.kind is JobKind.LOAD
+        if is_load:
             figures.num_bytes_loaded += sum(event.num_bytes)
             figures.load_duration_ns += event.duration_ns
         else:
             figures.num_bytes_saved += sum(event.num_bytes)
             figures.save_duration_ns += event.duration_ns
+        if event.duration_ns:  # a copy that failed, or was not handed out, was not measured
+            (self.state.load_times if is_load else self.state.save_times).add(event.duration_ns)
 
     @on(e.SaveCompleted)
     def _save_completed(self, event: e.SaveCompleted, _sequence: int) -> None:

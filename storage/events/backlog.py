@@ -87,6 +87,8 @@ class BacklogEventStore:
         self._num_events_lost = 0
         self._num_events_late = 0
         """Written since trouble began."""
+        self._num_bytes_written = 0
+        self._last_written_unix_ns = 0
         self._num_failures = 0
         self._last_error: OSError | None = None
         """None where nothing is the matter."""
@@ -109,6 +111,16 @@ class BacklogEventStore:
     def num_events_lost(self) -> int:
         """Events dropped so far because the backlog was full, and those that `close` could not write."""
         return self._num_events_lost
+
+    @property
+    def num_bytes_written(self) -> int:
+        """Of frames, so far."""
+        return self._num_bytes_written
+
+    @property
+    def last_written_unix_ns(self) -> int:
+        """When a frame was written last; 0 before the first. For people: nothing here depends on it."""
+        return self._last_written_unix_ns
 
     @property
     def next_sequence(self) -> int:
@@ -138,6 +150,7 @@ class BacklogEventStore:
                 self._store.append(payload, num_events, expected_sequence=first_sequence)
             except OSError as error:
                 return self._keep_after(error, _Waiting(first_sequence, num_events, payload))
+            self._note_written(FRAME_HEADER_BYTES + len(payload))
             self._next_sequence = first_sequence + num_events
             return first_sequence
 
@@ -289,6 +302,13 @@ class BacklogEventStore:
             self._store.append(frame.payload, frame.num_events, expected_sequence=frame.first_sequence)
         elif self._store.next_sequence == frame.first_sequence:
             self._store.append_gap(frame.num_events, frame.reason)
+        else:
+            return
+        self._note_written(_size(frame))
+
+    def _note_written(self, num_bytes: int) -> None:
+        self._num_bytes_written += num_bytes
+        self._last_written_unix_ns = time.time_ns()
 
     def _keep(self, frame: _Waiting) -> None:
         num_bytes = _size(frame)

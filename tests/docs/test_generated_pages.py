@@ -155,12 +155,3 @@ def test_every_message_to_people_is_explained(documents: dict[str, str], reposit
         assert any(message.startswith(text) and level == said_level for text, said_level in explained), message
     for text, _ in explained:
         assert any(message.startswith(text) for message, _ in messages), text
-
-
-def test_every_metric_is_explained(documents: dict[str, str]) -> None:
-    """Each counter and gauge stands in docs/operating.md by its name."""
-    from kvledger.adapters.vllm.metrics import COUNTERS, GAUGES
-
-    tables = documents["docs/operating.md"].partition("## Metrics")[2].partition("\n## ")[0]
-    explained = set(re.findall(r"`([a-z_]+)`", tables))
-    assert {name.removeprefix("num_") for name in (*COUNTERS, *GAUGES)} <= explained

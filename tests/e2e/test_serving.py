@@ -134,7 +134,7 @@ def test_a_server_recovers_preempted_requests_tells_its_figures_and_leaves_a_sou
     assert ending.how in {HowEnded.CUT_OFF, HowEnded.CLOSED}, "whether it is killed before is vLLM's to say"
     assert ending.missing is None
     assert metrics["vllm:kvledger_preemptions_total"] == log.figures.num_preemptions > 0
-    assert metrics["vllm:kvledger_tokens_recovered_total"] == log.figures.num_tokens_recovered > 0
+    assert metrics["vllm:kvledger_recovered_tokens_total"] == log.figures.num_tokens_recovered > 0
     assert metrics["vllm:kvledger_requests_total"] == len(prompts)
 
 

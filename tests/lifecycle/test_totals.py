@@ -9,7 +9,7 @@ import pytest
 from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.totals import Figures
+from kvledger.lifecycle.projections.totals import DURATION_BOUNDS_NS, Durations, Figures
 
 
 def moved(driver: Driver) -> dict[str, int]:
@@ -91,7 +91,7 @@ def test_a_first_prefill_recomputes_nothing() -> None:
     driver.allocate("a", range(5))
     driver.step(("a", 0, 32, 65))
     driver.step(("a", 32, 33, 65))
-    assert moved(driver) == {"num_requests": 1, "num_lookups": 1}
+    assert moved(driver) == {"num_requests": 1, "num_lookups": 1, "num_admissions": 1, "num_tokens_queried": 65}
 
 
 def test_bytes_and_durations_go_to_their_direction() -> None:
@@ -124,10 +124,68 @@ def test_each_of_these_events_counts_one() -> None:
 
 
 def test_saved_chunks_and_answers_are_counted_in_their_units() -> None:
-    """Four chunks saved; every poll is a lookup, and its answer counts as hit tokens."""
+    """Four chunks saved; every poll is a lookup, and its answer counts as offered tokens."""
     driver = preempted()
     driver.lookup("a", 0, 65)
     driver.lookup("a", 32, 65)
     figures = moved(driver)
     assert figures["num_chunks_saved"] == 4
-    assert (figures["num_lookups"], figures["num_tokens_hit"]) == (3, 96)
+    assert (figures["num_lookups"], figures["num_tokens_offered"]) == (3, 96)
+
+
+def test_a_hit_counts_once_for_each_admission() -> None:
+    """However often it was offered, and only what was claimed of it; the local prefix is not queried."""
+    driver = preempted()
+    before = driver.projections.totals.figures.num_tokens_queried
+    for _ in range(3):
+        driver.lookup("a", 16, 65)
+    driver.allocate("a", range(10, 15), 32)
+    driver.allocate("a", range(10, 15), 0)  # the second phase of an asynchronous load
+    figures = moved(driver)
+    assert (figures["num_admissions"], figures["num_tokens_hit"]) == (2, 32)
+    assert figures["num_tokens_queried"] - before == 65 - 16
+    assert figures["num_tokens_offered"] == 3 * 48
+
+
+def counts_of(durations: Durations) -> dict[int, int]:
+    """The buckets that are not empty."""
+    return {bucket: count for bucket, count in enumerate(durations.counts) if count}
+
+
+def test_a_duration_belongs_to_the_first_bound_that_it_does_not_exceed() -> None:
+    """The sum goes with it, so that the mean of a bucket lies in it."""
+    durations = Durations()
+    for duration_ns in (0, DURATION_BOUNDS_NS[0], DURATION_BOUNDS_NS[0] + 1, DURATION_BOUNDS_NS[-1] + 1):
+        durations.add(duration_ns)
+    assert counts_of(durations) == {0: 2, 1: 1, len(DURATION_BOUNDS_NS): 1}
+    assert durations.sums_ns[0] == DURATION_BOUNDS_NS[0]
+
+
+def test_a_recovery_lasts_from_the_first_preemption_until_a_step_runs_the_request() -> None:
+    """Preempted again before it ran it is one recovery; one that ends before is none."""
+    driver = preempted()
+    totals = driver.projections.totals
+    (preempted_ns,) = totals.state.preempted_ns.values()
+    driver.lookup("a", 0, 65)
+    driver.allocate("a", range(10, 15), 64)
+    driver.preempt("a", 0)
+    assert list(totals.state.preempted_ns.values()) == [preempted_ns]
+    driver.settle_all()
+    resume(driver, 0, 0)
+    assert sum(totals.state.recovery_times.counts) == 1
+    assert totals.state.recovery_times.sums_ns[0] > 0
+    assert totals.state.preempted_ns == {}
+    driver.preempt("a", 65)
+    driver.settle_all()
+    driver.finish("a", 65, 65)
+    assert sum(totals.state.recovery_times.counts) == 1
+    assert totals.state.preempted_ns == {}
+
+
+def test_copies_are_timed_by_their_direction() -> None:
+    """Each report that was measured; one that failed was not."""
+    driver = preempted()
+    state = driver.projections.totals.state
+    assert (sum(state.save_times.counts), sum(state.load_times.counts)) == (1, 0)
+    resume(driver, 0, 64)
+    assert sum(state.load_times.counts) == 1

@@ -42,7 +42,7 @@ class Miscounting(Totals):
 
 
 def _miscounting_core() -> Core:
-    spec = ProjectionSpec("totals", lambda its: Miscounting(its.tracker, its.transfers))
+    spec = ProjectionSpec("totals", lambda its: Miscounting(its.tracker, its.transfers, its.lookups))
     specs = (spec if each.name == spec.name else each for each in Core.standard().projections)
     return attrs.evolve(Core.standard(), projections=tuple(specs))
 

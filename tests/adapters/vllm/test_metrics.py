@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import attrs
 import msgspec
 import pytest
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
+from kvledger.adapters.simulation.clock import SimulatedClock
 from kvledger.adapters.vllm import KVLedgerConnector
-from kvledger.adapters.vllm.metrics import COUNTERS, GAUGES, ConnectorPrometheus, ConnectorStats
-from kvledger.lifecycle import Extension
+from kvledger.adapters.vllm.metric_names import COUNTERS, GAUGES, HISTOGRAMS, LAST_WRITTEN, PREFIX
+from kvledger.adapters.vllm.metrics import ConnectorPrometheus
+from kvledger.adapters.vllm.stats import OF_LEDGER, ConnectorStats
+from kvledger.lifecycle import DURATION_BOUNDS_NS, Extension
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -56,6 +60,14 @@ def take(engine: Any) -> ConnectorStats | None:
     return stats
 
 
+def the_rest(engine: Any) -> dict[str, Any]:
+    """What a step that is news would send, also of the log."""
+    engine.connector.scheduler_side.journal.figures_changed = True
+    stats = take(engine)
+    assert stats is not None
+    return stats.data
+
+
 def collect(engine: Any) -> list[dict[str, Any]]:
     """The statistics that vLLM's scheduler sends out, step by step, as they arrive at the other side."""
     sent: list[dict[str, Any]] = []
@@ -81,19 +93,22 @@ def sums(sent: list[dict[str, Any]]) -> dict[str, Any]:
     return total.data
 
 
-def test_what_is_sent_adds_up_to_the_totals(make_engine: Any) -> None:
+def test_what_is_sent_adds_up_to_the_totals(make_engine: Any, tmp_path: Path) -> None:
     """Every counter, over all steps; the last word of every gauge."""
-    engine = preempt_and_recover(make_engine)
+    engine = preempt_and_recover(make_engine, log_dir=str(tmp_path))
     sent = collect(engine)
     engine.run()
-    rest = take(engine)
-    if rest is not None:
-        sent.append(rest.data)
-    total = sums(sent)
+    total = sums([*sent, the_rest(engine)])
     figures = attrs.asdict(engine.figures)
     assert {name: value for name, value in figures.items() if value} == {
-        name: value for name, value in total.items() if name not in GAUGES
+        name: total[name] for name in OF_LEDGER if name in total
     }
+    totals = engine.projections.totals.state
+    for name in HISTOGRAMS:
+        durations = getattr(totals, name)
+        assert total[name] == [*durations.counts, *durations.sums_ns]
+        assert sum(durations.counts) > 0, name
+    assert sum(totals.recovery_times.counts) == figures["num_preemptions"]
     for name in (
         "num_preemptions",
         "num_tokens_loaded",
@@ -102,31 +117,39 @@ def test_what_is_sent_adds_up_to_the_totals(make_engine: Any) -> None:
         "num_bytes_loaded",
     ):
         assert figures[name] > 0, name
-    slots = engine.projections.chunks.slots
+    slots, store = engine.projections.chunks.slots, engine.connector.scheduler_side.log.store
     assert {name: total[name] for name in GAUGES} == {
         "num_chunks_cached": len(engine.projections.chunks),
         "num_slots_used": slots.num_slots - slots.num_free,
         "num_slots": slots.num_slots,
         "num_jobs_in_flight": 0,
-        "num_events_lost": 0,
+        "num_log_events_waiting": 0,
+        "is_disabled": 0,
+        LAST_WRITTEN: store.last_written_unix_ns,
     }
+    assert total["num_log_bytes_written"] == store.num_bytes_written > 0
 
 
-def test_nothing_is_sent_when_nothing_changed(make_engine: Any) -> None:
-    """A step in which everybody decodes and no chunk fills is no news."""
-    engine = preempt_and_recover(make_engine, num_blocks=40)
-    for _ in range(10):
+def test_what_only_writes_the_log_is_sent_once_a_second(make_engine: Any, tmp_path: Path) -> None:
+    """A step in which everybody decodes and no chunk fills is no news, but that the log is written."""
+    clock = SimulatedClock()
+    with clock.read_by(KVLedgerConnector):
+        engine = preempt_and_recover(make_engine, log_dir=str(tmp_path), num_blocks=40)
+        for _ in range(10):
+            engine.step()
+        while engine.projections.transfers or engine.scheduler.running[0].num_tokens % 8 != 3:
+            engine.step()
+        take(engine)
+        sent = collect(engine)
         engine.step()
-    while engine.projections.transfers or engine.scheduler.running[0].num_tokens % 8 != 3:
+        assert sent == []
+        assert take(engine) is None
+        clock.pass_ms(1000)
         engine.step()
-    take(engine)
-    sent = collect(engine)
-    engine.step()
-    engine.step()
-    assert sent == []
-    assert take(engine) is None
-    engine.run()
-    assert sent
+        (written,) = sent
+        assert set(written) == {*GAUGES, "num_log_bytes_written"}
+        engine.run()
+    assert len(sent) > 1
 
 
 def test_a_worker_has_no_figures_of_its_own(make_engine: Any) -> None:
@@ -136,25 +159,38 @@ def test_a_worker_has_no_figures_of_its_own(make_engine: Any) -> None:
     assert engine.worker.get_kv_connector_stats() is None
 
 
-def test_prometheus_shows_the_totals(make_engine: Any, unregister: None) -> None:
+def test_prometheus_shows_the_totals(make_engine: Any, unregister: None, tmp_path: Path) -> None:
     """Through vLLM's hook, with vLLM's labels: one metric per figure, of two engines apart."""
     assert unregister is None
-    engine = preempt_and_recover(make_engine)
+    engine = preempt_and_recover(make_engine, log_dir=str(tmp_path))
     sent = collect(engine)
     labels = {0: ["tiny", "0"], 1: ["tiny", "1"]}
     prometheus = KVConnectorProm(engine.vllm_config, ["model_name", "engine"], labels)
     assert isinstance(prometheus.prom_metrics, ConnectorPrometheus)
     engine.run()
-    rest = take(engine)
-    for data in [*sent, *([] if rest is None else [rest.data])]:
+    for data in [*sent, the_rest(engine)]:
         prometheus.observe(data, 1)
-    for name, value in attrs.asdict(engine.figures).items():
-        metric = f"vllm:kvledger_{name.removeprefix('num_')}_total"
-        found = REGISTRY.get_sample_value(metric, {"model_name": "tiny", "engine": "1"})
-        assert (found or 0) == value, name
-        assert not REGISTRY.get_sample_value(metric, {"model_name": "tiny", "engine": "0"})
-    used = REGISTRY.get_sample_value("vllm:kvledger_slots_used", {"model_name": "tiny", "engine": "1"})
-    assert used == engine.projections.chunks.slots.num_slots - engine.projections.chunks.slots.num_free
+    figures, state = attrs.asdict(engine.figures), engine.projections.totals.state
+    for name in set(COUNTERS) & set(figures) - {"num_extension_events"}:
+        assert shown(COUNTERS[name][0] + "_total", "1") == figures[name], name
+        assert shown(COUNTERS[name][0] + "_total", "0") == 0, name
+    for name, (metric, _) in HISTOGRAMS.items():
+        durations = getattr(state, name)
+        assert shown(metric + "_count", "1") == sum(durations.counts) > 0
+        assert shown(metric + "_sum", "1") == pytest.approx(sum(durations.sums_ns) / 1e9)
+        num_below = 0
+        for bound_ns, count in zip(DURATION_BOUNDS_NS, durations.counts, strict=False):
+            num_below += count
+            assert shown(metric + "_bucket", "1", le=str(bound_ns / 1e9)) == num_below
+    slots = engine.projections.chunks.slots
+    assert shown("used_slots", "1") == slots.num_slots - slots.num_free
+    written_ns = engine.connector.scheduler_side.log.store.last_written_unix_ns
+    assert shown("log_last_write_timestamp_seconds", "1") == written_ns / 1_000_000_000
+
+
+def shown(name: str, engine: str, **labels: str) -> float | None:
+    """The value of a series; None where there is none."""
+    return REGISTRY.get_sample_value(PREFIX + name, {"model_name": "tiny", "engine": engine, **labels})
 
 
 def test_each_extension_has_a_label_of_its_own(make_engine: Any, unregister: None) -> None:
@@ -170,31 +206,25 @@ def test_each_extension_has_a_label_of_its_own(make_engine: Any, unregister: Non
     prometheus = KVConnectorProm(engine.vllm_config, ["model_name", "engine"], {0: ["tiny", "0"]})
     prometheus.observe(stats.data)
     (metric,) = (metric for metric in REGISTRY.collect() if metric.name == "vllm:kvledger_extension_events")
-    shown = {sample.labels["extension"]: sample.value for sample in metric.samples if sample.name.endswith("_total")}
-    assert shown == {"quiet": 1, "loud": 3}
+    values = {sample.labels["extension"]: sample.value for sample in metric.samples if sample.name.endswith("_total")}
+    assert values == {"quiet": 1, "loud": 3}
     assert {violation.rule for violation in engine.logged(e.InvariantViolated)} == {"LEGAL_TRANSITION"}
 
 
-def test_every_figure_has_a_metric_and_every_metric_a_sentence(make_engine: Any, unregister: None) -> None:
-    """Names are unique; no counter is a gauge."""
+def test_every_figure_has_a_metric_and_every_metric_is_there_at_once(make_engine: Any, unregister: None) -> None:
+    """With every label that vLLM gives, at 0; but for the offers of polls, which reasons are balanced with."""
     assert unregister is None
-    engine = make_engine(num_blocks=20, chunk_size=16)
-    made: list[tuple[type, str, str]] = []
-
-    def kind(real: Any) -> Any:
-        def make(name: str, documentation: str, labelnames: list[str]) -> Any:
-            made.append((real, name, documentation))
-            return real(name, documentation, labelnames)
-
-        return make
-
-    types: Any = {real: kind(real) for real in (Counter, Gauge, Histogram)}
-    KVLedgerConnector.build_prom_metrics(engine.vllm_config, types, ["model_name", "engine"], {0: ["tiny", "0"]})
-    assert len(made) == len(COUNTERS) + len(GAUGES) == len({name for _, name, _ in made})
-    assert all(documentation.endswith(".") and documentation[0].isupper() for _, _, documentation in made)
-    assert {name for real, name, _ in made if real is Gauge} == {
-        f"vllm:kvledger_{name.removeprefix('num_')}" for name in GAUGES
-    }
+    engine = make_engine(num_blocks=20, chunk_size=16, extensions=[f"{__name__}:Quiet"])
+    stats = take(engine)
+    assert stats is not None
+    of_durations = {"save_duration_ns", "load_duration_ns"}  # the sums of histograms
+    assert {*OF_LEDGER, *stats.data} - {*COUNTERS, *GAUGES, *HISTOGRAMS} == {"num_tokens_offered", *of_durations}
+    KVConnectorProm(engine.vllm_config, ["model_name", "engine"], {0: ["tiny", "0"], 7: ["tiny", "7"]})
+    ours = [metric for metric in REGISTRY.collect() if metric.name.startswith(PREFIX)]
+    assert len(ours) == len({*COUNTERS, *GAUGES, *HISTOGRAMS})
+    for metric in ours:
+        values = {sample.labels["engine"]: sample.value for sample in metric.samples if "_created" not in sample.name}
+        assert values == {"0": 0, "7": 0}, metric.name
 
 
 def test_an_unknown_figure_is_passed_over(make_engine: Any, unregister: None) -> None:
@@ -203,7 +233,17 @@ def test_an_unknown_figure_is_passed_over(make_engine: Any, unregister: None) ->
     engine = make_engine(num_blocks=20, chunk_size=16)
     prometheus = KVConnectorProm(engine.vllm_config, ["model_name", "engine"], {0: ["tiny", "0"]})
     prometheus.observe({"num_of_the_future": 3, "num_requests": 2})
-    assert REGISTRY.get_sample_value("vllm:kvledger_requests_total", {"model_name": "tiny", "engine": "0"}) == 2
+    assert shown("requests_total", "0") == 2
+
+
+def test_an_extension_that_cannot_be_imported_does_not_end_the_front_end(make_engine: Any, unregister: None) -> None:
+    """The engine refuses to start with it, in its own words."""
+    assert unregister is None
+    engine = make_engine(num_blocks=20, chunk_size=16)
+    engine.vllm_config.kv_transfer_config.kv_connector_extra_config["extensions"] = ["not_there:Extension"]
+    prometheus = KVConnectorProm(engine.vllm_config, ["model_name", "engine"], {0: ["tiny", "0"]})
+    prometheus.observe({"num_requests": 2})
+    assert shown("requests_total", "0") == 2
 
 
 def test_stats_add_counters_and_replace_gauges() -> None:
@@ -212,6 +252,10 @@ def test_stats_add_counters_and_replace_gauges() -> None:
     stats.aggregate(ConnectorStats({"num_requests": 3, "num_lookups": 1, "num_slots_used": 0}))
     assert stats.data == {"num_requests": 5, "num_lookups": 1, "num_slots_used": 0}
     assert stats.reduce() == {"num_requests": 5, "num_lookups": 1}
+    for _ in range(2):
+        stats.aggregate(ConnectorStats({"load_times": [1, 3, 1_000_000, 7_000_000], LAST_WRITTEN: 9}))
+    assert stats.data["load_times"] == [2, 6, 2_000_000, 14_000_000]
+    assert stats.reduce() == {"num_requests": 5, "num_lookups": 1, "mean_load_time_ms": 2.0}
     stats.reset()
     assert stats.is_empty()
 

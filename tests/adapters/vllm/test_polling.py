@@ -36,7 +36,7 @@ def without_traces_of_lookups(engine: Any) -> dict[str, bytes]:
     for of_lives in (copied.lookups.state.pending, copied.lookups.state.hits):
         of_lives.pop(ordinal, None)
     copied.totals.state.returning.clear()
-    copied.totals.figures.num_lookups = copied.totals.figures.num_tokens_hit = 0
+    copied.totals.figures.num_lookups = copied.totals.figures.num_tokens_offered = 0
     copied.tracker.state.time_ns = 0
     return copied.snapshot()
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvledger.storage.events import AppendConflict, BacklogEventStore, FrameKind, SegmentEventStore, read_log
+from kvledger.storage.events.frames import FRAME_HEADER_BYTES
 
 Limit = Callable[[int], AbstractContextManager[None]]
 
@@ -65,6 +66,7 @@ def test_past_the_bound_the_newest_are_dropped_and_become_a_gap(tmp_path: Path, 
     assert store.append(b"after", 1) == 32
     store.close()
     frames = _stored(tmp_path)
+    assert store.num_bytes_written == sum(FRAME_HEADER_BYTES + len(payload) for *_, payload in frames)
     assert [frame[:3] for frame in frames] == [
         (1, 1, FrameKind.EVENTS),
         (2, 3, FrameKind.EVENTS),
