@@ -16,7 +16,7 @@ SEEDS ?= 200
 REQUESTS ?= 20000
 KILLS ?= 5000
 
-.PHONY: help demo setup test test-long check format sim mutants soak stress torture lmcache vllm-next gpu-check bench bench-full docs lock clean distclean
+.PHONY: help demo setup test test-long check format sim mutants soak stress torture lmcache vllm-next gpu-check bench bench-full docs docs-site lock clean distclean
 
 help: ## list the targets
 	@echo "kvledger: make TARGET"
@@ -85,11 +85,14 @@ bench-full: setup ## all cases of it, and write their figures into docs/benchmar
 docs: setup ## write the generated pages of docs/ again
 	$(python) docs/generate.py
 
+docs-site: docs ## build the docs site into site/, and refuse a page that warns or a link that leads nowhere
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --quiet --strict
+
 lock: ## compile requirements/lock.txt again (UPGRADE=1: to the newest versions)
 	@requirements/compile.sh
 
 clean: ## remove what builds and tools left behind
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -path ./.venv -prune -o -path ./.git -prune -o -type d -name __pycache__ -print0 | xargs -0 rm -rf
 
 distclean: clean ## clean, and remove .venv and those on top of it

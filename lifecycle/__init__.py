@@ -28,6 +28,9 @@ from kvledger.lifecycle.states import BlocksRegion, RequestState, TrustRegion
 from kvledger.lifecycle.steps import ComputedTokens, Scheduled, StepEncoder
 from kvledger.lifecycle.turn import Turn
 
+__version__ = "0.1.0"
+"""Of the whole distribution. `kvledger` itself is a namespace without a file, so it stands here."""
+
 __all__ = [
     "DURATION_BOUNDS_NS",
     "BlocksRegion",
@@ -59,6 +62,7 @@ __all__ = [
     "StepEncoder",
     "TrustRegion",
     "Turn",
+    "__version__",
     "batches",
     "decisions",
     "fold",

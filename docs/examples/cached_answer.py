@@ -14,10 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvledger.adapters.vllm.configuration import ConnectorSettings
-from kvledger.adapters.vllm.event_log import open_event_log
-from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, Turn, handlers
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, Turn, handlers, log_header
 from kvledger.lifecycle import events as e
+from kvledger.storage.events import SegmentEventStore
 
 REQUEST = "cmpl-bench-16-0"
 MS = 1_000_000
@@ -76,16 +75,16 @@ OBSERVATIONS: tuple[e.Event, ...] = (
 
 
 def write_log(log_dir: Path) -> Path:
-    """Play the observations into a new log under `log_dir`; returns its directory."""
+    """Play the observations into a new log; returns its directory."""
     configuration = LedgerConfiguration(block_size=16, chunk_size=256, num_slots=16)
     core = Core.standard().replacing(CachedAnswer())
-    log = open_event_log(core, ConnectorSettings.model_validate({"log_dir": log_dir}), configuration)
-    ledger = Ledger(core, configuration, log.store)
+    store = SegmentEventStore.create(log_dir, log_header(core, configuration))
+    ledger = Ledger(core, configuration, store)
     for observation in OBSERVATIONS:
         ledger.observe(observation)
         ledger.commit()
-    log.close()
-    return Path(str(log.directory))
+    store.close()
+    return log_dir
 
 
 if __name__ == "__main__":

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import re
+import runpy
 import tomllib
 import zipfile
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+
+from kvledger import lifecycle
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("lifecycle", "storage", "adapters")
@@ -71,3 +78,41 @@ def test_every_locked_version_is_one_that_kvledger_allows() -> None:
     locked = dict(line.split("==") for line in lines if "==" in line and not line.lstrip().startswith("#"))
     for requirement in runtime_requirements():
         assert requirement.specifier.contains(locked[requirement.name]), str(requirement)
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel_file: Path) -> Message:
+    """What a package index shows of the wheel."""
+    with zipfile.ZipFile(wheel_file) as opened:
+        (name,) = [name for name in opened.namelist() if name.endswith(".dist-info/METADATA")]
+        return message_from_bytes(opened.read(name))
+
+
+def test_the_version_is_that_of_the_code(metadata: Message) -> None:
+    """It is written once, and once more for those who cite."""
+    assert metadata["Version"] == lifecycle.__version__
+    assert f"\nversion: {lifecycle.__version__}\n" in (REPOSITORY / "CITATION.cff").read_text()
+
+
+def test_no_link_of_the_description_leads_nowhere(metadata: Message) -> None:
+    """Links into the repository are words there, as long as nobody can visit it; others stay."""
+    description = metadata.get_payload()
+    assert isinstance(description, str)
+    assert re.findall(r"\]\((?!https://|#)[^)]*\)", description) == []
+    assert "](https://github.com/LMCache/LMCache/issues/2158)" in description
+
+
+@pytest.fixture
+def setup_script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names of setup.py, which sets nothing up."""
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    return runpy.run_path(str(REPOSITORY / "setup.py"))
+
+
+def test_a_description_leads_to_the_repository_that_is_named(setup_script: dict[str, Any]) -> None:
+    """As soon as `[project.urls]` has one."""
+    text = "![a](docs/a.svg) [b](docs/b.md#c) [d](https://e) [f](#g)"
+    assert setup_script["read_elsewhere"](text, "https://host/it") == (
+        "![a](https://host/it/raw/main/docs/a.svg) [b](https://host/it/blob/main/docs/b.md#c) [d](https://e) [f](#g)"
+    )
+    assert setup_script["read_elsewhere"](text, None) == " b [d](https://e) [f](#g)"

@@ -1,0 +1,70 @@
+"""The docs site is built without a warning, has every page, and asks no other host for anything."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from processes import finished
+
+ASKED_FOR = re.compile(r"""<(?:script|img|iframe|link|source)\b[^>]*?\s(?:src|href)=["']?(?:https?:)?//[^\s"'>]+""")
+CANONICAL = re.compile(r"<link\b[^>]*\brel=[\"']?canonical")
+EXTERNAL_STYLE = re.compile(r"(?:@import|url\()\s*[\"']?(?:https?:)?//")
+
+
+@pytest.fixture(scope="module")
+def site(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, as `make docs-site` builds it: strictly, so that a warning or a dead link or anchor ends it."""
+    directory = tmp_path_factory.mktemp("site")
+    build = finished(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", directory],
+        cwd=repository,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert build.returncode == 0, build.stderr
+    assert "WARNING" not in build.stderr
+    return directory
+
+
+@pytest.mark.xdist_group("docs site")
+def test_every_document_is_a_page(site: Path, documents: dict[str, str]) -> None:
+    """Also those that lie outside of docs/, and each decision."""
+    outside = {"README": "about", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog", "SECURITY": "security"}
+    names = {name.removesuffix(".md") for name in documents}
+    expected = {outside.get(name, name.removeprefix("docs/")) for name in names}
+    pages = {str(page.relative_to(site).with_suffix("")) for page in site.rglob("*.html")}
+    assert expected - pages == set()
+
+
+@pytest.mark.xdist_group("docs site")
+def test_a_page_asks_no_other_host(site: Path) -> None:
+    """No script, font, style or picture is fetched: the site is read from a disk, or behind a firewall."""
+    asked = [
+        f"{page.name}: {found}"
+        for page in site.rglob("*.html")
+        for found in ASKED_FOR.findall(page.read_text())
+        if not CANONICAL.match(found)
+    ]
+    assert asked == []
+    assert [style.name for style in site.rglob("*.css") if EXTERNAL_STYLE.search(style.read_text())] == []
+
+
+@pytest.mark.xdist_group("docs site")
+def test_a_linked_source_file_is_on_the_site(site: Path, repository: Path) -> None:
+    """As text, so that a browser shows it."""
+    path = "lifecycle/extension.py"
+    assert (site / "source" / f"{path}.txt").read_text() == (repository / path).read_text()
+    assert f'href="source/{path}.txt"' in (site / "extending.html").read_text()
+
+
+@pytest.mark.xdist_group("docs site")
+def test_the_reference_has_what_is_promised(site: Path) -> None:
+    """Each name of `kvledger.lifecycle.__all__`, with its anchor; a type alias and the version have none."""
+    from kvledger import lifecycle
+
+    page = (site / "reference.html").read_text()
+    missing = {name for name in lifecycle.__all__ if f'id="kvledger.lifecycle.{name}"' not in page}
+    assert missing <= {"SequencedEvent", "__version__"}, missing
