@@ -16,7 +16,15 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
@@ -97,6 +105,7 @@ def vllm_config(
     async_scheduling: bool = False,
     policy: str = "fcfs",
     long_prefill_token_threshold: int = 0,
+    kv_events: bool = False,
 ) -> VllmConfig:
     """The configuration of a vLLM that schedules for a tiny model on CPU."""
     model = write_configuration(Path(tempfile.gettempdir()) / "kvledger-tiny-configuration")
@@ -119,6 +128,7 @@ def vllm_config(
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=None if kv_transfer is None else KVTransferConfig(**kv_transfer),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=kv_events, publisher="null"),
     )
 
 
@@ -148,6 +158,7 @@ class SimulatedEngine:
         specs: Mapping[str, KVCacheSpec] | None = None,
         layout: str = "LBNHC",
         kv_transfer: dict[str, Any] | None = None,
+        subscriber: Any = None,
         **extra_config: Any,
     ) -> None:
         # What happens must not depend on how long this machine's disk takes.
@@ -163,6 +174,7 @@ class SimulatedEngine:
             kv_transfer=transfer,
             policy=policy,
             long_prefill_token_threshold=long_prefill_token_threshold,
+            kv_events=subscriber is not None,
         )
         # VllmConfig turns it off where the platform has no asynchronous worker; here there is one.
         self.vllm_config.scheduler_config.async_scheduling = async_scheduling
@@ -189,6 +201,8 @@ class SimulatedEngine:
             block_size=block_size,
             log_stats=True,
         )
+        if subscriber is not None:
+            self.scheduler.kv_event_publisher = subscriber
         self.scheduler.use_v2_model_runner = model_runner_v2
         put_in_order(self.scheduler)
         self.models = [HashedModel(num_blocks, block_size, windows, kv_caches) for kv_caches in registered]

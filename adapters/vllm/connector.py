@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -17,6 +17,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvledger.adapters import vllm_plugin
 from kvledger.adapters.vllm import versions
+from kvledger.adapters.vllm.cache_events import chunk_blocks
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import open_event_log
@@ -33,6 +34,7 @@ from kvledger.storage.kv import Sharing
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
@@ -128,6 +130,9 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._scheduler_side.journal.loads_must_not_fail = loads_must_not_fail
         self._scheduler_side.digested.share = settings.digest_share
+        blocks = None if groups.declined else chunk_blocks(vllm_config, kv_cache_config, configuration)
+        if blocks is not None:
+            self._scheduler_side.publish(blocks)
         self._stats = StatsSource(self._scheduler_side)
         messages.info(
             "recording",
@@ -304,6 +309,10 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         """Everything saved is stale."""
         return self.scheduler_side.reset_cache()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """KV events of the host pool, where vLLM's `kv_events_config` asks for any."""
+        return () if self._scheduler_side is None else self._scheduler_side.take_events()
 
     def shutdown(self) -> None:
         """Close the log or free the pool. May be called twice."""

@@ -60,6 +60,8 @@ class Journal:
         """Whether events that were handed over are not in the log yet."""
         self.is_written = True
         """Whether everything was in the log after the last commit."""
+        self.follow: Callable[[e.Event, Sequence[e.Event]], None] | None = None
+        """Called with each observation and what was decided on it; must not raise."""
         self.loads_must_not_fail = False
         """Whether vLLM delivers a wrong token where a load within a step fails."""
 
@@ -97,6 +99,8 @@ class Journal:
             raise
         if decisions or not isinstance(event, e.StepScheduled):
             self.figures_changed = True
+        if self.follow is not None:
+            self.follow(event, decisions)
         refused = self._judge(event, decisions) if decisions else ()
         return [decision for decision in decisions if decision not in refused] if refused else decisions
 

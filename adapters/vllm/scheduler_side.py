@@ -14,6 +14,7 @@ import attrs
 from msgspec.structs import astuple
 
 from kvledger.adapters.vllm import versions
+from kvledger.adapters.vllm.cache_events import CacheEvents, ChunkBlocks
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.contract import breach_of_answer
 from kvledger.adapters.vllm.digests import DigestedPages
@@ -40,6 +41,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NO_SLOT
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -54,6 +56,7 @@ _REMEDY = (
 )
 _NOTHING_FOUND = (NO_HIT, False)
 _NOBODY: tuple[str, ...] = ()
+_NO_EVENTS: Sequence[KVCacheEvent] = ()
 _UNKNOWN_RANGE: range | None = None
 
 
@@ -81,6 +84,7 @@ class SchedulerSide:
         self.prefix_cache = PrefixCache(configuration.block_size)
         self._num_failures_seen = 0
         self.digested = DigestedPages(self._projections)
+        self._cache_events: CacheEvents | None = None
         self._admits = False
         self._last_step_ns = 0
         self._notice = Noticing(self.journal, keys, speculates=speculates, zeroes_new_blocks=zeroes_new_blocks)
@@ -455,6 +459,20 @@ class SchedulerSide:
         # makes vLLM step an engine that sleeps, whose KV memory is gone (v1/engine/core.py).
         self._notice.preemptions(self._requests)
         return True
+
+    def publish(self, blocks: ChunkBlocks) -> None:
+        """From now on tell vLLM which blocks can be loaded, for those who route requests."""
+        self._cache_events = CacheEvents(blocks, self._projections, self._requests)
+        self.journal.follow = self._cache_events.follow
+
+    @guarded(default=_NO_EVENTS)
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        """What has changed since the last call, for vLLM to publish; it asks when a step's output was processed."""
+        if self._cache_events is None:
+            return _NO_EVENTS
+        if self.journal.is_disabled:
+            self._cache_events.stop()
+        return self._cache_events.take(is_written=self.journal.is_whole)
 
     @guarded(default=False)
     def has_pending_push_work(self) -> bool:

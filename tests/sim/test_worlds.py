@@ -61,6 +61,9 @@ def test_the_first_worlds_end_well_and_meet_what_they_are_for() -> None:
         met["chunks evicted"] += figures.num_chunks_evicted
         met["loads failed"] += figures.num_loads_failed
         met["pages checked"] += world.pages.num_pages_checked
+        if world.subscriber is not None:
+            met["blocks published"] += world.subscriber.num_stored
+            met["blocks published as removed"] += world.subscriber.num_removed
         met["events lost to a full disk"] += world.log.num_events_lost
         met["logs of killed engines"] += len(world.dead_logs)
         met.update({note.partition(":")[0] for _, note in world.notes})
@@ -70,6 +73,8 @@ def test_the_first_worlds_end_well_and_meet_what_they_are_for() -> None:
         "chunks evicted": 200,
         "loads failed": 3,
         "pages checked": 8_000,
+        "blocks published": 300,
+        "blocks published as removed": 150,
         "events lost to a full disk": 1,
         "logs of killed engines": 3,
         **{fault.name: 1 for fault in FAULTS},

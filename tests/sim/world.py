@@ -6,11 +6,13 @@ Each seed switches a random subset of faults on, so that rare ones also meet eac
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
@@ -31,6 +33,7 @@ from sim.logs import LogEnd, abandon, read_end
 from sim.meter import Meter
 from sim.pages import PageWatch
 from sim.settings import DIMENSIONS, MAX_MODEL_LEN, draw, widen
+from sim.subscriber import WHOLE_HASHES, Subscriber, assert_told
 from sim.virtual_copies import VirtualCopies
 from sim.vllm_mended import withdraw_what_is_not_computed
 
@@ -104,6 +107,7 @@ class World:
         self._shared_prefix = self.tokens(self._rng, 80)
         self._by_ordinal: dict[int, Life] = {}
         self._exits = contextlib.ExitStack()
+        self._exits.enter_context(mock.patch.dict(os.environ, WHOLE_HASHES))
         names = draw_faults(seed) | ({FailingCopies.name} if self.settings.loads_fail_anywhere else set())
         names = names if faults is None else names & faults
         chosen = [fault for fault in FAULTS if fault.name in names and fault.suits(self.settings)]
@@ -237,10 +241,13 @@ class World:
         if not self.is_draining:
             self._arrivals()
         self.num_steps += 1
+        num_processed = self.engine.num_steps_processed
         if self.engine.scheduler.has_requests():
             self.engine.step()
         else:
             self.engine.update()
+        if self.subscriber is not None and self.engine.num_steps_processed > num_processed:
+            assert_told(self.subscriber, self.side)
         self._look_at_answers()
         requests = self.engine.scheduler.requests
         self.ended_in_last_step = [life for life in self.alive if life.request_id not in requests]
@@ -291,6 +298,7 @@ class World:
             # Small segments, so that some are seen to be full.
             extra |= {"log_dir": str(self.log_dir), "segment_bytes": 20_000}
         setup = settings.neighbour or self.setup
+        self.subscriber = subscriber = Subscriber() if setup is KVLEDGER else None
         with self.clock.read_by(KVLedgerConnector), _large_loads(settings.large_load_bytes):
             self.engine = engine = SimulatedEngine(
                 windows=settings.windows,
@@ -307,6 +315,7 @@ class World:
                 long_prefill_token_threshold=settings.long_prefill_token_threshold,
                 defer_finalize=settings.defer_finalize,
                 kv_transfer={"kv_load_failure_policy": settings.load_failure_policy},
+                subscriber=subscriber,
                 **extra,
             )
         if settings.policy == "priority":

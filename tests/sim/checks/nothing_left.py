@@ -39,6 +39,9 @@ MAY_STAY = frozenset(
         # Steps to come at which a request was to be looked at (bounded).
         "StepReader._due",
         "WorkerSide._executed",
+        # What KV events have said of the host pool.
+        "CacheEvents._published",
+        "CacheEvents._num_chunks",
     }
 )
 
@@ -61,7 +64,7 @@ def left_entries(side: SchedulerSide, worker: Any) -> dict[str, int]:
     """Class and attribute -> entries, of every container that should be empty when no request is alive."""
     projections = side.ledger.projections
     parts = [getattr(projections, name) for name in vars(projections)]
-    parts += [projections.chunks.slots, side, side.journal, side._notice, side._reader, side.ledger]
+    parts += [projections.chunks.slots, side, side.journal, side._notice, side._reader, side.ledger, side._cache_events]
     parts.append(worker._worker_side)
     left = {}
     for part in parts:

@@ -1,0 +1,219 @@
+"""KV events for routers: which blocks can be loaded from the host pool, in vLLM's own words (`take_events`).
+
+What is published follows from the log and stands in none: a chunk is stored when its save is completed, removed when it
+is evicted, tainted or reset. A block is described as vLLM describes the same block on the device, but for the medium;
+token ids, salts and adapters are read from the request when its save is issued, kept until that is published, and never
+enter an event of the log. Only where vLLM's `kv_events_config` asks for them; nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+from msgspec.structs import replace
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import (
+    ExternalBlockHash,
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+from kvledger.adapters.vllm import versions
+from kvledger.adapters.vllm.chunk_keys import KEY_BYTES
+from kvledger.adapters.vllm.messages import messages
+from kvledger.lifecycle import events as e
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from kvledger.lifecycle import LedgerConfiguration, Projections
+
+_LOCAL = "LOCAL"
+
+
+@attrs.frozen
+class ChunkBlocks:
+    """Describes the blocks of a chunk as vLLM's block pool does (`v1/core/block_pool.py`, 0.32). Sizes in tokens."""
+
+    chunk_size: int
+    """A multiple of the block size."""
+    block_size: int
+    hash_block_size: int
+    group: int
+    """The group that sees all tokens; of several the first: routers follow that one."""
+    kind: str
+
+    def stored(self, request: Request, chunk: int, key: bytes) -> BlockStored | None:
+        """The chunk's blocks; None where the request's hashes are not those that the key was made of."""
+        first_token, end = chunk * self.chunk_size, (chunk + 1) * self.chunk_size
+        hashes, step = request.block_hashes, self.hash_block_size
+        if end // step > len(hashes) or bytes(hashes[end // step - 1])[:KEY_BYTES] != key:
+            return None
+        starts = range(first_token, end, self.block_size)
+        adapter = request.lora_request
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(hashes[(start + self.block_size) // step - 1]) for start in starts],
+            parent_block_hash=maybe_convert_block_hash(hashes[first_token // step - 1]) if chunk else None,
+            token_ids=list(request.all_token_ids[first_token:end]),
+            block_size=self.block_size,
+            lora_id=adapter.adapter_id if adapter else None,
+            medium=MEDIUM_CPU,
+            lora_name=adapter.name if adapter else None,
+            extra_keys=to_event_extra_keys(
+                [generate_block_hash_extra_keys(request, start, start + self.block_size, 0)[0] for start in starts]
+            ),
+            group_idx=self.group,
+            kv_cache_spec_kind=self.kind,
+            locality=_LOCAL,
+        )
+
+    def behind(self, num_blocks: int, stored: BlockStored) -> BlockStored:
+        """The chunk's blocks without the first ones, which are known."""
+        if not num_blocks:
+            return stored
+        return replace(
+            stored,
+            block_hashes=stored.block_hashes[num_blocks:],
+            parent_block_hash=stored.block_hashes[num_blocks - 1],
+            token_ids=stored.token_ids[num_blocks * self.block_size :],
+            extra_keys=stored.extra_keys and stored.extra_keys[num_blocks:],
+        )
+
+    def removed(self, block_hashes: list[ExternalBlockHash]) -> BlockRemoved:
+        """The opposite of `stored`."""
+        return BlockRemoved(block_hashes=block_hashes, medium=MEDIUM_CPU, group_idx=self.group, locality=_LOCAL)
+
+
+def chunk_blocks(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, configuration: LedgerConfiguration
+) -> ChunkBlocks | None:
+    """What events say of a chunk; None where vLLM publishes none, or where chunks are smaller than blocks."""
+    events = vllm_config.kv_events_config
+    if events is None or not events.enable_kv_cache_events:
+        return None
+    if configuration.chunk_size < configuration.block_size:
+        messages.warning(
+            "chunk_size is less than a block, so no KV events of the host pool are published: they name whole blocks; "
+            "make it a multiple of the block size",
+            chunk_size=configuration.chunk_size,
+            block_size=configuration.block_size,
+        )
+        return None
+    group = configuration.windows.index(0)
+    return ChunkBlocks(
+        chunk_size=configuration.chunk_size,
+        block_size=configuration.block_size,
+        hash_block_size=versions.hash_block_size(kv_cache_config),
+        group=group,
+        kind=get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[group].kv_cache_spec).value,
+    )
+
+
+class CacheEvents:
+    """Follows what is decided, and says what has changed for routers since it was last asked."""
+
+    def __init__(self, blocks: ChunkBlocks, projections: Projections, requests: Mapping[str, Request]) -> None:
+        self._blocks = blocks
+        self._projections = projections
+        self._requests = requests
+        self._saving: dict[int, dict[bytes, BlockStored]] = {}
+        """Job id -> what can be loaded once it is completed."""
+        self._stored: dict[bytes, BlockStored] = {}
+        """Can be loaded, and is not published yet."""
+        self._published: dict[bytes, Sequence[ExternalBlockHash]] = {}
+        """Chunk key -> its blocks, as published."""
+        self._num_chunks: dict[ExternalBlockHash, int] = {}
+        """Published block -> in how many such chunks it is: prompts that part within a chunk share its first blocks."""
+        self._removed: list[ExternalBlockHash] = []
+        """Published, and cannot be loaded any more."""
+        self._is_stopped = False
+
+    def follow(self, event: e.Event, decisions: Sequence[e.Event]) -> None:
+        """Take note of an observation and of what was decided on it, when all of it is folded. Never raises."""
+        if self._is_stopped:
+            return
+        try:
+            if isinstance(event, e.CacheReset):
+                self._remove_all()
+            for decision in decisions:
+                self._take(decision)
+        except Exception as error:  # noqa: BLE001 -- read from live objects of vLLM; routers matter less than requests
+            self.stop()
+            messages.error(
+                "KV events of the host pool stop until the engine restarts; what was stored is published as removed",
+                error=f"{type(error).__name__}: {error}",
+            )
+
+    def take(self, *, is_written: bool) -> list[KVCacheEvent]:
+        """What has changed, removals first. What was stored waits until the log says so, removals do not."""
+        events: list[KVCacheEvent] = []
+        if self._removed:
+            events.append(self._blocks.removed(self._removed))
+            self._removed = []
+        if is_written:
+            for key, stored in self._stored.items():
+                num_known = self._count(stored.block_hashes)
+                self._published[key] = stored.block_hashes
+                if num_known < len(stored.block_hashes):
+                    events.append(self._blocks.behind(num_known, stored))
+            self._stored = {}
+        return events
+
+    def stop(self) -> None:
+        """Nothing can be loaded any more."""
+        self._is_stopped = True
+        self._saving.clear()
+        self._remove_all()
+
+    def _take(self, decision: e.Event) -> None:
+        if isinstance(decision, e.SaveIssued):
+            request = self._requests.get(decision.request_id)
+            if request is not None:
+                self._saving[decision.job_id] = self._read(request, decision)
+        elif isinstance(decision, e.SaveCompleted):
+            for key, stored in self._saving.pop(decision.job_id, {}).items():
+                if key not in self._published and self._projections.chunks.get(key) is not None:
+                    self._stored[key] = stored
+        elif isinstance(decision, e.SaveFailed):
+            self._saving.pop(decision.job_id, None)
+        elif isinstance(decision, e.ChunkEvicted | e.ChunkTainted):
+            self._remove(decision.key)
+
+    def _read(self, request: Request, save: e.SaveIssued) -> dict[bytes, BlockStored]:
+        """R1: what is to be said of the chunks is copied now, the request may be gone when they can be loaded."""
+        keys = self._projections.chunk_keys.of_life(save.ordinal)
+        found = {}
+        for chunk in save.chunks:
+            stored = self._blocks.stored(request, chunk, keys[chunk]) if chunk < len(keys) else None
+            if stored is not None:
+                found[keys[chunk]] = stored
+        return found
+
+    def _count(self, block_hashes: Sequence[ExternalBlockHash]) -> int:
+        """How many of a chunk's blocks, from the first on, are published with other chunks already."""
+        num_known = 0
+        for block_hash in block_hashes:
+            num_chunks = self._num_chunks.get(block_hash, 0)
+            self._num_chunks[block_hash] = num_chunks + 1
+            num_known += num_chunks > 0
+        return num_known
+
+    def _remove(self, key: bytes) -> None:
+        self._stored.pop(key, None)
+        for block_hash in self._published.pop(key, ()):
+            self._num_chunks[block_hash] -= 1
+            if not self._num_chunks[block_hash]:
+                del self._num_chunks[block_hash]
+                self._removed.append(block_hash)
+
+    def _remove_all(self) -> None:
+        self._stored.clear()
+        self._published.clear()
+        self._removed += self._num_chunks
+        self._num_chunks.clear()
