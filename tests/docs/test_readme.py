@@ -15,7 +15,6 @@ import pytest
 from lifecycle_driver import Driver, keys_of
 
 from kvledger.adapters import vllm_plugin
-from kvledger.adapters.cli.main import main
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
@@ -54,6 +53,12 @@ def test_the_json_object_of_the_readme_is_accepted(readme: str) -> None:
     settings = accepted(json.loads(command.split("'")[1]))
     assert settings.host_bytes == 16 * 1024**3
     assert settings.log_dir == Path("/var/log/kvledger")
+
+
+def test_the_json_object_of_the_quickstart_is_accepted(documents: dict[str, str]) -> None:
+    """It has the defaults."""
+    (command,) = [block for block in fenced(documents["docs/quickstart.md"], "bash") if "--kv-transfer-config" in block]
+    assert accepted(json.loads(command.split("'")[1])) == ConnectorSettings.from_extra_config({})
 
 
 def test_the_json_objects_of_the_configuration_page_are_the_defaults(documents: dict[str, str]) -> None:
@@ -123,32 +128,3 @@ def test_a_log_of_own_core_is_audited_with_them(own_core: Core) -> None:
     audit.run(driver.sink.events())
     assert audit.divergences
     assert not audit.violations
-
-
-def squeezed(text: str) -> str:
-    """Without the columns' widths."""
-    return " ".join(text.split())
-
-
-@pytest.fixture
-def incident(load_script: LoadScript, tmp_path: Path) -> Path:
-    """The log that docs/examples/cached_answer.py writes."""
-    path: Path = load_script("docs/examples/cached_answer.py").write_log(tmp_path)
-    return path
-
-
-@pytest.mark.parametrize(("command", "request_id"), [("verify", ()), ("show", ("cmpl-bench",))])
-def test_the_incident_is_shown_as_the_readme_shows_it(
-    incident: Path, readme: str, capsys: pytest.CaptureFixture[str], command: str, request_id: tuple[str, ...]
-) -> None:
-    """Every line of the excerpt is a line of the output; `…` stands for what was left out."""
-    capsys.readouterr()
-    exit_code = main([command, str(incident), *request_id])
-    printed = [squeezed(line) for line in capsys.readouterr().out.splitlines()]
-    assert exit_code == (1 if command == "verify" else 0)
-    (block,) = [block for block in fenced(readme, "text") if f"$ kvledger {command} " in block]
-    shown = block.partition(f"$ kvledger {command} ")[2].partition("\n\n")[0].splitlines()[1:]
-    assert shown
-    for line in shown:
-        pattern = ".*".join(re.escape(squeezed(part)) for part in line.split("…"))
-        assert any(re.fullmatch(pattern, text) for text in printed), line
