@@ -31,6 +31,7 @@ setup: ## create .venv from the lock and install kvledger in it
 test: setup ## run the tests that a change needs, 8 minutes at most (ARGS="-k name" passes options to pytest)
 	@requirements/browser.sh
 	@requirements/nats-server.sh
+	@requirements/prometheus.sh
 	@$(compile)
 	$(pytest) -m "not long" $(ARGS)
 

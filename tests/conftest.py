@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from nats_server import find_nats_server
 from needed import FIND, skip_once
 from perfetto_ui import find_ui
+from prometheus_server import find_prometheus
 
 # Set before anything imports vLLM, which reads most of these once. A value given by the caller wins.
 for name, value in {
@@ -64,6 +65,12 @@ def cuda() -> Any:
 def nats_server_path() -> str:
     """Where nats-server is."""
     return str(find_nats_server())
+
+
+@pytest.fixture(scope="session")
+def prometheus_path() -> str:
+    """Where a Prometheus is."""
+    return str(find_prometheus())
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """What the connector's metrics are called and what they mean: of each figure that `stats.py` sends, in one place.
 
-Names follow Prometheus: base units (seconds, bytes), the unit last, and `_total` behind a counter's. It must not import
-vLLM: the docs and the checks of rules and dashboards read it, too.
+Names follow Prometheus: base units (seconds, bytes), the unit last, and `_total` behind a counter's. docs/metrics.md is
+made from it, and alert rules and dashboard are held against it.
 """
 
 from __future__ import annotations

@@ -18,13 +18,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 from processes import finished, started
+from prometheus_server import Prometheus, alerts, find_prometheus, metrics_in, panel_expressions, scraping
 
 from e2e.engines import Reference, read_sound_log
 from kvledger.adapters.cli.main import main
@@ -109,33 +110,113 @@ def _wait_until_ready(server: Server) -> None:
             return
 
 
+@attrs.frozen
+class Scraped:
+    """What a Prometheus made of it."""
+
+    rules: dict[str, dict[str, str]]
+    """Alert -> `health`, `state` and `lastError` of its evaluation."""
+    panels: dict[str, list[float]]
+    """Panel and query -> the value of each series."""
+    names: set[str]
+    """Of all metrics."""
+
+
+@attrs.frozen
+class Served:
+    """What became of a server's life."""
+
+    outputs: list[list[int]]
+    log_path: Path
+    metrics: str
+    """As exposed, when the last request was released."""
+    exit_code: int
+    scraped: Scraped | None
+    """None where there is no Prometheus."""
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Concurrent requests over HTTP, under the eyes of a Prometheus from before the first; SIGTERM ends it."""
+    directory = tmp_path_factory.mktemp("served")
+    prompts, log_dir = WORKLOAD.prompts(), directory / "logs"
+    prometheus_path = find_prometheus()
+    with ExitStack() as stack:
+        server = stack.enter_context(serving(model, WORKLOAD, log_dir))
+        target = server.url.removeprefix("http://")
+        watching = prometheus_path and stack.enter_context(scraping(prometheus_path, target, directory / "prometheus"))
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            outputs = list(clients.map(server.complete, prompts, [WORKLOAD.max_tokens] * len(prompts)))
+        (log_path,) = log_dir.iterdir()
+        _wait_until_released(log_path, len(prompts))
+        metrics = server.get("/metrics")
+        scraped = _scraped(watching, len(prompts)) if watching else None
+        server.process.send_signal(signal.SIGTERM)
+        return Served(outputs, log_path, metrics, server.process.wait(), scraped)
+
+
+def _scraped(prometheus: Prometheus, num_requests: int) -> Scraped:
+    """Everything that docs/monitoring asks, once the end of the requests was scraped and the rules were evaluated."""
+    prometheus.wait_for(f"vllm:kvledger_requests_total == {num_requests}")
+    while True:
+        (group,) = prometheus.get("/api/v1/rules")["groups"]
+        if all(rule["health"] != "unknown" for rule in group["rules"]):
+            break
+        time.sleep(0.2)
+    return Scraped(
+        {rule["name"]: rule for rule in group["rules"]},
+        {panel: prometheus.values(expression) for panel, expression in panel_expressions().items()},
+        set(prometheus.get("/api/v1/label/__name__/values")),
+    )
+
+
 def test_a_server_recovers_preempted_requests_tells_its_figures_and_leaves_a_sound_log(
-    model: Path, reference: Reference, tmp_path: Path
+    served: Served, reference: Reference
 ) -> None:
-    """Concurrent requests over HTTP, each answered as without a connector; figures in /metrics; SIGTERM ends it.
+    """Each is answered as without a connector; figures in /metrics; SIGTERM ends it.
 
     vLLM gives its engine no time to end unless --shutdown-timeout says so: it kills it. The log survives that.
     """
     prompts = WORKLOAD.prompts()
-    expected = reference(prompts, WORKLOAD.max_tokens)
-    log_dir = tmp_path / "logs"
-    with serving(model, WORKLOAD, log_dir) as server:
-        with ThreadPoolExecutor(len(prompts)) as clients:
-            outputs = list(clients.map(server.complete, prompts, [WORKLOAD.max_tokens] * len(prompts)))
-        assert outputs == expected
-        (log_path,) = log_dir.iterdir()
-        _wait_until_released(log_path, len(prompts))
-        metrics = _figures(server.get("/metrics"))
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait() == 0, server.said.read_text()[-3000:]
-    log = read_sound_log(log_path, was_killed=True)
+    assert served.outputs == reference(prompts, WORKLOAD.max_tokens)
+    assert served.exit_code == 0
+    log = read_sound_log(served.log_path, was_killed=True)
     assert log.num_requests_left == 0
-    ending = read_ending(log_path)
+    ending = read_ending(served.log_path)
     assert ending.how in {HowEnded.CUT_OFF, HowEnded.CLOSED}, "whether it is killed before is vLLM's to say"
     assert ending.missing is None
+    metrics = _figures(served.metrics)
     assert metrics["vllm:kvledger_preemptions_total"] == log.figures.num_preemptions > 0
     assert metrics["vllm:kvledger_recovered_tokens_total"] == log.figures.num_tokens_recovered > 0
     assert metrics["vllm:kvledger_requests_total"] == len(prompts)
+    assert metrics["vllm:kvledger_recovery_time_seconds_count"] > 0
+    assert metrics["vllm:kvledger_log_last_write_timestamp_seconds"] > metrics["vllm:kvledger_requests_created"]
+
+
+def test_a_real_prometheus_understands_every_rule_and_fills_every_panel(served: Served, prometheus_path: str) -> None:
+    """No rule fails to be evaluated and none fires in health; each panel has series, of extensions alone none."""
+    assert prometheus_path
+    scraped = served.scraped
+    assert scraped is not None
+    assert {name: rule.get("lastError", "") for name, rule in scraped.rules.items()} == dict.fromkeys(alerts(), "")
+    assert {name for name, rule in scraped.rules.items() if rule["state"] != "inactive"} == set()
+    without_series = {panel for panel, values in scraped.panels.items() if not values}
+    assert without_series == {"Events of extensions / A"}
+    recovered = scraped.panels["What became of preempted tokens / A"]
+    assert sum(recovered) > 0, "what happened while it watched is seen, from the first increase on"
+    used = set().union(*(metrics_in(rule["expr"]) for rule in alerts().values()))
+    used |= set().union(*map(metrics_in, panel_expressions().values()))
+    assert used - scraped.names == {"vllm:kvledger_extension_events_total"}
+
+
+def test_promtool_finds_nothing_to_mend_but_vllm_s_own_colon(served: Served, prometheus_path: str) -> None:
+    """Units, `_total`, HELP: of the connector's own metrics."""
+    assert prometheus_path
+    ours = [line for line in served.metrics.splitlines(keepends=True) if "vllm:kvledger_" in line]
+    told = subprocess.run(
+        ["promtool", "check", "metrics"], input="".join(ours), capture_output=True, text=True, check=False
+    )
+    assert {line.partition(" ")[2] for line in told.stderr.splitlines()} == {"metric names should not contain ':'"}
 
 
 INCIDENT = Workload(

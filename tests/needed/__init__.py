@@ -14,6 +14,7 @@ import pytest
 from headless_browser import find_browser
 from nats_server import find_nats_server
 from perfetto_ui import find_ui
+from prometheus_server import find_prometheus
 
 
 def find_cuda() -> object | None:
@@ -36,6 +37,7 @@ FIND: Mapping[str, tuple[Callable[[], Any], str]] = {
         find_nats_server,
         "there is no nats-server; on Debian and Ubuntu: apt-get install nats-server",
     ),
+    "prometheus_path": (find_prometheus, "there is no Prometheus; requirements/prometheus.sh installs one"),
     "browser_path": (find_browser, "there is no Chromium; requirements/browser.sh installs one"),
     "lmcache": (lambda: importlib.util.find_spec("lmcache"), "LMCache is not installed here; make lmcache does that"),
     "vllm": (find_vllm_worker, "this build of vLLM has no kernels for this machine; make test has one for CPU"),
