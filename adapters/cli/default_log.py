@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,10 +14,18 @@ DEFAULT_LOG: Final = "KVLEDGER_LOG"
 class LogArgument(argparse.Action):
     """`LOG`, for which the environment's `KVLEDGER_LOG` stands where it is not given; the parser sees to that."""
 
-    def __init__(self, *, help: str, unless: str = "", **about: Any) -> None:  # noqa: A002, ANN401 -- as in argparse
+    def __init__(
+        self,
+        *,
+        type: Callable[[str], object],  # noqa: A002 -- as argparse calls it
+        help: str,  # noqa: A002
+        unless: str = "",
+        **about: Any,  # noqa: ANN401
+    ) -> None:
         """`unless`: the option beside which no LOG is needed."""
-        super().__init__(**about, help=f"{help}; default: {DEFAULT_LOG}", nargs="?", metavar="LOG")
+        super().__init__(**about, type=type, help=f"{help}; default: {DEFAULT_LOG}", nargs="?", metavar="LOG")
         self.unless = unless
+        self._read = type
 
     def __call__(
         self, _: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, __: str | None = None
@@ -29,13 +38,13 @@ class LogArgument(argparse.Action):
 
         Of one argument that is no path it is then the REQUEST, where the command takes one.
         """
-        default, given, request = os.environ.get(DEFAULT_LOG), namespace.log, getattr(namespace, "request", "")
-        if default and request is None and _may_be_request(given):
-            namespace.request, namespace.log = str(given), None
+        default = os.environ.get(DEFAULT_LOG, "")
+        if default and getattr(namespace, "request", "") is None and _may_be_request(namespace.log):
+            namespace.request, namespace.log = str(namespace.log), None
         is_needed = not getattr(namespace, self.unless, None)
         namespace.log_is_default = bool(namespace.log is None and default and is_needed)
-        if namespace.log_is_default and callable(self.type):
-            namespace.log = self.type(default)
+        if namespace.log_is_default:
+            namespace.log = self._read(default)
         return namespace.log is not None or not is_needed
 
 

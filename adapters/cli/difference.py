@@ -13,6 +13,7 @@ import msgspec
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.exit_codes import ExitCode
+from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.describe import event_fields, event_text, plain
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
@@ -47,7 +48,7 @@ def compare(log: StoredLog, other: StoredLog, selection: Selection, output: Outp
     if output.is_json:
         output.record("equal", {"num_events": last, "path": str(log.path), "other_path": str(other.path)})
     else:
-        output.line(f"{last} events are equal, but for times", "green")
+        output.line(f"{plural(last, 'event')} equal, but for times", "green")
     return ExitCode.DAMAGED if log.damage or other.damage else ExitCode.SOUND
 
 

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvledger.adapters.cli.fitting import CUT
 from kvledger.adapters.cli.options import chosen_core, selection_of
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import CommandFailed
@@ -56,7 +57,7 @@ def find_request(arguments: argparse.Namespace, output: Output, core: Core) -> t
     Raises:
         CommandFailed: none has it, or several ids or logs could be meant.
     """
-    wanted, logs = arguments.request, arguments.logs
+    wanted, logs = arguments.request.removesuffix(CUT), arguments.logs
     opened: list[StoredLog] = []
     known: dict[Path, dict[str, None]] = {}
     for path in logs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -14,8 +14,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from kvledger.adapters.cli.fitting import fitting
 from kvledger.adapters.cli.streams import notice_reader
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
+from kvledger.adapters.logs.clock import Clock
 from kvledger.adapters.logs.describe import event_fields
 from kvledger.adapters.logs.ending import ending_text, under_way_text
 from kvledger.adapters.logs.facts import figures_in_words
@@ -57,13 +59,27 @@ class Output:
         line = msgspec.json.encode({"type": type_name, **fields}, enc_hook=str)
         sys.stdout.write(visible(line.decode()) + "\n")
 
-    def line(self, text: str = "", style: str = "") -> None:
-        """One line for people; never interpreted as markup."""
-        self._console.print(Text(visible(text), style=style))
+    @property
+    def width(self) -> int | None:
+        """Columns of the terminal; None: it is none, and nothing is folded or left out."""
+        return self._console.width if self._console.is_terminal else None
+
+    def line(self, text: str = "", style: str = "", *, indent: int | None = None) -> None:
+        """One line for people; never interpreted as markup. Folded on a terminal, behind `indent` columns."""
+        if indent is None:
+            indent = len(text) - len(text.lstrip())
+        self._folded(Text(visible(text[:indent]), style), Text(visible(text[indent:]), style))
 
     def field(self, name: str, value: str, style: str = "") -> None:
         """A name and what stands behind it, aligned with its neighbours."""
-        self._console.print(Text.assemble((f"{name:<11} ", "dim"), (visible(value), style)))
+        self._folded(Text(f"{name:<11} ", "dim"), Text(visible(value), style))
+
+    def _folded(self, before: Text, text: Text) -> None:
+        indent, width = before.cell_len, self._console.width
+        lines = text.wrap(self._console, width - indent) if indent < width // 2 else [text]
+        for number, line in enumerate(lines or [text]):
+            line.rstrip()
+            self._console.print(Text.assemble(Text(" " * indent) if number else before, line))
 
     def figures(self, figures: Figures, *, has_own_copies: bool, num_deferrals: int | None = None) -> None:
         """What the cache did, a field each."""
@@ -72,19 +88,36 @@ class Output:
         for name, text in lines.items():
             self.field(name, text, "red" if name == "faults" and has_faults else "")
 
-    def table(self, columns: Mapping[str, str], rows: list[list[str]]) -> None:
-        """Columns (name -> "left" or "right") and rows of plain text."""
+    def table(
+        self,
+        columns: Mapping[str, str],
+        rows: Sequence[Sequence[str]],
+        *,
+        spare: Sequence[str] = (),
+        hidden: Sequence[str] = (),
+    ) -> None:
+        """Columns (name -> "left" or "right") but for the hidden ones, and rows of plain text.
+
+        Where a terminal is too narrow, columns of `spare` are left out, the first ones first, and a line says which.
+        """
+        possible = [name for name in columns if name not in hidden]
+        shown = fitting(columns, rows, possible, self.width, spare)
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for name, justify in columns.items():
-            table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
+        for name in shown:
+            is_right = columns[name] == "right"
+            table.add_column(name, justify="right" if is_right else "left", overflow="fold", no_wrap=False)
+        places = [list(columns).index(name) for name in shown]
         for row in rows:
-            table.add_row(*(Text(visible(cell)) for cell in row))
-        if self._console.is_terminal:
-            self._console.print(table)
+            table.add_row(*(Text(visible(row[place])) for place in places))
+        if self.width is None:
+            with self._console.capture() as capture:
+                self._console.print(table)
+            sys.stdout.writelines(line.rstrip() + "\n" for line in capture.get().splitlines())
             return
-        with self._console.capture() as capture:
-            self._console.print(table)
-        sys.stdout.writelines(line.rstrip() + "\n" for line in capture.get().splitlines())
+        self._console.print(table)
+        left_out = ", ".join(name for name in possible if name not in shown)
+        if left_out:
+            self.line(f"left out, for {self.width} columns are too few: {left_out}", "dim")
 
     def flush(self) -> None:
         """Let a program that reads have what was written so far, and notice when it has gone."""
@@ -151,6 +184,13 @@ def progress_in_bytes() -> Progress:
     """A bar on stderr that is gone when it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(file=sys.stderr), transient=True)
+
+
+def show_title(output: Output, request_id: str, clock: Clock, time_ns: int) -> None:
+    """Whose timeline follows, and from what date and time on."""
+    at = clock.date_and_time(time_ns)
+    clock.new_day(time_ns)
+    output.line(f"{request_id}, {at}" if at else request_id, style="bold")
 
 
 def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:

@@ -9,14 +9,15 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from kvledger.adapters.cli.feed import Feed, Line, follow
 from kvledger.adapters.cli.finding import selected, selected_one
+from kvledger.adapters.cli.fitting import cut_short, needed
+from kvledger.adapters.cli.following import show_following
 from kvledger.adapters.cli.options import add_request, count
-from kvledger.adapters.cli.output import Output, show_ending
+from kvledger.adapters.cli.output import Output, show_ending, show_title
 from kvledger.adapters.exit_codes import ExitCode
-from kvledger.adapters.logs.amounts import event_range, milliseconds
+from kvledger.adapters.logs.amounts import event_range, milliseconds, plural
+from kvledger.adapters.logs.clock import Clock
 from kvledger.adapters.logs.describe import plain, state_change
-from kvledger.adapters.logs.ending import under_way_text
 from kvledger.adapters.logs.facts import facts_of
 from kvledger.adapters.logs.index import index_for
 from kvledger.adapters.logs.log import Batch, StoredLog
@@ -24,7 +25,6 @@ from kvledger.adapters.logs.observation import observations
 from kvledger.adapters.logs.requests import Requests, RequestSummary
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.timeline import Group, Timelines
-from kvledger.adapters.logs.under_way import UnderWay
 from kvledger.lifecycle import Figures, Projections
 from kvledger.lifecycle import events as e
 
@@ -34,6 +34,7 @@ _MAX_IN_FRAME = 4096
 _COLUMNS = {
     "request": "left",
     "outcome": "left",
+    "UTC": "left",
     "arrived ms": "right",
     "took ms": "right",
     "prompt": "right",
@@ -44,7 +45,32 @@ _COLUMNS = {
     "saved chunks": "right",
     "failures": "right",
 }
-_SAVED = "saved chunks"
+_SPARE = ("lookups", "saved chunks", "arrived ms", "prompt", "tokens", "UTC")
+"""Left out first where a terminal is narrow."""
+_STATUS = "FINISHED_"
+"""How vLLM's names of what has ended begin."""
+
+
+@attrs.frozen
+class Listing:
+    """Which requests are listed."""
+
+    limit: int
+    """So many, the last ones; 0: all."""
+    only_failed: bool
+
+    def chosen(self, summaries: Sequence[RequestSummary]) -> Sequence[RequestSummary]:
+        """Those that may be listed."""
+        return [each for each in summaries if each.has_failed] if self.only_failed else summaries
+
+    def said(self, num_listed: int, summaries: Sequence[RequestSummary]) -> str:
+        """What is listed, where that is not every request."""
+        num_chosen = len(self.chosen(summaries))
+        which = f"{num_chosen} of {plural(len(summaries), 'request')} failed" if self.only_failed else ""
+        if num_listed == num_chosen:
+            return which
+        more = f"the last {num_listed} of {num_chosen}; --limit 0 lists all"
+        return f"{which}, {more}" if which else more
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -60,12 +86,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=_MAX_LISTED,
         help="list the last N requests; 0: all of them",
     )
+    parser.add_argument(
+        "--failed",
+        action="store_true",
+        help="list only requests that ended in an error or were quarantined, of which a load or a save failed, or that "
+        "broke a rule or made a hook fail",
+    )
 
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Show logs, or a request."""
     if arguments.follow:
-        return _follow(*selected_one(arguments, output), output)
+        return show_following(*selected_one(arguments, output), output)
     for number, (log, selection) in enumerate(selected(arguments, output)):
         if number and not output.is_json:
             output.line()
@@ -73,7 +105,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
             if selection.request_id is not None:
                 _show_request(log, selection, selection.request_id, output)
             else:
-                _show_log(log, selection, arguments.limit, output)
+                _show_log(log, selection, Listing(arguments.limit, arguments.failed), output)
             output.damage_of(log)
     return ExitCode.SOUND
 
@@ -98,8 +130,8 @@ def _show_request(log: StoredLog, selection: Selection, request_id: str, output:
     else:
         with output.progress(log, "reading"):
             _take_observations(log.batches(selection.last_sequence), timelines, output)
-    groups = timelines.groups[request_id]
-    _show_timeline(output, request_id, [group for group in groups if group.last_sequence >= selection.first_sequence])
+    groups = [each for each in timelines.groups[request_id] if each.last_sequence >= selection.first_sequence]
+    _show_timeline(output, log, request_id, groups)
 
 
 def _take_observations(batches: Iterator[Batch], timelines: Timelines, output: Output) -> None:
@@ -116,64 +148,30 @@ def _take_observations(batches: Iterator[Batch], timelines: Timelines, output: O
                 return
 
 
-def _follow(log: StoredLog, selection: Selection, output: Output) -> ExitCode:
-    feed = Feed(log.core, log.configuration)
-    before = shown = None
-    for batch in follow(log, output):
-        if batch is not None:
-            for line in (line for observation in observations(batch.numbered()) for line in feed.take(observation)):
-                if selection.is_over(line.first_sequence):
-                    return ExitCode.SOUND
-                if selection.holds(line.first_sequence) and selection.request_id in {None, line.request_id}:
-                    _show_line(output, line)
-            log.last_events = tuple(batch.numbered())
-            continue
-        # A call lasts less than two looks, but where it hangs.
-        if feed.under_way not in {None, shown} and feed.under_way == before:
-            shown = feed.under_way
-            _show_under_way(output, log, shown)
-        before = feed.under_way
-        output.flush()
-    log.look_at_end()
-    show_ending(output, log, feed.num_open_requests)
-    return ExitCode.SOUND
-
-
-def _show_under_way(output: Output, log: StoredLog, call: UnderWay) -> None:
-    if output.is_json:
-        output.record("under_way", attrs.asdict(call))
-        return
-    log.look_at_end()
-    output.line(f"{milliseconds(call.time_ns):>12}  {call.sequence:>8}  {under_way_text(call, log)}", "yellow")
-
-
-def _show_line(output: Output, line: Line) -> None:
-    if output.is_json:
-        output.record("line", attrs.asdict(line))
-        return
-    states = state_change(line.state_before, line.state_after)
-    text = f"{milliseconds(line.time_ns):>12}  {line.first_sequence:>8}  {line.request_id}  {states}  {line.text}"
-    output.line(text, "red" if line.num_broken else "")
-
-
-def _show_timeline(output: Output, request_id: str, groups: list[Group]) -> None:
+def _show_timeline(output: Output, log: StoredLog, request_id: str, groups: list[Group]) -> None:
+    clock = Clock(log.header)
     if output.is_json:
         for group in groups:
             fields = attrs.asdict(group, filter=lambda attribute, _: attribute.name != "texts")
-            output.record("group", {"request_id": request_id, **fields, "text": group.text})
+            times = {"time_unix_ns": clock.unix_ns(group.time_ns), "until_unix_ns": clock.unix_ns(group.until_ns)}
+            output.record("group", {"request_id": request_id, **fields, **times, "text": group.text})
         return
-    output.line(request_id, style="bold")
-    columns = {"ms": "right", "events": "right", "state": "left", "what happened": "left"}
-    rows = [
-        [
-            milliseconds(group.time_ns),
-            event_range(group.first_sequence, group.last_sequence),
-            state_change(group.state_before, group.state_after),
-            group.text,
-        ]
-        for group in groups
-    ]
-    output.table(columns, rows)
+    show_title(output, request_id, clock, groups[0].time_ns if groups else 0)
+    columns = {"UTC": "left", "ms": "right", "events": "right", "state": "left", "what happened": "left"}
+    rows = []
+    for group in groups:
+        if day := clock.new_day(group.time_ns):
+            rows.append([day, *[""] * (len(columns) - 1)])
+        rows.append(
+            [
+                clock.time_of_day(group.time_ns),
+                milliseconds(group.time_ns),
+                event_range(group.first_sequence, group.last_sequence),
+                state_change(group.state_before, group.state_after),
+                group.text,
+            ]
+        )
+    output.table(columns, rows, spare=("ms",), hidden=() if clock.is_known else ("UTC",))
 
 
 # --- the whole log ------------------------------------------------------------------------------
@@ -189,7 +187,7 @@ def _start(log: StoredLog, output: Output) -> Projections:
     return start or Projections(log.core, log.configuration)
 
 
-def _show_log(log: StoredLog, selection: Selection, limit: int, output: Output) -> None:
+def _show_log(log: StoredLog, selection: Selection, listing: Listing, output: Output) -> None:
     index = index_for(log, output) if selection.last_sequence is None else None
     if index is not None:
         with contextlib.closing(index):
@@ -200,7 +198,7 @@ def _show_log(log: StoredLog, selection: Selection, limit: int, output: Output) 
             first = max(1, contents.last_sequence - _MAX_IN_FRAME)
             log.last_events = tuple(index.events_between(first, contents.last_sequence))
             summaries = list(index.summaries(selection.first_sequence))
-            _show_summary(output, log, summaries, contents.figures, contents.last_time_ns, limit)
+            _show_summary(output, log, summaries, contents.figures, contents.last_time_ns, listing)
         return
     ended: list[RequestSummary] = []
     requests = Requests(ended.append)
@@ -222,9 +220,9 @@ def _show_log(log: StoredLog, selection: Selection, limit: int, output: Output) 
     summaries = sorted((*ended, *requests.current.values()), key=lambda summary: summary.first_sequence)
     summaries = [summary for summary in summaries if summary.last_sequence >= selection.first_sequence]
     if projections is None:
-        _show_summary(output, log, summaries, None, 0, limit)
+        _show_summary(output, log, summaries, None, 0, listing)
     else:
-        _show_summary(output, log, summaries, projections.totals.figures, projections.tracker.time_ns, limit)
+        _show_summary(output, log, summaries, projections.totals.figures, projections.tracker.time_ns, listing)
 
 
 def _show_summary(
@@ -233,9 +231,10 @@ def _show_summary(
     summaries: Sequence[RequestSummary],
     figures: Figures | None,
     duration_ns: int,
-    limit: int,
+    listing: Listing,
 ) -> None:
     """Without figures: of a log whose configuration is lost."""
+    clock = Clock(log.header)
     outcomes = Counter(summary.outcome or "unknown" for summary in summaries)
     num_open = sum(summary.finished_ns is None for summary in summaries)
     if output.is_json:
@@ -253,8 +252,10 @@ def _show_summary(
             },
         )
         show_ending(output, log, num_open)
-        for summary in summaries:
-            output.record("request", attrs.asdict(summary))
+        for summary in listing.chosen(summaries):
+            unix = {"arrived_unix_ns": summary.arrived_ns, "finished_unix_ns": summary.finished_ns}
+            times = {name: clock.unix_ns(time_ns) for name, time_ns in unix.items()}
+            output.record("request", {**attrs.asdict(summary), **times})
         return
     for name, text in facts_of(log, duration_ns).items():
         output.field(name, text, "red" if name == "sizes" and not log.header else "")
@@ -265,15 +266,19 @@ def _show_summary(
         output.figures(figures, has_own_copies=not log.decides_elsewhere)
     if summaries:
         output.line()
-        listed = summaries[-limit:] if limit else summaries
-        if len(listed) < len(summaries):
-            output.line(f"the last {len(listed)} of {len(summaries)}; --limit 0 lists all", style="dim")
-        columns = {name: side for name, side in _COLUMNS.items() if name != _SAVED or not log.decides_elsewhere}
-        rows = (dict(zip(_COLUMNS, _request_row(summary), strict=True)) for summary in listed)
-        output.table(columns, [[row[name] for name in columns] for row in rows])
+        listed = listing.chosen(summaries)[-listing.limit :]
+        if said := listing.said(len(listed), summaries):
+            output.line(said, style="dim")
+        hidden = [*(["saved chunks"] if log.decides_elsewhere else []), *([] if clock.is_known else ["UTC"])]
+        rows = [_request_row(summary, clock) for summary in listed]
+        if output.width is not None and needed(_COLUMNS, rows) > output.width:
+            names = cut_short(summary.request_id for summary in summaries)
+            rows = [[names[name], *others] for name, *others in rows]
+        if rows:
+            output.table(_COLUMNS, rows, spare=_SPARE, hidden=hidden)
 
 
-def _request_row(summary: RequestSummary) -> list[str]:
+def _request_row(summary: RequestSummary, clock: Clock) -> list[str]:
     took = "" if summary.finished_ns is None else milliseconds(summary.finished_ns - summary.arrived_ns)
     counts = (
         summary.num_prompt_tokens,
@@ -284,4 +289,5 @@ def _request_row(summary: RequestSummary) -> list[str]:
         summary.num_chunks_saved,
         summary.num_failures,
     )
-    return [summary.request_id, summary.outcome, milliseconds(summary.arrived_ns), took, *map(str, counts)]
+    arrived = (clock.time_of_day(summary.arrived_ns), milliseconds(summary.arrived_ns))
+    return [summary.request_id, summary.outcome.removeprefix(_STATUS), *arrived, took, *map(str, counts)]

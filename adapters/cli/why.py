@@ -9,11 +9,13 @@ import attrs
 
 from kvledger.adapters.cli.finding import selected_one
 from kvledger.adapters.cli.options import add_request
-from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.output import Output, show_title
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import event_range, milliseconds, plural
+from kvledger.adapters.logs.clock import Clock
 from kvledger.adapters.logs.explanation import Cause, balance, causes_of, reason_text, sums_by_reason
 from kvledger.adapters.logs.histories import Histories, read_histories
+from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.reasons import LoadFate, RequestHistory, Sums
 
 _MAX_LOOKUPS = 3
@@ -45,10 +47,12 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         for history in histories.of_incarnations
     ]
     if output.is_json:
-        _show_json(output, chains, histories, log.configuration.chunk_size)
+        _show_json(output, chains, histories, log)
     else:
-        output.line(selection.request_id or "", style="bold")
-        _show_text(output, chains)
+        arrived_ns = next((causes[0].time_ns for _, causes in chains if causes), 0)
+        clock = Clock(log.header)
+        show_title(output, selection.request_id or "", clock, arrived_ns)
+        _show_text(output, chains, clock)
     output.damage_of(log)
     is_balanced = not any(history.sums.differences() for history in histories.of_incarnations)
     return ExitCode.SOUND if is_balanced else ExitCode.DIVERGED
@@ -57,12 +61,13 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
 # --- for programs -------------------------------------------------------------------------------
 
 
-def _show_json(output: Output, chains: Sequence[_Chain], histories: Histories, chunk_size: int) -> None:
+def _show_json(output: Output, chains: Sequence[_Chain], histories: Histories, log: StoredLog) -> None:
+    clock = Clock(log.header)
     for history, causes in chains:
         whose = {"request_id": history.request_id, "ordinal": history.ordinal}
         for cause in causes:
             fields = attrs.asdict(cause, filter=lambda field, _: field.name not in {"spans", "reasons"})
-            output.record("cause", {**whose, **fields})
+            output.record("cause", {**whose, **fields, "time_unix_ns": clock.unix_ns(cause.time_ns)})
             for span in cause.spans:
                 fields = {
                     "of": cause.what,
@@ -71,7 +76,7 @@ def _show_json(output: Output, chains: Sequence[_Chain], histories: Histories, c
                     "first_token": span.first_token,
                     "num_tokens": span.num_tokens,
                     "evidence": span.evidence,
-                    "text": reason_text([span], histories, chunk_size, cause.time_ns),
+                    "text": reason_text([span], histories, log.configuration.chunk_size, cause.time_ns),
                 }
                 output.record("reason", {**whose, **fields})
         output.record("total", {**whose, **total(history.sums), "num_left_out": history.num_left_out})
@@ -100,16 +105,21 @@ def total(sums: Sums) -> dict[str, object]:
 # --- for people ---------------------------------------------------------------------------------
 
 
-def _show_text(output: Output, chains: Sequence[_Chain]) -> None:
+def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock) -> None:
     for number, (history, all_causes) in enumerate(chains, 1):
         if len(chains) > 1:
             output.line(f"incarnation {number} of {len(chains)}", style="bold")
         causes = _without_many_lookups(all_causes)
-        for cause in causes:
-            events = event_range(cause.sequence, cause.last_sequence)
-            output.line(f"{milliseconds(cause.time_ns):>12}  {events:>11}  {cause.text}")
+        events = [event_range(cause.sequence, cause.last_sequence) for cause in causes]
+        wide = max(map(len, events), default=0)
+        for cause, place in zip(causes, events, strict=True):
+            if day := clock.new_day(cause.time_ns):
+                output.line(day, style="dim")
+            at = f"{milliseconds(cause.time_ns):>10}  {place:>{wide}}  "
+            at = f"{clock.time_of_day(cause.time_ns)}  {at}" if clock.is_known else at
+            output.line(f"{at}{cause.text}", indent=len(at))
             for reason in (*cause.reasons, *cause.notes):
-                output.line(f"{'':>27}  {reason}", style="dim")
+                output.line(f"{'':{len(at)}}  {reason}", style="dim")
         num_hidden = len(all_causes) - len(causes)
         if num_hidden:
             output.line(

@@ -38,18 +38,15 @@ def state_change(before: str | None, after: str | None) -> str:
 
 def _lookup(answer: e.LookupAnswered) -> str:
     local = f", {answer.num_computed_tokens} of them computed already" if answer.num_computed_tokens else ""
+    asked = f"asked what can be loaded of {plural(answer.num_tokens, 'token')}{local}"
     if answer.miss_reason == MissReason.RECORDED:
-        offered = plural(answer.num_external_tokens, "token")
-        return f"asked what can be loaded of {answer.num_tokens} tokens{local}: the recorded connector offers {offered}"
+        return f"{asked}: the recorded connector offers {plural(answer.num_external_tokens, 'token')}"
     if answer.miss_reason == MissReason.COMPLETE and not answer.num_hit_tokens:
-        return f"asked what can be loaded of {answer.num_tokens} tokens{local}: no whole chunk, nothing to load"
+        return f"{asked}: no whole chunk, nothing to load"
     why = MISS_REASONS.get(answer.miss_reason, answer.miss_reason)
     if answer.miss_cause:
         why += f" (event {answer.miss_cause})"
-    return (
-        f"asked what can be loaded of {answer.num_tokens} tokens{local}: "
-        f"{answer.num_hit_tokens} are saved, {answer.num_external_tokens} offered; {why}"
-    )
+    return f"{asked}: {answer.num_hit_tokens} are saved, {answer.num_external_tokens} offered; {why}"
 
 
 def _load(load: e.LoadIssued) -> str:
@@ -151,7 +148,7 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
         f"{', its blocks zeroed' * event.blocks_zeroed}"
     ),
     e.SessionContinued: lambda event: (
-        f"next turn: {event.num_computed_tokens} of {event.num_tokens} tokens are computed"
+        f"next turn: {event.num_computed_tokens} of {plural(event.num_tokens, 'token')} computed"
     ),
     e.TokensRolledBack: lambda event: f"rolled back to {plural(event.num_computed_tokens, 'computed token')}",
     e.RequestFinished: lambda event: f"finished ({event.status}) with {plural(event.num_tokens, 'token')}",
@@ -165,7 +162,7 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     # Decisions. Progress is left out: the state shows it.
     e.LookupAnswered: _lookup,
     e.LookupDeferred: lambda event: (
-        f"asked what can be loaded of {event.num_tokens} tokens: to be asked again"
+        f"asked what can be loaded of {plural(event.num_tokens, 'token')}: to be asked again"
         f"{f', save {event.job_id} is under way' * bool(event.job_id)}"
     ),
     e.LoadIssued: _load,

@@ -13,6 +13,7 @@ import msgspec
 
 from kvledger.adapters.core import available_extensions
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
+from kvledger.adapters.logs.amounts import plural
 from kvledger.lifecycle import Core, CoreError, LedgerConfiguration, Projections, SequencedEvent
 from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew, vocabulary_header
 from kvledger.lifecycle.events import Event
@@ -333,7 +334,7 @@ class StoredLog:
             self._count(frame)
             if frame.kind is FrameKind.GAP:
                 reason = frame.payload.decode(errors="replace")
-                detail = f"{frame.num_events} events could not be written: {reason}"
+                detail = f"{plural(frame.num_events, 'event')} could not be written: {reason}"
                 self._report("lost_events", frame, detail)
                 continue
             try:
@@ -342,7 +343,7 @@ class StoredLog:
                 self._report("undecodable", frame, str(error))
                 continue
             if decoded.num_events != frame.num_events:
-                detail = f"the frame says it holds {frame.num_events} events and holds {decoded.num_events}"
+                detail = f"the frame says it holds {plural(frame.num_events, 'event')} and holds {decoded.num_events}"
                 self._report("miscounted", frame, detail)
                 continue
             self.num_events += decoded.num_events

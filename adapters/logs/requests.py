@@ -33,7 +33,13 @@ class RequestSummary:
     num_chunks_saved: int = 0
     """By complete jobs, like the tokens."""
     num_failures: int = 0
-    """Failed jobs, broken rules and failed hooks."""
+    """Failed jobs, loads that were refused, broken rules and failed hooks."""
+    is_quarantined: bool = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something went wrong with it: it failed, or something of it did. An abort is its client's choice."""
+        return self.num_failures > 0 or self.is_quarantined or self.outcome == "FINISHED_ERROR"
 
 
 class Requests:
@@ -103,7 +109,9 @@ class Requests:
             case e.LoadFailed() | e.SaveFailed():
                 self._jobs.pop(event.job_id, None)
                 summary.num_failures += 1
-            case e.InvariantViolated() | e.HookFailed():
+            case e.InvariantViolated() | e.HookFailed() | e.LoadRefused():
                 summary.num_failures += 1
+            case e.RequestQuarantined():
+                summary.is_quarantined = True
             case _:
                 pass

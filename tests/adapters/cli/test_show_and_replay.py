@@ -27,8 +27,8 @@ def test_a_log_is_summarised_with_one_line_per_request(run: Any, log: Path) -> N
     assert "block 16 tokens, chunk 8 tokens, 32 slots, 1 rank" in result.out
     assert "1 time; tokens recovered 64, retained 0, recomputed 0" in result.out
     line = next(line for line in result.out.splitlines() if line.startswith(REQUEST))
-    assert line.split()[1] == "FINISHED_STOPPED"
-    assert line.split()[4:] == ["45", "66", "1", "4", "64", "8", "0"]
+    assert line.split()[1:3] == ["STOPPED", "15:06:40.000"]
+    assert line.split()[5:] == ["45", "66", "1", "4", "64", "8", "0"]
     assert any(line.startswith("chat-9  ") and " new " in line for line in result.out.splitlines())
 
 
@@ -229,3 +229,33 @@ def test_replay_of_a_damaged_log_shows_what_can_be_known_and_gives_2(run: Any, l
     assert result.exit_code == 2
     assert "state after event" in result.out
     assert "torn_tail" in result.err
+
+
+def test_only_requests_with_which_something_went_wrong_are_listed_on_demand(run: Any, tmp_path: Path) -> None:
+    """A failed save, an error at the end, a quarantine; what a client aborted is no failure."""
+    driver = Driver(num_slots=32)
+    for name in ("stopped", "error", "aborted", "unsaved", "quarantined"):
+        driver.start(name, keys_of(name, 2), 20, (1, 2, 3))
+        driver.step((name, 20, 1, 21), settled=[(name, 0, 20)])
+        if name == "unsaved":
+            driver.report(driver.all_of(e.SaveIssued)[-1].job_id, ok=False)
+        driver.settle_all()
+        if name != "quarantined":
+            driver.finish(name, 20, 21)
+            driver.settle_all()
+    driver.ledger.commit()
+    life = next(event for event in driver.observed if getattr(event, "request_id", "") == "quarantined")
+    events = [*driver.observed, e.RequestQuarantined("quarantined", life.ordinal, 0, "R", 1)]
+    for number, status in ((1, "FINISHED_ERROR"), (2, "FINISHED_ABORTED")):
+        events = replaced(events, e.RequestFinished, number, status=status)
+    log = write_log(tmp_path / "log", events, driver.configuration)
+    shown = run("show", "--failed", log)
+    assert "3 of 5 requests failed" in shown.out
+    assert [line.split()[0] for line in shown.out.splitlines()[-3:]] == ["error", "unsaved", "quarantined"]
+    failed = run("show", "--failed", "--json", log).objects("request")
+    assert [(each["request_id"], each["is_quarantined"]) for each in failed] == [
+        ("error", False),
+        ("unsaved", False),
+        ("quarantined", True),
+    ]
+    assert "the last 1 of 3; --limit 0 lists all" in run("show", "--failed", "--limit", 1, log).out
