@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from kvledger.adapters.cli.finding import selected, selected_one
+from kvledger.adapters.cli.finding import selected
 from kvledger.adapters.cli.options import add_handlers
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.streams import OutputFailed
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     path: Path | None = arguments.output
     if output.is_json and path is None:
         raise CommandFailed("--json lists what was written, so name a file with -o")
-    logs = [selected_one(arguments, output)] if arguments.html else list(selected(arguments, output))
+    logs = list(selected(arguments, output))
     if arguments.csv == _ALL_TABLES:
         paths = _export_all_tables(logs, path, output, overwrite=arguments.force)
     else:
@@ -78,9 +78,8 @@ def _export(arguments: argparse.Namespace, logs: _Selected, file: IO[bytes], out
     elif arguments.html:
         from kvledger.adapters.export.page import write_page  # noqa: PLC0415 - templates take a seventh of a second
 
-        for log, selection in logs:
-            for piece in write_page(log, selection, output):
-                file.write(piece.encode())
+        for piece in write_page(logs, output):
+            file.write(piece.encode())
     elif arguments.csv:
         with _csv_writer(file, arguments.csv) as write:
             _export_tables(logs, {arguments.csv: write}, output)

@@ -50,7 +50,7 @@ class Tick:
     time_ns: int
     share: float
     step_ns: int
-    """How far the moments lie apart that could have been labelled: so exact is its label."""
+    """So exact is its label: the distance of the round moments; of another one a millisecond at most."""
 
 
 class Axis:
@@ -60,7 +60,8 @@ class Axis:
         """Draw these, and what lies between them unless it is long; at least one is needed."""
         merged = _merged(busy)
         num_busy = sum(last - first for first, last in merged) or 1
-        self._pieces, num_folds = _joined(merged, _FOLD_WIDTH * num_busy)
+        self._pieces = joined(merged, _FOLD_WIDTH * num_busy)
+        num_folds = len(self._pieces) - 1
         self.first_ns, self.last_ns = self._pieces[0][0], self._pieces[-1][1]
         fold_width = min(_FOLD_WIDTH, _MAX_FOLDED / max(1, num_folds))
         drawn = sum(last - first for first, last in self._pieces) or 1
@@ -90,17 +91,24 @@ class Axis:
         fold = self.folds[index]
         return fold.share + fold.width * (time_ns - fold.first_ns) / fold.duration_ns
 
+    def percent(self, time_ns: int, until_ns: int | None = None) -> str:
+        """The same in percent of the width; with `until_ns`, how wide the time between is."""
+        share = self.share(time_ns)
+        if until_ns is not None:
+            share = self.share(until_ns) - share
+        return f"{share * 100:.4f}".rstrip("0").rstrip(".") + "%"
+
     def ticks(self) -> Iterator[Tick]:
         """Moments to label: where a piece begins, and round ones, as far as there is room."""
         step = next((step for step in _STEPS_NS if self._drawn_ns * _TICK_DISTANCE <= step), _STEPS_NS[-1])
         room = 0.0
         for (first, last), begin in zip(self._pieces, self._shares, strict=True):
             following = self._shares[bisect.bisect_right(self._shares, begin) :]
-            limit = (following[0] if following else 1.0) - _TICK_DISTANCE / 2
+            limit = (following[0] if following else 1.0) - _TICK_DISTANCE
             for time_ns in (first, *range((first // step + 1) * step, last + 1, step)):
                 share = self.share(time_ns)
-                if share >= room and (time_ns == first or share <= limit):
-                    yield Tick(time_ns, share, step)
+                if share >= room and (time_ns == first or share <= limit):  # a label stands to the right of its tick
+                    yield Tick(time_ns, share, step if time_ns % step == 0 else min(step, 10**6))
                     room = share + _TICK_DISTANCE
 
 
@@ -124,12 +132,12 @@ def _merged(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def _joined(intervals: Sequence[Interval], longest_ns: float) -> tuple[list[Interval], int]:
-    """Those with less than `longest_ns` between them as one; and how many times there is more between two."""
+def joined(intervals: Sequence[Interval], longest_ns: float) -> list[Interval]:
+    """Those with at most so much time between them as one."""
     pieces = [intervals[0]]
     for first, last in intervals[1:]:
         if first - pieces[-1][1] <= longest_ns:
             pieces[-1] = (pieces[-1][0], last)
         else:
             pieces.append((first, last))
-    return pieces, len(pieces) - 1
+    return pieces

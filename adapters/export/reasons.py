@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvledger.adapters.logs.explanation import Cause, balance, causes_of, sums_by_reason
 from kvledger.adapters.logs.histories import Histories
 from kvledger.adapters.logs.log import Batch, StoredLog
@@ -12,14 +14,18 @@ from kvledger.adapters.reasons import Accounts, RequestHistory, Sums
 class Reasons:
     """Keeps the accounts of the selected part of a log, and the history of one request; give it every batch."""
 
-    def __init__(self, log: StoredLog, selection: Selection) -> None:
+    def __init__(
+        self, log: StoredLog, selection: Selection, explained: Callable[[RequestHistory], None] | None = None
+    ) -> None:
+        """Begin with nothing; `explained` is given each life of a request, its sums at least."""
         self._request_id = selection.request_id
         self._first_sequence = selection.first_sequence
+        self._explained = explained
         self._ended: list[RequestHistory] = []
         self._accounts = Accounts(
             log.configuration,
             request_id=self._request_id,
-            on_end=None if self._request_id is None else self._ended.append,
+            on_end=self._end,
             keeps_histories=self._request_id is not None,
         )
         self._before: Sums | None = None
@@ -32,6 +38,18 @@ class Reasons:
             if self._before is None and sequence >= self._first_sequence:
                 self._before = self._accounts.sums()
             self._accounts.take(sequence, event)
+
+    def finish(self) -> None:
+        """The log was read to its end: what is known of lives that are not over is told, too."""
+        if self._explained is not None:
+            for history in self._accounts.histories:
+                self._explained(history)
+
+    def _end(self, history: RequestHistory) -> None:
+        if self._request_id is not None:
+            self._ended.append(history)
+        if self._explained is not None:
+            self._explained(history)
 
     def sums(self) -> Sums:
         """Of the selected part."""

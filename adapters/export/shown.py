@@ -6,11 +6,14 @@ is counted. It must not know how a page looks.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import attrs
 
+from kvledger.adapters.export.axis import Interval, joined
 from kvledger.adapters.export.spans import Call, Copy, Gauges, Incarnation, Instant, Lookup, Span, State, Visitor
+from kvledger.adapters.reasons import RequestHistory, Sums
 
 MAX_REQUESTS = 300
 MAX_INSTANTS = 200
@@ -18,6 +21,7 @@ MAX_INSTANTS = 200
 _MAX_ORDINARY = 200
 """Lookups, and saves that went well, of one request."""
 _MAX_SAMPLES = 4096
+_MAX_BUSY = 4096
 SLOTS = "host slots used"
 SERIES = ("running", "preempted, recovering", "blocks held", SLOTS, "copies in flight")
 """What the curves of a page count."""
@@ -35,6 +39,8 @@ class Request:
     num_saves: int = 0
     num_left_out: int = 0
     """Ordinary saves and lookups that are not drawn."""
+    sums: Sums | None = None
+    """Where its tokens came from; None where the log lacks what they follow from."""
 
     @property
     def num_troubles(self) -> int:
@@ -43,8 +49,10 @@ class Request:
 
     @property
     def interest(self) -> tuple[int, int, int]:
-        """The more, the rather it is shown: trouble, preemptions, then who came first."""
-        return self.num_troubles, self.incarnation.summary.num_preemptions, -self.incarnation.ordinal
+        """The more, the rather it is shown: trouble, preemptions, then a sample from all over the log."""
+        # Of numbers written backwards the smallest belong to multiples of the highest power of two: evenly spread.
+        backwards = int(f"{self.incarnation.ordinal:064b}"[::-1], 2)
+        return self.num_troubles, self.incarnation.summary.num_preemptions, -backwards
 
 
 @attrs.define
@@ -72,8 +80,9 @@ class Shown(Visitor):
         self.others: list[Instant] = []
         """What else happened to the engine: resets, notes."""
         self.num_instants_left_out = 0
-        self.first_ns: int | None = None
-        """The earliest time seen, where a log is shown from its middle."""
+        self.busy: list[Interval] = []
+        """When there were requests to schedule; of very many such times those that are close are one."""
+        self._is_busy = False
 
     @property
     def requests(self) -> list[Request]:
@@ -132,11 +141,17 @@ class Shown(Visitor):
         if request is not None and instant.kind != "chunk.evicted" and len(request.instants) < MAX_INSTANTS:
             request.instants.append(instant)
 
+    def explained(self, history: RequestHistory) -> None:
+        """What became of the tokens of a request."""
+        request = self._requests.get(history.ordinal)
+        if request is not None:
+            request.sums = history.sums
+
     def counted(self, time_ns: int, gauges: Gauges) -> None:
         """A point of the curves."""
-        if self.first_ns is None:
-            self.first_ns = time_ns
         in_state = gauges.num_requests
+        # Copies do not count: the report of the last save comes with the next step, however late that is.
+        self._be_busy(time_ns, sum(in_state.values()) > in_state["finished"])
         values = (
             in_state["running"] + in_state["chunked_prefill"],
             in_state["preempted"] + in_state["recovering"],
@@ -150,6 +165,16 @@ class Shown(Visitor):
         if len(self.samples) > 2 * _MAX_SAMPLES:
             pairs = zip(self.samples[::2], self.samples[1::2], strict=False)
             self.samples = [(at, tuple(map(max, first, second))) for (at, first), (_, second) in pairs]
+
+    def _be_busy(self, time_ns: int, is_busy: bool) -> None:  # noqa: FBT001 -- what is counted
+        if self._is_busy:
+            self.busy[-1] = (self.busy[-1][0], time_ns)
+        elif is_busy:
+            self.busy.append((time_ns, time_ns))
+        self._is_busy = is_busy
+        if len(self.busy) > 2 * _MAX_BUSY:
+            pauses = sorted(later[0] - earlier[1] for earlier, later in itertools.pairwise(self.busy))
+            self.busy = joined(self.busy, pauses[_MAX_BUSY])
 
     def _forget_ordinary(self) -> None:
         """Of those that have ended; to the others something may still happen."""

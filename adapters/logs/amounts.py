@@ -18,7 +18,14 @@ def duration(nanoseconds: int) -> str:
         return f"{nanoseconds / _NS_PER_US:.1f} µs"
     if nanoseconds < _NS_PER_S:
         return f"{nanoseconds / _NS_PER_MS:.1f} ms"
-    return f"{nanoseconds / _NS_PER_S:.2f} s"
+    if nanoseconds < 100 * _NS_PER_S:
+        return f"{nanoseconds / _NS_PER_S:.2f} s"
+    minutes, seconds = divmod(nanoseconds // _NS_PER_S, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
 
 
 def size(num_bytes: int) -> str:

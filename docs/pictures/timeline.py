@@ -23,7 +23,7 @@ from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.visible import remark
 
 WIDTH, LEFT, RIGHT, TOP, LANE, BAR = 900, 104, 876, 78, 32, 14
-WORDS_HEIGHT = 22
+WORDS_HEIGHT, MAX_TICKS = 22, 8
 LEGEND = {
     "new": "waiting",
     "chunked_prefill": "prefill",
@@ -99,7 +99,11 @@ class Picture:
         begin = self._axis.first_ns
         y = TOP + LANE * self._requests.index(self._chosen)
         yield f'<rect class="glow" x="12" y="{y}" width="{WIDTH - 24}" height="{LANE}" rx="5"/>'
-        for milliseconds in range(0, (self._axis.last_ns - begin) // 10**6, 500):
+        length_ms = (self._axis.last_ns - begin) // 10**6
+        step_ms = next(
+            step for power in range(12) for step in (10**power, 5 * 10**power) if length_ms / step < MAX_TICKS
+        )
+        for milliseconds in range(0, length_ms, step_ms):
             x = self._x(begin + milliseconds * 10**6)
             yield f'<line class="tick" x1="{x}" x2="{x}" y1="{TOP}" y2="{self._bottom}"/>'
             yield text(x, self._bottom + 15, f"{milliseconds:,} ms", "dim tick-label")

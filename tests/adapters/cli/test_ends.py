@@ -113,7 +113,7 @@ def test_a_newest_segment_that_is_gone_gives_4_and_is_named(run: Any, beheaded: 
         (of_command,) = run(command, beheaded, "--json").objects("end")
         assert of_command["missing"] == missing
     page = run("export", beheaded, "--html").out
-    assert '<p class="verdict warn">sound, but its end is missing</p>' in page
+    assert '<span class="verdict warn">sound, but its end is missing</span>' in page
     assert "missing: missing_segment" in page
 
 

@@ -64,6 +64,12 @@ def test_a_tick_is_as_exact_as_it_needs_to_be_and_names_a_new_day() -> None:
     assert time_of_day(tick, dt.date(2026, 1, 4)) == "01-05 12:00:00.020"
 
 
+def test_a_piece_that_begins_at_no_round_time_is_labelled_exactly() -> None:
+    """Its label would else seem to be up to a whole distance of ticks too early."""
+    first, second, *_ = Axis([(NOON + 820 * S // 1000, NOON + 9 * S)]).ticks()
+    assert [time_of_day(tick, None) for tick in (first, second)] == ["12:00:00.820", "12:00:02"]
+
+
 def test_an_instant_is_an_axis_too() -> None:
     """A log with one event can be drawn."""
     axis = Axis([(5, 5)])

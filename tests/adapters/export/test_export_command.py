@@ -199,16 +199,6 @@ def test_json_tells_what_was_written(run: Any, log: Path, tmp_path: Path) -> Non
     assert written == {"type": "export", "path": str(path), "num_bytes": path.stat().st_size, "num_logs": 1}
 
 
-def test_a_page_is_about_one_log(run: Any, story: Any, tmp_path: Path) -> None:
-    """Of several, one must be named, or the newest asked for."""
-    for name in ("first", "second"):
-        write_log(tmp_path / "logs" / name, story.observed, story.configuration)
-    refused = run("export", tmp_path / "logs", "--html", "-o", tmp_path / "page.html")
-    assert refused.exit_code == ExitCode.USAGE
-    assert "--newest" in refused.err
-    assert run("export", tmp_path / "logs", "--html", "-o", tmp_path / "page.html", "--newest").exit_code == 0
-
-
 def test_a_trace_of_a_long_log_is_written_in_little_memory(tmp_path: Path) -> None:
     """Ten times the log takes about the memory of one."""
     peaks = []

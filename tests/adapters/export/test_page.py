@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 import urllib.parse
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from headless_browser import Page
-from stored_logs import serve_many, tell_story, write_log
+from lifecycle_driver import keys_of
+from stored_logs import OPENED_AT, serve_many, tell_story, write_log
 
 from kvledger.adapters.logs.sources import find_logs
 from kvledger.lifecycle import events as e
 
 REQUEST = "chat-17-b6"
 HOSTILE = "<script>document.title='owned'</script>\"'><img src=x onerror=\"document.title='owned'\">&amp;\u202e\x07"
+HOUR_NS = 3600 * 10**9
 
 pytestmark = pytest.mark.xdist_group("browser")
 
@@ -86,17 +90,19 @@ def test_the_essentials_are_there_without_scripts(story_page: Path) -> None:
 
 
 def test_a_page_refers_to_nothing_but_itself(story_page: Path) -> None:
-    """No address but fragments of its own, no script; its style stands in it and is named by its hash."""
+    """No address but fragments of its own; its style and its one script stand in it and are named by their hashes."""
     page = parsed(story_page)
     assert page.addresses
     assert all(address.startswith("#") for address in page.addresses)
-    assert not {"script", "link", "iframe", "object", "embed", "base", "form", "img"} & set(page.tags)
+    assert page.tags.count("script") == 1
+    assert not {"link", "iframe", "object", "embed", "base", "form", "img"} & set(page.tags)
     markup = story_page.read_text()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', markup)
     assert policy is not None
     assert policy[1].startswith("default-src 'none'")
     assert "unsafe" not in policy[1]
-    assert not re.search(r"\sstyle=|\son\w+=", re.sub(r"<style>.*?</style>", "", markup, flags=re.DOTALL))
+    assert len(re.findall(r"(?:style|script)-src 'sha256-[^']+'", policy[1])) == 2
+    assert not re.search(r"\sstyle=|\son\w+=", re.sub(r"<(style|script)>.*?</\1>", "", markup, flags=re.DOTALL))
 
 
 def test_a_page_opens_from_a_file_without_an_error_and_without_a_request(page: Page, story_page: Path) -> None:
@@ -115,7 +121,7 @@ def test_nothing_of_a_request_id_is_ever_run(run: Any, page: Page, tmp_path: Pat
     directory = write_log(tmp_path / "log", events, story.configuration)
     path = tmp_path / "page.html"
     assert run("export", directory, "--html", "-o", path).exit_code == 0
-    assert "script" not in parsed(path).tags
+    assert parsed(path).tags.count("script") == 1
     assert "\u202e" not in path.read_text()
     shown = opened(page, path)
     assert shown.evaluate("document.title") == "kvledger · log"
@@ -138,6 +144,113 @@ def test_an_address_opens_a_request(page: Page, story_page: Path) -> None:
     shown.wait_until(f"({opened_ids}).length > 0")
     assert shown.evaluate(opened_ids) == [REQUEST]
     assert 0 <= shown.evaluate("document.querySelector('details[open] summary').getBoundingClientRect().top") < 900
+
+
+def test_how_the_log_ended_and_where_tokens_came_from_stand_above_the_timeline(
+    run: Any, page: Page, tmp_path: Path
+) -> None:
+    """On the first screen: verdict, end, what came back after preemptions as a bar with figures, and the timeline."""
+    story = tell_story(clock_rate=1700)
+    path = tmp_path / "page.html"
+    log = write_log(tmp_path / "log", story.observed, story.configuration)
+    assert run("export", log, "--html", "-o", path).exit_code == 0
+    shown = opened(page, path)
+    assert shown.evaluate("document.querySelector('.ending').textContent") == "closed; 1 request was open"
+    figure = shown.evaluate("document.querySelector('figure').textContent.replace(/\\s+/g, ' ').trim()")
+    assert figure.startswith("After 1 preemption: 64 tokens")
+    assert "64 recovered: copied back 0 retained in vLLM's cache 0 recomputed" in figure
+    whole = shown.evaluate("document.querySelector('.stack').getBoundingClientRect().width")
+    assert shown.evaluate("document.querySelector('.t-recovered').getBoundingClientRect().width") == whole
+    assert shown.evaluate("document.querySelector('.row.request').getBoundingClientRect().bottom") < 900
+
+
+def test_idle_time_is_folded_and_the_axis_tells_the_time_of_day(run: Any, page: Page, tmp_path: Path) -> None:
+    """An hour between two requests is narrower than they are, and marked with its length; the offset is in a title."""
+    driver = serve_many(2)
+    place = next(at for at, event in enumerate(driver.observed) if getattr(event, "request_id", "") == "r1")
+    events = [
+        msgspec.structs.replace(event, time_ns=1000 * event.time_ns + (HOUR_NS if at >= place else 0))
+        if hasattr(event, "time_ns")
+        else event
+        for at, event in enumerate(driver.observed)
+    ]
+    path = tmp_path / "page.html"
+    log = write_log(tmp_path / "log", events, driver.configuration)
+    assert run("export", log, "--html", "-o", path).exit_code == 0
+    shown = opened(page, path)
+    assert "1 h 0 min" in shown.evaluate("document.querySelector('.fold-length').textContent")
+    width = "(e) => e.getBoundingClientRect().width"
+    assert shown.evaluate(f"({width})(document.querySelector('.grid .fold'))") < 50
+    widths = shown.evaluate(
+        f"[...document.querySelectorAll('.row.request')].map((e) => ({width})(e.querySelector('rect')))"
+    )
+    assert min(widths) > 50
+    labels = shown.evaluate("[...document.querySelectorAll('.ticks text:not(.fold-length)')].map((e) => e.textContent)")
+    assert labels[0].startswith("15:06:40.")
+    assert any(label.startswith("16:06:40.") for label in labels)
+    assert "ms after log was opened" in labels[0]
+
+
+def test_restarts_of_an_engine_are_one_page(run: Any, page: Page, tmp_path: Path) -> None:
+    """A table of the logs, and their requests in groups along one axis, also where ids are used again."""
+    story = tell_story(clock_rate=1700)
+    for number in range(2):
+        header = {"opened_at_unix_ns": OPENED_AT + number * HOUR_NS}
+        write_log(tmp_path / "logs" / f"start-{number}", story.observed, story.configuration, header=header)
+    path = tmp_path / "page.html"
+    assert run("export", tmp_path / "logs", "--html", "-o", path).exit_code == 0
+    shown = opened(page, path)
+    assert shown.evaluate("document.title") == "kvledger · 2 logs of logs"
+    cells = "[...e.cells].map((cell) => cell.textContent.trim())"
+    rows = f"[...document.querySelectorAll('table.logs tbody tr')].map((e) => {cells})"
+    assert [row[0] for row in shown.evaluate(rows)] == ["start-0", "start-1"]
+    assert [row[4:6] for row in shown.evaluate(rows)] == [["closed", "sound"]] * 2
+    assert "128 tokens" in shown.evaluate("document.querySelector('figure').textContent")
+    lefts = shown.evaluate(
+        f"[...document.querySelectorAll('.row.request')].filter((e) => e.textContent.includes('{REQUEST}'))"
+        ".map((e) => e.querySelector('rect').getBoundingClientRect().left)"
+    )
+    assert len(lefts) == 2
+    assert lefts[0] < lefts[1]
+    anchors = shown.evaluate("[...document.querySelectorAll('.row.request a')].map((e) => decodeURIComponent(e.hash))")
+    assert len(set(anchors)) == 4
+    assert all(shown.evaluate(f"document.getElementById({json.dumps(each[1:])}) !== null") for each in anchors)
+
+
+def test_the_requests_can_be_sorted_by_a_click(run: Any, page: Page, tmp_path: Path) -> None:
+    """By number the largest first, a second click turns it round; without scripts the table is in order of arrival."""
+    driver = serve_many(3)
+    driver.start("long", keys_of("long", 2), 30, (1, 2))
+    driver.finish("long", 30, 31)
+    driver.ledger.commit()
+    path = tmp_path / "page.html"
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    assert run("export", log, "--html", "-o", path).exit_code == 0
+    shown = opened(page, path)
+    names = "[...document.querySelectorAll('table.sortable tbody tr')].map((e) => e.cells[0].textContent)"
+    heading = "[...document.querySelectorAll('table.sortable th')].find((e) => e.textContent === 'prompt')"
+    assert shown.evaluate(names) == ["r0", "r1", "r2", "long"]
+    for order, first in (("descending", "long"), ("ascending", "r0"), ("descending", "long")):
+        shown.evaluate(f"{heading}.querySelector('button').click()")
+        assert shown.evaluate(names)[0] == first
+        assert shown.evaluate(f"{heading}.ariaSort") == order
+
+
+def test_ids_that_only_differ_in_the_middle_are_told_apart_and_copied_whole(
+    run: Any, page: Page, tmp_path: Path
+) -> None:
+    """What is left out where there is little room is still there for who selects it or searches for it."""
+    ids = [f"chatcmpl-tenant-a-{number:08}-0-completion" for number in (17, 18)]
+    story = tell_story(*ids)
+    path = tmp_path / "page.html"
+    log = write_log(tmp_path / "log", story.observed, story.configuration)
+    assert run("export", log, "--html", "-o", path).exit_code == 0
+    shown = opened(page, path)
+    labels = "[...document.querySelectorAll('.row.request .label')]"
+    assert shown.evaluate(f"{labels}.map((e) => e.textContent)") == ids
+    assert shown.evaluate(f"{labels}.every((e) => e.scrollWidth <= e.clientWidth)")
+    selected = f"(() => {{ getSelection().selectAllChildren({labels}[0]); return getSelection().toString(); }})()"
+    assert shown.evaluate(selected) == ids[0]
 
 
 def test_a_bar_says_what_it_stands_for(story_page: Path) -> None:
@@ -173,7 +286,7 @@ def test_a_page_fits_its_window_and_can_be_read_in_both_colour_schemes(
             }
             return "rgb(255, 255, 255)";
           };
-          const texts = "h1, h2, p, dt, dd, td, th, summary *, .label, footer p, .verdict";
+          const texts = "h1, h2, p, dt, dd, td, th *, summary *, .label, footer p, .verdict, .ending, figcaption, li";
           return [...document.querySelectorAll(texts)]
             .map((e) => {
               const [a, b] = [light(getComputedStyle(e).color), light(behind(e))];
