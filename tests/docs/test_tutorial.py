@@ -9,7 +9,7 @@ CODE = re.compile(r"^```(?:python|toml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def code_alone(text: str) -> str:
-    """Its lines, wherever they stand: the formatter takes the indentation of a method that is shown without its class."""
+    """Its lines, wherever they stand: the formatter moves a method that is shown without its class."""
     return "\n".join(line.strip() for line in text.splitlines() if line.strip())
 
 
