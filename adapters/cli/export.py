@@ -1,4 +1,4 @@
-"""`kvledger export`: a log as a trace for Perfetto, as a page for a ticket, or as tables for a notebook."""
+"""`kvledger export`: a log as a trace for Perfetto, as a page for a ticket, as tables, or as spans of OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from kvledger.adapters.cli.export_otlp import export_spans
 from kvledger.adapters.cli.finding import selected
 from kvledger.adapters.cli.options import add_handlers
 from kvledger.adapters.cli.output import Output
@@ -44,6 +45,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=(*COLUMNS, _ALL_TABLES),
         help=f"a table: {', '.join(COLUMNS)} (default: requests); or {_ALL_TABLES}, into the folder named with -o",
     )
+    formats.add_argument(
+        "--otlp",
+        metavar="TARGET",
+        help="spans for OpenTelemetry: sent to http://host:4318, or written to a file as lines of JSON (- for stdout)",
+    )
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="where to write; default: stdout")
     add_handlers(parser)
     parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
@@ -51,9 +57,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Write the selected part of each log into one file."""
-    if not (arguments.perfetto or arguments.html or arguments.csv):
-        raise CommandFailed("say which format is wanted: --perfetto, --html or --csv")
+    if not (arguments.perfetto or arguments.html or arguments.csv or arguments.otlp):
+        raise CommandFailed("say which format is wanted: --perfetto, --html, --csv or --otlp")
     path: Path | None = arguments.output
+    if arguments.otlp:
+        if path is not None:
+            raise CommandFailed(f"--otlp names where spans go: give --otlp {path}, and no -o")
+        return export_spans(arguments, output)
     if output.is_json and path is None:
         raise CommandFailed("--json lists what was written, so name a file with -o")
     logs = list(selected(arguments, output))

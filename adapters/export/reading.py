@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvledger.adapters.exit_codes import CommandFailed
 from kvledger.adapters.export.spans import Visitor
 from kvledger.adapters.export.trace import Trace
 from kvledger.adapters.logs.amounts import plural
@@ -71,7 +72,7 @@ def _take(
             return "" if unfoldable is None else unfoldable.error
         for sequence, event in batch.numbered():
             trace.take(sequence, event)
-    except OSError:  # of a visitor: its file cannot be written
+    except (OSError, CommandFailed):  # of a visitor: what it writes to takes nothing
         raise
     except Exception as error:  # noqa: BLE001 -- whatever it is, a log must not end the command
         return repr(error)

@@ -40,6 +40,11 @@ class Incarnation(Span):
     summary: RequestSummary
     first_running_ns: int | None = None
     """When every token of the prompt was computed or in flight for the first time."""
+    trace_parent: bytes = b""
+    """Of its arrival; empty also where that is not in the log."""
+    num_tokens_retained: int = 0
+    """On its ways back from preemptions, like those recovered."""
+    num_tokens_recovered: int = 0
     num_bytes_loaded: int = 0
     num_bytes_saved: int = 0
     state_ns: dict[str, int] = attrs.field(factory=dict)

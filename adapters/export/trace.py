@@ -99,11 +99,10 @@ class Trace:
         self._requests.take(sequence, event)
         if isinstance(event, e.RequestEvent):
             self._take_request_event(sequence, event)
+        elif isinstance(event, e.StepScheduled):
+            self._take_step(sequence, event)
         else:
             self.projections.fold(event, sequence)
-            if isinstance(event, e.StepScheduled):
-                for ordinal, _ in event.extended:
-                    self._held.look(ordinal)
         handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event, sequence)
@@ -198,7 +197,9 @@ class Trace:
         if record is None:
             self._end_incarnation(request_id, event, num_computed)
             return
-        incarnation = self._incarnations.get(request_id) or self._begin_incarnation(sequence, record)
+        incarnation = self._incarnations.get(request_id) or self._begin_incarnation(
+            sequence, record, getattr(event, "trace_parent", b"")
+        )
         span = self._states.get(incarnation.ordinal)
         if span is not None and span.state == record.state and span.generation == record.generation:
             return
@@ -208,13 +209,14 @@ class Trace:
         keeps_tokens = isinstance(event, e.RequestPreempted | e.TokensRolledBack)
         self._begin_state(sequence, event.id, incarnation, record, num_computed if keeps_tokens else 0)
 
-    def _begin_incarnation(self, sequence: int, record: RequestRecord) -> Incarnation:
+    def _begin_incarnation(self, sequence: int, record: RequestRecord, trace_parent: bytes = b"") -> Incarnation:
         incarnation = Incarnation(
             request_id=record.request_id,
             sequence=sequence,
             since_ns=self.now_ns,
             ordinal=record.ordinal,
             summary=self._requests.current[record.request_id],
+            trace_parent=trace_parent,
         )
         self._incarnations[record.request_id] = incarnation
         self._begin(incarnation)
@@ -261,6 +263,19 @@ class Trace:
         self._end(incarnation)
         if self._is_inside and all(other.summary.finished_ns is not None for other in self._incarnations.values()):
             self._visitor.idle(self.now_ns)
+
+    def _take_step(self, sequence: int, event: e.StepScheduled) -> None:
+        """Whoever runs again has what was found and loaded on its way back; the totals count it in this step."""
+        returning = self.projections.totals.state.returning
+        for ordinal, *_ in event.advanced if returning else ():
+            span = self._states.get(ordinal)
+            if span is not None and ordinal in returning:
+                num_retained, num_recovered = returning[ordinal]
+                span.incarnation.num_tokens_retained += num_retained
+                span.incarnation.num_tokens_recovered += num_recovered
+        self.projections.fold(event, sequence)
+        for ordinal, _ in event.extended:
+            self._held.look(ordinal)
 
     # --- lookups ------------------------------------------------------------------------------
 

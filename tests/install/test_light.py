@@ -86,7 +86,7 @@ def test_no_command_that_reads_logs_loads_what_an_extra_brings(
     assert {name for _, name in codes} == KVLEDGER_COMMANDS.keys() - {"ship", "conformance"}
     assert {int(code) for code, _ in codes} <= {SOUND, RULE_BROKEN, DIVERGED}, ended.stderr
     (loaded,) = re.findall(r"^loaded (.*)$", ended.stderr, re.MULTILINE)
-    assert not set(loaded.split()) & EXTRAS.keys()
+    assert not set(loaded.split()) & {module.partition(".")[0] for module in EXTRAS}
 
 
 def test_the_core_and_stored_logs_are_imported(light_python: Path, tmp_path: Path) -> None:
@@ -150,6 +150,15 @@ def test_conformance_names_the_extra(light_python: Path, tmp_path: Path) -> None
     assert ended.stderr == f"kvledger: kvledger conformance needs {INSTALL_CONNECTOR}\n"
 
 
+def test_spans_name_the_extra(light_python: Path, example_log: Path, tmp_path: Path) -> None:
+    """Before the log is read."""
+    ended = run(kvledger_of(light_python), "export", example_log, "--otlp", "spans.jsonl", cwd=tmp_path)
+    assert ended.returncode == USAGE
+    modules = "opentelemetry.sdk, opentelemetry.exporter.otlp.proto.http"
+    remedy = 'pip install "kvledger[otlp]"'
+    assert ended.stderr == f"kvledger: kvledger export --otlp needs {modules}, not installed here: {remedy}\n"
+
+
 def test_handlers_that_need_the_connector_say_so(light_python: Path, example_log: Path, tmp_path: Path) -> None:
     """A handler is any module's."""
     (tmp_path / "borrowed.py").write_text("from kvledger.adapters.vllm import KVLedgerConnector as Handler\n")
@@ -178,6 +187,6 @@ def test_every_extra_brings_what_it_is_named_for() -> None:
     assert extras.keys() == set(EXTRAS.values())
     distributions = packages_distributions()
     for module, extra in EXTRAS.items():
-        brought = {canonicalize_name(name) for name in distributions[module]} & extras[extra]
+        brought = {canonicalize_name(name) for name in distributions[module.partition(".")[0]]} & extras[extra]
         # vLLM is there already; nkeys is an extra of nats-py itself.
         assert bool(brought) == (module not in {"vllm", "nkeys"}), module
