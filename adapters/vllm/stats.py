@@ -7,6 +7,8 @@ what grows old by itself is sent as a point in time. It must not know Prometheus
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -14,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.metric_names import BY_EXTENSION, GAUGES, HISTOGRAMS, LAST_WRITTEN
-from kvledger.lifecycle import Figures
+from kvledger.lifecycle import DURATION_BOUNDS_NS, Figures
 from kvledger.storage.events import BacklogEventStore
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 
 OF_LEDGER: Final = tuple(field.name for field in attrs.fields(Figures) if field.name != BY_EXTENSION)
+_of_ledger: Final[Callable[[Figures], tuple[int, ...]]] = attrgetter(*OF_LEDGER)
 _NS_BETWEEN_WRITES_SENT: Final = 1_000_000_000
 """In steps that change nothing else."""
 
@@ -73,7 +76,13 @@ class StatsSource:
 
     def __init__(self, side: SchedulerSide) -> None:
         self._side = side
-        self._last: dict[str, Any] = {}
+        # So there are no more labels than extensions are configured.
+        self._extensions = tuple(extension.name for extension in side.ledger.projections.core.extensions)
+        of_extensions = (f"{BY_EXTENSION}/{name}" for name in self._extensions)
+        self._names = (*OF_LEDGER, *of_extensions, "num_log_bytes_written", "num_events_lost")
+        self._counts = (0,) * len(self._names)
+        self._durations = {name: [0] * 2 * (len(DURATION_BOUNDS_NS) + 1) for name in HISTOGRAMS}
+        self._gauges = dict.fromkeys(GAUGES, 0)
         self._sent_ns = 0
 
     def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
@@ -83,58 +92,47 @@ class StatsSource:
     @guarded(default=_NO_STATS)
     def take(self) -> ConnectorStats | None:
         """The stats since the last call, or None where nothing changed but, within a second, the log."""
-        journal = self._side.journal
-        is_new = journal.figures_changed or journal.log.is_behind or bool(self._last.get("num_log_events_waiting"))
-        if not is_new and journal.now() - self._sent_ns < _NS_BETWEEN_WRITES_SENT:
+        journal, now_ns = self._side.journal, self._side.journal.now()
+        is_new = journal.figures_changed or self._gauges["num_log_events_waiting"] > 0
+        if not is_new and now_ns - self._sent_ns < _NS_BETWEEN_WRITES_SENT:
             return None
-        journal.figures_changed = False
-        self._sent_ns = journal.now()
-        before, self._last = self._last, self._now()
-        if not is_new and self._last == before:
+        journal.figures_changed, self._sent_ns = False, now_ns
+        changed, gauges = self._take_changed(), self._take_gauges()
+        if not (is_new or changed or gauges != self._gauges):
             return None
-        data: dict[str, Any] = {name: self._last[name] for name in GAUGES}
-        for name, value in self._last.items():
-            if name not in GAUGES and (changed := _changed(value, before.get(name))):
-                data[name] = changed
-        return ConnectorStats(data)
+        self._gauges = gauges
+        return ConnectorStats({**changed, **gauges})
 
-    def _now(self) -> dict[str, Any]:
-        projections = self._side.ledger.projections
-        totals, slots = projections.totals, projections.chunks.slots
-        now: dict[str, Any] = {name: getattr(totals.figures, name) for name in OF_LEDGER}
-        for extension in projections.core.extensions:  # so there are no more labels than extensions are configured
-            now[f"{BY_EXTENSION}/{extension.name}"] = totals.state.num_events_of.get(extension.name, 0)
-        for name in HISTOGRAMS:
+    def _take_changed(self) -> dict[str, Any]:
+        totals, store = self._side.ledger.projections.totals, _written(self._side.log)
+        of_extensions = (totals.state.num_events_of.get(name, 0) for name in self._extensions)
+        of_log = (0, 0) if store is None else (store.num_bytes_written, store.num_events_lost)
+        counts = (*_of_ledger(totals.figures), *of_extensions, *of_log)
+        pairs = zip(self._names, counts, self._counts, strict=True)
+        changed: dict[str, Any] = {name: now - before for name, now, before in pairs if now != before}
+        self._counts = counts
+        for name, before in self._durations.items():
             durations = getattr(totals.state, name)
-            now[name] = [*durations.counts, *durations.sums_ns]
-        return now | {
+            now = [*durations.counts, *durations.sums_ns]
+            if now != before:
+                changed[name] = [*map(int.__sub__, now, before)]
+                self._durations[name] = now
+        return changed
+
+    def _take_gauges(self) -> dict[str, int]:
+        projections, store = self._side.ledger.projections, _written(self._side.log)
+        slots = projections.chunks.slots
+        return {
             "num_chunks_cached": len(projections.chunks),
             "num_slots_used": slots.num_slots - slots.num_free,
             "num_slots": slots.num_slots,
             "num_jobs_in_flight": len(projections.transfers),
+            "num_log_events_waiting": 0 if store is None else store.num_events_backlogged,
+            LAST_WRITTEN: 0 if store is None else store.last_written_unix_ns,
             "is_disabled": int(self._side.journal.is_disabled),
-            **of_log(self._side.log),
         }
 
 
-def of_log(log: OpenedLog) -> dict[str, int]:
-    """What became of the log so far; of one in memory nothing is written."""
-    store = log.store
-    if not isinstance(store, BacklogEventStore):
-        return {"num_log_bytes_written": 0, "num_events_lost": 0, "num_log_events_waiting": 0, LAST_WRITTEN: 0}
-    return {
-        "num_log_bytes_written": store.num_bytes_written,
-        "num_events_lost": store.num_events_lost,
-        "num_log_events_waiting": store.num_events_backlogged,
-        LAST_WRITTEN: store.last_written_unix_ns,
-    }
-
-
-def _changed(now: Any, before: Any) -> Any:
-    """The difference; nothing where there is none."""
-    if now == before:
-        return None
-    if isinstance(now, list):
-        difference = [*map(int.__sub__, now, before or [0] * len(now))]
-        return difference if any(difference) else None
-    return now - (before or 0)
+def _written(log: OpenedLog) -> BacklogEventStore | None:
+    """The store; None where the log is in memory, so that nothing is written."""
+    return log.store if isinstance(log.store, BacklogEventStore) else None

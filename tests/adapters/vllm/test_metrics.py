@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from kvledger.adapters.vllm.metrics import ConnectorPrometheus
 from kvledger.adapters.vllm.stats import OF_LEDGER, ConnectorStats
 from kvledger.lifecycle import DURATION_BOUNDS_NS, Extension
 from kvledger.lifecycle import events as e
+from kvledger.storage.events import segments
 
 pytestmark = pytest.mark.scheduler
 
@@ -150,6 +153,44 @@ def test_what_only_writes_the_log_is_sent_once_a_second(make_engine: Any, tmp_pa
         assert set(written) == {*GAUGES, "num_log_bytes_written"}
         engine.run()
     assert len(sent) > 1
+
+
+def test_a_log_that_cannot_be_written_is_seen_in_every_step_until_it_can(
+    make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits is sent while it waits, and that it waits no more; the last write stays when it was."""
+    engine = preempt_and_recover(make_engine, log_dir=str(tmp_path))
+    engine.step()
+    written_before = the_rest(engine)[LAST_WRITTEN]
+    store, sent = engine.connector.scheduler_side.log.store, collect(engine)
+
+    def refuse(_descriptor: int, _frame: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(segments.os, "write", refuse)
+        engine.step()
+        sent.append(the_rest(engine))
+        for _ in range(4):
+            engine.step()
+    waiting = [data["num_log_events_waiting"] for data in sent]
+    assert len(waiting) >= 5
+    assert waiting == sorted(waiting)
+    assert waiting[0] > 0
+    assert {data[LAST_WRITTEN] for data in sent} == {written_before}
+    store.flush()
+    sent.clear()
+    engine.step()
+    assert sent[0]["num_log_events_waiting"] == 0
+    assert sent[0][LAST_WRITTEN] > written_before
+
+
+def test_a_connector_that_serves_nobody_says_so(make_engine: Any) -> None:
+    """The figure stays, for whoever looks later."""
+    engine = preempt_and_recover(make_engine)
+    assert the_rest(engine)["is_disabled"] == 0
+    engine.connector.scheduler_side.journal.decline("for the sake of it")
+    assert the_rest(engine)["is_disabled"] == 1
 
 
 def test_a_worker_has_no_figures_of_its_own(make_engine: Any) -> None:
