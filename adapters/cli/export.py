@@ -7,7 +7,7 @@ import contextlib
 import csv
 import io
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -66,7 +66,9 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         return export_spans(arguments, output)
     if output.is_json and path is None:
         raise CommandFailed("--json lists what was written, so name a file with -o")
-    logs = list(selected(arguments, output))
+    logs = list(_readable(selected(arguments, output), output))
+    if not logs:
+        raise CommandFailed("no log could be read: see above", ExitCode.DAMAGED)
     if arguments.csv == _ALL_TABLES:
         paths = _export_all_tables(logs, path, output, overwrite=arguments.force)
     else:
@@ -80,6 +82,14 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         else:
             output.remark(f"wrote {written}, {size(num_bytes)}, of {plural(len(logs), 'log')}")
     return ExitCode.SOUND
+
+
+def _readable(logs: Iterable[tuple[StoredLog, Selection]], output: Output) -> Iterator[tuple[StoredLog, Selection]]:
+    """Those with a configuration, without which nothing can be folded; the others of many are named."""
+    for log, selection in logs:
+        with output.apart_from_others(log.path):
+            log.configuration  # noqa: B018 -- it raises
+            yield log, selection
 
 
 def _export(arguments: argparse.Namespace, logs: _Selected, file: IO[bytes], output: Output) -> None:

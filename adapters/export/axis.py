@@ -6,13 +6,12 @@ Times are nanoseconds of any one clock. It must not know what is drawn along it.
 from __future__ import annotations
 
 import bisect
-import datetime as dt
 from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
 _FOLD_WIDTH = 0.03
-"""What a fold is wide, as a share of the axis; idle time that would be narrower is not folded."""
+"""What a fold is wide, as a share of the axis; idle time that would not be twice as wide is not folded."""
 _MAX_FOLDED = 0.3
 """What all folds are wide together."""
 _TICK_DISTANCE = 0.11
@@ -60,7 +59,7 @@ class Axis:
         """Draw these, and what lies between them unless it is long; at least one is needed."""
         merged = _merged(busy)
         num_busy = sum(last - first for first, last in merged) or 1
-        self._pieces = joined(merged, _FOLD_WIDTH * num_busy)
+        self._pieces = joined(merged, 2 * _FOLD_WIDTH * num_busy)
         num_folds = len(self._pieces) - 1
         self.first_ns, self.last_ns = self._pieces[0][0], self._pieces[-1][1]
         fold_width = min(_FOLD_WIDTH, _MAX_FOLDED / max(1, num_folds))
@@ -110,16 +109,6 @@ class Axis:
                 if share >= room and (time_ns == first or share <= limit):  # a label stands to the right of its tick
                     yield Tick(time_ns, share, step if time_ns % step == 0 else min(step, 10**6))
                     room = share + _TICK_DISTANCE
-
-
-def time_of_day(tick: Tick, day_before: dt.date | None) -> str:
-    """The label of a tick whose time counts from 1970: as exact as ticks are apart, with the date where it is new."""
-    at = dt.datetime.fromtimestamp(tick.time_ns // 10**9, tz=dt.UTC)
-    text = f"{at:%H:%M:%S}"
-    if tick.step_ns < 10**9:
-        num_digits = 3 if tick.step_ns >= 10**6 else 6
-        text += f".{tick.time_ns % 10**9:09d}"[: num_digits + 1]
-    return text if day_before in {None, at.date()} else f"{at:%m-%d} {text}"
 
 
 def _merged(intervals: Iterable[Interval]) -> list[Interval]:

@@ -17,7 +17,7 @@ import jinja2
 
 from kvledger.adapters.export import reasons
 from kvledger.adapters.export.axis import Axis
-from kvledger.adapters.export.clock import Clock, labelled
+from kvledger.adapters.export.clock import PageClock
 from kvledger.adapters.export.curves import HEIGHT, NUM_COLUMNS, curves
 from kvledger.adapters.export.identifiers import Pieces, told_apart
 from kvledger.adapters.export.part import Part, Reading
@@ -41,21 +41,8 @@ _MAX_FOLDS_NAMED = 8
 _NUMBERS = frozenset(
     (
         *("ms", "event", "events", "took", "left to compute", "computed again", "calls", "together", "each", "longest"),
-        *(
-            "time",
-            "arrived",
-            "opened",
-            "its end",
-            "prompt",
-            "output",
-            "preempted",
-            "loaded",
-            "recomputed",
-            "failures",
-            "requests",
-            "recovered",
-            "retained",
-        ),
+        *("time", "arrived", "opened (UTC)", "covers", "its end", "requests", "recovered", "retained"),
+        *("prompt", "output", "preempted", "loaded", "recomputed", "failures"),
     )
 )
 """Columns that are aligned to the right."""
@@ -69,7 +56,7 @@ def write_page(logs: Sequence[tuple[StoredLog, Selection]], output: Progress) ->
         Part.of(reading, requests, _most_interesting(reading, requests, num_requests=sum(map(len, chosen))), output)
         for reading, requests in zip(readings, chosen, strict=True)
     ]
-    clock = Clock(readings)
+    clock = PageClock(readings)
     axis = Axis(
         (clock.at(reading, first), clock.at(reading, last)) for reading in readings for first, last in reading.busy
     )
@@ -93,7 +80,7 @@ def write_page(logs: Sequence[tuple[StoredLog, Selection]], output: Progress) ->
         max_causes=_MAX_CAUSES,
         clock=clock,
         axis=axis,
-        ticks=list(labelled(axis, clock)),
+        ticks=list(clock.labelled(axis)),
         folds_are_named=len(axis.folds) <= _MAX_FOLDS_NAMED,
         curves=[
             curve
@@ -187,7 +174,7 @@ def _why(sums: Sums | None) -> str:
 # --- sums ---------------------------------------------------------------------------------------
 
 
-def _samples(reading: Reading, clock: Clock) -> list[tuple[int, tuple[int, ...]]]:
+def _samples(reading: Reading, clock: PageClock) -> list[tuple[int, tuple[int, ...]]]:
     return [(clock.at(reading, time_ns), values) for time_ns, values in reading.shown.samples]
 
 

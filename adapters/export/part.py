@@ -18,6 +18,7 @@ from kvledger.adapters.export.shown import Request, Shown
 from kvledger.adapters.export.spans import Instant
 from kvledger.adapters.export.timelines import RequestTimeline, read_timelines
 from kvledger.adapters.logs.amounts import plural
+from kvledger.adapters.logs.clock import Clock
 from kvledger.adapters.logs.ending import ending_text, sound_text
 from kvledger.adapters.logs.explanation import Cause
 from kvledger.adapters.logs.facts import facts_of, figures_in_words
@@ -69,10 +70,9 @@ class Reading:
         return cls(log, selection, shown, accounts, verification.findings(), figures, trace.now_ns)
 
     @property
-    def opened_ns(self) -> int | None:
-        """When the log was opened, since 1970."""
-        opened_at = self.log.header.get("opened_at_unix_ns")
-        return opened_at if isinstance(opened_at, int) else None
+    def clock(self) -> Clock:
+        """Its times of day."""
+        return Clock(self.log.header)
 
     @property
     def busy(self) -> list[Interval]:

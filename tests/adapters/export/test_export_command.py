@@ -24,6 +24,7 @@ from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
 from kvledger.storage.events import SegmentEventStore
+from kvledger.storage.events.segment_file import read_header
 
 FORMATS = ["--perfetto", "--html", "--csv"]
 
@@ -91,7 +92,7 @@ def test_a_file_has_the_rights_that_any_new_file_has(run: Any, log: Path, tmp_pa
     [
         ([], "say which format is wanted"),
         (["--perfetto", "--html"], "not allowed with argument"),
-        (["--csv", "unicorns"], "invalid choice"),
+        (["--csv=unicorns"], "invalid choice"),
         (["--csv", "all"], "name a folder with -o"),
         (["--perfetto", "--json"], "name a file with -o"),
         (["--perfetto", "-o", "no/such/folder/t.json"], "No such file or directory"),
@@ -216,3 +217,19 @@ def test_a_trace_of_a_long_log_is_written_in_little_memory(tmp_path: Path) -> No
         peaks.append(int(result.stdout.splitlines()[-1]))
     assert json.loads((tmp_path / "t3000.json").read_bytes())["traceEvents"]
     assert peaks[1] - peaks[0] < 3_000, f"KiB at the peak: {peaks}"
+
+
+def test_a_log_without_its_header_does_not_keep_others_from_a_page(run: Any, story: Any, tmp_path: Path) -> None:
+    """It is named, and costs the exit code; alone it is refused."""
+    for name in ("sound", "headless"):
+        write_log(tmp_path / "logs" / name, story.observed, story.configuration)
+    for segment in (tmp_path / "logs" / "headless").glob("*.kvlog"):
+        num_bytes = read_header(segment).num_bytes
+        segment.write_bytes(bytes(num_bytes) + segment.read_bytes()[num_bytes:])
+    page = tmp_path / "page.html"
+    of_both = run("export", tmp_path / "logs", "--html", "-o", page)
+    assert of_both.exit_code == ExitCode.DAMAGED
+    assert "headless" in of_both.err
+    assert "<title>kvledger · sound</title>" in page.read_text()
+    alone = run("export", tmp_path / "logs" / "headless", "--html", "-o", page, "--force")
+    assert alone.exit_code == ExitCode.DAMAGED
