@@ -24,6 +24,7 @@ from typing import Any
 
 import attrs
 import pytest
+from otlp_receiver import ReceivedSpan, receiving, spans_of_lines
 from processes import finished, started
 from prometheus_server import Prometheus, alerts, find_prometheus, metrics_in, panel_expressions, scraping
 
@@ -38,6 +39,8 @@ pytestmark = pytest.mark.vllm
 
 WORKLOAD = Workload(seed=1)
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+CALLER = "00f067aa0ba902b7"
+TRACES = [f"{number:032x}" for number in range(1, WORKLOAD.num_requests + 1)]
 PATIENCE_S = 600.0  # for an answer; only what hangs takes as long
 
 
@@ -55,21 +58,28 @@ class Server:
             body: bytes = response.read()
         return body.decode()
 
-    def complete(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """Greedy output token ids of the completions endpoint. Without a tokenizer it takes and gives token ids."""
+    def complete(self, prompt: list[int], max_tokens: int, trace_id: str = "") -> list[int]:
+        """Greedy output token ids of the completions endpoint. Without a tokenizer it takes and gives token ids.
+
+        With a `trace_id` the client says that it traces, and that `CALLER` is its span.
+        """
         fields = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         body = json.dumps({**fields, "return_token_ids": True, "detokenize": False}).encode()
         request = urllib.request.Request(  # noqa: S310 -- loopback
             self.url + "/v1/completions", body, {"Content-Type": "application/json"}
         )
+        if trace_id:
+            request.add_header("traceparent", f"00-{trace_id}-{CALLER}-01")
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:  # noqa: S310
             answer: dict[str, Any] = json.load(response)
         return list(answer["choices"][0]["token_ids"])
 
 
 @contextmanager
-def serving(model: Path, workload: Workload, log_dir: Path, **extra_config: Any) -> Iterator[Server]:
-    """A server on a free port of the loopback interface, ready for requests."""
+def serving(
+    model: Path, workload: Workload, log_dir: Path, *, traces_to: str = "", **extra_config: Any
+) -> Iterator[Server]:
+    """A server on a free port of the loopback interface, ready for requests; it traces where there is a receiver."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     transfer = connector(log_dir, chunk_size=workload.chunk_size, host_bytes="64MiB", **extra_config)
@@ -84,6 +94,9 @@ def serving(model: Path, workload: Workload, log_dir: Path, **extra_config: Any)
         "--max-num-batched-tokens": workload.max_num_batched_tokens,
         "--max-model-len": workload.max_model_len,
     }
+    environment = {**os.environ, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+    if traces_to:
+        options["--otlp-traces-endpoint"] = f"{traces_to}/v1/traces"
     caching = "--enable-prefix-caching" if workload.enable_prefix_caching else "--no-enable-prefix-caching"
     flags = ["--skip-tokenizer-init", "--enforce-eager", caching]
     said = log_dir.with_name("server.txt")
@@ -92,7 +105,7 @@ def serving(model: Path, workload: Workload, log_dir: Path, **extra_config: Any)
     paths = os.pathsep.join(filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH"))))
     with (
         said.open("wb") as output,
-        started(words, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": paths}) as process,
+        started(words, stdout=output, stderr=subprocess.STDOUT, env={**environment, "PYTHONPATH": paths}) as process,
     ):
         server = Server(process, f"http://127.0.0.1:{port}", said)
         _wait_until_ready(server)
@@ -133,6 +146,8 @@ class Served:
     exit_code: int
     scraped: Scraped | None
     """None where there is no Prometheus."""
+    spans: list[ReceivedSpan]
+    """VLLM's own."""
 
 
 @pytest.fixture(scope="module")
@@ -142,17 +157,18 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
     prompts, log_dir = WORKLOAD.prompts(), directory / "logs"
     prometheus_path = find_prometheus()
     with ExitStack() as stack:
-        server = stack.enter_context(serving(model, WORKLOAD, log_dir))
+        receiver = stack.enter_context(receiving())
+        server = stack.enter_context(serving(model, WORKLOAD, log_dir, traces_to=receiver.url))
         target = server.url.removeprefix("http://")
         watching = prometheus_path and stack.enter_context(scraping(prometheus_path, target, directory / "prometheus"))
         with ThreadPoolExecutor(len(prompts)) as clients:
-            outputs = list(clients.map(server.complete, prompts, [WORKLOAD.max_tokens] * len(prompts)))
+            outputs = list(clients.map(server.complete, prompts, [WORKLOAD.max_tokens] * len(prompts), TRACES))
         (log_path,) = log_dir.iterdir()
         _wait_until_released(log_path, len(prompts))
         metrics = server.get("/metrics")
         scraped = _scraped(watching, len(prompts)) if watching else None
         server.process.send_signal(signal.SIGTERM)
-        return Served(outputs, log_path, metrics, server.process.wait(), scraped)
+        return Served(outputs, log_path, metrics, server.process.wait(), scraped, receiver.spans)
 
 
 def _scraped(prometheus: Prometheus, num_requests: int) -> Scraped:
@@ -191,6 +207,23 @@ def test_a_server_recovers_preempted_requests_tells_its_figures_and_leaves_a_sou
     assert metrics["vllm:kvledger_requests_total"] == len(prompts)
     assert metrics["vllm:kvledger_recovery_time_seconds_count"] > 0
     assert metrics["vllm:kvledger_log_last_write_timestamp_seconds"] > metrics["vllm:kvledger_requests_created"]
+
+
+def test_a_request_stands_beside_vllm_s_own_span_in_its_callers_trace(served: Served, tmp_path: Path) -> None:
+    """The two begin in this order, have the same parent, and kvledger's phases and copies are below its own."""
+    path = tmp_path / "spans.jsonl"
+    assert main(["export", str(served.log_path), "--otlp", str(path)]) == 0
+    ours = spans_of_lines(path.read_text())
+    for trace_id in TRACES:
+        (theirs,) = (span for span in served.spans if span.trace_id == trace_id and span.name == "llm_request")
+        (request,) = (span for span in ours if span.trace_id == trace_id and span.name == "request")
+        assert request.parent_id == theirs.parent_id == CALLER
+        assert theirs.start_ns <= request.start_ns <= theirs.end_ns
+        assert request.of_ours("request_id").startswith(theirs.attributes["gen_ai.request.id"])
+        assert request.of_ours("num_prompt_tokens") == theirs.attributes["gen_ai.usage.prompt_tokens"]
+        below = {span.name for span in ours if span.parent_id == request.span_id}
+        assert below >= {"new", "running", "save"}
+    assert {span.name for span in ours} >= {"preempted", "recovering", "load"}
 
 
 def test_a_real_prometheus_understands_every_rule_and_fills_every_panel(served: Served, prometheus_path: str) -> None:
