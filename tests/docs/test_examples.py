@@ -21,9 +21,6 @@ PROMISED = {
 PROMISED_OF_ADAPTERS = {
     "kvledger.adapters.logs.log.open_log",
     "kvledger.adapters.reasons.Accounts",
-    # Of the connector itself: an example shows the log that it would write.
-    "kvledger.adapters.vllm.configuration.ConnectorSettings",
-    "kvledger.adapters.vllm.event_log.open_event_log",
 }
 
 

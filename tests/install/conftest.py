@@ -97,5 +97,5 @@ def example_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script, printed = REPOSITORY / "docs/examples/cached_answer.py", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(sys, "argv", [str(script), str(tmp_path_factory.mktemp("example"))])
-        runpy.run_path(str(script), run_name="__main__")  # here, where vLLM is imported already
+        runpy.run_path(str(script), run_name="__main__")
     return Path(printed.getvalue().splitlines()[-1])
