@@ -159,8 +159,8 @@ class SpanEndpoint:
         again = f"{done}; the same command sends the same spans again"
         if answer is None:
             message = (
-                f"{self.name} cannot be reached: {self._why_unreachable()}; is a receiver for OTLP over HTTP there "
-                f"(port 4318; 4317 is gRPC's)?{again}"
+                f"{self.name} cannot be reached: {self._why_unreachable()}; see that a receiver for OTLP over HTTP is "
+                f"there (port 4318; 4317 is gRPC's){again}"
             )
             return CommandFailed(message, ExitCode.TRY_AGAIN)
         if answer.is_redirect:
