@@ -31,6 +31,18 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
+        "ls": Command(
+            "list the logs of a directory, and how each ended",
+            {
+                ExitCode.SOUND: "listed, also where one is damaged",
+                ExitCode.DAMAGED: "one of them cannot be read at all",
+            },
+            {
+                "the newest first": "kvledger ls logs",
+                "how the last one ended, for a script": "kvledger ls logs --json | head -n 1 | jq -r .end",
+            },
+            is_reading=False,
+        ),
         "verify": Command(
             "check a log in every way",
             {
@@ -161,6 +173,15 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             {
                 "say what would go": "kvledger retire logs --max-bytes 2GiB --max-age 30d --dry-run",
                 "from cron": "kvledger retire logs --max-bytes 2GiB --max-age 30d",
+            },
+            is_reading=False,
+        ),
+        "completion": Command(
+            "print the script with which a shell completes commands, options, logs and requests",
+            {ExitCode.SOUND: "printed"},
+            {
+                "in ~/.bashrc, or with zsh in ~/.zshrc": 'eval "$(kvledger completion bash)"',
+                "with fish, once": "kvledger completion fish > ~/.config/fish/completions/kvledger.fish",
             },
             is_reading=False,
         ),

@@ -25,6 +25,10 @@ from kvledger.adapters.logs.visible import remark
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Nothing is raised; a traceback is printed only if it is asked for."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may stand at the cursor
+        from kvledger.adapters.cli.completion import complete  # noqa: PLC0415 -- a start does not pay for it
+
+        complete()
     guard_standard_streams()
     try:
         exit_code = _run(argv)

@@ -70,6 +70,10 @@ class Output:
             indent = len(text) - len(text.lstrip())
         self._folded(Text(visible(text[:indent]), style), Text(visible(text[indent:]), style))
 
+    def raw(self, text: str) -> None:
+        """What a program reads: as it is."""
+        sys.stdout.write(text)
+
     def field(self, name: str, value: str, style: str = "") -> None:
         """A name and what stands behind it, aligned with its neighbours."""
         self._folded(Text(f"{name:<11} ", "dim"), Text(visible(value), style))

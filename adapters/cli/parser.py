@@ -11,7 +11,7 @@ import argparse
 import importlib
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,7 +33,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(ExitCode.USAGE, f"{self.prog}: {message}\n")
 
 
-class _CommandParser(_Parser):
+class CommandParser(_Parser):
     """The parser of one command: its positional arguments may stand before, between and behind its options."""
 
     command: str | None = None
@@ -41,6 +41,7 @@ class _CommandParser(_Parser):
     _is_intermixing = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # noqa: ANN401 -- as in argparse
+        """Parse the arguments of the command, whatever their order, and put KVLEDGER_LOG where LOG is left out."""
         if self._is_intermixing:  # called by what is called below
             return super().parse_known_args(args, namespace)
         self._import_command()
@@ -53,6 +54,15 @@ class _CommandParser(_Parser):
         if log is not None and not log.take_default(found):
             self.error(f"the following arguments are required: LOG; {DEFAULT_LOG} in the environment stands for it")
         return found, rest
+
+    def be_completed(self) -> list[argparse.Action]:
+        """Have all arguments, and parse them in their order: who completes asks for the next one. Returns them."""
+        self._import_command()
+        self._is_intermixing = True
+        for action in self._actions:
+            if not action.option_strings and action.nargs == argparse.OPTIONAL:
+                action.nargs = None
+        return self._actions
 
     def format_help(self) -> str:
         """With exit codes and examples, which are put together when somebody asks."""
@@ -84,15 +94,15 @@ class _ShowVersion(argparse.Action):
         parser.exit()
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """All commands and options."""
+def build_parser(on_command: Callable[[str, CommandParser], object] = lambda *_: None) -> argparse.ArgumentParser:
+    """All commands and options; `on_command` is given the name and the parser of each."""
     parser = _Parser(prog="kvledger", description="Reads the event logs of kvledger.", epilog=_EPILOG)
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show program's version number and exit")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
-    json = _CommandParser(add_help=False)
+    json = CommandParser(add_help=False)
     # Without a default here: it would overwrite a --json given before the command.
     json.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object a line")
-    reading = _CommandParser(add_help=False, parents=[json])
+    reading = CommandParser(add_help=False, parents=[json])
     reading.add_argument(
         "log",
         action=LogArgument,
@@ -102,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     reading.add_argument("--newest", action="store_true", help="of a directory of logs, read only the newest")
     reading.add_argument("--mirror", metavar="DIR", type=Path, help="where the files of a stream's logs are kept")
     add_options(reading)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_CommandParser)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
     for name, command in COMMANDS.items():
         of_command = commands.add_parser(
             name,
@@ -112,6 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
         )
         of_command.command = name
         of_command.set_defaults(is_reading=command.is_reading)
+        on_command(name, of_command)
     return parser
 
 

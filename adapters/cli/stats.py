@@ -18,8 +18,19 @@ from kvledger.adapters.logs.selection import Selection
 _NS_PER_S = 1_000_000_000
 
 
+_COLUMNS = {"event": "left", "events": "right", "bytes": "right", "share of bytes": "right"}
+_SORTS = ("bytes", "event", "events")
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Nothing that only this command has."""
+    """What only this command has."""
+    parser.add_argument(
+        "--sort",
+        metavar="COLUMN",
+        choices=_SORTS,
+        default=_SORTS[0],
+        help=f"sort the events by this column, the largest first: {', '.join(_SORTS)}; default: {_SORTS[0]}",
+    )
 
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
@@ -30,13 +41,13 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
             output.line()
         with output.apart_from_others(log.path):
             statistics = _count(log, selection, output)
-            _show(output, log, statistics)
+            _show(output, log, statistics, arguments.sort)
             whole.add(statistics)
             output.damage_of(log)
     if whole.num_logs > 1:
         if not output.is_json:
             output.line()
-        _show(output, None, whole)
+        _show(output, None, whole, arguments.sort)
     return ExitCode.DIVERGED if whole.differences else ExitCode.SOUND
 
 
@@ -51,18 +62,18 @@ def _count(log: StoredLog, selection: Selection, output: Output) -> Statistics:
     return statistics
 
 
-def _show(output: Output, log: StoredLog | None, statistics: Statistics) -> None:
+def _show(output: Output, log: StoredLog | None, statistics: Statistics, sort: str) -> None:
     """Of one log, or of all together."""
     if output.is_json:
-        _show_json(output, log, statistics)
+        _show_json(output, log, statistics, sort)
     else:
-        _show_text(output, log, statistics)
+        _show_text(output, log, statistics, sort)
 
 
 # --- for programs -------------------------------------------------------------------------------
 
 
-def _show_json(output: Output, log: StoredLog | None, statistics: Statistics) -> None:
+def _show_json(output: Output, log: StoredLog | None, statistics: Statistics, sort: str) -> None:
     path = None if log is None else str(log.path)
     output.record(
         "statistics",
@@ -81,9 +92,9 @@ def _show_json(output: Output, log: StoredLog | None, statistics: Statistics) ->
     for name, amount in sorted(statistics.of_extensions.items()):
         extension, _, what = name.partition("/")
         output.record("figure", {"path": path, "extension": extension, "what": what, "amount": amount})
-    for event_id, count in statistics.events.most_common():
-        num_bytes = statistics.event_bytes[event_id]
-        output.record("events", {"path": path, "event": event_id, "num_events": count, "num_bytes": num_bytes})
+    for event_id, num_bytes in _sorted(statistics, sort):
+        num_events = statistics.events[event_id]
+        output.record("events", {"path": path, "event": event_id, "num_events": num_events, "num_bytes": num_bytes})
     for num_recomputed, request_id, ordinal in statistics.top:
         fields = {"request_id": request_id, "ordinal": ordinal, "num_tokens_recomputed": num_recomputed}
         output.record("top_request", {"path": path, **fields})
@@ -110,7 +121,7 @@ def _rates(statistics: Statistics) -> dict[str, float]:
 # --- for people ---------------------------------------------------------------------------------
 
 
-def _show_text(output: Output, log: StoredLog | None, statistics: Statistics) -> None:
+def _show_text(output: Output, log: StoredLog | None, statistics: Statistics, sort: str) -> None:
     figures = statistics.figures
     rates = _rates(statistics)
     output.field("log", f"all {statistics.num_logs} logs" if log is None else str(log.path), "bold")
@@ -137,7 +148,7 @@ def _show_text(output: Output, log: StoredLog | None, statistics: Statistics) ->
         rows = [[request_id, str(count)] for count, request_id, _ in statistics.top]
         output.table({"request": "left", "tokens computed again": "right"}, rows)
     output.line()
-    _show_events(output, statistics)
+    _show_events(output, statistics, sort)
 
 
 _NAMES = {
@@ -160,11 +171,18 @@ def _show_percentiles(output: Output, statistics: Statistics) -> None:
     output.table({"within 1%": "left", **dict.fromkeys(shown, "right")}, rows)
 
 
-def _show_events(output: Output, statistics: Statistics) -> None:
-    columns = {"event": "left", "events": "right", "bytes": "right", "share of bytes": "right"}
+def _show_events(output: Output, statistics: Statistics, sort: str) -> None:
     all_bytes = statistics.event_bytes.total() or 1
     rows = [
         [event_id, str(statistics.events[event_id]), str(count), f"{count / all_bytes:.1%}"]
-        for event_id, count in statistics.event_bytes.most_common()
+        for event_id, count in _sorted(statistics, sort)
     ]
-    output.table(columns, rows)
+    output.table(_COLUMNS, rows)
+
+
+def _sorted(statistics: Statistics, sort: str) -> list[tuple[str, int]]:
+    """Event id -> bytes, in the order that was asked for."""
+    if sort == "event":
+        return sorted(statistics.event_bytes.items())
+    of = statistics.event_bytes if sort == "bytes" else statistics.events
+    return [(event_id, statistics.event_bytes[event_id]) for event_id, _ in of.most_common()]

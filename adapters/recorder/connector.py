@@ -135,7 +135,8 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         configuration: LedgerConfiguration,
     ) -> Recording:
         versions.warn_of_unknown()
-        log = self._open_log(settings, configuration, engine_id=transfer_of(vllm_config).engine_id)
+        whose = {"engine_id": transfer_of(vllm_config).engine_id, "model": vllm_config.model_config.model}
+        log = self._open_log(settings, configuration, **whose)
         keys = ChunkKeySource(
             chunk_size=configuration.chunk_size,
             hash_block_size=versions.hash_block_size(kv_cache_config),

@@ -104,7 +104,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             return
         versions.warn_of_unknown()
         core = settings.core()
-        log = open_event_log(core, settings, configuration)
+        log = open_event_log(core, settings, configuration, model=vllm_config.model_config.model)
         keys = ChunkKeySource(
             chunk_size=configuration.chunk_size,
             hash_block_size=versions.hash_block_size(kv_cache_config),

@@ -16,6 +16,8 @@ from kvledger.adapters.cli.parser import build_parser
 from kvledger.lifecycle import events as e
 
 WORDS = {
+    "completion": ["bash", "--json"],
+    "ls": ["LOG", "--json"],
     "verify": ["LOG", "--jobs 2", "-v", "--json"],
     "show": ["LOG", "chat-17", "--limit 3", "--json"],
     "why": ["LOG", "chat-17", "--json", "--since 3"],
@@ -46,7 +48,7 @@ def test_arguments_of_a_command_may_stand_in_any_order(command: str) -> None:
         for order in itertools.permutations(WORDS[command])
         if [words for words in order if positional(words)] == expected
     ]
-    assert len(meanings) > 2
+    assert len(meanings) > 1
     assert all(meaning == meanings[0] for meaning in meanings)
 
 
@@ -71,7 +73,7 @@ def test_the_help_of_a_command_has_its_own_exit_codes_and_examples(
     assert len(COMMANDS[command].examples) == 2
     for line in COMMANDS[command].examples.values():
         assert f"\n  {line}\n" in text
-        assert line.startswith(f"kvledger {command}")
+        assert f"kvledger {command}" in line
 
 
 @pytest.mark.parametrize("line", [line for command in COMMANDS.values() for line in command.examples.values()])
@@ -85,6 +87,7 @@ def test_an_example_of_the_help_works(
     write_log(
         tmp_path / "logs/2026-01-06", other.observed, other.configuration, header={"opened_at_unix_ns": 2 * OPENED_AT}
     )
+    line = line.removeprefix('eval "$(').removesuffix(')"')
     words = shlex.split(line.partition(" > ")[0].partition(" | ")[0])[1:]
     arguments = build_parser().parse_args(words)
     if words[0] in {"ship", "conformance"} or getattr(arguments, "handlers", None):

@@ -253,3 +253,15 @@ def test_percentiles_need_bounded_memory() -> None:
         percentiles.add(value)
     assert len(percentiles._counts) < 900 * 6
     assert Percentiles().summary() == {"count": 0, "sum": 0, "p50": 0, "p90": 0, "p99": 0, "max": 0}
+
+
+def test_events_are_sorted_by_the_column_that_was_asked_for(run: Any, log: Path) -> None:
+    """The largest first, and names in their order."""
+
+    def column(name: str, *sort: str) -> list[Any]:
+        return [each[name] for each in run("stats", log, "--json", *sort).objects("events")]
+
+    assert column("event", "--sort", "event") == sorted(column("event"))
+    assert column("num_events", "--sort", "events") == sorted(column("num_events"), reverse=True)
+    assert column("num_bytes") == column("num_bytes", "--sort", "bytes") == sorted(column("num_bytes"), reverse=True)
+    assert run("stats", log, "--sort", "weight").exit_code == 64

@@ -1,0 +1,89 @@
+"""`kvledger ls`: the logs of a directory, the newest first, and how each ended."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import attrs
+
+from kvledger.adapters.cli.default_log import LogArgument
+from kvledger.adapters.cli.output import Output
+from kvledger.adapters.exit_codes import ExitCode
+from kvledger.adapters.logs.amounts import size
+from kvledger.adapters.logs.clock import iso
+from kvledger.adapters.logs.glance import Glance, glance_at
+from kvledger.adapters.logs.sources import find_logs
+from kvledger.storage.events import HowEnded
+
+_COLUMNS = {
+    "log": "left",
+    "by": "left",
+    "model": "left",
+    "opened (UTC)": "left",
+    "last event": "left",
+    "events": "right",
+    "requests": "right",
+    "size": "right",
+    "ended": "left",
+}
+_SPARE = ("by", "model", "requests", "last event", "size", "opened (UTC)")
+_ENDS = {
+    HowEnded.CLOSED: "closed",
+    HowEnded.CUT_OFF: "killed",
+    HowEnded.OPEN: "still written",
+    HowEnded.UNKNOWN: "not known",
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("log", action=LogArgument, type=Path, help="a directory of logs, such as log_dir, or one log")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """List them; one that cannot be read costs the exit code."""
+    glances = [glance_at(path) for path in reversed(find_logs(arguments.log))]
+    if output.is_json:
+        for glance in glances:
+            fields = attrs.asdict(glance, recurse=False, filter=attrs.filters.exclude("ending"))
+            missing = None if glance.ending is None else glance.ending.missing
+            of_end = {"end": _end_of(glance).value, "missing": None if missing is None else attrs.asdict(missing)}
+            output.record("log_listed", {**fields, "path": str(glance.path), **of_end})
+    else:
+        hidden = [name for name, said in (("model", "model"),) if not any(getattr(each, said) for each in glances)]
+        output.table(_COLUMNS, [_row(glance) for glance in glances], spare=_SPARE, hidden=hidden)
+    for glance in glances:
+        if glance.unreadable:
+            output.remark(f"{glance.path}: {glance.unreadable}")
+    return ExitCode.DAMAGED if any(glance.unreadable for glance in glances) else ExitCode.SOUND
+
+
+def _end_of(glance: Glance) -> HowEnded:
+    return HowEnded.UNKNOWN if glance.ending is None else glance.ending.how
+
+
+def ended(glance: Glance) -> str:
+    """How a log ended, in a few words."""
+    if glance.unreadable:
+        return "unreadable"
+    of_end = [] if glance.ending is None or glance.ending.missing is None else ["end missing"]
+    return ", ".join([*(["damaged"] if glance.damage else []), *of_end, _ENDS[_end_of(glance)]])
+
+
+def _row(glance: Glance) -> list[str]:
+    opened, last = (
+        "" if at is None else iso(at)[:19].replace("T", " ")
+        for at in (glance.opened_at_unix_ns, glance.ended_at_unix_ns)
+    )
+    return [
+        glance.path.name,
+        glance.written_by,
+        glance.model,
+        opened,
+        last[11:] if last[:10] == opened[:10] else last,
+        "" if glance.unreadable else str(glance.num_events),
+        "" if glance.num_requests is None else str(glance.num_requests),
+        size(glance.num_bytes),
+        ended(glance),
+    ]
