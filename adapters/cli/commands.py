@@ -158,6 +158,18 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             },
             is_reading=False,
         ),
+        "check": Command(
+            "say what a configuration of vLLM's would do, before an engine starts",
+            {
+                ExitCode.SOUND: "an engine would start with it; a model may be declined, which is said",
+                ExitCode.REFUSED: "it would be refused, here and for the reason that is named",
+            },
+            {
+                "what a pool holds": 'kvledger check \'{"host_bytes": "1GiB"}\' --model models/llama',
+                "whether a key is right": "kvledger check '{\"chunk_size\": 32}' --json",
+            },
+            is_reading=False,
+        ),
         "snapshot": Command(
             "write the snapshots that a log lacks",
             {ExitCode.SOUND: "they are written, or none was missing", ExitCode.DAMAGED: "damaged or unreadable"},

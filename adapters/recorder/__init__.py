@@ -24,5 +24,7 @@ def __getattr__(name: str) -> object:
 
     require(__name__, *CONNECTOR)
     from kvledger.adapters.recorder import connector
+    from kvledger.adapters.vllm.class_lookup import refuse_at_lookup
 
+    refuse_at_lookup(connector.RecorderSettings.checked)
     return getattr(connector, name)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+import pydantic
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -30,17 +30,24 @@ from kvledger.adapters.recorder.page_digests import opened as opened_pages
 from kvledger.adapters.recorder.recording import Recording
 from kvledger.adapters.recorder.stats import RecordedPromMetrics, RecordedStats, enveloped, opened
 from kvledger.adapters.recorder.worker_recording import WorkerRecording
-from kvledger.adapters.recorder.wrapped import is_child, transfer_of, wrapped_class, wrapped_config
+from kvledger.adapters.recorder.wrapped import (
+    is_child,
+    refuse_without_hybrid_memory,
+    transfer_of,
+    wrapped_class,
+    wrapped_config,
+    wrapped_transfer,
+)
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.event_log import WorkerOfLog, open_event_log
 from kvledger.adapters.vllm.groups import Groups, describe_groups
 from kvledger.adapters.vllm.log_settings import LogSettings
-from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
+from kvledger.lifecycle import Core, LedgerConfiguration
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -55,8 +62,18 @@ _NEVER = 1 << 40
 class RecorderSettings(LogSettings):
     """The nested configuration, and the keys that the connector has for its log as well."""
 
-    connector: dict[str, Any]
+    connector: dict[str, Any] = pydantic.Field(default_factory=dict)
     """What `--kv-transfer-config` would say without the recorder."""
+
+    @classmethod
+    def checked(cls, extra_config: dict[str, Any]) -> KVTransferConfig:
+        """The nested configuration.
+
+        Raises:
+            ConfigurationError: a key that is wrong, or no connector that vLLM could make.
+        """
+        cls.from_extra_config(extra_config)
+        return wrapped_transfer(extra_config)
 
 
 def _configuration(kv_cache_config: KVCacheConfig, groups: Groups) -> LedgerConfiguration:
@@ -92,9 +109,8 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         settings = RecorderSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         config = wrapped_config(vllm_config)
         transfer = transfer_of(config)
-        if isinstance(self, SupportsHMA) and not KVConnectorFactory.supports_hma_config(transfer):
-            message = f"{transfer.kv_connector} does not support vLLM's hybrid memory; name KVLedgerRecorder around it"
-            raise ConfigurationError(message)
+        if isinstance(self, SupportsHMA):
+            refuse_without_hybrid_memory(transfer)
         self.wrapped: KVConnectorBase_V1 = wrapped_class(transfer)(config, role, kv_cache_config)
         """The connector that is recorded."""
         self.recording: Recording | None = None

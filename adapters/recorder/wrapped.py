@@ -50,6 +50,19 @@ def wrapped_class(transfer: KVTransferConfig) -> type[Any]:
     return KVConnectorFactory.get_connector_class(transfer)
 
 
+def refuse_without_hybrid_memory(transfer: KVTransferConfig) -> None:
+    """Refuse a connector that the recorder for hybrid memory cannot stand for.
+
+    Raises:
+        ConfigurationError: naming it, and the recorder that can.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if not KVConnectorFactory.supports_hma_config(transfer):
+        message = f"{transfer.kv_connector} does not support vLLM's hybrid memory; name KVLedgerRecorder around it"
+        raise ConfigurationError(message)
+
+
 def transfer_of(vllm_config: VllmConfig) -> KVTransferConfig:
     """The part that names a connector; vLLM asks for none without it."""
     transfer = vllm_config.kv_transfer_config

@@ -2,8 +2,12 @@
 
 Name it in `--kv-transfer-config` with `"kv_connector": "KVLedgerConnector"`, and where vLLM does not load kvledger's
 plugin also with `"kv_connector_module_path": "kvledger.adapters.vllm"`. What differs between vLLM versions stands in
-`versions.py`.
+`versions.py`. The class is imported when it is asked for: its settings can be checked without it.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from kvledger.storage.extras import CONNECTOR, require
 
@@ -13,6 +17,19 @@ from kvledger.adapters.vllm.versions import refuse_older
 
 refuse_older()
 
-from kvledger.adapters.vllm.connector import KVLedgerConnector
+if TYPE_CHECKING:
+    from kvledger.adapters.vllm.connector import KVLedgerConnector
 
 __all__ = ["KVLedgerConnector"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    from kvledger.adapters.vllm.class_lookup import refuse_at_lookup
+    from kvledger.adapters.vllm.configuration import ConnectorSettings
+    from kvledger.adapters.vllm.connector import KVLedgerConnector
+
+    refuse_at_lookup(lambda extra_config: ConnectorSettings.from_extra_config(extra_config).core())
+    return KVLedgerConnector

@@ -44,7 +44,7 @@ class AsyncCopies:
     def failed(self, job_ids: tuple[int, ...], error: Exception) -> JobReport:
         """The report of a copy that failed, or could not begin."""
         described = f"{type(error).__name__}: {error}"
-        messages.error("copy failed", job_ids=job_ids, error=described)
+        messages.error("a copy failed, what it was for is computed again", job_ids=job_ids, error=described)
         return self._remember(JobReport(job_ids, self._rank, done=False, num_bytes=0, duration_ns=0, error=described))
 
     def take_done(self) -> list[JobReport]:

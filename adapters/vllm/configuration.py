@@ -7,7 +7,7 @@ the remedy, before a single request is served.
 from __future__ import annotations
 
 import enum
-from typing import Literal
+from typing import Literal, Self
 
 import pydantic
 
@@ -15,10 +15,14 @@ from kvledger.adapters.core import composed_core, installed_extensions
 from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
-from kvledger.storage.kv import available_memory, num_slots_for
+from kvledger.storage.kv import available_memory, most_memory, num_slots_for
 
 DEFAULT_CHUNK_SIZE = 64
 DEFAULT_SAVE_INTERVAL_TOKENS = 256
+SHARE_OF_MEMORY = 8
+"""The default of `host_bytes` is this part of the memory that the process could have."""
+FIXED_HOST_BYTES = 4 * 1024**3
+"""The default where ranks may be on machines of which each has another memory, or nothing says how much there is."""
 LARGE_LOAD_BYTES = 32 * 1024**2
 """From here on a load holds up a step for longer than a request loses by waiting for one step more."""
 
@@ -50,9 +54,10 @@ class ConnectorSettings(LogSettings):
     it has settled. A prompt is saved at once, and what is left at a preemption and at the end.
     Default: 256, or one chunk where that is longer."""
 
-    host_bytes: pydantic.ByteSize = pydantic.ByteSize(4 * 1024**3)
+    host_bytes: pydantic.ByteSize | None = None
     """Host memory for saved pages, of all ranks together: an int or a string such as "4GiB". More than the machine and
-    its control groups have left is refused at start."""
+    its control groups have left is refused at start. Default: an eighth of what the machine has, or its control groups
+    allow, shared by the server's engines there (data parallel); 4 GiB where ranks are on several machines."""
 
     share_pool: bool = True
     """Where all ranks hold the same KV (MLA under tensor parallelism) and are on one machine, keep it once for all of
@@ -106,6 +111,19 @@ class ConnectorSettings(LogSettings):
     max_silent_ms: pydantic.NonNegativeInt = 5_000
     """See `max_silent_steps`: an idle engine makes many steps in no time."""
 
+    def filled_in(self, *, num_engines: int = 1, is_one_machine: bool = True) -> Self:
+        """The same with the default of `host_bytes`, which depends on the machine and on nothing that changes there."""
+        if self.host_bytes is not None:
+            return self
+        most = most_memory() if is_one_machine else None
+        num_bytes = FIXED_HOST_BYTES if most is None else most // SHARE_OF_MEMORY // num_engines // 1024**2 * 1024**2
+        return self.model_copy(update={"host_bytes": pydantic.ByteSize(num_bytes)})
+
+    @property
+    def pool_bytes(self) -> int:
+        """`host_bytes`, or its default for one engine."""
+        return int(self.filled_in().host_bytes or 0)
+
     def ledger_configuration(
         self,
         *,
@@ -139,7 +157,7 @@ class ConnectorSettings(LogSettings):
             return LedgerConfiguration(
                 block_size=block_size,
                 chunk_size=chunk_size,
-                num_slots=num_slots_for(self.host_bytes // num_pools, block_bytes),
+                num_slots=num_slots_for(self.pool_bytes // num_pools, block_bytes),
                 save_interval_tokens=(
                     max(DEFAULT_SAVE_INTERVAL_TOKENS, chunk_size)
                     if self.save_interval_tokens is None
@@ -162,7 +180,7 @@ class ConnectorSettings(LogSettings):
             )
         except ConfigurationError as error:
             message = (
-                f"{error} (host_bytes {int(self.host_bytes)} over {num_pools} pools, "
+                f"{error} (host_bytes {self.pool_bytes} over {num_pools} pools, "
                 f"{block_bytes} bytes a block of {block_size} tokens)"
             )
             raise ConfigurationError(message) from error
@@ -180,12 +198,12 @@ class ConnectorSettings(LogSettings):
         if memory is None:
             messages.info("the memory that can be had is not known here, host_bytes is not compared with it")
             return
-        num_bytes = self.host_bytes // num_pools * num_local_pools
+        num_bytes = self.pool_bytes // num_pools * num_local_pools
         if num_bytes <= memory.num_usable_bytes:
             return
         most = memory.num_usable_bytes // num_local_pools * num_pools
         message = (
-            f"host_bytes {int(self.host_bytes)} asks for {num_bytes} bytes of this machine's memory "
+            f"host_bytes {self.pool_bytes} asks for {num_bytes} bytes of this machine's memory "
             f"({num_local_pools} of {num_pools} pools are here), of which {memory.num_bytes} can be had "
             f"({memory.limit}) and a twentieth, at most 1 GiB, is left to the engine; write host_bytes "
             f'"{most // 1024**2}MiB" or less, or give the process more memory'

@@ -21,10 +21,10 @@ from kvledger.adapters.vllm.cache_events import chunk_blocks
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import open_event_log
-from kvledger.adapters.vllm.groups import describe_groups
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports, WorkerStart
 from kvledger.adapters.vllm.metrics import ConnectorPrometheus
+from kvledger.adapters.vllm.plan import plan
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.adapters.vllm.stats import ConnectorStats, StatsSource
 from kvledger.adapters.vllm.worker_side import WorkerSide
@@ -60,39 +60,16 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        versions.refuse_unsupported(vllm_config)
-        groups = describe_groups(vllm_config, kv_cache_config)
-        kv_cache_config = versions.as_scheduled(kv_cache_config)
         settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
+        planned = plan(vllm_config, kv_cache_config, settings)
+        settings, groups, configuration = planned.settings, planned.groups, planned.configuration
         parallel = vllm_config.parallel_config
-        shares_pool = settings.share_pool and versions.shares_pool(vllm_config, kv_cache_config)
-        num_pools = 1 if shares_pool else parallel.world_size
-        if groups.declined:
-            configuration = settings.idle_configuration()
-        else:
-            configuration = settings.ledger_configuration(
-                block_size=versions.block_size(kv_cache_config),
-                block_bytes=versions.block_bytes(kv_cache_config),
-                num_ranks=parallel.world_size,
-                num_pools=num_pools,
-                windows=groups.windows,
-                supports_async_saves=versions.supports_async_saves(vllm_config, kv_cache_config),
-                needs_async_loads=versions.needs_async_loads(vllm_config),
-            )
-        if configuration.async_saves and versions.zeroes_new_blocks(kv_cache_config):
-            message = (
-                "save_mode: 'async' cannot be used with this model's KV cache of mixed precision: vLLM zeroes new "
-                "blocks before a copy out of them could be waited for; write 'sync' or 'auto'"
-            )
-            raise ConfigurationError(message)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:
+            shares_pool = planned.shares_pool
             if not groups.declined and (parallel.rank == 0 or not shares_pool):  # others take what the first has made
-                settings.refuse_beyond_memory(
-                    num_pools=num_pools,
-                    num_local_pools=1 if shares_pool else versions.num_local_ranks(vllm_config),
-                )
+                settings.refuse_beyond_memory(num_pools=planned.num_pools, num_local_pools=planned.num_local_pools)
             self._worker_side = WorkerSide(
                 num_slots=configuration.num_slots,
                 num_blocks=kv_cache_config.num_blocks,

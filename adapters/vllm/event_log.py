@@ -63,7 +63,7 @@ class OpenedLog:
         self.store.close()
         if isinstance(self.store, BacklogEventStore) and self.store.num_events_lost:
             messages.error(
-                "the event log of kvledger lacks events that could not be written; `kvledger verify` names them",
+                "the log lacks events that could not be written; `kvledger verify` names them",
                 log=str(self.directory),
                 num_events_lost=self.store.num_events_lost,
             )
@@ -144,18 +144,21 @@ class _Trouble:
         if now >= self._report_at:
             self._report_at = now + _SECONDS_BETWEEN_MESSAGES
             messages.error(
-                "the event log of kvledger cannot be written; serving goes on, events wait in memory and are tried "
-                "again: free the disk, or give back the right to write",
+                "the log cannot be written: free the disk, or give back the right to write; serving goes on without "
+                "hits and new copies, events wait in memory and are tried again",
                 log=str(self.directory),
                 error=str(error),
                 num_events_waiting=num_events,
             )
 
-    def report_end(self, num_events: int) -> None:
+    def report_end(self, num_events: int, num_events_lost: int) -> None:
         """Everything that waited is written."""
         self._report_at = 0.0
         messages.warning(
-            "the event log of kvledger is written again", log=str(self.directory), num_events_written=num_events
+            "the log is written again; `kvledger verify` names what is lost, where anything is",
+            log=str(self.directory),
+            num_events_written=num_events,
+            num_events_lost=num_events_lost,
         )
 
 
@@ -171,7 +174,7 @@ def _remarks_on_last(log_dir: Path) -> tuple[str, ...]:
             ending = glance_at_ending(directory)
             if ending.missing is not None:
                 messages.warning(
-                    "the end of the log that kvledger wrote before is missing",
+                    "the end of the log that was written before is missing; `kvledger verify` says more",
                     log=str(directory),
                     detail=ending.missing.detail,
                 )
@@ -191,4 +194,8 @@ def _maintenance(core: Core, settings: LogSettings) -> Maintenance:
 
 
 def _could_not_retire(error: OSError | LogError) -> None:
-    messages.error("old logs could not be retired; serving goes on", error=str(error))
+    messages.error(
+        "old logs could not be retired and take more room than max_log_bytes and max_log_age_hours allow; `kvledger "
+        "retire` does it where this process may not",
+        error=str(error),
+    )

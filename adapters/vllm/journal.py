@@ -117,7 +117,7 @@ class Journal:
                     has_load |= isinstance(decision, e.LoadIssued)
             elif isinstance(decision, e.InvariantViolated):
                 self.messages.error(
-                    "rule broken, the request recomputes",
+                    "a rule is broken, the request recomputes; `kvledger verify` on this log shows by which events",
                     rule=decision.rule,
                     request_id=decision.request_id,
                     detail=decision.detail,
@@ -125,7 +125,7 @@ class Journal:
                 )
             elif isinstance(decision, e.ExtensionStopped):
                 self.messages.error(
-                    "extension stopped, it takes no part until the engine restarts",
+                    "an extension raised and takes no part until the engine restarts with it mended or left out",
                     extension=decision.extension,
                     where=decision.where,
                     error=decision.error,
@@ -192,7 +192,7 @@ class Journal:
             self.ledger.commit()
         except Exception as error:  # noqa: BLE001 -- a log that cannot be written must not stop the engine
             self.is_written = False
-            self.messages.error("events could not be written", error=str(error))
+            self.messages.error("events could not be written, report it with this log", error=str(error))
         else:
             self.is_written = not self.is_behind()
         if not self.is_written:
@@ -214,7 +214,12 @@ class Journal:
     def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
         """Log it for people, record it, and let the request recompute."""
         described = f"{type(error).__name__}: {error}"
-        self.messages.error("hook failed, the request recomputes", hook=hook, request_id=request_id, error=described)
+        self.messages.error(
+            "a hook failed, the request recomputes; report it with this log",
+            hook=hook,
+            request_id=request_id,
+            error=described,
+        )
         # The core sees only events, so what it says is as harmless as they.
         logged = described if isinstance(error, LedgerCorrupt) else without_secrets(error)
         event = e.HookFailed(hook, request_id, logged, self.now())
@@ -230,7 +235,9 @@ class Journal:
     def _stop_deciding(self) -> None:
         """Decide nothing any more. What vLLM waits for goes out all the same, other saves do not."""
         self._disable()
-        self.messages.error("the ledger is corrupt; caching is off until the engine restarts")
+        self.messages.error(
+            "the ledger is corrupt, caching is off: restart the engine when it suits, and report it with this log"
+        )
         for job in self.obligations.issued_since(0):
             if not (isinstance(job, e.LoadIssued) or (isinstance(job, e.SaveIssued) and job.is_async)):
                 self._withhold_job(job, e.Withheld.HOOK_FAILED, "the ledger is corrupt")

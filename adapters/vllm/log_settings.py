@@ -5,16 +5,28 @@ They are the same for the connector and for the recorder.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
+from pydantic_core import ErrorDetails
 
 from kvledger.lifecycle import ConfigurationError
 from kvledger.storage.events import Durability
 
 MIN_SEGMENT_BYTES = 16 * 1024
 """Each segment begins with a header of about 10 kB, vocabulary and configuration; smaller ones hold little else."""
+
+
+_VLLM_KEYS = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_module_path", "engine_id")
+
+
+def unknown(name: str, known: Iterable[str], what: str = "key") -> str:
+    """What to say of a name that means nothing: the nearest that does, or all of them."""
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"unknown {what}; " + (f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}")
 
 
 class LogSettings(pydantic.BaseModel):
@@ -39,8 +51,9 @@ class LogSettings(pydantic.BaseModel):
     segment_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
     """Size at which the log begins a new file, at least 16 KiB: each begins with a header of about 10 kB."""
 
-    max_log_bytes: pydantic.ByteSize | None = None
-    """What all logs in `log_dir` together may take, plus one segment: the oldest are retired. null: no limit."""
+    max_log_bytes: pydantic.ByteSize | None = pydantic.Field(pydantic.ByteSize(16 * 1024**3), validate_default=True)
+    """What all logs in `log_dir` together may take, plus one segment: the oldest segments are retired, with a record of
+    that. null: no limit."""
 
     max_log_age_hours: pydantic.PositiveFloat | None = None
     """Segments in `log_dir` that were last written to longer ago are retired. null: no limit."""
@@ -86,12 +99,16 @@ class LogSettings(pydantic.BaseModel):
         try:
             return cls.model_validate(extra_config)
         except pydantic.ValidationError as error:
-            lines = []
-            for problem in error.errors():
-                key = ".".join(map(str, problem["loc"]))
-                if problem["type"] == "extra_forbidden":
-                    lines.append(f"{key}: unknown key; known keys are {', '.join(cls.model_fields)}")
-                else:
-                    lines.append(f"{key}: {problem['msg']}, got {problem['input']!r}")
-            message = "kv_connector_extra_config cannot be used:\n  " + "\n  ".join(lines)
-            raise ConfigurationError(message) from error
+            message = "kv_connector_extra_config cannot be used:\n  " + "\n  ".join(map(cls._in_words, error.errors()))
+        raise ConfigurationError(message)  # pydantic's own words would stand above it, twice as long
+
+    @classmethod
+    def _in_words(cls, problem: ErrorDetails) -> str:
+        """Key, value, reason and remedy, in one line."""
+        key = ".".join(map(str, problem["loc"]))
+        given = f"{key}: {problem['input']!r}"
+        if problem["type"] != "extra_forbidden":
+            return f"{given}: {problem['msg'].removeprefix('Value error, ')}"
+        if key in _VLLM_KEYS:
+            return f"{given}: a key of vLLM's own; write it beside kv_connector_extra_config, not in it"
+        return f"{given}: {unknown(key, cls.model_fields)}"

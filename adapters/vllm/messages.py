@@ -1,18 +1,27 @@
-"""Messages for operators: structlog over vLLM's own logger, bound once, silent on the hot path."""
+"""Messages for operators: structlog over vLLM's own logger, bound once, silent on the hot path.
+
+Each begins with kvledger's name, since vLLM's prefix says only in which process and line it was made.
+"""
 
 from __future__ import annotations
 
 import logging
 
 import structlog
+from structlog.typing import EventDict, WrappedLogger
+
+
+def _as_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
+    """`kvledger: what happened (name=value, …)`."""
+    said = event.pop("event")
+    values = ", ".join(f"{name}={value!r}" for name, value in event.items())
+    return f"kvledger: {said} ({values})" if values else f"kvledger: {said}"
+
 
 messages: structlog.stdlib.BoundLogger = structlog.wrap_logger(
     # A child of vLLM's logger: its level, handlers and format apply without any configuration of ours.
     logging.getLogger("vllm.kvledger"),
     wrapper_class=structlog.stdlib.BoundLogger,
-    processors=[
-        structlog.stdlib.filter_by_level,
-        structlog.processors.KeyValueRenderer(key_order=["event"], drop_missing=True),
-    ],
+    processors=[structlog.stdlib.filter_by_level, _as_text],
     cache_logger_on_first_use=True,
 )

@@ -152,6 +152,18 @@ def num_local_ranks(vllm_config: VllmConfig) -> int:
     return int(parallel.world_size) // int(parallel.nnodes_within_dp)
 
 
+def is_one_machine(vllm_config: VllmConfig) -> bool:
+    """Whether all ranks are known to be on this machine."""
+    parallel = vllm_config.parallel_config
+    is_known = parallel.distributed_executor_backend != "ray"
+    return is_known and num_local_ranks(vllm_config) == parallel.world_size
+
+
+def num_local_engines(vllm_config: VllmConfig) -> int:
+    """How many engines of one server share this machine's memory (data parallel)."""
+    return max(1, int(getattr(vllm_config.parallel_config, "data_parallel_size_local", 1)))
+
+
 def shares_pool(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     """Whether all ranks hold the same KV, as of a model with latent attention (MLA), and can have one memory for it.
 

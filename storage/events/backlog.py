@@ -52,7 +52,8 @@ class BacklogEventStore:
     """An `EventStore` around another one, whose `append`, `append_gap`, `flush` and `close` never raise `OSError`.
 
     `on_trouble(error, num_events_backlogged)` is called at each failed attempt, and with a `TimeoutError` where an
-    append waited in vain; `on_written_again(num_events)` when nothing waits any more after that. Neither must raise.
+    append waited in vain; `on_written_again(num_events_written, num_events_lost)`, both since trouble began, when
+    nothing waits any more. Neither must raise.
     With `writes_alone` they may be called from another thread.
     """
 
@@ -61,7 +62,7 @@ class BacklogEventStore:
         store: EventStore,
         max_backlog_bytes: int = _DEFAULT_BACKLOG_BYTES,
         on_trouble: Callable[[OSError, int], None] = lambda _error, _num_events: None,
-        on_written_again: Callable[[int], None] = lambda _num_events: None,
+        on_written_again: Callable[[int, int], None] = lambda _num_written, _num_lost: None,
         *,
         clock: Callable[[], float] = time.monotonic,
         writes_alone: bool = False,
@@ -89,6 +90,8 @@ class BacklogEventStore:
         """Written since trouble began."""
         self._num_bytes_written = 0
         self._last_written_unix_ns = 0
+        self._num_lost_before = 0
+        """Events lost in earlier trouble."""
         self._num_failures = 0
         self._last_error: OSError | None = None
         """None where nothing is the matter."""
@@ -286,8 +289,9 @@ class BacklogEventStore:
         is_over, self._last_error = self._last_error is not None, None
         num_events, self._num_events_late = self._num_events_late, 0
         self._pause_seconds = _FIRST_PAUSE_SECONDS
+        num_lost, self._num_lost_before = self._num_events_lost - self._num_lost_before, self._num_events_lost
         if is_over:
-            self._on_written_again(num_events)
+            self._on_written_again(num_events, num_lost)
 
     def _failed(self, error: OSError) -> None:
         self._store.note_unwritten(self._next_sequence - self._store.next_sequence, str(error))

@@ -16,7 +16,7 @@ import attrs
 
 from kvledger.storage.kv.errors import PoolTooSmall
 
-__all__ = ["HostMemory", "available_memory", "refuse_unavailable"]
+__all__ = ["HostMemory", "available_memory", "most_memory", "refuse_unavailable"]
 
 ROOT = Path("/")
 _SHARE_LEFT = 20
@@ -62,6 +62,17 @@ def available_memory(root: Path | None = None) -> HostMemory | None:
     return min((*_of_machine(root), *_of_groups(root)), key=lambda memory: memory.num_bytes, default=None)
 
 
+def most_memory(root: Path | None = None) -> int | None:
+    """Bytes that this process could have if nobody else took any; None where nothing says it.
+
+    Unlike what is available it is the same whenever it is asked for, and in every process of an engine.
+    """
+    root = ROOT if root is None else root
+    num_kib = _fields(root / "proc/meminfo").get("MemTotal:")
+    machine = () if num_kib is None else (num_kib * 1024,)
+    return min((*machine, *(group.limit_bytes for group in _groups(root))), default=None)
+
+
 def refuse_unavailable(num_bytes: int) -> None:
     """Raise `PoolTooSmall` where so much is known not to be there."""
     memory = available_memory()
@@ -78,16 +89,36 @@ def _of_machine(root: Path) -> Iterator[HostMemory]:
         yield HostMemory(num_kib * 1024, f"MemAvailable in /proc/meminfo is {num_kib} kB")
 
 
+@attrs.frozen
+class _Group:
+    """A control group with a limit."""
+
+    path: PurePosixPath
+    controller: _Controller
+    limit_bytes: int
+    used_bytes: int
+    cached_bytes: int
+
+
 def _of_groups(root: Path) -> Iterator[HostMemory]:
+    for group in _groups(root):
+        yield HostMemory(
+            max(0, group.limit_bytes - max(0, group.used_bytes - group.cached_bytes)),
+            f"{group.controller.limit} of the control group {group.path} is {group.limit_bytes}, {group.used_bytes} "
+            f"are used, {group.cached_bytes} of it by files that can be dropped",
+        )
+
+
+def _groups(root: Path) -> Iterator[_Group]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if number == "0" and not controllers:
-            yield from _of_hierarchy(root, _V2, PurePosixPath(path))
+            yield from _hierarchy(root, _V2, PurePosixPath(path))
         elif "memory" in controllers.split(","):
-            yield from _of_hierarchy(root, _V1, PurePosixPath(path))
+            yield from _hierarchy(root, _V1, PurePosixPath(path))
 
 
-def _of_hierarchy(root: Path, controller: _Controller, path: PurePosixPath) -> Iterator[HostMemory]:
+def _hierarchy(root: Path, controller: _Controller, path: PurePosixPath) -> Iterator[_Group]:
     """The group and all that it lies in. In a container its path may be one of the host, of which only "/" is seen."""
     for group in (path, *path.parents):
         directory = root / controller.mount / str(group).lstrip("/")
@@ -95,11 +126,7 @@ def _of_hierarchy(root: Path, controller: _Controller, path: PurePosixPath) -> I
         if ".." in group.parts or limit is None or usage is None:
             continue
         cached = sum(_fields(directory / "memory.stat").get(name, 0) for name in controller.cached)
-        yield HostMemory(
-            max(0, limit - max(0, usage - cached)),
-            f"{controller.limit} of the control group {group} is {limit}, {usage} are used, {cached} of it by files "
-            "that can be dropped",
-        )
+        yield _Group(group, controller, limit, usage, cached)
 
 
 def _text(path: Path) -> str:

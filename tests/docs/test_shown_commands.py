@@ -5,6 +5,7 @@ The names that they use are those of real files: `LOG`, `logs/2026-01-05` … ar
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shutil
@@ -19,6 +20,7 @@ from shown_commands import RUN_ELSEWHERE, Block, blocks_of, runs_elsewhere, word
 from stored_logs import write_log
 
 from kvledger.adapters.cli.main import main
+from kvledger.adapters.demo.model import TINY, VOCABULARY_SIZE
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.lifecycle import Core, Turn, handlers
 from kvledger.lifecycle import events as e
@@ -27,6 +29,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
 REQUESTS = ("REQUEST", "chat-17-b6", "chat-21-f0", "chat-6-a2", "cmpl-bench-16-0")
 LOGS = {"LOG": REQUESTS, "OTHER": ("chat-9",), "logs/2026-01-05": REQUESTS, "logs/2026-01-06": ("chat-9",)}
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY_SIZE, **TINY}
 
 
 def lives(requests: Sequence[str], core: Core) -> Driver:
@@ -70,6 +74,8 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (worlds[name] / "tests").mkdir()
         (worlds[name] / "handlers.py").write_text("from kvledger.lifecycle.handlers import Running as Mine\n")
         (worlds[name] / "docs").symlink_to(REPOSITORY / "docs")
+        (worlds[name] / "models/llama").mkdir(parents=True)
+        (worlds[name] / "models/llama/config.json").write_text(json.dumps(LLAMA))
     return worlds
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -23,20 +24,17 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.handlers.new import New
 from kvledger.lifecycle.turn import Turn
 from kvledger.storage.events import BacklogEventStore, Durability, read_log
+from kvledger.storage.kv import most_memory
 
 pytestmark = pytest.mark.scheduler
 
 
 def configuration(extra_config: dict[str, Any] | None, block_size: int = 16) -> Any:
-    """VLLM's configuration with this `kv_connector_extra_config`; None leaves the key out."""
-    transfer = dict(KVLEDGER_TRANSFER)
+    """VLLM's configuration with this `kv_connector_extra_config`, which nobody has looked at yet; None: no such key."""
+    made = vllm_config(num_blocks=20, block_size=block_size, kv_transfer=dict(KVLEDGER_TRANSFER))
     if extra_config is not None:
-        transfer["kv_connector_extra_config"] = extra_config
-    return vllm_config(
-        num_blocks=20,
-        block_size=block_size,
-        kv_transfer=transfer,
-    )
+        made.kv_transfer_config.kv_connector_extra_config = extra_config
+    return made
 
 
 def start(extra_config: dict[str, Any] | None, block_size: int = 16, role: Any = KVConnectorRole.SCHEDULER) -> Any:
@@ -56,13 +54,13 @@ def refusal(extra_config: dict[str, Any], block_size: int = 16) -> str:
 
 
 def test_an_empty_configuration_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No key at all: 64 tokens a chunk, 4 GiB, a log in the working directory."""
+    """No key at all: 64 tokens a chunk, an eighth of the machine's memory, a log in the working directory."""
     monkeypatch.chdir(tmp_path)
     for extra_config in ({}, None):
         connector = start(extra_config)
         side = connector.scheduler_side
         assert side.journal.configuration.chunk_size == 64
-        assert side.journal.configuration.num_slots == 4 * 1024**3 // block_bytes(16)
+        assert side.journal.configuration.num_slots == most_memory() // 8 // 1024**2 * 1024**2 // block_bytes(16)
         assert side.log.directory.parent == tmp_path / "kvledger-logs"
         assert isinstance(side.log.store, BacklogEventStore)
         connector.shutdown()
@@ -77,11 +75,26 @@ def test_a_chunk_is_one_block_where_blocks_do_not_divide_64_tokens(block_size: i
 
 
 def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
-    """A misspelt key must not be ignored in silence."""
-    message = refusal({"log_dir": None, "chunksize": 16})
-    assert "chunksize: unknown key" in message
-    for name in ConnectorSettings.model_fields:
-        assert name in message
+    """A misspelt key must not be ignored in silence: the nearest one is named, or else all."""
+    message = refusal({"log_dir": None, "chunksize": 16, "zebra": True, "kv_role": "kv_both"})
+    _, misspelt, strange, misplaced = message.splitlines()
+    assert misspelt.strip() == "chunksize: 16: unknown key; did you mean chunk_size?"
+    assert strange.strip() == f"zebra: True: unknown key; known are {', '.join(ConnectorSettings.model_fields)}"
+    assert misplaced.strip().startswith("kv_role: 'kv_both': a key of vLLM's own; write it beside")
+
+
+def test_a_size_of_logs_that_holds_no_segment_is_refused_also_where_it_is_the_default() -> None:
+    """Larger segments need a larger limit."""
+    assert "max_log_bytes: 17179869184: holds not one segment" in refusal({"segment_bytes": "17GiB"}).replace("'", "")
+
+
+@pytest.mark.parametrize(("num_engines", "is_one_machine"), [(1, True), (2, True), (1, False)])
+def test_the_default_of_host_bytes_follows_the_machine(num_engines: int, is_one_machine: bool) -> None:
+    """An eighth, shared by engines; where machines may differ all ranks must count alike, so it is fixed."""
+    settings = ConnectorSettings().filled_in(num_engines=num_engines, is_one_machine=is_one_machine)
+    expected = (most_memory() or 0) / 8 / num_engines if is_one_machine else 4 * 1024**3
+    assert abs(settings.host_bytes - expected) < 1024**2
+    assert ConnectorSettings(host_bytes="1MiB").filled_in().host_bytes == 1024**2
 
 
 def test_every_wrong_key_is_named_at_once() -> None:
@@ -95,6 +108,34 @@ def test_every_wrong_key_is_named_at_once() -> None:
     ):
         (line,) = (line for line in message.splitlines() if line.strip().startswith(name))
         assert value in line
+
+
+@pytest.mark.parametrize(
+    ("extra_config", "reason"),
+    [
+        ({"chunksize": 64}, "chunksize: 64: unknown key; did you mean chunk_size?"),
+        ({"handlers": ["no_such_module:Class"]}, "handlers: 'no_such_module:Class' cannot be imported"),
+    ],
+)
+@pytest.mark.parametrize("module", ["kvledger.adapters.vllm", None])
+def test_what_needs_no_model_to_be_refused_is_refused_before_an_engine_starts(
+    caplog: pytest.LogCaptureFixture, extra_config: dict[str, Any], reason: str, module: str | None
+) -> None:
+    """Where vLLM puts its own configuration together, with and without a module path, in one message."""
+    transfer = {**KVLEDGER_TRANSFER, "kv_connector_module_path": module, "kv_connector_extra_config": extra_config}
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        vllm_config(num_blocks=20, block_size=16, kv_transfer=transfer)
+    (said,) = (record.getMessage() for record in caplog.records if record.name == "vllm.kvledger")
+    assert said.startswith("kvledger: ")
+    assert reason in said
+    assert "kvledger check" in said
+
+
+def test_a_recorder_without_a_connector_is_refused_before_an_engine_starts() -> None:
+    """Its configuration holds another one."""
+    transfer = {**KVLEDGER_TRANSFER, "kv_connector": "KVLedgerRecorder", "kv_connector_module_path": None}
+    with pytest.raises(ValueError, match="names no connector to record; write"):
+        vllm_config(num_blocks=20, block_size=16, kv_transfer=transfer)
 
 
 @pytest.mark.parametrize(("chunk_size", "block_size"), [(24, 16), (10, 16), (40, 32)])

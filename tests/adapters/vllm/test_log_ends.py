@@ -89,13 +89,14 @@ def test_messages_name_what_waits_and_where_and_when_it_is_written_again(
     log.close()
     first, last = told.messages
     for part in (
-        "event log of kvledger cannot be written",
+        "kvledger: the log cannot be written",
         str(log.directory),
         "num_events_waiting=1",
         "free the disk",
     ):
         assert part in first
-    for part in ("event log of kvledger is written again", str(log.directory), "num_events_written=40"):
+    written_again = "kvledger: the log is written again"
+    for part in (written_again, str(log.directory), "num_events_written=40", "num_events_lost=0"):
         assert part in last
 
 

@@ -22,7 +22,11 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 def found(name, module=None):
-    transfer = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_module_path=module)
+    inner = {"connector": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}}
+    extra_config = inner if name.startswith("KVLedgerRecorder") else {}
+    transfer = KVTransferConfig(
+        kv_connector=name, kv_role="kv_both", kv_connector_module_path=module, kv_connector_extra_config=extra_config
+    )
     try:
         return KVConnectorFactory.get_connector_class(transfer).__name__
     except ValueError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from processes import finished
 
-from kvledger.storage.kv import HostPool, available_memory, host_memory
+from kvledger.storage.kv import HostPool, available_memory, host_memory, most_memory
 from kvledger.storage.kv.errors import PoolTooSmall
 
 GIB = 1024**3
@@ -179,3 +179,15 @@ def test_in_a_real_control_group_a_pool_is_refused_and_the_process_lives(limited
     assert f"control group /{limited_group.name} is {GIB}" in result.stdout
     assert "half of it was had" in result.stdout
     assert "refused: a host pool of 1073741824 bytes cannot be had" in result.stdout
+
+
+def test_what_could_be_had_is_the_same_whatever_is_used(tmp_path: Path) -> None:
+    """All processes of an engine must come to one figure, at different times: the machine's size or the least limit."""
+    assert most_memory(tmp_path) is None
+    machine(tmp_path, 3 * GIB)
+    assert most_memory(tmp_path) == 99999999 * 1024
+    write(tmp_path / "proc/self/cgroup", "0::/pod/box")
+    for used in (GIB, 5 * GIB):
+        group_v2(tmp_path, "pod", 6 * GIB, used)
+        group_v2(tmp_path, "pod/box", "max", used)
+        assert most_memory(tmp_path) == 6 * GIB

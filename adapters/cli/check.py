@@ -1,0 +1,287 @@
+"""`kvledger check`: what a configuration would do, before an engine starts.
+
+What is said of it is what the connector itself says when it starts. That needs vLLM, and is imported when it is asked
+for; nothing is loaded, allocated or written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvledger.adapters.cli.options import count
+from kvledger.adapters.cli.output import Output
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.logs.amounts import plural, size
+from kvledger.adapters.vllm_plugin import CONNECTORS
+from kvledger.lifecycle import ConfigurationError
+from kvledger.storage.extras import CONNECTOR, require
+
+if TYPE_CHECKING:
+    from kvledger.adapters.vllm.configuration import ConnectorSettings
+    from kvledger.adapters.vllm.log_settings import LogSettings
+    from kvledger.adapters.vllm.plan import Plan
+
+_OURS = "KVLedgerConnector"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What only this command has."""
+    parser.add_argument(
+        "configuration",
+        metavar="JSON",
+        help="the object of --kv-transfer-config, or its kv_connector_extra_config alone; a file, or - for stdin",
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", type=Path, help="a model's directory: its config.json is read, no weights are"
+    )
+    parser.add_argument("--block-size", metavar="N", type=count, help="as vLLM is given it")
+    parser.add_argument("--tensor-parallel-size", "-tp", metavar="N", type=count, default=1, help="as vLLM's; 1")
+    parser.add_argument("--dtype", metavar="NAME", help="as vLLM is given it, such as bfloat16")
+    parser.add_argument("--kv-cache-dtype", metavar="NAME", help="as vLLM is given it, such as fp8")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Say what each connector of kvledger in it would do."""
+    transfer = _transfer(_text(arguments.configuration))
+    try:
+        require("kvledger check", *CONNECTOR)
+    except ModuleNotFoundError as error:
+        raise CommandFailed(str(error)) from error
+    logging.disable(logging.CRITICAL)  # what vLLM says of a configuration is not what is asked
+    try:
+        _accepted(transfer)
+        for each in _parts(transfer):
+            _check(each, transfer, arguments, output)
+    except ConfigurationError as error:
+        _show_refusal(str(error), output)
+        return ExitCode.REFUSED
+    finally:
+        logging.disable(logging.NOTSET)
+    return ExitCode.SOUND
+
+
+def _show_refusal(reason: str, output: Output) -> None:
+    if output.is_json:
+        output.record("refused", {"reason": reason})
+        return
+    for line in reason.splitlines():
+        output.field("refused", line.strip(), "red")
+
+
+def _text(given: str) -> str:
+    if given == "-":
+        return sys.stdin.read()
+    if given.lstrip().startswith("{"):
+        return given
+    try:
+        return Path(given).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandFailed(f"{given!r} is neither a JSON object nor a file that can be read ({error})") from error
+
+
+def _transfer(text: str) -> dict[str, Any]:
+    """As vLLM is given it; where only the extra configuration is, what stands around it is added."""
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise CommandFailed(f"this is no JSON ({error}); quote it with ' in a shell") from error
+    if not isinstance(given, dict):
+        raise CommandFailed(f"a JSON object is asked for, this is {type(given).__name__}")
+    if any(key.startswith("kv_") and key != "kv_cache_layout" for key in given):
+        return given
+    name = "KVLedgerRecorder" if "connector" in given else _OURS
+    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": given}
+
+
+def _accepted(transfer: Mapping[str, Any]) -> None:
+    """Let vLLM look at it first."""
+    from vllm.config import KVTransferConfig
+
+    from kvledger.adapters.vllm.configuration import ConnectorSettings
+    from kvledger.adapters.vllm.log_settings import unknown
+
+    known = [field.name for field in dataclasses.fields(KVTransferConfig)]
+    for key, value in transfer.items():
+        if key in ConnectorSettings.model_fields:
+            raise ConfigurationError(f"{key}: {value!r}: a key of kvledger's; write it in kv_connector_extra_config")
+        if key not in known:
+            raise ConfigurationError(f"{key}: {value!r}: {unknown(key, known)}")
+    try:
+        KVTransferConfig(**transfer)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"vLLM refuses it: {error}") from error
+
+
+def _parts(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What is kvledger's in it: itself, or children of a `MultiConnector`."""
+    from kvledger.adapters.vllm.log_settings import unknown
+
+    name = str(transfer.get("kv_connector"))
+    if name in CONNECTORS:
+        yield transfer
+        return
+    children = transfer.get("kv_connector_extra_config", {}).get("connectors", ())
+    ours = [child for child in children if child.get("kv_connector") in CONNECTORS]
+    if name != "MultiConnector" or not ours:
+        raise ConfigurationError(f"kv_connector: {name!r}: {unknown(name, CONNECTORS, 'connector of kvledger')}")
+    yield from ours
+
+
+def _check(part: Mapping[str, Any], whole: dict[str, Any], arguments: argparse.Namespace, output: Output) -> None:
+    from kvledger.adapters.vllm.configuration import ConnectorSettings
+
+    name, extra_config = part["kv_connector"], part.get("kv_connector_extra_config", {})
+    output_of = _Shown(output, name)
+    if name != _OURS:
+        output_of.recorder(*_recorder(name, extra_config))
+        return
+    settings = ConnectorSettings.from_extra_config(extra_config)
+    settings.core()
+    _refuse_log_dir(settings)
+    output_of.settings(settings)
+    if arguments.model is None:
+        output_of.note("slots, tokens and bytes of a block are the model's: --model DIR says them")
+        return
+    output_of.plan(_planned(settings, whole, arguments))
+
+
+def _recorder(name: str, extra_config: dict[str, Any]) -> tuple[LogSettings, str]:
+    """Its settings, and the connector that it would record."""
+    from kvledger.adapters.recorder.connector import RecorderSettings
+    from kvledger.adapters.recorder.wrapped import refuse_without_hybrid_memory, wrapped_class
+
+    settings = RecorderSettings.from_extra_config(extra_config)
+    transfer = RecorderSettings.checked(extra_config)
+    _refuse_log_dir(settings)
+    try:
+        wrapped = wrapped_class(transfer)
+    except Exception as error:
+        message = f"connector: vLLM finds no {transfer.kv_connector!r} ({type(error).__name__}: {error})"
+        raise ConfigurationError(message) from error
+    if name == "KVLedgerRecorderHMA":
+        refuse_without_hybrid_memory(transfer)
+    return settings, wrapped.__name__
+
+
+def _refuse_log_dir(settings: LogSettings) -> None:
+    """As the start would, as far as that can be seen without writing."""
+    if settings.log_dir is None:
+        return
+    folder = settings.log_dir.absolute()
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"log_dir: cannot write to {folder}; name a writable directory, or null for no files")
+
+
+def _planned(settings: ConnectorSettings, transfer: dict[str, Any], arguments: argparse.Namespace) -> Plan:
+    from kvledger.adapters.vllm.plan import plan
+    from kvledger.adapters.vllm.without_weights import ModelOptions, configured, kv_cache_of
+
+    if not (arguments.model / "config.json").is_file():
+        raise CommandFailed(f"{arguments.model} has no config.json; name a model's directory, as Hugging Face has them")
+    options = ModelOptions(
+        block_size=arguments.block_size,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        dtype=arguments.dtype,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+    )
+    try:
+        vllm_config = configured(arguments.model, options, transfer)
+        kv_cache_config = kv_cache_of(vllm_config)
+    except Exception as error:
+        message = f"vLLM does not make a KV cache for {arguments.model} here: {type(error).__name__}: {error}"
+        raise ConfigurationError(message) from error
+    planned = plan(vllm_config, kv_cache_config, settings)
+    if not planned.groups.declined:
+        planned.settings.refuse_beyond_memory(num_pools=planned.num_pools, num_local_pools=planned.num_local_pools)
+    return planned
+
+
+class _Shown:
+    """One connector's part, for people or for programs."""
+
+    def __init__(self, output: Output, name: str) -> None:
+        self._output = output
+        self._name = name
+
+    def settings(self, settings: LogSettings) -> None:
+        """What every key comes to."""
+        if self._output.is_json:
+            every = settings.model_dump(mode="json")
+            self._output.record("settings", {"kv_connector": self._name, "kv_connector_extra_config": every})
+            return
+        self._output.field("connector", self._name, "bold")
+        self._output.field("log", _log_text(settings))
+
+    def recorder(self, settings: LogSettings, wrapped: str) -> None:
+        """It keeps no KV cache: there is no more to say."""
+        self.settings(settings)
+        self.note(f"records {wrapped}, which is asked and answers as without it")
+
+    def note(self, text: str) -> None:
+        """What is good to know."""
+        if self._output.is_json:
+            self._output.record("note", {"connector": self._name, "text": text})
+        else:
+            self._output.field("note", text)
+
+    def plan(self, planned: Plan) -> None:
+        """What comes of it with the model."""
+        figures = _figures(planned)
+        if self._output.is_json:
+            self._output.record("plan", {"connector": self._name, "declined": planned.groups.declined, **figures})
+            return
+        for reason in planned.groups.declined:
+            self._output.field("declined", f"{reason}; requests run as without a connector", "yellow")
+        if planned.groups.declined:
+            return
+        sees = ", ".join("all" if not window else f"the last {window}" for window in planned.configuration.windows)
+        self._output.field(
+            "blocks",
+            f"{figures['block_size']} tokens, in {plural(figures['num_groups'], 'group')} of layers that see: {sees}",
+        )
+        self._output.field("chunks", f"{figures['chunk_size']} tokens")
+        self._output.field(
+            "pool",
+            f"{size(figures['host_bytes'])}, {plural(figures['num_slots'], 'slot')} a pool, "
+            f"{plural(figures['num_tokens'], 'token')}",
+        )
+        ranks = plural(figures["num_ranks"], "rank")
+        shared = "one pool for all of them" if planned.shares_pool else plural(planned.num_pools, "pool")
+        self._output.field("a rank", f"{size(figures['bytes_a_rank'])}, {figures['bytes_a_token']} bytes a token")
+        self._output.field("ranks", f"{ranks}, {shared}")
+
+
+def _figures(planned: Plan) -> dict[str, int]:
+    """Bytes, tokens and slots; of all ranks together where nothing else is said."""
+    configuration = planned.configuration
+    num_groups = len(configuration.windows)
+    pool_bytes = configuration.num_slots * planned.block_bytes
+    return {
+        "block_size": configuration.block_size,
+        "chunk_size": configuration.chunk_size,
+        "num_groups": num_groups,
+        "num_ranks": configuration.num_ranks,
+        "num_pools": planned.num_pools,
+        "host_bytes": planned.settings.pool_bytes,
+        "num_slots": configuration.num_slots,
+        "num_tokens": configuration.num_slots // num_groups * configuration.block_size,
+        "bytes_a_rank": pool_bytes,
+        "bytes_a_token": planned.block_bytes * num_groups // configuration.block_size,
+    }
+
+
+def _log_text(settings: LogSettings) -> str:
+    if settings.log_dir is None:
+        return f"in memory, the newest {size(settings.memory_log_bytes)}"
+    limit = "without limit" if settings.max_log_bytes is None else f"at most {size(settings.max_log_bytes)}"
+    survived = "machine" if settings.durability == "disk" else "process"
+    return f"{settings.log_dir.absolute()}, {limit}, survives the {survived}"

@@ -1,0 +1,77 @@
+"""What a configuration comes to with a model: sizes, pools, and what is declined, before anything is allocated.
+
+The connector starts with it and `kvledger check` prints it, so that both say the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvledger.adapters.vllm import versions
+from kvledger.adapters.vllm.configuration import ConnectorSettings
+from kvledger.adapters.vllm.groups import Groups, describe_groups
+from kvledger.lifecycle import ConfigurationError, LedgerConfiguration
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@attrs.frozen
+class Plan:
+    """What an engine will do."""
+
+    settings: ConnectorSettings
+    """With the default of `host_bytes` filled in."""
+    groups: Groups
+    configuration: LedgerConfiguration
+    block_bytes: int
+    """Of one block over all layers on one rank; 0 where the model is declined."""
+    num_pools: int
+    """What `host_bytes` is divided by."""
+    num_local_pools: int
+    """How many of them are on this machine."""
+
+    @property
+    def shares_pool(self) -> bool:
+        """Whether several ranks keep one pool."""
+        return self.num_pools < self.configuration.num_ranks
+
+
+def plan(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: ConnectorSettings) -> Plan:
+    """Decide it, alike on the scheduler's side and on each worker.
+
+    Raises:
+        ConfigurationError: what cannot be served, with the figures and the remedy.
+    """
+    versions.refuse_unsupported(vllm_config)
+    groups = describe_groups(vllm_config, kv_cache_config)
+    kv_cache_config = versions.as_scheduled(kv_cache_config)
+    settings = settings.filled_in(
+        num_engines=versions.num_local_engines(vllm_config), is_one_machine=versions.is_one_machine(vllm_config)
+    )
+    num_ranks = vllm_config.parallel_config.world_size
+    if groups.declined:
+        return Plan(settings, groups, settings.idle_configuration(), 0, num_ranks, num_ranks)
+    shares_pool = settings.share_pool and versions.shares_pool(vllm_config, kv_cache_config)
+    num_pools = 1 if shares_pool else num_ranks
+    configuration = settings.ledger_configuration(
+        block_size=versions.block_size(kv_cache_config),
+        block_bytes=versions.block_bytes(kv_cache_config),
+        num_ranks=num_ranks,
+        num_pools=num_pools,
+        windows=groups.windows,
+        supports_async_saves=versions.supports_async_saves(vllm_config, kv_cache_config),
+        needs_async_loads=versions.needs_async_loads(vllm_config),
+    )
+    if configuration.async_saves and versions.zeroes_new_blocks(kv_cache_config):
+        message = (
+            "save_mode: 'async' cannot be used with this model's KV cache of mixed precision: vLLM zeroes new "
+            "blocks before a copy out of them could be waited for; write 'sync' or 'auto'"
+        )
+        raise ConfigurationError(message)
+    num_local_pools = 1 if shares_pool else versions.num_local_ranks(vllm_config)
+    block_bytes = versions.block_bytes(kv_cache_config)
+    return Plan(settings, groups, configuration, block_bytes, num_pools, num_local_pools)

@@ -1,0 +1,116 @@
+"""The KV cache that vLLM would make for a model, from its `config.json` alone, without weights, memory or a device.
+
+vLLM's own classes make it: its whole configuration, the model's layers on torch's device "meta", which holds no
+numbers, and the groups and pages of what they ask for (`v1/core/kv_cache_utils.py`, get_kv_cache_configs, 0.32). One
+rank is made; of several, attention heads are divided as vLLM divides them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+_NUM_BLOCKS = 1 << 20
+"""Enough for any request. How many an engine gets is known when its weights are loaded; what a block is does not depend
+on it, and nothing is allocated here."""
+_ENDLESS_BYTES = 1 << 50
+
+
+@attrs.frozen
+class ModelOptions:
+    """What of vLLM's command line the layout of its KV cache depends on; None: vLLM's own default."""
+
+    block_size: int | None = None
+    tensor_parallel_size: int = 1
+    dtype: str | None = None
+    kv_cache_dtype: str | None = None
+
+
+def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> VllmConfig:
+    """VLLM's configuration, as `vllm serve` would make it here. It raises what vLLM raises."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    given: dict[str, Any] = attrs.asdict(options, filter=lambda _, value: value is not None)
+    if options.tensor_parallel_size > 1:
+        given["distributed_executor_backend"] = "mp"  # the default, but where there are fewer devices here
+    arguments = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        num_gpu_blocks_override=_NUM_BLOCKS,
+        kv_transfer_config=KVTransferConfig(**transfer),
+        **given,
+    )
+    return arguments.create_engine_config()
+
+
+def kv_cache_of(vllm_config: VllmConfig) -> KVCacheConfig:
+    """What each worker would be given, with some number of blocks. It raises what vLLM raises."""
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+    from vllm.v1.core import single_type_kv_cache_manager
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    untyped: Any = single_type_kv_cache_manager
+    untyped.register_all_kvcache_specs(vllm_config)
+    num_ranks = vllm_config.parallel_config.world_size
+    specs = {name: _of_one_rank(spec, num_ranks) for name, spec in _specs(vllm_config).items()}
+    worker: Any = SimpleNamespace(vllm_config=vllm_config)
+    resolve_kv_cache_layout(vllm_config, [WorkerBase.get_supported_kv_cache_layouts(worker)], specs.values())
+    return get_kv_cache_configs(vllm_config, [specs] * num_ranks, [_ENDLESS_BYTES] * num_ranks)[0]
+
+
+def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """As the model runner asks the layers (`v1/worker/gpu_model_runner.py`, get_kv_cache_spec, 0.32)."""
+    import torch
+    from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    dtype: Any = vllm_config.model_config.dtype
+    kind: Any = AttentionLayerBase
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(set_current_vllm_config(vllm_config))
+        stack.callback(destroy_distributed_environment)
+        stack.callback(destroy_model_parallel)
+        init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        with torch.device("meta"), set_default_torch_dtype(dtype):
+            initialize_model(vllm_config=vllm_config, model_config=vllm_config.model_config)
+        layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, kind)
+        own = {name: x for name, x in layers.items() if not getattr(x, "kv_sharing_target_layer_name", None)}
+        found = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in own.items()}
+    return {name: spec for name, spec in found.items() if spec is not None}
+
+
+def _of_one_rank(spec: KVCacheSpec, num_ranks: int) -> KVCacheSpec:
+    """Heads are divided among ranks, and held several times where there are fewer of them than ranks.
+
+    As `config/model.py`, get_num_kv_heads, 0.32. Latent attention has one head, and every rank all of it.
+    """
+    from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
+
+    if num_ranks == 1 or isinstance(spec, MLAAttentionSpec) or not isinstance(spec, AttentionSpec):
+        return spec
+    return dataclasses.replace(spec, num_kv_heads=max(1, spec.num_kv_heads // num_ranks))
