@@ -55,6 +55,8 @@ class ReadLog:
     events: list[SequencedEvent]
     figures: Figures
     num_requests_left: int
+    committed: frozenset[bytes]
+    """Keys of the chunks that could be loaded at its end."""
 
     def of_type(self, event_class: type[Any]) -> list[Any]:
         """The events of one class, in order."""
@@ -97,7 +99,9 @@ def read_sound_log(path: Path | None, *, was_killed: bool = False) -> ReadLog:
     assert list(audit.divergences) == []
     assert list(audit.reference_differences) == []
     assert not [event for _, event in events if isinstance(event, e.InvariantViolated | e.HookFailed)]
-    return ReadLog(path, events, audit.projections.totals.figures, len(audit.projections.tracker))
+    projections = audit.projections
+    committed = frozenset(projections.chunks.state.committed)
+    return ReadLog(path, events, projections.totals.figures, len(projections.tracker), committed)
 
 
 Reference = Callable[[Sequence[Sequence[int]], int], list[list[int]]]

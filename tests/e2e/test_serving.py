@@ -27,11 +27,14 @@ import pytest
 from otlp_receiver import ReceivedSpan, receiving, spans_of_lines
 from processes import finished, started
 from prometheus_server import Prometheus, alerts, find_prometheus, metrics_in, panel_expressions, scraping
+from sim.subscriber import WHOLE_HASHES, Subscriber
 
 from e2e.engines import Reference, read_sound_log
+from e2e.feed import feed
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.demo.workload import Workload, connector
 from kvledger.adapters.logs.log import open_log
+from kvledger.adapters.vllm.chunk_keys import KEY_BYTES
 from kvledger.lifecycle import events as e
 from kvledger.storage.events import HowEnded, read_ending
 
@@ -41,6 +44,9 @@ WORKLOAD = Workload(seed=1)
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 CALLER = "00f067aa0ba902b7"
 TRACES = [f"{number:032x}" for number in range(1, WORKLOAD.num_requests + 1)]
+LONG_PROMPTS = Workload(seed=2, num_requests=3, shortest_prompt=673, longest_prompt=673).prompts()
+"""Whole blocks and a token, more of them than a small host pool has left."""
+SMALL_POOL = "4MiB"
 PATIENCE_S = 600.0  # for an answer; only what hangs takes as long
 
 
@@ -77,12 +83,21 @@ class Server:
 
 @contextmanager
 def serving(
-    model: Path, workload: Workload, log_dir: Path, *, traces_to: str = "", **extra_config: Any
+    model: Path,
+    workload: Workload,
+    log_dir: Path,
+    *,
+    traces_to: str = "",
+    kv_events: object = None,
+    **extra_config: Any,
 ) -> Iterator[Server]:
-    """A server on a free port of the loopback interface, ready for requests; it traces where there is a receiver."""
+    """A server on a free port of the loopback interface, ready for requests.
+
+    It traces where there is a receiver, and publishes KV events where `kv_events` says how.
+    """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    transfer = connector(log_dir, chunk_size=workload.chunk_size, host_bytes="64MiB", **extra_config)
+    transfer = connector(log_dir, chunk_size=workload.chunk_size, **{"host_bytes": "64MiB", **extra_config})
     options = {
         "--host": "127.0.0.1",
         "--port": port,
@@ -97,6 +112,8 @@ def serving(
     environment = {**os.environ, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
     if traces_to:
         options["--otlp-traces-endpoint"] = f"{traces_to}/v1/traces"
+    if kv_events:
+        options["--kv-events-config"] = json.dumps(kv_events)
     caching = "--enable-prefix-caching" if workload.enable_prefix_caching else "--no-enable-prefix-caching"
     flags = ["--skip-tokenizer-init", "--enforce-eager", caching]
     said = log_dir.with_name("server.txt")
@@ -148,6 +165,8 @@ class Served:
     """None where there is no Prometheus."""
     spans: list[ReceivedSpan]
     """VLLM's own."""
+    subscriber: Subscriber
+    """Who was told of KV events, as many as were sent."""
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +177,20 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
     prometheus_path = find_prometheus()
     with ExitStack() as stack:
         receiver = stack.enter_context(receiving())
-        server = stack.enter_context(serving(model, WORKLOAD, log_dir, traces_to=receiver.url))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in WHOLE_HASHES.items():
+            patch.setenv(name, value)
+        kv_events, subscriber = stack.enter_context(feed()), Subscriber()
+        server = stack.enter_context(
+            serving(
+                model,
+                WORKLOAD,
+                log_dir,
+                traces_to=receiver.url,
+                kv_events=kv_events.configuration,
+                host_bytes=SMALL_POOL,
+            )
+        )
         target = server.url.removeprefix("http://")
         watching = prometheus_path and stack.enter_context(scraping(prometheus_path, target, directory / "prometheus"))
         with ThreadPoolExecutor(len(prompts)) as clients:
@@ -167,8 +199,15 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
         _wait_until_released(log_path, len(prompts))
         metrics = server.get("/metrics")
         scraped = _scraped(watching, len(prompts)) if watching else None
+        for prompt in LONG_PROMPTS:
+            server.complete(prompt, 1)
+        _wait_until_released(log_path, len(prompts) + len(LONG_PROMPTS))
+        server.complete(LONG_PROMPTS[0][:1], 1)  # what was held back for the log goes out with a later step
+        last_block = tuple(LONG_PROMPTS[-1][-WORKLOAD.block_size - 1 : -1])
+        kv_events.read(subscriber.publish, lambda: any(b.token_ids == last_block for b in subscriber.on_host.values()))
+        _wait_until_released(log_path, len(prompts) + len(LONG_PROMPTS) + 1)
         server.process.send_signal(signal.SIGTERM)
-        return Served(outputs, log_path, metrics, server.process.wait(), scraped, receiver.spans)
+        return Served(outputs, log_path, metrics, server.process.wait(), scraped, receiver.spans, subscriber)
 
 
 def _scraped(prometheus: Prometheus, num_requests: int) -> Scraped:
@@ -207,6 +246,13 @@ def test_a_server_recovers_preempted_requests_tells_its_figures_and_leaves_a_sou
     assert metrics["vllm:kvledger_requests_total"] == len(prompts)
     assert metrics["vllm:kvledger_recovery_time_seconds_count"] > 0
     assert metrics["vllm:kvledger_log_last_write_timestamp_seconds"] > metrics["vllm:kvledger_requests_created"]
+
+
+def test_whoever_subscribes_to_kv_events_knows_what_the_host_pool_has(served: Served) -> None:
+    """Over vLLM's own ZMQ publisher: the blocks that the log says, also after later prompts have pushed some out."""
+    log = read_sound_log(served.log_path, was_killed=True)
+    assert {block_hash[:KEY_BYTES] for block_hash in served.subscriber.on_host} == log.committed
+    assert served.subscriber.num_removed > 0
 
 
 def test_a_request_stands_beside_vllm_s_own_span_in_its_callers_trace(served: Served, tmp_path: Path) -> None:
