@@ -27,9 +27,7 @@ from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.states import BlocksRegion, RequestState, TrustRegion
 from kvledger.lifecycle.steps import ComputedTokens, Scheduled, StepEncoder
 from kvledger.lifecycle.turn import Turn
-
-__version__ = "0.1.0"
-"""Of the whole distribution. `kvledger` itself is a namespace without a file, so it stands here."""
+from kvledger.lifecycle.version import __version__
 
 __all__ = [
     "DURATION_BOUNDS_NS",

@@ -13,18 +13,12 @@ from functools import cache
 from hashlib import blake2b
 from typing import Any
 
+from kvledger.lifecycle.version import __version__
+
 PACKAGE = "kvledger.lifecycle"
 UNKNOWN = "unknown"
 """Stands for a hash where there is no source; never the same code as any other."""
 _NOT_DECIDING = {"audit", "testing"}
-
-
-@cache
-def kvledger_version() -> str:
-    """The release that this code is of, as far as one can tell."""
-    from importlib import metadata  # noqa: PLC0415 -- it takes longer to import than it is needed for
-
-    return metadata.version("kvledger")
 
 
 @cache
@@ -33,7 +27,7 @@ def hash_of_core() -> str:
     from importlib.resources import files  # noqa: PLC0415 -- it takes longer to import than it is needed for
 
     sources = sorted(_sources(files(PACKAGE), ""))
-    return _hashed([kvledger_version(), *(part for source in sources for part in source)]) if sources else UNKNOWN
+    return _hashed([__version__, *(part for source in sources for part in source)]) if sources else UNKNOWN
 
 
 @cache

@@ -17,11 +17,11 @@ from typing import Any, Union, get_type_hints
 import attrs
 import msgspec
 
-from kvledger.lifecycle.code import kvledger_version
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.events import Event, field_names, wire_code
 from kvledger.lifecycle.upcasters import upcast
+from kvledger.lifecycle.version import __version__
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -58,7 +58,7 @@ def vocabulary_header(core: Core) -> dict[str, object]:
         "extensions": [attrs.asdict(extension.declaration()) for extension in core.extensions],
         "table_fingerprint": core.table_fingerprint(),
         "handler_fingerprint": core.handler_fingerprint(),
-        "kvledger_version": kvledger_version(),
+        "kvledger_version": __version__,
         "code": dict(core.code),
     }
 

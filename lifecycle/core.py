@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvledger.lifecycle.code import PACKAGE, UNKNOWN, hash_of_core, hash_of_module, kvledger_version
+from kvledger.lifecycle.code import PACKAGE, UNKNOWN, hash_of_core, hash_of_module
 from kvledger.lifecycle.configuration import ConfigurationError
 from kvledger.lifecycle.events import Event, RequestEvent
 from kvledger.lifecycle.extension import (
@@ -40,6 +40,7 @@ from kvledger.lifecycle.projections import ProjectionSpec
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.table import Gating, Region
 from kvledger.lifecycle.upcasters import Upcasters, check_upcasters
+from kvledger.lifecycle.version import __version__
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.checker import Checker
@@ -331,7 +332,7 @@ class Core:
         are_same_parts = not self.absent and header.get("handler_fingerprint") == self.handler_fingerprint()
         names = ours.keys() | theirs.keys() if are_same_parts else {PACKAGE} | (ours.keys() & theirs.keys())
         others = sorted(name for name in names if theirs.get(name) != ours.get(name) or ours.get(name) == UNKNOWN)
-        versions = f"kvledger {header.get('kvledger_version', UNKNOWN)} -> {kvledger_version()}"
+        versions = f"kvledger {header.get('kvledger_version', UNKNOWN)} -> {__version__}"
         return ", ".join(versions if name == PACKAGE else name for name in others)
 
     def fingerprint(self) -> str:

@@ -12,7 +12,6 @@ import importlib
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +20,7 @@ from kvledger.adapters.cli.default_log import DEFAULT_LOG, LogArgument
 from kvledger.adapters.cli.options import add_options
 from kvledger.adapters.exit_codes import OF_EVERY_COMMAND, ExitCode
 from kvledger.adapters.logs.streams import log_argument
+from kvledger.lifecycle import __version__
 
 _COLUMNS = 78
 
@@ -86,18 +86,10 @@ class CommandParser(_Parser):
             yield argument if has_value or action is None else f"{argument}={action.const}"
 
 
-class _ShowVersion(argparse.Action):
-    """Looks the version up when it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        print(f"kvledger {_version()}")
-        parser.exit()
-
-
 def build_parser(on_command: Callable[[str, CommandParser], object] = lambda *_: None) -> argparse.ArgumentParser:
     """All commands and options; `on_command` is given the name and the parser of each."""
     parser = _Parser(prog="kvledger", description="Reads the event logs of kvledger.", epilog=_EPILOG)
-    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show program's version number and exit")
+    parser.add_argument("--version", action="version", version=f"kvledger {__version__}")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     json = CommandParser(add_help=False)
     # Without a default here: it would overwrite a --json given before the command.
@@ -146,10 +138,3 @@ def _codes(codes: Mapping[ExitCode, str]) -> str:
         for code, text in codes.items()
     )
     return "\n".join(lines)
-
-
-def _version() -> str:
-    try:
-        return version("kvledger")
-    except PackageNotFoundError:
-        return "(not installed)"

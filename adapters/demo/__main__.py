@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import attrs
@@ -19,7 +18,7 @@ from kvledger.adapters.demo.model import make_model
 from kvledger.adapters.demo.recompute_counter import RecomputeCounter
 from kvledger.adapters.demo.workload import Workload
 from kvledger.adapters.logs.log import open_log
-from kvledger.lifecycle import Figures, Projections
+from kvledger.lifecycle import Figures, Projections, __version__
 from kvledger.lifecycle import events as e
 from kvledger.storage.extras import CONNECTOR, require
 
@@ -74,7 +73,7 @@ def _run(workload: Workload, directory: Path, progress: Console) -> list[str]:
     counts = attrs.filters.include(int)
     report = {
         "failures": failures,
-        "kvledger_version": metadata.version("kvledger"),
+        "kvledger_version": __version__,
         "outputs_equal": are_equal,
         "verify_exit_code": verify_exit_code,
         "log_path": str(log_path),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from importlib import metadata
 from typing import Final
 
 import attrs
@@ -22,6 +21,7 @@ from kvledger.adapters.export.otlp_ids import SpanIds
 from kvledger.adapters.export.request_sums import RequestSums
 from kvledger.adapters.export.spans import Copy, Incarnation, Instant, Lookup, Span, State, Visitor
 from kvledger.adapters.logs.log import StoredLog
+from kvledger.lifecycle import __version__
 from kvledger.lifecycle import events as e
 
 Emit = Callable[[ReadableSpan], object]
@@ -91,7 +91,7 @@ class LogSpans(Visitor):
             sampler=ALWAYS_ON, resource=_resource(log, log_id), shutdown_on_exit=False, id_generator=self._ids
         )
         provider.add_span_processor(_Emitting(emit))
-        self._tracer = provider.get_tracer("kvledger", metadata.version("kvledger"))
+        self._tracer = provider.get_tracer("kvledger", __version__)
         self._requests: dict[int, _Request] = {}
         """By ordinal: those that are shown now."""
         self._of_log: deque[_Event] = deque(maxlen=_MAX_EVENTS)
