@@ -36,7 +36,8 @@ from kvledger.adapters.cli.main import main
 log = sys.argv[1]
 handlers = ["--handlers", "save_when_preempted:SaveWhenPreempted"]
 for command in (
-    ["ls", log], ["completion", "bash"], ["verify", log], ["verify", log, *handlers], ["show", log], ["show", log, "cmpl-bench"], ["why", log, "cmpl-bench"],
+    ["ls", log], ["completion", "bash"],
+    ["verify", log], ["verify", log, *handlers], ["show", log], ["show", log, "cmpl-bench"], ["why", log, "cmpl-bench"],
     ["core"], ["core", log], ["stats", log],
     ["replay", log], ["replay", log, *handlers], ["replay", log, "--diff", log],
     ["export", log, "--html", "-o", "page.html"], ["export", log, "--perfetto", "-o", "trace.json"],
