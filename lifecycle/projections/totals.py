@@ -68,8 +68,14 @@ DURATION_BOUNDS_NS: Final = tuple(
 class Durations(msgspec.Struct, forbid_unknown_fields=True):
     """How long something took each time: for each bucket how often, and the sum, with which its mean is exact."""
 
-    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_NS) + 1))
-    sums_ns: list[int] = msgspec.field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_NS) + 1))
+    counts: list[int] = []
+    sums_ns: list[int] = []
+
+    def __post_init__(self) -> None:
+        """Not by a factory of the fields: a function's representation is another one in each process (`_layout`)."""
+        num_buckets = len(DURATION_BOUNDS_NS) + 1
+        self.counts = self.counts or [0] * num_buckets
+        self.sums_ns = self.sums_ns or [0] * num_buckets
 
     def add(self, duration_ns: int) -> None:
         """Count one."""

@@ -15,7 +15,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
 from kvledger.adapters.simulation.engine import allocate, vllm_config
 from kvledger.adapters.vllm.worker_side import describe_pages
-from kvledger.lifecycle import ConfigurationError
 from kvledger.storage.kv import BlockLayout, HostPool, make_copy_engine
 
 pytestmark = pytest.mark.scheduler
@@ -95,7 +94,7 @@ def test_vllm_takes_another_layout_where_the_kernels_cannot_read_the_one_asked_f
 
 def test_a_layout_in_which_a_block_is_no_run_is_refused_with_those_in_which_it_is() -> None:
     """HND is a name that vLLM knows; it puts layers outermost."""
-    with pytest.raises(ConfigurationError, match="kv_cache_layout: Input should be 'BLNHC' or 'BLHNC', got 'HND'"):
+    with pytest.raises(ValueError, match="kv_cache_layout: 'HND': Input should be 'BLNHC' or 'BLHNC'"):
         resolved(ours("HND"))
 
 

@@ -277,16 +277,6 @@ def test_an_unknown_figure_is_passed_over(make_engine: Any, unregister: None) ->
     assert shown("requests_total", "0") == 2
 
 
-def test_an_extension_that_cannot_be_imported_does_not_end_the_front_end(make_engine: Any, unregister: None) -> None:
-    """The engine refuses to start with it, in its own words."""
-    assert unregister is None
-    engine = make_engine(num_blocks=20, chunk_size=16)
-    engine.vllm_config.kv_transfer_config.kv_connector_extra_config["extensions"] = ["not_there:Extension"]
-    prometheus = KVConnectorProm(engine.vllm_config, ["model_name", "engine"], {0: ["tiny", "0"]})
-    prometheus.observe({"num_requests": 2})
-    assert shown("requests_total", "0") == 2
-
-
 def test_stats_add_counters_and_replace_gauges() -> None:
     """As vLLM aggregates them; the periodic line shows what is not zero."""
     stats = ConnectorStats({"num_requests": 2, "num_slots_used": 9})

@@ -39,7 +39,8 @@ MAY_STAY = frozenset(
         # Steps to come at which a request was to be looked at (bounded).
         "StepReader._due",
         "WorkerSide._executed",
-        # What KV events have said of the host pool.
+        # What KV events have said of the host pool, and will say when the log is written (never more than it holds).
+        "CacheEvents._stored",
         "CacheEvents._published",
         "CacheEvents._num_chunks",
     }

@@ -79,7 +79,7 @@ def test_vllm_36812_no_figure_ever_falls(
 ) -> None:
     """Symptom: a negative increment killed the server: a resume hit more than at first admission (LMCache#2912)."""
     engine = make_engine(num_blocks=14, chunk_size=8, enable_prefix_caching=False, **runner, **transfers)
-    ours: list[dict[str, int]] = []
+    ours: list[dict[str, Any]] = []
     take = engine.connector.get_kv_connector_stats
     monkeypatch.setattr(
         engine.connector, "get_kv_connector_stats", lambda: (stats := take()) and (ours.append(stats.data) or stats)
@@ -96,7 +96,8 @@ def test_vllm_36812_no_figure_ever_falls(
     engine.run()
     assert engine.num_preemptions
     assert len(ours) > 10
-    assert all(value >= 0 for data in ours for value in data.values())
+    figures = [value for data in ours for value in data.values()]
+    assert all(min(value) >= 0 if isinstance(value, list) else value >= 0 for value in figures)
     assert {name for data in ours for name in data} & set(COUNTERS)
     external = [stats.connector_prefix_cache_stats for stats in vllms if stats is not None]
     counted = [stats for stats in external if stats is not None]
