@@ -37,7 +37,7 @@ FIND: Mapping[str, tuple[Callable[[], Any], str]] = {
         find_nats_server,
         "there is no nats-server; on Debian and Ubuntu: apt-get install nats-server",
     ),
-    "prometheus_path": (find_prometheus, "there is no Prometheus; requirements/prometheus.sh installs one"),
+    "prometheus_path": (find_prometheus, "there is no Prometheus; make test installs one as root on Debian"),
     "browser_path": (find_browser, "there is no Chromium; requirements/browser.sh installs one"),
     "lmcache": (lambda: importlib.util.find_spec("lmcache"), "LMCache is not installed here; make lmcache does that"),
     "vllm": (find_vllm_worker, "this build of vLLM has no kernels for this machine; make test has one for CPU"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import subprocess
 import sys
 import unicodedata
@@ -15,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from lifecycle_driver import Driver
+from processes.terminal import terminal_output
 from stored_logs import write_log
 
 from kvledger.lifecycle import events as e
@@ -97,16 +96,6 @@ def test_a_table_on_a_terminal_obeys_nothing_either(hostile_log: Path) -> None:
     """Into a file or a pipe, a table has ids as they are."""
     command = [sys.executable, "-m", "kvledger.adapters.cli.main", "export", str(hostile_log), "--csv", "requests"]
     assert HOSTILE.encode() in subprocess.run(command, capture_output=True, check=True).stdout
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE) as process:
-        os.close(theirs)
-        shown = b""
-        try:
-            while part := os.read(ours, 1 << 16):
-                shown += part
-        except OSError:  # the other end is closed
-            pass
-    os.close(ours)
-    assert process.returncode == 0
+    shown = terminal_output(command)
     assert b"owned" in shown
     assert b"\x1b" not in shown

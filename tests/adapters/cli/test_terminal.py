@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import re
-import struct
-import subprocess
 import sys
-import termios
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lifecycle_driver import Driver
-from processes import started
+from processes.terminal import terminal_output
 from rich.cells import cell_len
 from stored_logs import OPENED_AT, tell_story, write_log
 
@@ -26,21 +21,9 @@ LONG = "cmpl-8f3a1c5e9b7d4f6a8c2e1d3b5a7f9e0c-0-a1b2c3d4"
 
 def on_terminal(*words: object, columns: int = 80, **environment: str) -> str:
     """What the command prints on a terminal so wide, with its escape sequences."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     command = [sys.executable, "-m", "kvledger.adapters.cli.main", *map(str, words)]
     without = {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "COLUMNS"}}
-    environment = {**without, "TERM": "xterm", **environment}
-    with started(command, stdout=theirs, stderr=subprocess.DEVNULL, env=environment) as process:
-        os.close(theirs)
-        shown = b""
-        try:
-            while part := os.read(ours, 1 << 16):
-                shown += part
-        except OSError:  # the other end is closed
-            pass
-        assert process.wait() == 0
-    os.close(ours)
+    shown = terminal_output(command, columns=columns, env={**without, "TERM": "xterm", **environment})
     return shown.decode().replace("\r\n", "\n")
 
 
