@@ -1,4 +1,4 @@
-"""What `pip install kvledger` leaves out, and which extra brings it: the one place that knows.
+"""What an install without extras leaves out, and which extra brings it: the one place that knows.
 
 It looks for modules and imports none; it must not know what they are needed for.
 """
@@ -35,9 +35,9 @@ def require(what: str, *modules: str) -> None:
     missing = [name for name in modules if sys.modules.get(name) is None and not _is_found(name)]
     if not missing:
         return
-    remedy = f'pip install "kvledger[{EXTRAS[missing[0]]}]"'
+    remedy = f'pip install ".[{EXTRAS[missing[0]]}]" in a checkout of kvledger'
     if "vllm" in missing:
-        remedy += " in the environment that vLLM runs in; no extra brings vLLM itself"
+        remedy += ", into the environment that vLLM runs in; no extra brings vLLM itself"
     raise ModuleNotFoundError(f"{what} needs {', '.join(missing)}, not installed here: {remedy}", name=missing[0])
 
 

@@ -28,7 +28,11 @@ from kvledger.lifecycle import events as e
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
 REQUESTS = ("REQUEST", "chat-17-b6", "chat-21-f0", "chat-6-a2", "cmpl-bench-16-0")
-LOGS = {"LOG": REQUESTS, "OTHER": ("chat-9",), "logs/2026-01-05": REQUESTS, "logs/2026-01-06": ("chat-9",)}
+LOGS = {
+    **dict.fromkeys(("LOG", "logs/2026-01-05", "kvledger-logs"), REQUESTS),
+    **dict.fromkeys(("OTHER", "logs/2026-01-06"), ("chat-9",)),
+    "build/demo/logs": ("1-aec8ae82",),
+}
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY_SIZE, **TINY}
 

@@ -1,4 +1,4 @@
-"""The wheel, built once, and an environment that holds nothing but the wheel and what `pip install kvledger` brings."""
+"""The wheel, built once, and an environment that holds nothing but the wheel and what it requires."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def wheel_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def light_python(wheel_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment made by `pip install kvledger`, without a network."""
+    """The interpreter of an environment that kvledger alone was installed into, without a network."""
     return make_environment(tmp_path_factory.mktemp("light"), [wheel_file])
 
 

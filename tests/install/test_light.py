@@ -1,4 +1,4 @@
-"""What `pip install kvledger` brings is enough for the core, stored logs and the command; the rest names its extra."""
+"""An install without extras is enough for the core, stored logs and the command; the rest names its extra."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ pytestmark = pytest.mark.xdist_group("light")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INSTALL_CONNECTOR = (
-    f'{", ".join(CONNECTOR)}, not installed here: pip install "kvledger[connector]" in the environment that vLLM runs '
-    "in; no extra brings vLLM itself"
+    f'{", ".join(CONNECTOR)}, not installed here: pip install ".[connector]" in a checkout of kvledger, into the '
+    "environment that vLLM runs in; no extra brings vLLM itself"
 )
-INSTALL_NATS = 'needs nats, not installed here: pip install "kvledger[nats]"'
+INSTALL_NATS = 'needs nats, not installed here: pip install ".[nats]" in a checkout of kvledger'
+INSTALL_TORCH = 'needs numpy, torch, not installed here: pip install ".[connector]" in a checkout of kvledger'
 
 SOUND, RULE_BROKEN, DIVERGED, USAGE, REFUSED = 0, 1, 3, 64, 77
 
@@ -118,10 +119,7 @@ def test_the_first_example_is_short() -> None:
     [
         ("import kvledger.adapters.vllm", f"kvledger.adapters.vllm needs {INSTALL_CONNECTOR}"),
         ("import kvledger.adapters.vllm.metrics", f"kvledger.adapters.vllm needs {INSTALL_CONNECTOR}"),
-        (
-            "import kvledger.storage.kv",
-            'kvledger.storage.kv needs numpy, torch, not installed here: pip install "kvledger[connector]"',
-        ),
+        ("import kvledger.storage.kv", f"kvledger.storage.kv {INSTALL_TORCH}"),
         ("import kvledger.storage.events.nats", f"kvledger.storage.events.nats {INSTALL_NATS}"),
         (DRIVE_CONNECTOR, f"driving the real connector needs {INSTALL_CONNECTOR}"),
     ],
@@ -156,7 +154,7 @@ def test_spans_name_the_extra(light_python: Path, example_log: Path, tmp_path: P
     ended = run(kvledger_of(light_python), "export", example_log, "--otlp", "spans.jsonl", cwd=tmp_path)
     assert ended.returncode == USAGE
     modules = "opentelemetry.sdk, opentelemetry.exporter.otlp.proto.http"
-    remedy = 'pip install "kvledger[otlp]"'
+    remedy = 'pip install ".[otlp]" in a checkout of kvledger'
     assert ended.stderr == f"kvledger: kvledger export --otlp needs {modules}, not installed here: {remedy}\n"
 
 

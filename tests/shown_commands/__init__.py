@@ -22,6 +22,7 @@ RUN_ELSEWHERE = {
     r"kvledger (ship|.*nats://)": "needs a NATS server: tests/adapters/cli/test_ship.py has one",
     r"kvledger export .*http://": "needs a receiver of spans: tests/adapters/export/test_otlp.py has one",
     r"kvledger conformance ": "plays vLLM's scheduler for minutes: tests/adapters/conformance",
+    r"python3 -m venv |\. ": "makes an environment, or enters one: tests/install makes one",
     r"pip install ": "needs an index of packages: tests/install makes the wheel and installs it",
     r"pytest ": "runs a test that a command above it has written: tests/adapters/repro",
     r"make ": "its targets are in the Makefile: test_generated_pages.py looks",
