@@ -266,7 +266,7 @@ def configuration_page() -> list[str]:
         scheduling has to do with it.
 
         Keys of kvledger stand under `kv_connector_extra_config`. An unknown key, a size that cannot work and a handler
-        that cannot be imported are refused when the engine starts, with the figures and the remedy.
+        that cannot be imported are refused before an engine starts, with the figures and the remedy.
         """
     )
     body = [[f"`{key}`", TYPES[annotations[key]], f"`{json.dumps(default_of(key))}`", said[key]] for key in names]

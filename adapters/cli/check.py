@@ -1,7 +1,7 @@
 """`kvledger check`: what a configuration would do, before an engine starts.
 
 What is said of it is what the connector itself says when it starts. That needs vLLM, and is imported when it is asked
-for; nothing is loaded, allocated or written.
+for; nothing is loaded or allocated, and nothing is written that stays.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,6 +24,8 @@ from kvledger.lifecycle import ConfigurationError
 from kvledger.storage.extras import CONNECTOR, require
 
 if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
     from kvledger.adapters.vllm.configuration import ConnectorSettings
     from kvledger.adapters.vllm.log_settings import LogSettings
     from kvledger.adapters.vllm.plan import Plan
@@ -101,8 +102,8 @@ def _transfer(text: str) -> dict[str, Any]:
     return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": given}
 
 
-def _accepted(transfer: Mapping[str, Any]) -> None:
-    """Let vLLM look at it first."""
+def _accepted(transfer: Mapping[str, Any]) -> KVTransferConfig:
+    """As vLLM reads it, which looks at it first."""
     from vllm.config import KVTransferConfig
 
     from kvledger.adapters.vllm.configuration import ConnectorSettings
@@ -115,7 +116,7 @@ def _accepted(transfer: Mapping[str, Any]) -> None:
         if key not in known:
             raise ConfigurationError(f"{key}: {value!r}: {unknown(key, known)}")
     try:
-        KVTransferConfig(**transfer)
+        return KVTransferConfig(**transfer)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"vLLM refuses it: {error}") from error
 
@@ -136,49 +137,23 @@ def _parts(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _check(part: Mapping[str, Any], whole: dict[str, Any], arguments: argparse.Namespace, output: Output) -> None:
-    from kvledger.adapters.vllm.configuration import ConnectorSettings
+    from kvledger.adapters.recorder.settings import refuse_recorder
+    from kvledger.adapters.vllm.before_weights import refuse_connector
 
-    name, extra_config = part["kv_connector"], part.get("kv_connector_extra_config", {})
-    output_of = _Shown(output, name)
-    if name != _OURS:
-        output_of.recorder(*_recorder(name, extra_config))
+    transfer = _accepted(part)
+    output_of = _Shown(output, str(transfer.kv_connector))
+    if transfer.kv_connector != _OURS:
+        of_recorder, wrapped = refuse_recorder(transfer, None)
+        of_recorder.refuse_log_dir()
+        output_of.recorder(of_recorder, wrapped.__name__)
         return
-    settings = ConnectorSettings.from_extra_config(extra_config)
-    settings.core()
-    _refuse_log_dir(settings)
+    settings = refuse_connector(transfer, None)
+    settings.refuse_log_dir()
     output_of.settings(settings)
     if arguments.model is None:
         output_of.note("slots, tokens and bytes of a block are the model's: --model DIR says them")
         return
     output_of.plan(_planned(settings, whole, arguments))
-
-
-def _recorder(name: str, extra_config: dict[str, Any]) -> tuple[LogSettings, str]:
-    """Its settings, and the connector that it would record."""
-    from kvledger.adapters.recorder.connector import RecorderSettings
-    from kvledger.adapters.recorder.wrapped import refuse_without_hybrid_memory, wrapped_class
-
-    settings = RecorderSettings.from_extra_config(extra_config)
-    transfer = RecorderSettings.checked(extra_config)
-    _refuse_log_dir(settings)
-    try:
-        wrapped = wrapped_class(transfer)
-    except Exception as error:
-        message = f"connector: vLLM finds no {transfer.kv_connector!r} ({type(error).__name__}: {error})"
-        raise ConfigurationError(message) from error
-    if name == "KVLedgerRecorderHMA":
-        refuse_without_hybrid_memory(transfer)
-    return settings, wrapped.__name__
-
-
-def _refuse_log_dir(settings: LogSettings) -> None:
-    """As the start would, as far as that can be seen without writing."""
-    if settings.log_dir is None:
-        return
-    folder = settings.log_dir.absolute()
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"log_dir: cannot write to {folder}; name a writable directory, or null for no files")
 
 
 def _planned(settings: ConnectorSettings, transfer: dict[str, Any], arguments: argparse.Namespace) -> Plan:
@@ -196,12 +171,13 @@ def _planned(settings: ConnectorSettings, transfer: dict[str, Any], arguments: a
     try:
         vllm_config = configured(arguments.model, options, transfer)
         kv_cache_config = kv_cache_of(vllm_config)
+    except ConfigurationError:
+        raise
     except Exception as error:
         message = f"vLLM does not make a KV cache for {arguments.model} here: {type(error).__name__}: {error}"
         raise ConfigurationError(message) from error
     planned = plan(vllm_config, kv_cache_config, settings)
-    if not planned.groups.declined:
-        planned.settings.refuse_beyond_memory(num_pools=planned.num_pools, num_local_pools=planned.num_local_pools)
+    planned.refuse_beyond_memory()
     return planned
 
 

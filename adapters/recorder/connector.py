@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import pydantic
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -28,6 +27,7 @@ from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.page_digests import AskedPages, RecordedPages, taken_out
 from kvledger.adapters.recorder.page_digests import opened as opened_pages
 from kvledger.adapters.recorder.recording import Recording
+from kvledger.adapters.recorder.settings import RecorderSettings
 from kvledger.adapters.recorder.stats import RecordedPromMetrics, RecordedStats, enveloped, opened
 from kvledger.adapters.recorder.worker_recording import WorkerRecording
 from kvledger.adapters.recorder.wrapped import (
@@ -36,18 +36,16 @@ from kvledger.adapters.recorder.wrapped import (
     transfer_of,
     wrapped_class,
     wrapped_config,
-    wrapped_transfer,
 )
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.event_log import WorkerOfLog, open_event_log
 from kvledger.adapters.vllm.groups import Groups, describe_groups
-from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.lifecycle import Core, LedgerConfiguration
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -57,23 +55,6 @@ if TYPE_CHECKING:
 
 _NEVER = 1 << 40
 """How long a recorded load may be silent, how often it may fail or an answer be put off, until this core objects."""
-
-
-class RecorderSettings(LogSettings):
-    """The nested configuration, and the keys that the connector has for its log as well."""
-
-    connector: dict[str, Any] = pydantic.Field(default_factory=dict)
-    """What `--kv-transfer-config` would say without the recorder."""
-
-    @classmethod
-    def checked(cls, extra_config: dict[str, Any]) -> KVTransferConfig:
-        """The nested configuration.
-
-        Raises:
-            ConfigurationError: a key that is wrong, or no connector that vLLM could make.
-        """
-        cls.from_extra_config(extra_config)
-        return wrapped_transfer(extra_config)
 
 
 def _configuration(kv_cache_config: KVCacheConfig, groups: Groups) -> LedgerConfiguration:

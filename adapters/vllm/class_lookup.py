@@ -2,16 +2,16 @@
 
 The first lookup is made where vLLM's whole configuration is put together (`config/vllm.py`, 0.32: does the connector
 support hybrid memory), in the process that a person has started; the connector itself is made after the weights are
-loaded. No hook is given the configuration at that time on every platform, so the call stack is asked, as vLLM's factory
-hands it on (`kv_connector/factory.py`, get_connector_class). Where it does not show it, the connector refuses later, in
-the same words.
+loaded. No hook is given the configuration at that time on every platform, so the call stack is asked: for the
+connector's part, as vLLM's factory hands it on (`kv_connector/factory.py`, get_connector_class), and for the whole that
+is being put together. Where it does not show them, the connector refuses later, in the same words.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import ConfigurationError
@@ -19,24 +19,36 @@ from kvledger.lifecycle import ConfigurationError
 if TYPE_CHECKING:
     from types import FrameType
 
+    from vllm.config import KVTransferConfig, VllmConfig
+
 _LOOKUP = "get_connector_class"
+_WHOLE = "__post_init__"
 
 
-def refuse_at_lookup(check: Callable[[dict[str, Any]], object]) -> None:
-    """Call `check` with the extra configuration, where the module's attribute is asked for by vLLM's factory.
+def refuse_at_lookup(check: Callable[[KVTransferConfig, VllmConfig | None], object]) -> None:
+    """Call `check` with the connector's part, where the module's attribute is asked for by vLLM's factory.
+
+    It is given vLLM's whole configuration as well where the lookup is made to put that together, else None.
 
     Raises:
         ConfigurationError: what `check` raises; it is said before as well, since a traceback follows it.
     """
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 -- the way to ask who calls
-    while frame is not None and frame.f_code.co_name != _LOOKUP:
-        frame = frame.f_back
-    transfer = None if frame is None else frame.f_locals.get("kv_transfer_config")
-    extra_config = getattr(transfer, "kv_connector_extra_config", None)
-    if not isinstance(extra_config, dict):
+    from vllm.config import KVTransferConfig, VllmConfig
+
+    lookup = _caller(sys._getframe(1), _LOOKUP)  # noqa: SLF001 -- the way to ask who calls
+    transfer = None if lookup is None else lookup.f_locals.get("kv_transfer_config")
+    if not isinstance(transfer, KVTransferConfig):
         return
+    maker = _caller(lookup, _WHOLE)
+    whole = None if maker is None else maker.f_locals.get("self")
     try:
-        check(extra_config)
+        check(transfer, whole if isinstance(whole, VllmConfig) else None)
     except ConfigurationError as error:
         messages.error(f"{error}\n  `kvledger check` says what a configuration would do, without an engine")
         raise
+
+
+def _caller(frame: FrameType | None, name: str) -> FrameType | None:
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame

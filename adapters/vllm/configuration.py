@@ -1,4 +1,4 @@
-"""The keys of `kv_connector_extra_config`, checked when the engine starts.
+"""The keys of `kv_connector_extra_config`, checked before an engine starts.
 
 An unknown key, a size that cannot work or a handler that cannot be imported is refused with the figures and
 the remedy, before a single request is served.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import enum
 from typing import Literal, Self
 
+import attrs
 import pydantic
 
 from kvledger.adapters.core import composed_core, installed_extensions
 from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
-from kvledger.storage.kv import available_memory, most_memory, num_slots_for
+from kvledger.storage.kv import HostMemory, most_memory, num_slots_for
 
 DEFAULT_CHUNK_SIZE = 64
 DEFAULT_SAVE_INTERVAL_TOKENS = 256
@@ -124,6 +125,25 @@ class ConnectorSettings(LogSettings):
         """`host_bytes`, or its default for one engine."""
         return int(self.filled_in().host_bytes or 0)
 
+    def sizes(self, block_size: int) -> LedgerConfiguration:
+        """What is known with the tokens of a block alone: of chunks, with a pool that holds no more than one.
+
+        Raises:
+            ConfigurationError: chunk and block do not divide, or less than a chunk is to be saved together.
+        """
+        chunk_size = self.chunk_size
+        if chunk_size is None:
+            chunk_size = block_size if DEFAULT_CHUNK_SIZE % block_size else DEFAULT_CHUNK_SIZE
+        save_interval_tokens = self.save_interval_tokens
+        if save_interval_tokens is None:
+            save_interval_tokens = max(DEFAULT_SAVE_INTERVAL_TOKENS, chunk_size)
+        return LedgerConfiguration(
+            block_size=block_size,
+            chunk_size=chunk_size,
+            num_slots=chunk_size,
+            save_interval_tokens=save_interval_tokens,
+        )
+
     def ledger_configuration(
         self,
         *,
@@ -149,20 +169,12 @@ class ConnectorSettings(LogSettings):
         Raises:
             ConfigurationError: chunk and block do not divide, or the pool cannot hold one chunk.
         """
-        chunk_size = self.chunk_size
-        if chunk_size is None:
-            chunk_size = block_size if DEFAULT_CHUNK_SIZE % block_size else DEFAULT_CHUNK_SIZE
+        sizes = self.sizes(block_size)
         num_pools = num_ranks if num_pools is None else num_pools
         try:
-            return LedgerConfiguration(
-                block_size=block_size,
-                chunk_size=chunk_size,
+            return attrs.evolve(
+                sizes,
                 num_slots=num_slots_for(self.pool_bytes // num_pools, block_bytes),
-                save_interval_tokens=(
-                    max(DEFAULT_SAVE_INTERVAL_TOKENS, chunk_size)
-                    if self.save_interval_tokens is None
-                    else self.save_interval_tokens
-                ),
                 windows=windows,
                 num_ranks=num_ranks,
                 max_hit_share=self.max_hit_share,
@@ -185,16 +197,15 @@ class ConnectorSettings(LogSettings):
             )
             raise ConfigurationError(message) from error
 
-    def refuse_beyond_memory(self, *, num_pools: int, num_local_pools: int) -> None:
-        """Refuse a `host_bytes` of which this machine's part is more than the memory that can be had here.
+    def refuse_beyond_memory(self, memory: HostMemory | None, *, num_pools: int, num_local_pools: int) -> None:
+        """Refuse a `host_bytes` of which this machine's part is more than this memory of it.
 
-        For a worker, before any rank has taken its share: what is asked for here is what all pools of this machine
+        To be asked before any rank has taken its share: what is asked for here is what all pools of this machine
         will take, since they are made at once and each rank would find enough for its own.
 
         Raises:
             ConfigurationError: what is asked for, what can be had, what limits it, and what to write instead.
         """
-        memory = available_memory()
         if memory is None:
             messages.info("the memory that can be had is not known here, host_bytes is not compared with it")
             return

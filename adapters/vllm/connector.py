@@ -68,8 +68,8 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:
             shares_pool = planned.shares_pool
-            if not groups.declined and (parallel.rank == 0 or not shares_pool):  # others take what the first has made
-                settings.refuse_beyond_memory(num_pools=planned.num_pools, num_local_pools=planned.num_local_pools)
+            if parallel.rank == 0 or not shares_pool:  # others take what the first has made
+                planned.refuse_beyond_memory()
             self._worker_side = WorkerSide(
                 num_slots=configuration.num_slots,
                 num_blocks=kv_cache_config.num_blocks,

@@ -12,10 +12,10 @@ from typing import Final
 import attrs
 
 from kvledger.adapters.vllm import versions
-from kvledger.adapters.vllm.log_settings import LogSettings
+from kvledger.adapters.vllm.log_settings import LogSettings, unwritable
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.snapshots import SnapshotProcess
-from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration, log_header
+from kvledger.lifecycle import Core, LedgerConfiguration, log_header
 from kvledger.lifecycle.events import LOG_BEFORE
 from kvledger.storage.events import (
     BacklogEventStore,
@@ -118,8 +118,7 @@ def open_event_log(
             maintenance=_maintenance(core, settings),
         )
     except OSError as error:
-        message = f"log_dir: cannot write to {directory} ({error}); name a writable directory, or null for no files"
-        raise ConfigurationError(message) from error
+        raise unwritable(directory, error) from error
     trouble = _Trouble(directory)
     backlog = BacklogEventStore(
         segments,

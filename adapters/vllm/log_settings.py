@@ -6,6 +6,7 @@ They are the same for the connector and for the recorder.
 from __future__ import annotations
 
 import difflib
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -27,6 +28,14 @@ def unknown(name: str, known: Iterable[str], what: str = "key") -> str:
     """What to say of a name that means nothing: the nearest that does, or all of them."""
     nearest = difflib.get_close_matches(name, known, n=1)
     return f"unknown {what}; " + (f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}")
+
+
+def unwritable(directory: Path, error: OSError) -> ConfigurationError:
+    """What to say of a directory below `log_dir`, or of itself."""
+    reason = error.strerror or error
+    return ConfigurationError(
+        f"log_dir: cannot write to {directory} ({reason}); name a writable directory, or null for no files"
+    )
 
 
 class LogSettings(pydantic.BaseModel):
@@ -101,6 +110,22 @@ class LogSettings(pydantic.BaseModel):
         except pydantic.ValidationError as error:
             message = "kv_connector_extra_config cannot be used:\n  " + "\n  ".join(map(cls._in_words, error.errors()))
         raise ConfigurationError(message)  # pydantic's own words would stand above it, twice as long
+
+    def refuse_log_dir(self) -> None:
+        """Refuse a `log_dir` that cannot be written, as far as that is seen without writing anything that stays.
+
+        Raises:
+            ConfigurationError: with the directory and the system's reason.
+        """
+        if self.log_dir is None:
+            return
+        folder = self.log_dir.absolute()
+        existing = next(each for each in (folder, *folder.parents) if each.exists())
+        try:
+            with tempfile.TemporaryFile(dir=existing):
+                pass
+        except OSError as error:
+            raise unwritable(folder, error) from error
 
     @classmethod
     def _in_words(cls, problem: ErrorDetails) -> str:

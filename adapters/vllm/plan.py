@@ -13,6 +13,7 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.groups import Groups, describe_groups
 from kvledger.lifecycle import ConfigurationError, LedgerConfiguration
+from kvledger.storage.kv import available_memory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,6 +40,17 @@ class Plan:
         """Whether several ranks keep one pool."""
         return self.num_pools < self.configuration.num_ranks
 
+    def refuse_beyond_memory(self) -> None:
+        """Refuse pools of this machine that are larger than what can be had there now, before any is made.
+
+        Raises:
+            ConfigurationError: with the figures and the remedy.
+        """
+        if not self.groups.declined:
+            self.settings.refuse_beyond_memory(
+                available_memory(), num_pools=self.num_pools, num_local_pools=self.num_local_pools
+            )
+
 
 def plan(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: ConnectorSettings) -> Plan:
     """Decide it, alike on the scheduler's side and on each worker.
@@ -57,9 +69,10 @@ def plan(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Conn
         return Plan(settings, groups, settings.idle_configuration(), 0, num_ranks, num_ranks)
     shares_pool = settings.share_pool and versions.shares_pool(vllm_config, kv_cache_config)
     num_pools = 1 if shares_pool else num_ranks
+    block_bytes = versions.block_bytes(kv_cache_config)
     configuration = settings.ledger_configuration(
         block_size=versions.block_size(kv_cache_config),
-        block_bytes=versions.block_bytes(kv_cache_config),
+        block_bytes=block_bytes,
         num_ranks=num_ranks,
         num_pools=num_pools,
         windows=groups.windows,
@@ -73,5 +86,4 @@ def plan(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Conn
         )
         raise ConfigurationError(message)
     num_local_pools = 1 if shares_pool else versions.num_local_ranks(vllm_config)
-    block_bytes = versions.block_bytes(kv_cache_config)
     return Plan(settings, groups, configuration, block_bytes, num_pools, num_local_pools)

@@ -16,6 +16,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import pydantic
+
+from kvledger.lifecycle import ConfigurationError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,7 +41,10 @@ class ModelOptions:
 
 
 def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> VllmConfig:
-    """VLLM's configuration, as `vllm serve` would make it here. It raises what vLLM raises."""
+    """VLLM's configuration, as `vllm serve` would make it here.
+
+    It raises what vLLM raises, and what kvledger refuses of it as that (`class_lookup.py`), not as pydantic wraps it.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -54,7 +60,13 @@ def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> 
         kv_transfer_config=KVTransferConfig(**transfer),
         **given,
     )
-    return arguments.create_engine_config()
+    try:
+        return arguments.create_engine_config()
+    except pydantic.ValidationError as error:
+        for reason in (problem.get("ctx", {}).get("error") for problem in error.errors()):
+            if isinstance(reason, ConfigurationError):
+                raise reason from None
+        raise
 
 
 def kv_cache_of(vllm_config: VllmConfig) -> KVCacheConfig:
