@@ -1,7 +1,7 @@
 """What MkDocs is told beside `mkdocs.yml`: what lies outside of docs/, and the pages of decisions.
 
 Links are written for the repository, where tests follow them. On the site README, CONTRIBUTING, CHANGELOG and SECURITY
-are pages, a source file that is linked is copied as text, and the links lead there.
+are pages, a source file that is linked is copied as text, and the links lead there. Diagrams in Mermaid are drawn.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from state_diagrams import svg_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -50,9 +51,11 @@ def targets(text: str, source: str) -> dict[str, str]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add every decision to the navigation."""
+    """Add every decision to the navigation, and have diagrams drawn."""
     decisions = sorted(path.relative_to(config.docs_dir) for path in Path(config.docs_dir, "decisions").glob("*.md"))
     config.nav.append({"Decisions": [str(path) for path in decisions]})
+    fence = {"name": "mermaid", "class": "diagram", "format": svg_of}
+    config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [fence]}
     return config
 
 

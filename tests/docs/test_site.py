@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 from processes import finished
@@ -68,3 +71,46 @@ def test_the_reference_has_what_is_promised(site: Path) -> None:
     page = (site / "reference.html").read_text()
     missing = {name for name in lifecycle.__all__ if f'id="kvledger.lifecycle.{name}"' not in page}
     assert missing <= {"SequencedEvent", "__version__"}, missing
+
+
+@pytest.mark.xdist_group("docs site")
+def test_every_diagram_is_drawn(site: Path, documents: dict[str, str]) -> None:
+    """A block of Mermaid that stayed text would need a script."""
+    pages = [page.read_text() for page in site.rglob("*.html")]
+    num_blocks = sum(text.count("\n```mermaid\n") for text in documents.values())
+    assert sum(page.count('<div class="diagram"><svg') for page in pages) == num_blocks
+    assert not [page for page in pages if "stateDiagram-v2" in page]
+
+
+def test_a_diagram_has_an_arrow_from_each_state_that_is_left(load_script: Callable[[str], types.ModuleType]) -> None:
+    """Read from the picture: a dot in the columns of the sources, the arrow's end in the column of the destination."""
+    moves = ("new --> lost: taken", "kept --> lost: taken", "lost --> kept: given, found", "new --> kept: given, found")
+    source = "\n".join(("stateDiagram-v2", "[*] --> new", *moves, "kept --> [*]"))
+    drawn = load_script("docs/state_diagrams.py").svg_of(source, "mermaid", "diagram", {}, None)
+    svg = ET.fromstring(drawn)[0]  # noqa: S314 -- made right here
+    heads = {float(head.attrib["x"]): head.text for head in svg.iter("text") if head.attrib["class"] == "middle"}
+
+    def column(x: str) -> str | None:
+        return heads[min(heads, key=lambda head: abs(head - float(x)))]
+
+    arrows = [line.attrib for line in svg.iter("line") if line.attrib["class"] == "move"]
+    dots = [(dot.attrib["cy"], column(dot.attrib["cx"])) for dot in svg.iter("circle")]
+    shown = {
+        (column(arrow["x2"]), frozenset(state for y, state in dots if y == arrow["y1"]), column(arrow["x1"]))
+        for arrow in arrows
+    }
+    assert len(arrows) == len(shown)
+    assert shown == {
+        ("lost", frozenset({"new", "kept"}), "new"),
+        ("lost", frozenset({"new", "kept"}), "kept"),
+        ("kept", frozenset({"lost", "new"}), "new"),
+    }
+    assert [text.text for text in svg.iter("text") if text.attrib["class"] == "end"] == ["taken", "given", "found"]
+    states = {box.attrib["class"].strip() for box in svg.iter("rect")}
+    assert states == {"state first", "state", "state last"}
+
+
+def test_what_is_no_move_is_refused(load_script: Callable[[str], types.ModuleType]) -> None:
+    """Rather than drawn without it."""
+    with pytest.raises(ValueError, match="no state diagram of moves"):
+        load_script("docs/state_diagrams.py").svg_of("stateDiagram-v2\n note right of a", "mermaid", "x", {}, None)
