@@ -53,6 +53,8 @@ class CommandParser(_Parser):
         log = next((action for action in self._actions if isinstance(action, LogArgument)), None)
         if log is not None and not log.take_default(found):
             self.error(f"the following arguments are required: LOG; {DEFAULT_LOG} in the environment stands for it")
+        if rest and "-o" in self._option_string_actions and not rest[0].startswith("-"):
+            self.error(f"unrecognized arguments: {' '.join(rest)}; -o names the file to write: -o {rest[0]}")
         return found, rest
 
     def be_completed(self) -> list[argparse.Action]:

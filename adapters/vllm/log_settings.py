@@ -122,8 +122,9 @@ class LogSettings(pydantic.BaseModel):
         folder = self.log_dir.absolute()
         existing = next(each for each in (folder, *folder.parents) if each.exists())
         try:
-            with tempfile.TemporaryFile(dir=existing):
-                pass
+            with tempfile.TemporaryFile(dir=existing) as file:  # has no name, where the system can make such
+                file.write(bytes(MIN_SEGMENT_BYTES))
+                file.flush()
         except OSError as error:
             raise unwritable(folder, error) from error
 

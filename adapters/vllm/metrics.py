@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.metric_names import BY_EXTENSION, COUNTERS, GAUGES, HISTOGRAMS, LAST_WRITTEN, PREFIX
-from kvledger.lifecycle import DURATION_BOUNDS_NS, ConfigurationError
+from kvledger.lifecycle import DURATION_BOUNDS_NS
 
 _NS: Final = 1_000_000_000
 
@@ -87,10 +87,7 @@ def _observe(histogram: Any, durations: Sequence[int]) -> None:
 
 
 def _extensions(vllm_config: VllmConfig) -> list[str]:
-    """Names of those that are configured and installed; none where that does not work, which the engine refuses."""
+    """Names of those that are configured and installed; what cannot be made was refused at the class's lookup."""
     transfer = vllm_config.kv_transfer_config
     extra_config = {} if transfer is None else transfer.kv_connector_extra_config
-    try:
-        return [extension.name for extension in ConnectorSettings.from_extra_config(extra_config).core().extensions]
-    except ConfigurationError:
-        return []
+    return [extension.name for extension in ConnectorSettings.from_extra_config(extra_config).core().extensions]

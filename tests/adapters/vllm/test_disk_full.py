@@ -106,6 +106,20 @@ def test_a_disk_that_is_full_while_serving_costs_events_that_verify_names(
     assert not list(directory.glob("*.unfinished"))
 
 
+def test_a_full_disk_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    """With the system's reason; nothing is left where there was room."""
+
+    def look() -> None:
+        settings = ConnectorSettings.from_extra_config({"log_dir": str(tmp_path / "disk" / "new" / "logs")})
+        settings.refuse_log_dir()
+        assert not list((tmp_path / "disk").iterdir())
+        fill(tmp_path / "disk")
+        with pytest.raises(ConfigurationError, match=r"cannot write to .*/new/logs \(No space left on device\)"):
+            settings.refuse_log_dir()
+
+    run_on_small_disk(tmp_path / "disk", 1 << 16, look)
+
+
 def test_all_logs_of_a_directory_keep_to_their_size_while_one_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

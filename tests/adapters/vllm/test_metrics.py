@@ -11,14 +11,16 @@ import attrs
 import msgspec
 import pytest
 from prometheus_client import REGISTRY
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
 from kvledger.adapters.simulation.clock import SimulatedClock
+from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.metric_names import COUNTERS, GAUGES, HISTOGRAMS, LAST_WRITTEN, PREFIX
 from kvledger.adapters.vllm.metrics import ConnectorPrometheus
 from kvledger.adapters.vllm.stats import OF_LEDGER, ConnectorStats
-from kvledger.lifecycle import DURATION_BOUNDS_NS, Extension
+from kvledger.lifecycle import DURATION_BOUNDS_NS, ConfigurationError, Extension
 from kvledger.lifecycle import events as e
 from kvledger.storage.events import segments
 
@@ -250,6 +252,20 @@ def test_each_extension_has_a_label_of_its_own(make_engine: Any, unregister: Non
     values = {sample.labels["extension"]: sample.value for sample in metric.samples if sample.name.endswith("_total")}
     assert values == {"quiet": 1, "loud": 3}
     assert {violation.rule for violation in engine.logged(e.InvariantViolated)} == {"LEGAL_TRANSITION"}
+
+
+def test_extensions_that_cannot_be_made_where_figures_are_shown_are_refused_there(
+    make_engine: Any, unregister: None
+) -> None:
+    """As a child of others, too: events that nobody counts would go unnoticed."""
+    assert unregister is None
+    engine = make_engine(num_blocks=20, chunk_size=16)
+    ours = {**KVLEDGER_TRANSFER, "kv_connector_extra_config": {"extensions": ["no_such_module:Class"]}}
+    several = {"connectors": [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}, ours]}
+    for transfer in (ours, {"kv_connector": "MultiConnector", "kv_connector_extra_config": several}):
+        engine.vllm_config.kv_transfer_config = KVTransferConfig(**{**transfer, "kv_role": "kv_both"})
+        with pytest.raises(ConfigurationError, match="'no_such_module:Class' cannot be imported"):
+            KVConnectorProm(engine.vllm_config, ["model_name", "engine"], {0: ["tiny", "0"]})
 
 
 def test_every_figure_has_a_metric_and_every_metric_is_there_at_once(make_engine: Any, unregister: None) -> None:
