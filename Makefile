@@ -30,8 +30,10 @@ setup: ## create .venv from the lock and install kvledger in it
 
 test: setup ## run the tests that a change needs, 8 minutes at most (ARGS="-k name" passes options to pytest)
 	@requirements/browser.sh
-	@requirements/server.sh nats-server "log shipping"
-	@requirements/server.sh prometheus "metrics and alerts"
+	@requirements/debian.sh nats-server "log shipping"
+	@requirements/debian.sh prometheus "metrics and alerts"
+	@requirements/debian.sh zsh "completion"
+	@requirements/debian.sh fish "completion"
 	@$(compile)
 	$(pytest) -m "not long" $(ARGS)
 

@@ -192,7 +192,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "print the script with which a shell completes commands, options, logs and requests",
             {ExitCode.SOUND: "printed"},
             {
-                "in ~/.bashrc, or with zsh in ~/.zshrc": 'eval "$(kvledger completion bash)"',
+                "in ~/.bashrc, or with zsh in ~/.zshrc, behind compinit": 'eval "$(kvledger completion bash)"',
                 "with fish, once": "kvledger completion fish > ~/.config/fish/completions/kvledger.fish",
             },
             is_reading=False,

@@ -14,6 +14,7 @@ from typing import Final
 
 from argcomplete import autocomplete
 from argcomplete.completers import FilesCompleter
+from argcomplete.lexers import split_line
 from argcomplete.shell_integration import shellcode
 
 from kvledger.adapters.cli.default_log import DEFAULT_LOG, LogArgument
@@ -65,7 +66,9 @@ def complete() -> None:
 
 def _requests(prefix: str, **_: object) -> list[str]:
     """The ids that begin so, of a log that says it quickly: one on the command line, or the default."""
-    named = (word for word in os.environ.get("COMP_LINE", "").split()[2:] if word != prefix and Path(word).exists())
+    line = split_line(os.environ.get("COMP_LINE", ""))
+    last, words = line[1], line[3]
+    named = (word for word in (*words[2:], last) if word != prefix and Path(word).exists())
     log = next(named, os.environ.get(DEFAULT_LOG))
     found: dict[str, None] = {}
     with contextlib.suppress(Exception):  # whoever presses Tab is told nothing worse than nothing

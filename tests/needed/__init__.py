@@ -7,6 +7,7 @@ which marks tests of real engines.
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,6 +39,8 @@ FIND: Mapping[str, tuple[Callable[[], Any], str]] = {
         "there is no nats-server; on Debian and Ubuntu: apt-get install nats-server",
     ),
     "prometheus_path": (find_prometheus, "there is no Prometheus; make test installs one as root on Debian"),
+    "zsh": (lambda: shutil.which("zsh"), "there is no zsh; make test installs one as root on Debian"),
+    "fish": (lambda: shutil.which("fish"), "there is no fish; make test installs one as root on Debian"),
     "browser_path": (find_browser, "there is no Chromium; requirements/browser.sh installs one"),
     "lmcache": (lambda: importlib.util.find_spec("lmcache"), "LMCache is not installed here; make lmcache does that"),
     "vllm": (find_vllm_worker, "this build of vLLM has no kernels for this machine; make test has one for CPU"),

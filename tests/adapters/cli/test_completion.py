@@ -1,9 +1,8 @@
-"""The Tab key: a real bash asks, and the command answers without a start that is slower for everybody."""
+"""The Tab key: real shells ask, and the command answers without a start that is slower for everybody."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from processes import finished
 
 SHELLS = ("bash", "zsh", "fish")
+LINES = ("kvledger sh", "kvledger show --fol", "kvledger show my", "kvledger why my\\ log chat-1")
 ASK = """
 eval "$(kvledger completion bash)"
 while read -r line; do
@@ -20,6 +20,29 @@ while read -r line; do
     echo "${COMPREPLY[@]}"
 done
 """
+ASK_ZSH = r"""
+zmodload zsh/zpty
+zpty shell zsh -f -i
+zpty -w shell 'PS1=; autoload -Uz compinit; compinit -D -u; eval "$(kvledger completion zsh)"; setopt menu_complete'
+zpty -w shell 'answer() { print -r -- "$BUFFER" >> answers; BUFFER=; print -n answer"ed" }; zle -N answer'
+zpty -w shell 'bindkey "^G" answer'
+while IFS= read -r line; do
+    zpty -w -n shell "$line"$'\a'
+    zpty -r shell said '*answered*'
+done
+zpty -d shell
+cat answers
+"""
+"""A zsh on a terminal of its own: each line is typed, Tab keys and all, and what then stands there is the answer."""
+
+ASK_FISH = """
+mkdir -p ~/.config/fish/completions
+kvledger completion fish > ~/.config/fish/completions/kvledger.fish
+while read line
+    complete -C "$line"
+end
+"""
+"""`complete -C` is what the Tab key asks."""
 
 
 @pytest.fixture
@@ -33,14 +56,20 @@ def asked(tmp_path: Path, log: Path) -> Path:
     return tmp_path
 
 
+def said(shell: str, program: str, folder: Path, *lines: str, **environment: str) -> list[str]:
+    """What a shell prints that reads `lines` from its input."""
+    environment = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder), **environment}
+    typed = folder / "typed"
+    typed.write_text("".join(f"{line}\n" for line in lines))
+    with typed.open() as keys:
+        ended = finished([shell, "-c", program], stdin=keys, cwd=folder, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
 def answers(folder: Path, *lines: str, **environment: str) -> list[list[str]]:
     """What bash would offer for each line."""
-    environment = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder), **environment}
-    script = "".join(f"{line}\n" for line in lines)
-    ended = subprocess.run(
-        ["bash", "-c", ASK], input=script, cwd=folder, env=environment, capture_output=True, text=True, check=True
-    )
-    return [line.split() for line in ended.stdout.splitlines()]
+    return [line.split() for line in said("bash", ASK, folder, *lines, **environment)]
 
 
 def test_bash_completes_commands_options_logs_and_requests(asked: Path) -> None:
@@ -52,6 +81,35 @@ def test_bash_completes_commands_options_logs_and_requests(asked: Path) -> None:
 def test_requests_of_the_default_log_are_completed_in_the_place_of_a_log(asked: Path) -> None:
     """As `kvledger why chat-17` is understood."""
     assert answers(asked, "kvledger why ch", KVLEDGER_LOG="log") == [["chat-17-b6", "chat-9"]]
+
+
+def test_requests_are_those_of_a_log_whose_name_is_quoted(asked: Path) -> None:
+    """The line is read as the shell reads it."""
+    (asked / "log").rename(asked / "my log")
+    assert answers(asked, "kvledger why 'my log' chat-1", "kvledger why my\\ log chat-1") == [["chat-17-b6"]] * 2
+
+
+def test_zsh_completes_commands_options_logs_and_requests(asked: Path, zsh: str) -> None:
+    """With the Tab key, after `compinit`."""
+    (asked / "log").rename(asked / "my log")
+    typed = [f"{line}\t" for line in LINES]
+    assert [line.strip() for line in said(zsh, ASK_ZSH, asked, *typed, f"{LINES[0]}\t\t")] == [
+        "kvledger show",
+        "kvledger show --follow",
+        "kvledger show my\\ log/",
+        "kvledger why my\\ log chat-17-b6",
+        "kvledger ship",
+    ]
+
+
+def test_fish_completes_commands_options_logs_and_requests(asked: Path, fish: str) -> None:
+    """From the file that fish reads by itself; beside a command and an option stands what it is."""
+    (asked / "log").rename(asked / "my log")
+    ship, show, follow, *others = said(fish, ASK_FISH, asked, *LINES)
+    assert ship.startswith("ship\tcopy logs")
+    assert show.startswith("show\tshow a log")
+    assert follow.startswith("--follow\tkeep printing")
+    assert others == ["my log/", "chat-17-b6"]
 
 
 @pytest.mark.parametrize("shell", SHELLS)

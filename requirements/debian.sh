@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes sure that there is a server for some tests: `server.sh PROGRAM TESTS`, where Debian's package has the program's
-# name. Run by `make test`; takes no time when there is one.
+# Makes sure that there is a program that some tests run: `debian.sh PROGRAM TESTS`, where Debian's package has the
+# program's name. Run by `make test`; takes no time when it is there.
 #
-# Never fails: without a server those tests are skipped, and say so.
+# Never fails: without the program those tests are skipped, and say so.
 set -euo pipefail
 
 program=$1
@@ -20,7 +20,7 @@ if ! command -v apt-get >/dev/null || [ "$(id -u)" != 0 ]; then
 fi
 say "not found; installing it with apt-get for the tests of $tests (once)"
 export DEBIAN_FRONTEND=noninteractive
-# policy-rc.d: the package would start a server of its own, which nobody asked for.
+# policy-rc.d: the package of a server would start one, which nobody asked for.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e "$policy" ]; then
     printf '#!/bin/sh\nexit 101\n' > "$policy"
