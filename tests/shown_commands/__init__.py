@@ -17,6 +17,8 @@ import attrs
 CODE = re.compile(r"^```(\w*)\n.*?^```$|^(?: {4}[^\n]*\n)+", re.MULTILINE | re.DOTALL)
 SHELLS = ("bash", "console", "sh", "shell")
 SPAN = re.compile(r"`(kvledger [^`]+)`")
+REST = re.compile(r"\s+#|\s\|\s|\s>\s")
+"""What stands behind a command: a remark, a pipe, a file."""
 
 RUN_ELSEWHERE = {
     r"kvledger (ship|.*nats://)": "needs a NATS server: tests/adapters/cli/test_ship.py has one",
@@ -80,7 +82,7 @@ def commands_of(code: str, *, is_shell: bool) -> Iterator[str]:
             continue
         while not is_whole(command):
             command = command.removesuffix("\\") + next(lines).strip()
-        yield re.split(r"\s+#|\s\|\s|\s>\s", command)[0].strip()
+        yield REST.split(command)[0].strip()
 
 
 def blocks_of(document: str) -> Iterator[Block]:
@@ -92,7 +94,7 @@ def blocks_of(document: str) -> Iterator[Block]:
             yield Block(commands, code, found[1] == "console")
     for span in SPAN.findall(CODE.sub("", document)):
         if len(span.split()) > 2 and not is_usage(span):
-            yield Block((span,), span)
+            yield Block((REST.split(span)[0],), span)
 
 
 def runs_elsewhere(command: str) -> str | None:
