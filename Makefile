@@ -90,6 +90,7 @@ docs: setup ## write the generated pages of docs/ again
 
 docs-site: docs ## build the docs site into site/, and refuse a page that warns or a link that leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --quiet --strict
+	@echo "site/index.html is the first page; with a search: python3 -m http.server -d site"
 
 lock: ## compile requirements/lock.txt again (UPGRADE=1: to the newest versions)
 	@requirements/compile.sh
