@@ -340,6 +340,7 @@ class MissReason(enum.StrEnum):
     COMPLETE = "complete"
     """Every whole chunk of the request's tokens is there."""
     NEVER_SAVED = "never_saved"
+    """Nothing is known of the first missing chunk: no save of it was issued, it failed, or its loss was long ago."""
     SAVING = "saving"
     """A save of the first missing chunk is in flight."""
     EVICTED = "evicted"

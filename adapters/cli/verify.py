@@ -118,7 +118,7 @@ def _show_json(output: Output, log: StoredLog, findings: Findings) -> None:
     show_divergences(output, judgement)
     for rule, reason in {**held.not_judged, **log.core.not_checked}.items():
         output.record("not_checked", {"rule": rule, "reason": reason})
-    show_ending(output, log, findings.end_state.num_open_requests if log.header else None)
+    show_ending(output, log, findings.end_state.num_open_requests)
     output.record(
         "verdict",
         {
@@ -153,7 +153,7 @@ def _show_text(output: Output, log: StoredLog, findings: Findings, *, verbose: b
     for damage in findings.damage[:_MAX_SHOWN]:
         output.line(f"  {damage}")
     _show_more(output, num_damaged)
-    show_ending(output, log, findings.end_state.num_open_requests if log.header else None)
+    show_ending(output, log, findings.end_state.num_open_requests)
     num_broken = len(held.num_violations)
     rules = f"{len(judgement.judged)} checked over {plural(held.num_events, 'event')}, {num_broken or 'none'} broken"
     rules = rules if log.header else "not checked"

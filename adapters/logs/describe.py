@@ -16,7 +16,7 @@ from kvledger.lifecycle.audit import Violation
 
 MISS_REASONS: dict[str, str] = {
     MissReason.COMPLETE: "nothing is missing",
-    MissReason.NEVER_SAVED: "the next chunk was never saved",
+    MissReason.NEVER_SAVED: "the next chunk is not saved",
     MissReason.SAVING: "the next chunk is still being saved",
     MissReason.EVICTED: "the next chunk was evicted",
     MissReason.TAINTED: "the next chunk was tainted by a failed load",

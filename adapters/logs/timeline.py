@@ -40,7 +40,8 @@ class Group:
     first_token: int = 0
     num_tokens: int = 0
     num_blocks: int = 0
-    num_chunks_saved: int = 0
+    num_chunks_to_save: int = 0
+    """By saves that were issued here; how each came out is told where it was reported."""
     num_bytes: int = 0
     duration_ns: int = 0
     """Time that transfers took, added up over their reports."""
@@ -58,8 +59,8 @@ class Group:
             parts.insert(0, f"{verb} {plural(self.num_tokens, 'token')}{steps} ({self.first_token} → {end})")
             if self.num_blocks:
                 parts.append(f"{plural(self.num_blocks, 'more block')}")
-            if self.num_chunks_saved:
-                parts.append(f"saved {plural(self.num_chunks_saved, 'chunk')}")
+            if self.num_chunks_to_save:
+                parts.append(f"saving {plural(self.num_chunks_to_save, 'chunk')}")
         elif self.what == "lookup" and self.num_moments > 1:
             parts[0] += f" — {self.num_moments} times"
         if self.num_bytes:
@@ -189,7 +190,7 @@ class _Timeline:
         group.num_tokens = num_computed - group.first_token
         group.num_blocks += num_blocks
         decisions = [decision for _, decision in moment.decisions]
-        group.num_chunks_saved += sum(len(d.chunks) for d in decisions if isinstance(d, e.SaveIssued))
+        group.num_chunks_to_save += sum(len(d.chunks) for d in decisions if isinstance(d, e.SaveIssued))
         loud = (decision for decision in decisions if not isinstance(decision, _QUIET_DECISIONS))
         group.texts += describe_decisions(loud, self._core)
 

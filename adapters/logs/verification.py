@@ -73,8 +73,8 @@ class Verification:
 class EndState:
     """What is reported of the state that the log folds to."""
 
-    num_open_requests: int
-    """That had arrived and not finished."""
+    num_open_requests: int | None
+    """That had arrived and not finished; None: nobody knows, because events before the end are missing."""
     num_extension_events: int
 
     @classmethod
@@ -117,6 +117,8 @@ class Findings:
         else:
             exit_code = ExitCode.SOUND
         remarks = tuple(_remarks(log, selection, judgement, end_state))
+        if log.trusted_sequence < log.last_sequence:
+            end_state = attrs.evolve(end_state, num_open_requests=None)
         return cls(judgement, end_state, damage, remarks, _of_workers(log, calls), exit_code)
 
 

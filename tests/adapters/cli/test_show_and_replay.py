@@ -50,7 +50,7 @@ def test_a_request_is_shown_as_groups_in_plain_words(run: Any, log: Path) -> Non
     texts = [line.split("  ")[-1] for line in result.out.splitlines()]
     assert any("arrived with 45 prompt tokens" in line for line in texts)
     assert any("computed 45 tokens (0 → 45)" in line for line in texts)
-    assert any("decoded 19 tokens in 19 steps (45 → 64); 1 more block; saved 5 chunks" in line for line in texts)
+    assert any("decoded 19 tokens in 19 steps (45 → 64); 1 more block; saving 5 chunks" in line for line in texts)
     assert any("preempted with 64 settled tokens, lost 4 blocks; save 2 starts: chunks 5–7" in line for line in texts)
     polls = [line for line in texts if "asked what can be loaded of 65 tokens" in line]
     assert len(polls) == 1
@@ -85,6 +85,25 @@ def test_only_what_a_load_brought_in_place_counts_as_loaded(run: Any, tmp_path: 
     shown = {fields["request_id"]: fields for fields in run("show", "--json", log).objects("request")}
     assert {name: shown[name]["num_tokens_loaded"] for name in jobs} == {"good": 32, "bad": 0, "open": 0}
     assert {name: shown[name]["num_failures"] for name in jobs} == {"good": 0, "bad": 1, "open": 0}
+
+
+def test_a_save_that_failed_is_never_told_as_saved(run: Any, tmp_path: Path) -> None:
+    """It was begun, it failed; who asks for its chunks is told that they are not there, and `why` has the failure."""
+    driver = Driver()
+    driver.start("a", keys_of("x", 4), 33, (1, 2, 3))
+    driver.step(settled=[("a", 0, 32)])
+    (save,) = driver.all_of(e.SaveIssued)
+    driver.report(save.job_id, ok=False)
+    driver.arrive("b", 33, keys_of("x", 4))
+    assert driver.lookup("b", 0, 33).miss_reason == "never_saved"
+    driver.ledger.commit()
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    of_saver, of_asker = run("show", log, "a").out, run("show", log, "b").out
+    assert "saving 4 chunks" in of_saver
+    assert f"save {save.job_id} failed: it broke" in of_saver
+    assert "0 are saved, 0 offered; the next chunk is not saved" in of_asker
+    assert "saved 4 chunks" not in of_saver
+    assert f"save {save.job_id} by request a failed at event" in run("why", log, "b").out
 
 
 def test_a_part_filled_last_chunk_is_shown_when_it_is_saved_and_when_it_is_loaded(run: Any, tmp_path: Path) -> None:

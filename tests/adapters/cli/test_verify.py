@@ -165,6 +165,8 @@ def test_events_that_the_writer_lost_give_2_and_end_the_checks(run: Any, story: 
     assert "no space left on device" in damage["detail"]
     (verdict,) = result.objects("verdict")
     assert (verdict["num_events"], verdict["num_events_checked"]) == (6, 4)
+    (end,) = result.objects("end")
+    assert end["num_open_requests"] is None, "the state before the gap is not that of the end"
 
 
 def test_a_frame_that_is_not_what_the_header_promises_gives_2(run: Any, story: Driver, tmp_path: Path) -> None:
