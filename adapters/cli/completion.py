@@ -74,7 +74,7 @@ def _requests(prefix: str, **_: object) -> list[str]:
     with contextlib.suppress(Exception):  # whoever presses Tab is told nothing worse than nothing
         for path in find_logs(Path(log)) if log else ():
             found.update(dict.fromkeys(_ids_of(open_log(path), prefix)))
-    return list(found)
+    return [name for name in found if name.startswith(prefix)]
 
 
 def _requests_or_files(prefix: str, **_: object) -> list[str]:
@@ -89,4 +89,4 @@ def _ids_of(log: StoredLog, prefix: str) -> Iterator[str]:
             yield from index.request_ids(prefix)
     elif log.total_bytes() < _READ_BYTES:
         arrivals = (event for _, event in log.events() if isinstance(event, e.RequestArrived))
-        yield from (event.request_id for event in arrivals if event.request_id.startswith(prefix))
+        yield from (event.request_id for event in arrivals)

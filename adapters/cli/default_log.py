@@ -33,14 +33,18 @@ class LogArgument(argparse.Action):
         """Store it."""
         setattr(namespace, self.dest, values)
 
-    def take_default(self, namespace: argparse.Namespace) -> bool:
+    def settle(self, namespace: argparse.Namespace) -> bool:
         """Put KVLEDGER_LOG in the place of a LOG that was left out; returns whether there is one, or none is needed.
 
-        Of one argument that is no path it is then the REQUEST, where the command takes one.
+        REQUEST may also stand before LOG, and alone beside KVLEDGER_LOG: it is what is no path.
         """
         default = os.environ.get(DEFAULT_LOG, "")
-        if default and getattr(namespace, "request", "") is None and _may_be_request(namespace.log):
-            namespace.request, namespace.log = str(namespace.log), None
+        request = getattr(namespace, "request", "")
+        if _may_be_request(namespace.log):
+            if request and not _may_be_request(other := self._read(request)):
+                namespace.request, namespace.log = str(namespace.log), other
+            elif request is None and default:
+                namespace.request, namespace.log = str(namespace.log), None
         is_needed = not getattr(namespace, self.unless, None)
         namespace.log_is_default = bool(namespace.log is None and default and is_needed)
         if namespace.log_is_default:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvledger.adapters.cli.fitting import CUT
@@ -52,7 +53,10 @@ def opened_log(path: Path, arguments: argparse.Namespace, core: Core | None = No
 
 
 def find_request(arguments: argparse.Namespace, output: Output, core: Core) -> tuple[StoredLog, str]:
-    """The log that has the one request whose id is the wanted one or begins with it, opened, and the whole id.
+    """The log that has the one request whose id is the wanted one, or else begins with it, or else contains it.
+
+    vLLM's front ends write something before the id that a client gives, and behind it. Returns the log, opened, and
+    the whole id.
 
     Raises:
         CommandFailed: none has it, or several ids or logs could be meant.
@@ -65,32 +69,38 @@ def find_request(arguments: argparse.Namespace, output: Output, core: Core) -> t
             log = opened_log(path, arguments, core)
             known[log.path] = request_ids(log, wanted, output)
             opened.append(log)
-    found = [(log, wanted) for log in opened if wanted in known[log.path]]
-    found = found or [(log, name) for log in opened for name in known[log.path] if name.startswith(wanted)]
+    have = [(log, name) for log in opened for name in known[log.path]]
+    fits = (wanted.__eq__, lambda name: name.startswith(wanted), lambda name: wanted in name)
+    found = next(filter(None, ([each for each in have if fit(each[1])] for fit in fits)), [])
     if len(found) == 1:
         return found[0]
-    names = list(dict.fromkeys(name for _, name in found))
+    names = sorted(dict.fromkeys(name for _, name in found), key=len)
     if len(names) == 1:
         where = ", ".join(str(log.path) for log, _ in found[-_MAX_CANDIDATES:])
         raise CommandFailed(f"{names[0]} is in {len(found)} logs; name one of them: {where}")
-    kind = "several requests begin" if names else "no request begins"
-    listed = names or list(dict.fromkeys(name for log in opened for name in known[log.path]))
-    more = f" and {len(listed) - _MAX_CANDIDATES} more" if len(listed) > _MAX_CANDIDATES else ""
-    whose = "they are" if names else "the log has" if len(opened) == 1 else "the logs have"
-    message = f"{kind} with {wanted!r}; {whose}: {', '.join(listed[:_MAX_CANDIDATES]) or 'none'}{more}"
-    raise CommandFailed(message)
+    if names:
+        raise CommandFailed(f"{wanted!r} is in the ids of several requests, the shortest first: {_first_of(names)}")
+    last = list(dict.fromkeys(name for _, name in reversed(have)))
+    nearest = difflib.get_close_matches(wanted, last, _MAX_CANDIDATES)
+    offered = f"did you mean: {_first_of(nearest)}" if nearest else f"the last ones are: {_first_of(last) or 'none'}"
+    raise CommandFailed(f"no request has {wanted!r} in its id; {offered}")
 
 
-def request_ids(log: StoredLog, beginning: str, output: Output) -> dict[str, None]:
-    """The ids of the requests that begin so, or of all where none does, in the order of their arrival."""
-    index = index_for(log, output, beginning)
+def _first_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_CANDIDATES} more" if len(names) > _MAX_CANDIDATES else ""
+    return f"{', '.join(names[:_MAX_CANDIDATES])}{more}"
+
+
+def request_ids(log: StoredLog, part: str, output: Output) -> dict[str, None]:
+    """The ids of the requests that contain it, or of all where none does, in the order of their arrival."""
+    index = index_for(log, output, part)
     if index is not None:
         with contextlib.closing(index):
             if not index.contents.describes(log):
                 output.remark(
                     f"the log has grown since its index was built: described up to event {index.contents.last_sequence}"
                 )
-            return dict.fromkeys(index.request_ids(beginning) or index.request_ids(""))
+            return dict.fromkeys(index.request_ids(part) or index.request_ids(""))
     known: dict[str, None] = {}
     with output.progress(log, "looking for the request"):
         for _, event in log.events():

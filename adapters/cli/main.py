@@ -81,6 +81,11 @@ def _report_mistake(error: Exception) -> None:
 
 
 def _logs(arguments: argparse.Namespace) -> list[Path]:
+    if arguments.request and isinstance(arguments.log, Path) and not os.path.lexists(arguments.log):
+        raise CommandFailed(
+            f"there is nothing at {arguments.log}, nor at {arguments.request}; give the LOG (a log directory or a "
+            "*.kvlog file) and the REQUEST in it"
+        )
     logs = find_logs(arguments.log, arguments.mirror, newest=arguments.newest)
     if isinstance(arguments.log, StreamUrl) and getattr(arguments, "follow", False):
         keep_mirrored(arguments.log, arguments.mirror, newest=arguments.newest)

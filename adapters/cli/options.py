@@ -119,7 +119,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     when = "an event number, a time since the log was opened (1.5s, 1h30m), or a date and time (UTC unless it says so)"
     parser.add_argument("--since", metavar="MOMENT", type=moment, help=f"leave out what came before: {when}")
     parser.add_argument("--until", metavar="MOMENT", type=moment, help="leave out what came after")
-    parser.add_argument("--request", metavar="REQUEST", help="speak of this request only: its id or a unique beginning")
+    parser.add_argument("--request", metavar="REQUEST", help="speak of this one only: its id or a unique part of it")
     parser.add_argument(
         "--lenient", action="store_true", help="skip and count events of a newer kvledger instead of refusing the log"
     )
@@ -134,7 +134,7 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     """`REQUEST` as a second argument, which means the same as `--request`."""
     # Without a default: it would overwrite what --request gave.
     parser.add_argument(
-        "request", metavar="REQUEST", nargs="?", default=argparse.SUPPRESS, help="a request id or its unique beginning"
+        "request", metavar="REQUEST", nargs="?", default=argparse.SUPPRESS, help="a request id or a unique part of it"
     )
 
 

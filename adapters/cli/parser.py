@@ -8,10 +8,11 @@ commands takes half as long again.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from kvledger.adapters.logs.streams import log_argument
 from kvledger.lifecycle import __version__
 
 _COLUMNS = 78
+_COMMAND = "command"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,6 +33,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self.exit(ExitCode.USAGE, f"{self.prog}: {message}\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401 -- as in argparse
+        """Name the choices that are near, and all only where those are few."""
+        if action.choices is not None and value not in action.choices and action.dest == _COMMAND:
+            nearest = _nearest(value, action.choices) or "; --help says what there is"
+            raise argparse.ArgumentError(None, f"there is no command {value!r}{nearest}")
+        super()._check_value(action, value)
 
 
 class CommandParser(_Parser):
@@ -50,11 +59,11 @@ class CommandParser(_Parser):
             found, rest = self.parse_known_intermixed_args(list(self._with_values(args)), namespace)
         finally:
             self._is_intermixing = False
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._remedy(rest[0])}")
         log = next((action for action in self._actions if isinstance(action, LogArgument)), None)
-        if log is not None and not log.take_default(found):
+        if log is not None and not log.settle(found):
             self.error(f"the following arguments are required: LOG; {DEFAULT_LOG} in the environment stands for it")
-        if rest and "-o" in self._option_string_actions and not rest[0].startswith("-"):
-            self.error(f"unrecognized arguments: {' '.join(rest)}; -o names the file to write: -o {rest[0]}")
         return found, rest
 
     def be_completed(self) -> list[argparse.Action]:
@@ -71,6 +80,11 @@ class CommandParser(_Parser):
         about = COMMANDS[self.prog.split()[-1]]
         self.description, self.epilog = _sentence(about.help), _epilog(about)
         return super().format_help()
+
+    def _remedy(self, unknown: str) -> str:
+        if "-o" in self._option_string_actions and not unknown.startswith("-"):
+            return f"; -o names the file to write: -o {unknown}"
+        return _nearest(unknown, self._option_string_actions) or "; --help lists what there is"
 
     def _import_command(self) -> None:
         name, self.command = self.command, None
@@ -106,7 +120,7 @@ def build_parser(on_command: Callable[[str, CommandParser], object] = lambda *_:
     reading.add_argument("--newest", action="store_true", help="of a directory of logs, read only the newest")
     reading.add_argument("--mirror", metavar="DIR", type=Path, help="where the files of a stream's logs are kept")
     add_options(reading)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
+    commands = parser.add_subparsers(dest=_COMMAND, metavar="COMMAND", required=True, parser_class=CommandParser)
     for name, command in COMMANDS.items():
         of_command = commands.add_parser(
             name,
@@ -121,6 +135,11 @@ def build_parser(on_command: Callable[[str, CommandParser], object] = lambda *_:
 
 
 _EPILOG = "COMMAND --help has its exit codes and examples. KVLEDGER_LOG is the LOG where none is named."
+
+
+def _nearest(word: str, words: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word.partition("=")[0], words)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _sentence(text: str) -> str:

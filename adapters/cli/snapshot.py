@@ -12,7 +12,7 @@ from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.logs.snapshots import write_snapshots
-from kvledger.storage.events.segment_file import segment_paths
+from kvledger.adapters.logs.sources import find_logs, one_of
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,9 +25,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Write them, and say how many."""
-    if not arguments.log.is_dir() or not segment_paths(arguments.log):
-        raise CommandFailed(f"{arguments.log}: give a log directory")
-    log = open_log(arguments.log, chosen_core(arguments))
+    path = one_of(find_logs(arguments.log), arguments.log)
+    if not path.is_dir():
+        raise CommandFailed(f"{path} is one segment; give the directory of its log, where snapshots stand")
+    log = open_log(path, chosen_core(arguments))
     with output.progress(log, "folding"):
         num_written = write_snapshots(log)
     if output.is_json:

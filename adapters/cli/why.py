@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Explain one request."""
     if arguments.request is None:
-        raise CommandFailed("name a request: its id or a unique beginning; `kvledger show` lists them")
+        raise CommandFailed("name a request: its id or a unique part of it; `kvledger show` lists them")
     log, selection = selected_one(arguments, output)
     histories = read_histories(log, selection, selection.request_id or "", output)
     chains = [

@@ -49,18 +49,17 @@ class LogIndex:
         """Let go of the file."""
         self._connection.close()
 
-    def has_ended(self, beginning: str) -> bool:
-        """Whether there are requests that begin so, and the end of each is in the index."""
+    def has_ended(self, part: str) -> bool:
+        """Whether there are requests that have this in their ids, and the end of each is in the index."""
         ((num_lives, num_ended),) = self._connection.execute(
-            "SELECT count(*), sum(has_ended) FROM lives WHERE substr(request_id, 1, ?) = ?", (len(beginning), beginning)
+            "SELECT count(*), sum(has_ended) FROM lives WHERE instr(request_id, ?)", (part,)
         )
         return bool(num_lives) and bool(num_lives == num_ended)
 
-    def request_ids(self, beginning: str) -> list[str]:
-        """The ids of requests that begin so, in the order of their first arrival."""
+    def request_ids(self, part: str) -> list[str]:
+        """The ids of requests that have this in them, in the order of their first arrival."""
         rows = self._connection.execute(
-            "SELECT request_id FROM lives WHERE substr(request_id, 1, ?) = ? GROUP BY request_id ORDER BY min(ordinal)",
-            (len(beginning), beginning),
+            "SELECT request_id FROM lives WHERE instr(request_id, ?) GROUP BY request_id ORDER BY min(ordinal)", (part,)
         )
         return [request_id for (request_id,) in rows]
 
@@ -131,8 +130,8 @@ class LogIndex:
 def index_for(log: StoredLog, output: Progress, request: str | None = None) -> LogIndex | None:
     """The index of a log that is large enough to need one, built if need be; None where reading is quick.
 
-    For a question about one `request` (its id or a beginning of it) an index of the log as it was earlier will do, if
-    it has the end of each request that begins so: a log that is being written has no index of its own for long.
+    For a question about one `request` (its id or a part of it) an index of the log as it was earlier will do, if it
+    has the end of each request that has this in its id: a log that is being written has no index of its own for long.
     An index that cannot be written is no reason to answer nothing: then the log is read.
     """
     if log.total_bytes() < INDEX_FROM_BYTES or not log.header:

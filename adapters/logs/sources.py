@@ -54,7 +54,9 @@ def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
         return logs[0]
     named = ", ".join(str(log) for log in logs[-_MAX_NAMED:])
     more = f" and {len(logs) - _MAX_NAMED} older ones" if len(logs) > _MAX_NAMED else ""
-    message = f"{asked} holds {len(logs)} logs; name one of them, or --newest: {named}{more}"
+    message = (
+        f"{asked} holds {len(logs)} logs (`kvledger ls` lists them); name one, the newest is the last: {named}{more}"
+    )
     raise CommandFailed(message, ExitCode.USAGE)
 
 

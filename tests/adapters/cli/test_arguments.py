@@ -149,6 +149,34 @@ def test_a_path_that_is_not_there_is_no_request(run: Any) -> None:
     assert run("show", "nowhere/logs").err.startswith("kvledger: nowhere/logs: there is nothing")
 
 
+def test_a_request_may_stand_before_the_log(log: Path, run: Any) -> None:
+    """The one that is a path is the log; where neither is, both are named."""
+    assert run("why", "chat-17", log).out == run("why", log, "chat-17").out
+    neither = run("why", "chat-17", "chat-18")
+    assert neither.exit_code == 64
+    assert (
+        "there is nothing at chat-17, nor at chat-18; give the LOG (a log directory or a *.kvlog file) and"
+        in neither.err
+    )
+
+
+def test_a_misspelt_option_gets_the_usage_of_its_command_and_the_nearest(log: Path, run: Any) -> None:
+    """The usage of all commands says nothing of this one's options."""
+    misspelt = run("show", log, "--faild")
+    assert misspelt.exit_code == 64
+    assert misspelt.err.startswith("usage: kvledger show ")
+    assert misspelt.err.endswith("kvledger show: unrecognized arguments: --faild; did you mean --failed?\n")
+    assert run("show", log, "chat-17", "chat-9").err.endswith("arguments: chat-9; --help lists what there is\n")
+
+
+def test_a_misspelt_command_gets_the_nearest_ones(run: Any) -> None:
+    """Or none, and where they are listed."""
+    misspelt = run("verfy", "logs")
+    assert misspelt.exit_code == 64
+    assert misspelt.err.endswith("kvledger: there is no command 'verfy'; did you mean verify?\n")
+    assert run("tail").err.endswith("kvledger: there is no command 'tail'; --help says what there is\n")
+
+
 def test_without_a_log_the_error_names_kvledger_log(run: Any) -> None:
     """The remedy for whoever types the path again and again."""
     result = run("show")

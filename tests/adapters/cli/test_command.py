@@ -84,7 +84,9 @@ def test_a_request_is_found_in_the_log_that_has_it(run: Any, story: Driver, tmp_
     assert run("show", logs, "--request", "chat-9").out.startswith("chat-9")
     twice = run("replay", logs)
     assert twice.exit_code == 64
-    assert "holds 2 logs; name one of them, or --newest" in twice.err
+    several = "holds 2 logs (`kvledger ls` lists them); name one, the newest is the last: "
+    assert several in twice.err
+    assert several in run("snapshot", logs).err
 
 
 def test_a_request_of_two_logs_is_not_guessed(run: Any, story: Driver, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_others_with_whom_something_went_wrong_are_named(repro: Any, broken_log:
 
 def test_what_cannot_be_meant_is_refused(repro: Any, log: Path) -> None:
     """As by every command; and whose answers?"""
-    assert "no request begins with 'nobody'" in repro(log, "nobody").err
+    assert "no request has 'nobody' in its id" in repro(log, "nobody").err
     assert "--pin needs a REQUEST" in repro(log, "--pin").err
     assert repro(log, "--pin").exit_code == 64
 

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import pytest
 from lifecycle_driver import Driver, keys_of
 from stored_logs import header_of, replaced, write_log
 
+from kvledger.adapters.logs import index as index_module
 from kvledger.adapters.logs.describe import plain
 from kvledger.lifecycle import Core, fold
 from kvledger.lifecycle import events as e
@@ -136,10 +138,30 @@ def test_an_ambiguous_or_unknown_id_gives_64_and_lists_candidates(run: Any, log:
     """The next try succeeds."""
     ambiguous = run("show", log, "chat")
     assert ambiguous.exit_code == 64
-    assert "several requests begin with 'chat'; they are: chat-17-b6, chat-9" in ambiguous.err
+    assert "'chat' is in the ids of several requests, the shortest first: chat-9, chat-17-b6" in ambiguous.err
     unknown = run("show", log, "video")
     assert unknown.exit_code == 64
-    assert "no request begins with 'video'; the log has: chat-17-b6, chat-9" in unknown.err
+    assert "no request has 'video' in its id; the last ones are: chat-9, chat-17-b6" in unknown.err
+    assert "no request has 'chat-8' in its id; did you mean: chat-9" in run("show", log, "chat-8").err
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_the_id_that_a_client_gave_is_enough(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_index: bool
+) -> None:
+    """VLLM's front ends write `cmpl-` before it, and a number and a random ending behind it."""
+    if has_index:
+        monkeypatch.setattr(index_module, "INDEX_FROM_BYTES", 0)
+    driver = Driver()
+    names = [f"cmpl-user-{number}-0-{8 * number:08x}" for number in range(1, 40)]
+    for name in names:
+        driver.arrive(name, 5)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    assert run("show", log, "user-39").out == run("show", log, names[-1]).out
+    several = run("show", log, "user-3")
+    assert several.exit_code == 64
+    assert several.err.partition("the shortest first: ")[2].startswith(f"{names[2]}, {names[29]}, ")
+    assert f"the last ones are: {names[-1]}, " in run("show", log, "zzz").err
 
 
 def test_a_whole_id_wins_over_longer_ones(run: Any, tmp_path: Path) -> None:

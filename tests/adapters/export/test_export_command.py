@@ -97,7 +97,7 @@ def test_a_file_has_the_rights_that_any_new_file_has(run: Any, log: Path, tmp_pa
         (["--perfetto", "--json"], "name a file with -o"),
         (["--perfetto", "-o", "no/such/folder/t.json"], "No such file or directory"),
         (["--perfetto", "-o", "."], "is a folder"),
-        (["--html", "--request", "nobody"], "no request begins with 'nobody'"),
+        (["--html", "--request", "nobody"], "no request has 'nobody' in its id"),
         (["--html", "page.html"], "unrecognized arguments: page.html; -o names the file to write: -o page.html"),
     ],
 )
