@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,6 +109,7 @@ def _accepted(transfer: Mapping[str, Any]) -> KVTransferConfig:
 
     from kvledger.adapters.vllm.configuration import ConnectorSettings
     from kvledger.adapters.vllm.log_settings import unknown
+    from kvledger.adapters.vllm.without_weights import in_words
 
     known = [field.name for field in dataclasses.fields(KVTransferConfig)]
     for key, value in transfer.items():
@@ -118,7 +120,7 @@ def _accepted(transfer: Mapping[str, Any]) -> KVTransferConfig:
     try:
         return KVTransferConfig(**transfer)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"vLLM refuses it: {error}") from error
+        raise ConfigurationError(f"vLLM refuses it: {in_words(error)}") from error
 
 
 def _parts(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -139,6 +141,7 @@ def _parts(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _check(part: Mapping[str, Any], whole: dict[str, Any], arguments: argparse.Namespace, output: Output) -> None:
     from kvledger.adapters.recorder.settings import refuse_recorder
     from kvledger.adapters.vllm.before_weights import refuse_connector
+    from kvledger.adapters.vllm.without_weights import platform
 
     transfer = _accepted(part)
     output_of = _Shown(output, str(transfer.kv_connector))
@@ -153,12 +156,18 @@ def _check(part: Mapping[str, Any], whole: dict[str, Any], arguments: argparse.N
     if arguments.model is None:
         output_of.note("slots, tokens and bytes of a block are the model's: --model DIR says them")
         return
-    output_of.plan(_planned(settings, whole, arguments))
+    planned = _planned(settings, whole, arguments)
+    output_of.plan(planned)
+    if arguments.block_size is None and not planned.groups.declined:
+        output_of.note(
+            f"blocks are as vLLM lays them out on this machine ({platform()}); for a server on another device give its "
+            "--block-size, or ask there"
+        )
 
 
 def _planned(settings: ConnectorSettings, transfer: dict[str, Any], arguments: argparse.Namespace) -> Plan:
     from kvledger.adapters.vllm.plan import plan
-    from kvledger.adapters.vllm.without_weights import ModelOptions, configured, kv_cache_of
+    from kvledger.adapters.vllm.without_weights import ModelOptions, configured, in_words, kv_cache_of, platform
 
     if not (arguments.model / "config.json").is_file():
         raise CommandFailed(f"{arguments.model} has no config.json; name a model's directory, as Hugging Face has them")
@@ -174,7 +183,10 @@ def _planned(settings: ConnectorSettings, transfer: dict[str, Any], arguments: a
     except ConfigurationError:
         raise
     except Exception as error:
-        message = f"vLLM does not make a KV cache for {arguments.model} here: {type(error).__name__}: {error}"
+        message = (
+            f"vLLM makes no KV cache for {arguments.model} on this machine ({platform()}): "
+            f"{in_words(error)}; if that is for want of a device or a package, ask where the server will run"
+        )
         raise ConfigurationError(message) from error
     planned = plan(vllm_config, kv_cache_config, settings)
     planned.refuse_beyond_memory()
@@ -219,7 +231,11 @@ class _Shown:
             self._output.field("declined", f"{reason}; requests run as without a connector", "yellow")
         if planned.groups.declined:
             return
-        sees = ", ".join("all" if not window else f"the last {window}" for window in planned.configuration.windows)
+        times = Counter(planned.configuration.windows)
+        sees = ", ".join(
+            (f"the last {window}" if window else "all") + (f" ({number} of them)" if number > 1 else "")
+            for window, number in times.items()
+        )
         self._output.field(
             "blocks",
             f"{figures['block_size']} tokens, in {plural(figures['num_groups'], 'group')} of layers that see: {sees}",

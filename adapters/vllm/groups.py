@@ -28,14 +28,14 @@ class Groups:
     windows: tuple[int, ...]
     """Tokens that each group sees, 0 for all; meaningless where something is declined."""
     declined: tuple[str, ...]
-    """Why the model is not served, group by group; empty where it is."""
+    """Why the model is not served, each reason once; empty where it is."""
 
 
 def describe_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups:
     """Look at every group."""
     groups = kv_cache_config.kv_cache_groups
     windows: list[int] = []
-    declined: list[str] = []
+    numbers_of: dict[tuple[str, str], list[int]] = {}
     for number, group in enumerate(groups):
         specs = _layer_specs(group.kv_cache_spec)
         window, reason = _window(specs)
@@ -48,10 +48,15 @@ def describe_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         windows.append(window)
         if reason:
             kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
-            declined.append(f"group {number} ({kinds}) {reason}")
+            numbers_of.setdefault((kinds, reason), []).append(number)
+    declined = [f"{_named(numbers)} ({kinds}) {reason}" for (kinds, reason), numbers in numbers_of.items()]
     if not declined:
         declined += _declined_together(vllm_config, kv_cache_config, windows)
     return Groups(tuple(windows), tuple(declined))
+
+
+def _named(numbers: Sequence[int]) -> str:
+    return f"group {numbers[0]}" if len(numbers) == 1 else f"each of the groups {', '.join(map(str, numbers))}"
 
 
 def _declined_together(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, windows: Sequence[int]) -> list[str]:

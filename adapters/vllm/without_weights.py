@@ -69,6 +69,22 @@ def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> 
         raise
 
 
+def in_words(error: Exception) -> str:
+    """What vLLM says, in one line, without what pydantic writes around it."""
+    if isinstance(error, pydantic.ValidationError):
+        said = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
+    else:
+        said = f"{type(error).__name__}: {error}"
+    return " ".join(said.split())
+
+
+def platform() -> str:
+    """What vLLM would run on here, such as "cpu" or "cuda": block sizes and kernels are its own."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
 def kv_cache_of(vllm_config: VllmConfig) -> KVCacheConfig:
     """What each worker would be given, with some number of blocks. It raises what vLLM raises."""
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
@@ -86,7 +102,11 @@ def kv_cache_of(vllm_config: VllmConfig) -> KVCacheConfig:
 
 
 def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """As the model runner asks the layers (`v1/worker/gpu_model_runner.py`, get_kv_cache_spec, 0.32)."""
+    """As the model runner asks the layers (`v1/worker/gpu_model_runner.py`, get_kv_cache_spec, 0.32).
+
+    Before that, the platform settles the block size with them (`v1/executor/uniproc_executor.py`, 0.32): for kernels
+    that take no other, and for hybrid models so that pages of state and of attention become equal.
+    """
     import torch
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
     from vllm.distributed import (
@@ -97,6 +117,7 @@ def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
     )
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     dtype: Any = vllm_config.model_config.dtype
@@ -110,6 +131,7 @@ def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
         ensure_model_parallel_initialized(1, 1)
         with torch.device("meta"), set_default_torch_dtype(dtype):
             initialize_model(vllm_config=vllm_config, model_config=vllm_config.model_config)
+        current_platform.update_block_size_for_backend(vllm_config)
         layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, kind)
         own = {name: x for name, x in layers.items() if not getattr(x, "kv_sharing_target_layer_name", None)}
         found = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in own.items()}

@@ -70,6 +70,77 @@ def test_a_model_s_own_figures_are_said_for_people(capsys: pytest.CaptureFixture
     assert "chunks      64 tokens" in said
 
 
+def written(tmp_path: Path, architecture: str, model_type: str, **sizes: Any) -> Path:
+    """The config.json of a small model of a kind."""
+    configuration = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "dtype": "bfloat16",
+        **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 128),
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        **sizes,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(configuration))
+    return tmp_path
+
+
+def test_latent_attention_is_counted_once_a_token(check: Any, tmp_path: Path) -> None:
+    """DeepSeek's: compressed KV and a rotary part for all heads, in bfloat16; every rank has all of it."""
+    latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
+    more = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": None, "topk_method": "greedy"}
+    grouped = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "num_key_value_heads": 4}
+    model = written(tmp_path, "DeepseekV2ForCausalLM", "deepseek_v2", **latent, **experts, **more, **grouped)
+    for num_ranks in (1, 2):
+        exit_code, records = check(transfer(host_bytes="64MiB"), "--model", model, "-tp", str(num_ranks))
+        assert exit_code == 0
+        assert "as vLLM lays them out on this machine (cpu)" in records["note"]["text"]
+        plan = records["plan"]
+        assert (plan["declined"], plan["num_groups"], plan["num_pools"]) == ([], 1, 1)
+        assert plan["bytes_a_token"] == 3 * (512 + 64) * 2
+        assert plan["num_tokens"] * plan["bytes_a_token"] == pytest.approx(64 * 1024**2, rel=0.01)
+
+
+def test_sliding_windows_are_named_with_how_many_groups_have_them(
+    capsys: pytest.CaptureFixture[str], check: Any, tmp_path: Path
+) -> None:
+    """Gemma's: vLLM makes as many groups of layers as one of each kind takes."""
+    sizes = {"num_hidden_layers": 6, "head_dim": 32, "sliding_window": 128, "query_pre_attn_scalar": 32}
+    layers = {"layer_types": [*["sliding_attention"] * 5, "full_attention"]}
+    model = written(tmp_path, "Gemma3ForCausalLM", "gemma3_text", **sizes, **layers)
+    assert main(["check", "{}", "--model", str(model), "--block-size", "32"]) == 0
+    assert "32 tokens, in 6 groups of layers that see: the last 128 (5 of them), all" in capsys.readouterr().out
+    exit_code, records = check(transfer(host_bytes="6MiB"), "--model", model, "--block-size", "32")
+    assert exit_code == 0
+    assert records["plan"]["bytes_a_token"] == 6 * 2 * 2 * 32 * 2
+    assert "note" not in records
+
+
+def test_a_hybrid_model_is_declined_with_each_reason_once(check: Any, tmp_path: Path) -> None:
+    """Granite's: states stand for a whole prefix. Its attention has pages of the same size as them, as in an engine."""
+    states = {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 16, "mamba_expand": 2, "mamba_n_groups": 1}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
+    kinds = {"num_hidden_layers": 4, "layer_types": ["mamba", "attention", "mamba", "mamba"]}
+    model = written(tmp_path, "GraniteMoeHybridForCausalLM", "granitemoehybrid", **states, **experts, **kinds)
+    exit_code, records = check(transfer(), "--model", model)
+    assert exit_code == 0
+    (reason,) = records["plan"]["declined"]
+    assert reason.startswith("each of the groups 0, 1, 2 (MambaSpec) does not keep the KV of every token")
+
+
+def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(check: Any, tmp_path: Path) -> None:
+    """With vLLM's reason, and without what surrounds it."""
+    exit_code, records = check(transfer(), "--model", written(tmp_path, "NobodyForCausalLM", "nobody"))
+    assert exit_code == 77
+    reason = records["refused"]["reason"]
+    assert f"vLLM makes no KV cache for {tmp_path} on this machine (cpu): The checkpoint" in reason
+    assert "model type `nobody`" in reason
+    assert "\n" not in reason
+    assert "pydantic" not in reason
+
+
 def test_what_does_not_fit_the_model_is_refused_with_the_figures(check: Any, model: Path) -> None:
     """As vLLM's start refuses it, which has the configuration as well."""
     exit_code, records = check(transfer(chunk_size=24), "--model", model, "--block-size", "32")
