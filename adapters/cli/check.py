@@ -248,7 +248,7 @@ class _Shown:
         )
         ranks = plural(figures["num_ranks"], "rank")
         shared = "one pool for all of them" if planned.shares_pool else plural(planned.num_pools, "pool")
-        self._output.field("a rank", f"{size(figures['bytes_a_rank'])}, {figures['bytes_a_token']} bytes a token")
+        self._output.field("a pool", f"{size(figures['bytes_a_pool'])}, {figures['bytes_a_token']} bytes a token")
         self._output.field("ranks", f"{ranks}, {shared}")
 
 
@@ -256,7 +256,6 @@ def _figures(planned: Plan) -> dict[str, int]:
     """Bytes, tokens and slots; of all ranks together where nothing else is said."""
     configuration = planned.configuration
     num_groups = len(configuration.windows)
-    pool_bytes = configuration.num_slots * planned.block_bytes
     return {
         "block_size": configuration.block_size,
         "chunk_size": configuration.chunk_size,
@@ -266,7 +265,7 @@ def _figures(planned: Plan) -> dict[str, int]:
         "host_bytes": planned.settings.pool_bytes,
         "num_slots": configuration.num_slots,
         "num_tokens": configuration.num_slots // num_groups * configuration.block_size,
-        "bytes_a_rank": pool_bytes,
+        "bytes_a_pool": configuration.num_slots * planned.block_bytes,
         "bytes_a_token": planned.block_bytes * num_groups // configuration.block_size,
     }
 

@@ -46,6 +46,11 @@ def refuse_at_lookup(check: Callable[[KVTransferConfig, VllmConfig | None], obje
     except ConfigurationError as error:
         messages.error(f"{error}\n  `kvledger check` says what a configuration would do, without an engine")
         raise
+    except Exception as error:  # noqa: BLE001 -- another vLLM may have its configuration in other words
+        messages.warning(
+            "the configuration cannot be looked at before weights are loaded; what is wrong with it is said then",
+            error=f"{type(error).__name__}: {error}",
+        )
 
 
 def _caller(frame: FrameType | None, name: str) -> FrameType | None:

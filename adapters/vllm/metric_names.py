@@ -42,7 +42,7 @@ COUNTERS: Final = {
 GAUGES: Final = {
     "num_chunks_cached": ("cached_chunks", "Chunks in the host pool."),
     "num_slots_used": ("used_slots", "Slots of the host pool that hold a chunk or wait for one."),
-    "num_slots": ("slots", "Slots of the host pool; 0 until the first step."),
+    "num_slots": ("slots", "Slots of the host pool; 0 until the first step, before which vLLM sends no figures."),
     "num_jobs_in_flight": ("jobs_in_flight", "Copies that the workers have not reported yet."),
     "num_log_events_waiting": (
         "log_waiting_events",

@@ -55,7 +55,7 @@ def test_slots_tokens_and_bytes_of_a_model_without_its_weights(
     plan = records["plan"]
     assert plan["declined"] == []
     assert plan["bytes_a_token"] == bytes_a_token
-    assert plan["bytes_a_rank"] == 64 * 1024**2 // num_ranks == plan["num_tokens"] * bytes_a_token
+    assert plan["bytes_a_pool"] == 64 * 1024**2 // num_ranks == plan["num_tokens"] * bytes_a_token
     assert plan["num_slots"] == plan["num_tokens"] // 32
     assert plan["num_ranks"] == num_ranks
 

@@ -21,6 +21,7 @@ from kvledger.adapters.simulation.engine import kv_cache_config, vllm_config
 from kvledger.adapters.simulation.hashed_model import block_bytes
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.before_weights import refuse_connector
+from kvledger.adapters.vllm.class_lookup import refuse_at_lookup
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.lifecycle import ConfigurationError
 from kvledger.lifecycle import events as e
@@ -175,6 +176,22 @@ def test_a_child_of_others_is_refused_before_an_engine_starts() -> None:
         vllm_config(
             num_blocks=20, kv_transfer={**parent, "kv_connector_extra_config": {"connectors": [child]}}, block_size=16
         )
+
+
+def test_a_configuration_that_another_vllm_words_otherwise_is_left_to_the_connector(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The lookup fails for nothing but what is refused."""
+
+    def check(transfer: KVTransferConfig, _whole: object) -> None:
+        assert transfer.of_the_future
+
+    def get_connector_class(kv_transfer_config: KVTransferConfig) -> None:
+        assert kv_transfer_config is not None
+        refuse_at_lookup(check)
+
+    get_connector_class(KVTransferConfig(**KVLEDGER_TRANSFER))
+    assert "what is wrong with it is said then (error=\"AttributeError: 'KVTransferConfig' object" in caplog.text
 
 
 def test_what_vllm_may_settle_otherwise_is_left_to_the_connector() -> None:
