@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
-from kvledger.lifecycle import ConfigurationError, Core, CoreError, Extension, StateHandler
+from kvledger.lifecycle import ConfigurationError, Core, CoreError, Extension, Refusal, StateHandler
 
 ENTRY_POINTS = "kvledger.extensions"
 """The group in which a package names its extensions."""
@@ -56,9 +56,8 @@ def _made(what: str, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 -- of t
     try:
         made = getattr(importlib.import_module(module_name), class_name)()
     except Exception as error:
-        message = f"{what}: {name!r} cannot be imported ({error}); write it as 'module:Class'"
-        raise ConfigurationError(message) from error
+        remedy = "write it as 'module:Class'"
+        raise ConfigurationError(Refusal(f"cannot be imported ({error})", remedy, what, name)) from error
     if not isinstance(made, kind):
-        message = f"{what}: {name!r} is no kvledger.lifecycle.{kind.__name__}; derive it from one"
-        raise ConfigurationError(message)
+        raise ConfigurationError(Refusal(f"is no kvledger.lifecycle.{kind.__name__}", "derive it from one", what, name))
     return made

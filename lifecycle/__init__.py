@@ -9,7 +9,7 @@ snapshots byte by byte finds that in `codec` and `snapshots`, who lays out pages
 
 from kvledger.lifecycle import decisions, handlers
 from kvledger.lifecycle.codec import log_header
-from kvledger.lifecycle.configuration import ConfigurationError, LedgerConfiguration
+from kvledger.lifecycle.configuration import ConfigurationError, LedgerConfiguration, Refusal
 from kvledger.lifecycle.core import Core, CoreError
 from kvledger.lifecycle.divergences import Divergence
 from kvledger.lifecycle.errors import without_secrets
@@ -50,6 +50,7 @@ __all__ = [
     "ProjectionSpec",
     "Projections",
     "Ready",
+    "Refusal",
     "Replay",
     "RequestRecord",
     "RequestState",

@@ -10,8 +10,34 @@ from collections.abc import Iterable, Mapping
 import attrs
 
 
+@attrs.frozen
+class Refusal:
+    """What cannot work of a configuration, and why."""
+
+    reason: str
+    """With the figures."""
+    remedy: str = ""
+    key: str = ""
+    """As it is written, `connector.kv_role` where one stands in another; empty where it is no single key."""
+    value: object = None
+    """What stands there; None also where nothing does."""
+
+    def __str__(self) -> str:
+        given = f"{self.key}: {self.value!r}: " if self.key else ""
+        return f"{given}{self.reason}; {self.remedy}" if self.remedy else f"{given}{self.reason}"
+
+
 class ConfigurationError(ValueError):
-    """A configuration that cannot work; the message names the figures and the remedy."""
+    """A configuration that cannot work, with everything that is refused of it; a text alone is a reason."""
+
+    def __init__(self, *refused: Refusal | str) -> None:
+        self.refusals = tuple(each if isinstance(each, Refusal) else Refusal(each) for each in refused)
+        super().__init__(*self.refusals)
+
+    def __str__(self) -> str:
+        if len(self.refusals) == 1:
+            return str(self.refusals[0])
+        return "\n  ".join([f"{len(self.refusals)} settings cannot be used:", *map(str, self.refusals)])
 
 
 def _as_tuple(sizes: Iterable[int]) -> tuple[int, ...]:
@@ -88,17 +114,13 @@ class LedgerConfiguration:
             message = f"block_size {self.block_size} and chunk_size {self.chunk_size} must be positive"
             raise ConfigurationError(message)
         if self.chunk_size % self.block_size and self.block_size % self.chunk_size:
-            message = (
-                f"chunk_size {self.chunk_size} and block_size {self.block_size} do not divide one another; "
-                f"choose a chunk_size that is a multiple or a divisor of {self.block_size}"
-            )
-            raise ConfigurationError(message)
+            reason = f"it and block_size {self.block_size} do not divide one another"
+            remedy = f"write a multiple or a divisor of {self.block_size}"
+            raise ConfigurationError(Refusal(reason, remedy, "chunk_size", self.chunk_size))
         if 0 < self.save_interval_tokens < self.chunk_size:
-            message = (
-                f"save_interval_tokens is {self.save_interval_tokens}, less than a chunk of {self.chunk_size} tokens, "
-                "and only whole chunks are saved; lower chunk_size, or write 0 to save each chunk when it has settled"
-            )
-            raise ConfigurationError(message)
+            reason = f"less than a chunk of {self.chunk_size} tokens, and only whole chunks are saved"
+            remedy = "lower chunk_size, or write 0 to save each chunk when it has settled"
+            raise ConfigurationError(Refusal(reason, remedy, "save_interval_tokens", self.save_interval_tokens))
 
     @property
     def copies_async(self) -> bool:

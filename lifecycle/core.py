@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvledger.lifecycle.code import PACKAGE, UNKNOWN, hash_of_core, hash_of_module
-from kvledger.lifecycle.configuration import ConfigurationError
+from kvledger.lifecycle.configuration import ConfigurationError, Refusal
 from kvledger.lifecycle.events import Event, RequestEvent
 from kvledger.lifecycle.extension import (
     SUB_STATES,
@@ -229,15 +229,13 @@ class Core:
             unknown = sorted(values.keys() - defaults.keys())
             if name not in known or unknown:
                 has = f"has {', '.join(defaults) or 'none'}" if name in known else "is not loaded"
-                message = f"extension_settings: {name} {has}; remove {', '.join(unknown) or name}, or correct its name"
-                raise ConfigurationError(message)
+                remedy = f"remove {', '.join(unknown) or name}, or correct its name"
+                raise ConfigurationError(Refusal(f"{name} {has}", remedy, "extension_settings", {name: dict(values)}))
             for key, value in values.items():
                 kind = type(defaults[key])
                 if type(value) is not kind and (kind, type(value)) != (float, int):
-                    message = (
-                        f"extension_settings: {name}.{key} is {value!r}; write {kind.__name__}, as {defaults[key]!r}"
-                    )
-                    raise ConfigurationError(message)
+                    reason, remedy = f"must be {kind.__name__}", f"write one such as {defaults[key]!r}"
+                    raise ConfigurationError(Refusal(reason, remedy, f"extension_settings.{name}.{key}", value))
 
     @cached_property
     def absent(self) -> tuple[Extension, ...]:

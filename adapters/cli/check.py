@@ -7,21 +7,21 @@ for; nothing is loaded or allocated, and nothing is written that stays.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import attrs
 
 from kvledger.adapters.cli.options import count
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import plural, size
 from kvledger.adapters.vllm_plugin import CONNECTORS
-from kvledger.lifecycle import ConfigurationError
+from kvledger.lifecycle import ConfigurationError, Refusal
 from kvledger.storage.extras import CONNECTOR, require
 
 if TYPE_CHECKING:
@@ -59,23 +59,22 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         raise CommandFailed(str(error)) from error
     logging.disable(logging.CRITICAL)  # what vLLM says of a configuration is not what is asked
     try:
-        _accepted(transfer)
-        for each in _parts(transfer):
-            _check(each, transfer, arguments, output)
+        for part in _parts(transfer):
+            _check(part, transfer, arguments, output)
     except ConfigurationError as error:
-        _show_refusal(str(error), output)
+        for refusal in error.refusals:
+            _show_refusal(refusal, output)
         return ExitCode.REFUSED
     finally:
         logging.disable(logging.NOTSET)
     return ExitCode.SOUND
 
 
-def _show_refusal(reason: str, output: Output) -> None:
+def _show_refusal(refusal: Refusal, output: Output) -> None:
     if output.is_json:
-        output.record("refused", {"reason": reason})
-        return
-    for line in reason.splitlines():
-        output.field("refused", line.strip(), "red")
+        output.record("refused", attrs.asdict(refusal))
+    else:
+        output.field("refused", str(refusal), "red")
 
 
 def _text(given: str) -> str:
@@ -103,47 +102,26 @@ def _transfer(text: str) -> dict[str, Any]:
     return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": given}
 
 
-def _accepted(transfer: Mapping[str, Any]) -> KVTransferConfig:
-    """As vLLM reads it, which looks at it first."""
-    from vllm.config import KVTransferConfig
+def _parts(transfer: dict[str, Any]) -> list[KVTransferConfig]:
+    """What is kvledger's in it: itself, or children of a `MultiConnector`. Nothing is known of others."""
+    from kvledger.adapters.vllm.transfer import accepted, connectors
 
-    from kvledger.adapters.vllm.configuration import ConnectorSettings
-    from kvledger.adapters.vllm.log_settings import unknown
-    from kvledger.adapters.vllm.without_weights import in_words
-
-    known = [field.name for field in dataclasses.fields(KVTransferConfig)]
-    for key, value in transfer.items():
-        if key in ConnectorSettings.model_fields:
-            raise ConfigurationError(f"{key}: {value!r}: a key of kvledger's; write it in kv_connector_extra_config")
-        if key not in known:
-            raise ConfigurationError(f"{key}: {value!r}: {unknown(key, known)}")
-    try:
-        return KVTransferConfig(**transfer)
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"vLLM refuses it: {in_words(error)}") from error
+    every = list(connectors(accepted(transfer)))
+    ours = [each for each in every if each.kv_connector in CONNECTORS]
+    if ours:
+        return ours
+    names = " and ".join(str(each.kv_connector) for each in every)
+    raise CommandFailed(
+        f"{names}: no connector of kvledger's, and not judged; to have one recorded name KVLedgerRecorder, and write "
+        'its object as "connector" in kv_connector_extra_config'
+    )
 
 
-def _parts(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What is kvledger's in it: itself, or children of a `MultiConnector`."""
-    from kvledger.adapters.vllm.log_settings import unknown
-
-    name = str(transfer.get("kv_connector"))
-    if name in CONNECTORS:
-        yield transfer
-        return
-    children = transfer.get("kv_connector_extra_config", {}).get("connectors", ())
-    ours = [child for child in children if child.get("kv_connector") in CONNECTORS]
-    if name != "MultiConnector" or not ours:
-        raise ConfigurationError(f"kv_connector: {name!r}: {unknown(name, CONNECTORS, 'connector of kvledger')}")
-    yield from ours
-
-
-def _check(part: Mapping[str, Any], whole: dict[str, Any], arguments: argparse.Namespace, output: Output) -> None:
+def _check(transfer: KVTransferConfig, whole: dict[str, Any], arguments: argparse.Namespace, output: Output) -> None:
     from kvledger.adapters.recorder.settings import refuse_recorder
-    from kvledger.adapters.vllm.before_weights import refuse_connector
+    from kvledger.adapters.vllm.before_weights import refuse_beyond_machine, refuse_connector
     from kvledger.adapters.vllm.without_weights import platform
 
-    transfer = _accepted(part)
     output_of = _Shown(output, str(transfer.kv_connector))
     if transfer.kv_connector != _OURS:
         of_recorder, wrapped = refuse_recorder(transfer, None)
@@ -152,6 +130,7 @@ def _check(part: Mapping[str, Any], whole: dict[str, Any], arguments: argparse.N
         return
     settings = refuse_connector(transfer, None)
     settings.refuse_log_dir()
+    refuse_beyond_machine(settings, arguments.tensor_parallel_size)
     output_of.settings(settings)
     if arguments.model is None:
         output_of.note("slots, tokens and bytes of a block are the model's: --model DIR says them")

@@ -36,6 +36,13 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+def written_size(num_bytes: int) -> str:
+    """A size as it is written in a configuration: exact, in the largest unit in which it is a whole number."""
+    units = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))
+    unit, num_bits = next((each for each in units if num_bytes and not num_bytes % (1 << each[1])), ("B", 0))
+    return f"{num_bytes >> num_bits}{unit}"
+
+
 def milliseconds(time_ns: int) -> str:
     """A moment, in milliseconds since the log was opened."""
     return f"{time_ns / _NS_PER_MS:.3f}"

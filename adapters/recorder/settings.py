@@ -12,7 +12,8 @@ import pydantic
 from kvledger.adapters.recorder.wrapped import refuse_without_hybrid_memory, wrapped_class, wrapped_transfer
 from kvledger.adapters.vllm.before_weights import refuse_log
 from kvledger.adapters.vllm.log_settings import LogSettings
-from kvledger.lifecycle import ConfigurationError
+from kvledger.adapters.vllm.transfer import refuse_unknown
+from kvledger.lifecycle import ConfigurationError, Refusal
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -39,14 +40,16 @@ def refuse_recorder(
     """
     settings = RecorderSettings.from_extra_config(outer.kv_connector_extra_config)
     transfer = wrapped_transfer(outer.kv_connector_extra_config, outer)
+    refuse_unknown(transfer, "connector")
     refuse_log(settings, vllm_config)
     try:
         wrapped = wrapped_class(transfer)
     except ConfigurationError:
         raise
     except Exception as error:
-        message = f"connector: vLLM finds no {transfer.kv_connector!r} ({type(error).__name__}: {error})"
-        raise ConfigurationError(message) from error
+        reason = f"vLLM cannot load it ({type(error).__name__}: {error})"
+        remedy = "put that right, or name another connector"
+        raise ConfigurationError(Refusal(reason, remedy, "connector.kv_connector", transfer.kv_connector)) from error
     if outer.kv_connector == "KVLedgerRecorderHMA":
         refuse_without_hybrid_memory(transfer)
     return settings, wrapped

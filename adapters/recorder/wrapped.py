@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from kvledger.lifecycle import ConfigurationError
+from kvledger.adapters.vllm.transfer import accepted
+from kvledger.lifecycle import ConfigurationError, Refusal
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -26,21 +27,14 @@ def wrapped_transfer(extra_config: Mapping[str, Any], outer: KVTransferConfig | 
     Raises:
         ConfigurationError: there is none, or vLLM refuses it.
     """
-    from vllm.config import KVTransferConfig
-
     given = extra_config.get("connector")
     if not isinstance(given, Mapping) or not given.get("kv_connector"):
-        message = f"connector: {given!r} names no connector to record; write {_EXAMPLE}"
-        raise ConfigurationError(message)
+        raise ConfigurationError(Refusal("names no connector to record", f"write {_EXAMPLE}", "connector", given))
     inherited = {}
     if outer is not None:
         names = ("engine_id", "kv_role", "kv_load_failure_policy", "kv_buffer_device")
         inherited = {name: getattr(outer, name) for name in names if hasattr(outer, name)}
-    try:
-        return KVTransferConfig(**{**inherited, **given})
-    except (TypeError, ValueError) as error:
-        message = f"connector: {error}; it is what --kv-transfer-config would say without the recorder"
-        raise ConfigurationError(message) from error
+    return accepted({**inherited, **given}, inside="connector")
 
 
 def wrapped_class(transfer: KVTransferConfig) -> type[Any]:
@@ -59,8 +53,8 @@ def refuse_without_hybrid_memory(transfer: KVTransferConfig) -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if not KVConnectorFactory.supports_hma_config(transfer):
-        message = f"{transfer.kv_connector} does not support vLLM's hybrid memory; name KVLedgerRecorder around it"
-        raise ConfigurationError(message)
+        reason, remedy = "it does not support vLLM's hybrid memory", "name KVLedgerRecorder around it"
+        raise ConfigurationError(Refusal(reason, remedy, "connector.kv_connector", transfer.kv_connector))
 
 
 def transfer_of(vllm_config: VllmConfig) -> KVTransferConfig:

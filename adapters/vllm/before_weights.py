@@ -37,12 +37,21 @@ def refuse_connector(transfer: KVTransferConfig, vllm_config: VllmConfig | None)
     block_size = _block_size(vllm_config)
     if block_size is not None:
         settings.sizes(block_size)
+    if _is_here(vllm_config):
+        refuse_beyond_machine(settings, vllm_config.parallel_config.world_size)
+    return settings
+
+
+def refuse_beyond_machine(settings: ConnectorSettings, num_ranks: int) -> None:
+    """Of ranks that are all here. What the machine has is asked for: what is free may be more until it is needed.
+
+    Raises:
+        ConfigurationError: more `host_bytes` than that.
+    """
     most = most_memory()
-    if most is not None and _is_here(vllm_config):
-        num_ranks = vllm_config.parallel_config.world_size
+    if most is not None:
         memory = HostMemory(most, "what the machine has, or its control groups allow")
         settings.filled_in().refuse_beyond_memory(memory, num_pools=num_ranks, num_local_pools=num_ranks)
-    return settings
 
 
 def refuse_log(settings: LogSettings, vllm_config: VllmConfig | None) -> None:

@@ -13,10 +13,11 @@ import attrs
 import pydantic
 
 from kvledger.adapters.core import composed_core, installed_extensions
+from kvledger.adapters.logs.amounts import plural, size, written_size
 from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.adapters.vllm.messages import messages
-from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
-from kvledger.storage.kv import HostMemory, most_memory, num_slots_for
+from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration, Refusal
+from kvledger.storage.kv import HostMemory, most_memory
 
 DEFAULT_CHUNK_SIZE = 64
 DEFAULT_SAVE_INTERVAL_TOKENS = 256
@@ -55,7 +56,7 @@ class ConnectorSettings(LogSettings):
     it has settled. A prompt is saved at once, and what is left at a preemption and at the end.
     Default: 256, or one chunk where that is longer."""
 
-    host_bytes: pydantic.ByteSize | None = None
+    host_bytes: pydantic.ByteSize | None = pydantic.Field(None, gt=0)
     """Host memory for saved pages, of all ranks together: an int or a string such as "4GiB". More than the machine and
     its control groups have left is refused at start. Default: an eighth of what the machine has, or its control groups
     allow, shared by the server's engines there (data parallel); 4 GiB where ranks are on several machines."""
@@ -169,33 +170,47 @@ class ConnectorSettings(LogSettings):
         Raises:
             ConfigurationError: chunk and block do not divide, or the pool cannot hold one chunk.
         """
-        sizes = self.sizes(block_size)
         num_pools = num_ranks if num_pools is None else num_pools
-        try:
-            return attrs.evolve(
-                sizes,
-                num_slots=num_slots_for(self.pool_bytes // num_pools, block_bytes),
-                windows=windows,
-                num_ranks=num_ranks,
-                max_hit_share=self.max_hit_share,
-                offers_slow_loads=self.offer is Offer.ALWAYS,
-                save_tails=self.save_tails,
-                keep_for_preempted=self.keep_for_preempted,
-                max_deferred_lookups=self.max_deferred_lookups,
-                max_failed_loads=self.max_failed_loads,
-                max_silent_steps=self.max_silent_steps,
-                max_silent_ms=self.max_silent_ms,
-                extensions=self.extension_settings,
-                async_load_tokens=self._async_load_tokens(block_size, block_bytes, needs_async_loads=needs_async_loads),
-                async_saves=self.save_mode is TransferMode.ASYNC
-                or (self.save_mode is TransferMode.AUTO and supports_async_saves),
+        sizes = self.sizes(block_size)
+        return attrs.evolve(
+            sizes,
+            num_slots=self._num_slots(sizes, block_bytes, num_pools, len(windows)),
+            windows=windows,
+            num_ranks=num_ranks,
+            max_hit_share=self.max_hit_share,
+            offers_slow_loads=self.offer is Offer.ALWAYS,
+            save_tails=self.save_tails,
+            keep_for_preempted=self.keep_for_preempted,
+            max_deferred_lookups=self.max_deferred_lookups,
+            max_failed_loads=self.max_failed_loads,
+            max_silent_steps=self.max_silent_steps,
+            max_silent_ms=self.max_silent_ms,
+            extensions=self.extension_settings,
+            async_load_tokens=self._async_load_tokens(block_size, block_bytes, needs_async_loads=needs_async_loads),
+            async_saves=self.save_mode is TransferMode.ASYNC
+            or (self.save_mode is TransferMode.AUTO and supports_async_saves),
+        )
+
+    def _num_slots(self, sizes: LedgerConfiguration, block_bytes: int, num_pools: int, num_groups: int) -> int:
+        """How many blocks a pool holds.
+
+        Raises:
+            ConfigurationError: no chunk, with the size that holds one.
+        """
+        num_slots, num_needed = self.pool_bytes // num_pools // block_bytes, sizes.pages_per_chunk * num_groups
+        if num_slots < num_needed:
+            what = "is" if num_pools == 1 else f"over {num_pools} pools is"
+            reason = (
+                f"{what} {plural(num_slots, 'slot')} of {size(block_bytes)}, a block of {sizes.block_size} tokens "
+                f"each, and a chunk of {sizes.chunk_size} tokens needs {num_needed}"
             )
-        except ConfigurationError as error:
-            message = (
-                f"{error} (host_bytes {self.pool_bytes} over {num_pools} pools, "
-                f"{block_bytes} bytes a block of {block_size} tokens)"
-            )
-            raise ConfigurationError(message) from error
+            least = written_size(-(-num_needed * block_bytes * num_pools // 1024) * 1024)
+            raise self._refused(reason, f'write "{least}" or more, or lower chunk_size')
+        return num_slots
+
+    def _refused(self, reason: str, remedy: str) -> ConfigurationError:
+        """Of `host_bytes`."""
+        return ConfigurationError(Refusal(reason, remedy, "host_bytes", written_size(self.pool_bytes)))
 
     def refuse_beyond_memory(self, memory: HostMemory | None, *, num_pools: int, num_local_pools: int) -> None:
         """Refuse a `host_bytes` of which this machine's part is more than this memory of it.
@@ -213,13 +228,16 @@ class ConnectorSettings(LogSettings):
         if num_bytes <= memory.num_usable_bytes:
             return
         most = memory.num_usable_bytes // num_local_pools * num_pools
-        message = (
-            f"host_bytes {self.pool_bytes} asks for {num_bytes} bytes of this machine's memory "
-            f"({num_local_pools} of {num_pools} pools are here), of which {memory.num_bytes} can be had "
-            f"({memory.limit}) and a twentieth, at most 1 GiB, is left to the engine; write host_bytes "
-            f'"{most // 1024**2}MiB" or less, or give the process more memory'
+        least_left = size(memory.num_bytes - memory.num_usable_bytes)
+        share = "" if num_local_pools == num_pools else f", of which {num_local_pools} of {num_pools} pools are here,"
+        reason = (
+            f"asks for {size(self.pool_bytes)}{share} where {size(memory.num_bytes)} can be had ({memory.limit}) and "
+            f"{least_left} of it is left to the engine"
         )
-        raise ConfigurationError(message)
+        unit = 1024**3 if most >= 4 * 1024**3 else 1024**2
+        raise self._refused(
+            reason, f'write "{written_size(most // unit * unit)}" or less, or give the process more memory'
+        )
 
     def idle_configuration(self) -> LedgerConfiguration:
         """For a model that is not served: nothing is saved, so no size matters."""

@@ -5,37 +5,37 @@ They are the same for the connector and for the recorder.
 
 from __future__ import annotations
 
-import difflib
+import os
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
-from pydantic_core import ErrorDetails
 
-from kvledger.lifecycle import ConfigurationError
+from kvledger.adapters.logs.amounts import written_size
+from kvledger.adapters.vllm.refusals import refusals
+from kvledger.lifecycle import ConfigurationError, Refusal
 from kvledger.storage.events import Durability
 
 MIN_SEGMENT_BYTES = 16 * 1024
 """Each segment begins with a header of about 10 kB, vocabulary and configuration; smaller ones hold little else."""
 
 
-_VLLM_KEYS = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_module_path", "engine_id")
-
-
-def unknown(name: str, known: Iterable[str], what: str = "key") -> str:
-    """What to say of a name that means nothing: the nearest that does, or all of them."""
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"unknown {what}; " + (f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}")
+_OF_VLLM = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_module_path", "engine_id")
 
 
 def unwritable(directory: Path, error: OSError) -> ConfigurationError:
     """What to say of a directory below `log_dir`, or of itself."""
-    reason = error.strerror or error
+    existing = _existing(directory)
+    reason = f"cannot write to {existing} ({error.strerror or error})" if existing.is_dir() else f"{existing} is a file"
     return ConfigurationError(
-        f"log_dir: cannot write to {directory} ({reason}); name a writable directory, or null for no files"
+        Refusal(reason, "name a writable directory, or null for no files", "log_dir", str(directory))
     )
+
+
+def _existing(directory: Path) -> Path:
+    """It, or the nearest above it that is there and may be looked at."""
+    return next(each for each in (directory, *directory.parents) if os.path.exists(each))  # noqa: PTH110 -- Path's raises
 
 
 class LogSettings(pydantic.BaseModel):
@@ -79,12 +79,19 @@ class LogSettings(pydantic.BaseModel):
         """The same as a number."""
         return {"off": 0.0, "all": 1.0}[self.digests] if isinstance(self.digests, str) else self.digests
 
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _take_no_truth_for_a_number(cls, value: object, info: pydantic.ValidationInfo) -> object:
+        """Pydantic would: true is 1 to Python."""
+        is_asked_for = cls.model_fields[str(info.field_name)].annotation is bool
+        return str(value) if isinstance(value, bool) and not is_asked_for else value
+
     @pydantic.field_validator("segment_bytes")
     @classmethod
     def _check_segment_bytes(cls, segment_bytes: pydantic.ByteSize) -> pydantic.ByteSize:
         if segment_bytes < MIN_SEGMENT_BYTES:
-            message = f"each segment begins with a header of about 10 kB; say at least {MIN_SEGMENT_BYTES} bytes"
-            raise ValueError(message)
+            remedy = f"write {written_size(MIN_SEGMENT_BYTES)!r} or more"
+            raise ConfigurationError(Refusal("each segment begins with a header of about 10 kB", remedy))
         return segment_bytes
 
     @pydantic.field_validator("max_log_bytes")
@@ -94,8 +101,8 @@ class LogSettings(pydantic.BaseModel):
     ) -> pydantic.ByteSize | None:
         segment_bytes = info.data.get("segment_bytes", 0)
         if max_log_bytes is not None and max_log_bytes < segment_bytes:
-            message = f"holds not one segment of {int(segment_bytes)} bytes; raise it, or lower segment_bytes"
-            raise ValueError(message)
+            reason = f"holds not one segment of {written_size(segment_bytes)}"
+            raise ConfigurationError(Refusal(reason, "raise it, or lower segment_bytes"))
         return max_log_bytes
 
     @classmethod
@@ -108,8 +115,9 @@ class LogSettings(pydantic.BaseModel):
         try:
             return cls.model_validate(extra_config)
         except pydantic.ValidationError as error:
-            message = "kv_connector_extra_config cannot be used:\n  " + "\n  ".join(map(cls._in_words, error.errors()))
-        raise ConfigurationError(message)  # pydantic's own words would stand above it, twice as long
+            elsewhere = ("a key of vLLM's own", "write it beside kv_connector_extra_config, not in it")
+            found = refusals(error, cls.model_fields, dict.fromkeys(_OF_VLLM, elsewhere))
+        raise ConfigurationError(*found)  # pydantic's own words would stand above it, twice as long
 
     def refuse_log_dir(self) -> None:
         """Refuse a `log_dir` that cannot be written, as far as that is seen without writing anything that stays.
@@ -120,21 +128,9 @@ class LogSettings(pydantic.BaseModel):
         if self.log_dir is None:
             return
         folder = self.log_dir.absolute()
-        existing = next(each for each in (folder, *folder.parents) if each.exists())
         try:
-            with tempfile.TemporaryFile(dir=existing) as file:  # has no name, where the system can make such
+            with tempfile.TemporaryFile(dir=_existing(folder)) as file:  # has no name, where the system can make such
                 file.write(bytes(MIN_SEGMENT_BYTES))
                 file.flush()
         except OSError as error:
             raise unwritable(folder, error) from error
-
-    @classmethod
-    def _in_words(cls, problem: ErrorDetails) -> str:
-        """Key, value, reason and remedy, in one line."""
-        key = ".".join(map(str, problem["loc"]))
-        given = f"{key}: {problem['input']!r}"
-        if problem["type"] != "extra_forbidden":
-            return f"{given}: {problem['msg'].removeprefix('Value error, ')}"
-        if key in _VLLM_KEYS:
-            return f"{given}: a key of vLLM's own; write it beside kv_connector_extra_config, not in it"
-        return f"{given}: {unknown(key, cls.model_fields)}"

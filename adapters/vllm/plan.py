@@ -12,7 +12,7 @@ import attrs
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.groups import Groups, describe_groups
-from kvledger.lifecycle import ConfigurationError, LedgerConfiguration
+from kvledger.lifecycle import ConfigurationError, LedgerConfiguration, Refusal
 from kvledger.storage.kv import available_memory
 
 if TYPE_CHECKING:
@@ -80,10 +80,10 @@ def plan(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Conn
         needs_async_loads=versions.needs_async_loads(vllm_config),
     )
     if configuration.async_saves and versions.zeroes_new_blocks(kv_cache_config):
-        message = (
-            "save_mode: 'async' cannot be used with this model's KV cache of mixed precision: vLLM zeroes new "
-            "blocks before a copy out of them could be waited for; write 'sync' or 'auto'"
+        reason = (
+            "cannot be used with this model's KV cache of mixed precision: vLLM zeroes new blocks before a copy out of "
+            "them could be waited for"
         )
-        raise ConfigurationError(message)
+        raise ConfigurationError(Refusal(reason, "write 'sync' or 'auto'", "save_mode", "async"))
     num_local_pools = 1 if shares_pool else versions.num_local_ranks(vllm_config)
     return Plan(settings, groups, configuration, block_bytes, num_pools, num_local_pools)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from packaging.version import InvalidVersion, Version
 
 from kvledger.adapters.vllm.messages import messages
-from kvledger.lifecycle import ConfigurationError
+from kvledger.lifecycle import ConfigurationError, Refusal
 from kvledger.lifecycle.windows import interleave
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
     for setting in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         value = getattr(parallel, setting, 1)
         if value != 1:
-            message = f"{setting} is {value}; KVLedgerConnector serves only 1, use tensor parallelism instead"
-            raise ConfigurationError(message)
+            remedy = "use tensor parallelism instead"
+            raise ConfigurationError(Refusal("KVLedgerConnector serves only 1", remedy, setting, value))
 
 
 def block_size(kv_cache_config: KVCacheConfig) -> int:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import pydantic
 
+from kvledger.adapters.vllm.refusals import refusals
 from kvledger.lifecycle import ConfigurationError
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class ModelOptions:
 def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> VllmConfig:
     """VLLM's configuration, as `vllm serve` would make it here.
 
-    It raises what vLLM raises, and what kvledger refuses of it as that (`class_lookup.py`), not as pydantic wraps it.
+    It raises what vLLM raises, and what is refused of it, by kvledger (`class_lookup.py`) or by vLLM, in kvledger's
+    words.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm.config import KVTransferConfig
@@ -52,21 +54,20 @@ def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> 
     given: dict[str, Any] = attrs.asdict(options, filter=lambda _, value: value is not None)
     if options.tensor_parallel_size > 1:
         given["distributed_executor_backend"] = "mp"  # the default, but where there are fewer devices here
-    arguments = EngineArgs(
-        model=str(model),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        num_gpu_blocks_override=_NUM_BLOCKS,
-        kv_transfer_config=KVTransferConfig(**transfer),
-        **given,
-    )
     try:
-        return arguments.create_engine_config()
+        return EngineArgs(
+            model=str(model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            num_gpu_blocks_override=_NUM_BLOCKS,
+            kv_transfer_config=KVTransferConfig(**transfer),
+            **given,
+        ).create_engine_config()
     except pydantic.ValidationError as error:
-        for reason in (problem.get("ctx", {}).get("error") for problem in error.errors()):
-            if isinstance(reason, ConfigurationError):
-                raise reason from None
-        raise
+        found = refusals(error)
+        if not any(each.key for each in found):  # it may be for want of a device here
+            raise
+    raise ConfigurationError(*found)
 
 
 def in_words(error: Exception) -> str:

@@ -16,7 +16,7 @@ from kvledger.storage.kv.errors import StorageError
 from kvledger.storage.kv.factory import make_copy_engine
 from kvledger.storage.kv.host_memory import HostMemory, available_memory, most_memory
 from kvledger.storage.kv.layout import BlockLayout, LayerPages, PageSegment, describe_blocks, describe_layer
-from kvledger.storage.kv.pool import HostPool, num_slots_for
+from kvledger.storage.kv.pool import HostPool
 from kvledger.storage.kv.shared_memory import SharedFile, Sharing
 
 __all__ = [
@@ -38,5 +38,4 @@ __all__ = [
     "describe_layer",
     "make_copy_engine",
     "most_memory",
-    "num_slots_for",
 ]

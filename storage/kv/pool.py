@@ -17,20 +17,13 @@ from kvledger.storage.kv.host_memory import refuse_unavailable
 from kvledger.storage.kv.pinning import pin_in_pieces, slots_a_piece
 from kvledger.storage.kv.shared_memory import SharedMemory, Sharing
 
-__all__ = ["HostPool", "num_slots_for"]
+__all__ = ["HostPool"]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process.
 _BYTES_A_MESSAGE = 16 << 30
 """Some seconds."""
 
 _messages = logging.getLogger("vllm.kvledger")
-
-
-def num_slots_for(host_bytes: int, slot_bytes: int) -> int:
-    """How many slots of `slot_bytes` fit into `host_bytes`; `PoolTooSmall` if not one does."""
-    if slot_bytes < 1 or host_bytes < slot_bytes:
-        raise PoolTooSmall.for_budget(host_bytes, slot_bytes)
-    return host_bytes // slot_bytes
 
 
 class HostPool:

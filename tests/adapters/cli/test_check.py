@@ -145,7 +145,42 @@ def test_what_does_not_fit_the_model_is_refused_with_the_figures(check: Any, mod
     """As vLLM's start refuses it, which has the configuration as well."""
     exit_code, records = check(transfer(chunk_size=24), "--model", model, "--block-size", "32")
     assert exit_code == 77
-    assert records["refused"]["reason"].startswith("chunk_size 24 and block_size 32")
+    assert records["refused"] == {
+        "type": "refused",
+        "key": "chunk_size",
+        "value": 24,
+        "reason": "it and block_size 32 do not divide one another",
+        "remedy": "write a multiple or a divisor of 32",
+    }
+
+
+@pytest.mark.parametrize(
+    ("host_bytes", "reason", "remedy"),
+    [("1KiB", "0 slots of 16.0 KiB", 'write "32KiB" or more'), ("900TiB", "asks for 921600.0 GiB where", "or less")],
+)
+def test_a_pool_that_is_too_small_or_too_large_is_refused(
+    check: Any, model: Path, host_bytes: str, reason: str, remedy: str
+) -> None:
+    """With sizes that a person can read, and one that can be written instead."""
+    exit_code, records = check(transfer(host_bytes=host_bytes), "--model", model, "--block-size", "32")
+    assert exit_code == 77
+    assert records["refused"]["key"] == "host_bytes"
+    assert reason in records["refused"]["reason"]
+    assert remedy in records["refused"]["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [("--dtype", "floot32", "did you mean 'float32'?"), ("--tensor-parallel-size", "3", "vLLM refuses it: ")],
+)
+def test_what_vllm_refuses_of_a_model_is_said_without_words_of_pydantic(
+    capsys: pytest.CaptureFixture[str], model: Path, option: str, value: str, words: str
+) -> None:
+    """Its reason in one line."""
+    assert main(["check", "{}", "--model", str(model), option, value]) == 77
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("refused"))
+    assert words in line
+    assert "type=" not in line
 
 
 @pytest.mark.parametrize(
@@ -153,15 +188,25 @@ def test_what_does_not_fit_the_model_is_refused_with_the_figures(check: Any, mod
     [
         ({"chunksize": 64}, "chunksize: 64: unknown key; did you mean chunk_size?"),
         (transfer(host_bytes="much"), "host_bytes: 'much'"),
-        (transfer(handlers=["no_such:Thing"]), "'no_such:Thing' cannot be imported"),
-        (transfer(log_dir="/dev/null/logs"), "log_dir: cannot write to /dev/null/logs"),
+        (transfer(handlers=["no_such:Thing"]), "handlers: 'no_such:Thing': cannot be imported"),
+        (transfer(log_dir="/dev/null/logs"), "log_dir: '/dev/null/logs': /dev/null is a file"),
         ({**transfer(), "host_bytes": 1}, "host_bytes: 1: a key of kvledger's; write it in kv_connector_extra_config"),
         ({**transfer(), "kv_rol": 1}, "kv_rol: 1: unknown key; did you mean kv_role?"),
-        ({**transfer(), "kv_role": "both"}, "vLLM refuses it"),
+        ({**transfer(), "kv_role": "kv_booth"}, "did you mean 'kv_both'?"),
+        ({"kv_connector": "KVLedgerConnector"}, 'kv_role: None: a connector needs one; write "kv_both"'),
+        ({"kv_role": "kv_both"}, "kv_connector: None: no connector is named"),
         (transfer("KVLedgerConector"), "did you mean KVLedgerConnector?"),
-        (transfer("OffloadingConnector"), "unknown connector of kvledger"),
+        (transfer(log_dir="/proc/logs"), "log_dir: '/proc/logs': cannot write to /proc"),
+        (transfer("MultiConnector", connectors=[transfer("KVLedgerConector")]), "did you mean KVLedgerConnector?"),
+        (
+            transfer("MultiConnector", connectors=3),
+            "kv_connector_extra_config.connectors: 3: must be a list of objects",
+        ),
         (transfer("KVLedgerRecorder"), "names no connector to record"),
-        (transfer("KVLedgerRecorder", connector={"kv_connector": "Nobody", "kv_role": "kv_both"}), "finds no 'Nobody'"),
+        (
+            transfer("KVLedgerRecorder", connector={"kv_connector": "Nobody", "kv_role": "kv_both"}),
+            "connector.kv_connector: 'Nobody': unknown",
+        ),
         (
             transfer("KVLedgerRecorderHMA", connector={"kv_connector": "ExampleConnector", "kv_role": "kv_both"}),
             "name KVLedgerRecorder around it",
@@ -172,7 +217,20 @@ def test_what_would_be_refused_is_named_with_the_reason(check: Any, configuratio
     """Wherever it stands in the object."""
     exit_code, records = check(configuration)
     assert exit_code == 77
-    assert reason in records["refused"]["reason"]
+    refused = records["refused"]
+    given = f"{refused['key']}: {refused['value']!r}: {refused['reason']}; {refused['remedy']}"
+    assert reason in given
+
+
+@pytest.mark.parametrize(
+    "configuration", [transfer("NixlConnector"), transfer("MultiConnector", connectors=[transfer("NixlConnector")])]
+)
+def test_a_connector_of_others_is_not_judged(capsys: pytest.CaptureFixture[str], configuration: Any) -> None:
+    """No name of kvledger's is suggested; how it can be recorded is said."""
+    assert main(["check", json.dumps(configuration)]) == 64
+    said = capsys.readouterr().err
+    assert "NixlConnector: no connector of kvledger's, and not judged" in said
+    assert "KVLedgerRecorder" in said
 
 
 @pytest.mark.parametrize(

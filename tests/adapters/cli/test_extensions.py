@@ -162,17 +162,17 @@ def test_a_log_of_other_handlers_and_an_extension_is_verified_with_both(run: Any
 @pytest.mark.parametrize(
     ("extra_config", "message"),
     [
-        ({"extensions": ["nowhere.at_all:Guard"]}, "extensions: 'nowhere.at_all:Guard' cannot be imported"),
+        ({"extensions": ["nowhere.at_all:Guard"]}, "extensions: 'nowhere.at_all:Guard': cannot be imported"),
         ({"extensions": ["os:path"]}, "extensions: 'os:path'"),
         ({"extensions": [NAMELESS]}, "extensions: extension Nameless: its name '' cannot stand in a trigger"),
         ({"extension_settings": {"starvation": {}}}, "starvation is not loaded"),
         (
             {"extensions": [GUARD], "extension_settings": {"starvation": {"limit": 3}}},
-            "extension_settings: starvation has num_preemptions; remove limit, or correct its name",
+            "extension_settings: .*: starvation has num_preemptions; remove limit, or correct its name",
         ),
         (
             {"extensions": [GUARD], "extension_settings": {"starvation": {"num_preemptions": "three"}}},
-            "extension_settings: starvation.num_preemptions is 'three'; write int, as 2",
+            "extension_settings.starvation.num_preemptions: 'three': must be int; write one such as 2",
         ),
     ],
 )

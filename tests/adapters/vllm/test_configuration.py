@@ -16,6 +16,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 
+from kvledger.adapters.logs.amounts import size, written_size
 from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
 from kvledger.adapters.simulation.engine import kv_cache_config, vllm_config
 from kvledger.adapters.simulation.hashed_model import block_bytes
@@ -89,7 +90,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
 
 def test_a_size_of_logs_that_holds_no_segment_is_refused_also_where_it_is_the_default() -> None:
     """Larger segments need a larger limit."""
-    assert "max_log_bytes: 17179869184: holds not one segment" in refusal({"segment_bytes": "17GiB"}).replace("'", "")
+    assert "max_log_bytes: 17179869184: holds not one segment of 17GiB" in refusal({"segment_bytes": "17GiB"})
 
 
 @pytest.mark.parametrize(("num_engines", "is_one_machine"), [(1, True), (2, True), (1, False)])
@@ -118,11 +119,11 @@ def test_every_wrong_key_is_named_at_once() -> None:
     ("extra_config", "reason"),
     [
         ({"chunksize": 64}, "chunksize: 64: unknown key; did you mean chunk_size?"),
-        ({"handlers": ["no_such_module:Class"]}, "handlers: 'no_such_module:Class' cannot be imported"),
-        ({"log_dir": "/dev/null/logs"}, "log_dir: cannot write to /dev/null/logs (Not a directory); name a writable"),
-        ({"chunk_size": 24}, "chunk_size 24 and block_size 16 do not divide one another"),
-        ({"save_interval_tokens": 48}, "save_interval_tokens is 48, less than a chunk of 64 tokens"),
-        ({"host_bytes": "64TiB"}, f"host_bytes {64 * 1024**4} asks for {64 * 1024**4} bytes of this machine's memory"),
+        ({"handlers": ["no_such_module:Class"]}, "handlers: 'no_such_module:Class': cannot be imported"),
+        ({"log_dir": "/dev/null/logs"}, "log_dir: '/dev/null/logs': /dev/null is a file; name a writable"),
+        ({"chunk_size": 24}, "chunk_size: 24: it and block_size 16 do not divide one another"),
+        ({"save_interval_tokens": 48}, "save_interval_tokens: 48: less than a chunk of 64 tokens"),
+        ({"host_bytes": "64TiB"}, "host_bytes: '64TiB': asks for 65536.0 GiB where "),
     ],
 )
 @pytest.mark.parametrize("module", ["kvledger.adapters.vllm", None])
@@ -143,9 +144,9 @@ def test_what_needs_no_weights_to_be_refused_is_refused_before_an_engine_starts(
     ("extra_config", "reason"),
     [
         ({}, "names no connector to record; write"),
-        ({"connector": {"kv_connector": "Nobody"}}, "connector: vLLM finds no 'Nobody'"),
+        ({"connector": {"kv_connector": "Nobody"}}, "connector.kv_connector: 'Nobody': unknown connector; known are"),
         ({"connector": {**KVLEDGER_TRANSFER, "kv_connector_extra_config": {"chunk_size": 24}}}, "block_size 16 do not"),
-        ({"connector": {"kv_connector": "ExampleConnector"}, "log_dir": "/dev/null/logs"}, "log_dir: cannot write"),
+        ({"connector": {"kv_connector": "ExampleConnector"}, "log_dir": "/dev/null/logs"}, "/dev/null is a file"),
     ],
 )
 def test_a_recorder_that_cannot_be_is_refused_before_an_engine_starts(extra_config: Any, reason: str) -> None:
@@ -164,7 +165,7 @@ def test_parallelism_that_is_not_served_is_refused_before_an_engine_starts() -> 
         distributed_executor_backend="mp",
         kv_transfer_config=KVTransferConfig(**KVLEDGER_TRANSFER),
     )
-    with pytest.raises(ValueError, match="pipeline_parallel_size is 2; KVLedgerConnector serves only 1"):
+    with pytest.raises(ValueError, match="pipeline_parallel_size: 2: KVLedgerConnector serves only 1"):
         arguments.create_engine_config()
 
 
@@ -172,7 +173,7 @@ def test_a_child_of_others_is_refused_before_an_engine_starts() -> None:
     """`MultiConnector` asks for each child's class."""
     child = {**KVLEDGER_TRANSFER, "kv_connector_extra_config": {"chunk_size": 24}}
     parent = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
-    with pytest.raises(ValueError, match="chunk_size 24 and block_size 16 do not divide"):
+    with pytest.raises(ValueError, match="chunk_size: 24: it and block_size 16 do not divide"):
         vllm_config(
             num_blocks=20, kv_transfer={**parent, "kv_connector_extra_config": {"connectors": [child]}}, block_size=16
         )
@@ -216,7 +217,7 @@ def test_what_is_on_other_machines_is_left_to_the_connector() -> None:
 def test_sizes_that_do_not_divide_are_refused(chunk_size: int, block_size: int) -> None:
     """Both figures and what to choose."""
     message = refusal({"log_dir": None, "chunk_size": chunk_size}, block_size)
-    assert f"chunk_size {chunk_size} and block_size {block_size}" in message
+    assert f"chunk_size: {chunk_size}: it and block_size {block_size}" in message
     assert f"a multiple or a divisor of {block_size}" in message
 
 
@@ -234,7 +235,7 @@ def test_how_many_tokens_are_saved_together(chunk_size: int, interval: int | Non
 def test_an_interval_of_less_than_a_chunk_is_refused_with_the_figures() -> None:
     """Nothing smaller than a chunk is saved, so it would not mean what it says."""
     message = refusal({"log_dir": None, "chunk_size": 64, "save_interval_tokens": 48})
-    assert "save_interval_tokens is 48, less than a chunk of 64 tokens" in message
+    assert "save_interval_tokens: 48: less than a chunk of 64 tokens" in message
     assert "write 0 to save each chunk" in message
 
 
@@ -244,9 +245,9 @@ def test_a_pool_that_cannot_hold_one_chunk_is_refused_with_the_figures() -> None
     message = refusal({"log_dir": None, "chunk_size": 256, "host_bytes": host_bytes})
     assert "15 slots" in message
     assert "needs 16" in message
-    assert f"host_bytes {host_bytes}" in message
-    assert f"{block_bytes(16)} bytes a block" in message
-    assert "raise host_bytes or lower chunk_size" in message
+    assert message.startswith(f"host_bytes: '{written_size(host_bytes)}': ")
+    assert f"of {size(block_bytes(16))}, a block of 16 tokens each" in message
+    assert f'write "{written_size(16 * block_bytes(16))}" or more, or lower chunk_size' in message
 
 
 def test_host_bytes_may_be_written_with_a_unit() -> None:
@@ -376,7 +377,7 @@ def test_parallelism_that_is_not_served_is_refused(setting: str) -> None:
     """Which setting, its value, and what to use instead."""
     settings = configuration({"log_dir": None})
     setattr(settings.parallel_config, setting, 2)
-    with pytest.raises(ConfigurationError, match=f"{setting} is 2") as caught:
+    with pytest.raises(ConfigurationError, match=f"{setting}: 2: ") as caught:
         KVLedgerConnector(settings, KVConnectorRole.SCHEDULER, kv_cache_config(20, 16))
     assert "tensor parallelism" in str(caught.value)
 
@@ -406,11 +407,22 @@ def test_a_hit_share_limits_every_answer(make_engine: Any) -> None:
         ("max_failed_loads", 1.5, "valid integer"),
         ("max_silent_ms", -5, "greater than or equal to 0"),
         ("max_silent_ms", "5s", "valid integer"),
+        ("max_silent_ms", True, "valid integer"),
+        ("load_mode", "asink", "did you mean 'async'?"),
+        ("durability", "dsk", "must be 'os' or 'disk'; did you mean 'disk'?"),
+        ("digests", "al", "must be 'off' or 'all', or a valid number; did you mean 'all'?"),
+        ("host_bytes", -5, 'is no size; write one such as "2GiB"'),
+        ("host_bytes", "2 gigs", 'is no size; write one such as "2GiB"'),
+        ("host_bytes", True, 'is no size; write one such as "2GiB"'),
+        ("host_bytes", 0, "greater than 0"),
+        ("log_dir", 3, "must be a path in quotes"),
+        ("save_tails", "perhaps", "must be true or false"),
+        ("handlers", "module:Class", "must be a list"),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_may_stand_there(key: str, value: Any, what_may_stand_there: str) -> None:
     """Key, value and remedy in one line."""
-    message = refusal({"log_dir": None, key: value})
+    message = refusal({"log_dir": None} | {key: value})
     (line,) = (line for line in message.splitlines() if line.strip().startswith(f"{key}:"))
     assert what_may_stand_there in line
     assert repr(value) in line
@@ -536,10 +548,10 @@ def test_more_than_the_machine_has_is_refused_before_a_page_is_touched() -> None
         start({"log_dir": None, "host_bytes": "951MiB"}, role=KVConnectorRole.WORKER)
     message = str(caught.value)
     for told in (
-        f"host_bytes {951 * 1024**2} asks for {951 * 1024**2} bytes",
-        "1 of 1 pools are here",
-        f"{1000 * 1024**2} can be had (MemAvailable in /proc/meminfo is 1024000 kB)",
-        'write host_bytes "950MiB" or less',
+        "host_bytes: '951MiB': asks for 951.0 MiB where 1000.0 MiB can be had",
+        "(MemAvailable in /proc/meminfo is 1024000 kB)",
+        "50.0 MiB of it is left to the engine",
+        'write "950MiB" or less',
     ):
         assert told in message
     start({"log_dir": None, "host_bytes": "950MiB"}, role=KVConnectorRole.WORKER)
@@ -555,7 +567,7 @@ def test_all_ranks_of_a_machine_are_counted_together(backend: str, num_nodes: in
     settings.parallel_config.world_size = 4
     settings.parallel_config.distributed_executor_backend = backend
     settings.parallel_config.nnodes = num_nodes
-    with pytest.raises(ConfigurationError, match=f'write host_bytes "{most}" or less'):
+    with pytest.raises(ConfigurationError, match=f'write "{most}" or less'):
         KVLedgerConnector(settings, KVConnectorRole.WORKER, kv_cache_config(20, 16))
 
 
@@ -569,7 +581,7 @@ def test_a_pool_that_all_ranks_share_is_counted_once(rank: int) -> None:
     settings.parallel_config.distributed_executor_backend = "mp"
     same_on_all = kv_cache_config(20, 16)
     same_on_all.kv_tp_replicas = 4
-    refused = pytest.raises(ConfigurationError, match=r'1 of 1 pools are here.* write host_bytes "950MiB" or less')
+    refused = pytest.raises(ConfigurationError, match=r'asks for 951.0 MiB where.* write "950MiB" or less')
     with refused if rank == 0 else contextlib.nullcontext():
         KVLedgerConnector(settings, KVConnectorRole.WORKER, same_on_all)
 
@@ -592,5 +604,5 @@ def test_where_the_memory_is_not_known_nothing_is_refused(
 
 def test_this_machine_has_no_64_tib() -> None:
     """The real files of a real machine."""
-    with pytest.raises(ConfigurationError, match=f"host_bytes {64 * 1024**4} asks for"):
+    with pytest.raises(ConfigurationError, match="host_bytes: '64TiB': asks for"):
         start({"log_dir": None, "host_bytes": "64TiB"}, role=KVConnectorRole.WORKER)

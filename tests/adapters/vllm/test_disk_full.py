@@ -114,7 +114,9 @@ def test_a_full_disk_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
         settings.refuse_log_dir()
         assert not list((tmp_path / "disk").iterdir())
         fill(tmp_path / "disk")
-        with pytest.raises(ConfigurationError, match=r"cannot write to .*/new/logs \(No space left on device\)"):
+        with pytest.raises(
+            ConfigurationError, match=r"log_dir: .*/new/logs': cannot write to .*/disk \(No space left on device\)"
+        ):
             settings.refuse_log_dir()
 
     run_on_small_disk(tmp_path / "disk", 1 << 16, look)
@@ -153,7 +155,7 @@ def test_all_logs_of_a_directory_keep_to_their_size_while_one_is_written(
 
 def test_segments_that_are_hardly_more_than_headers_are_refused_with_the_figures(tmp_path: Path) -> None:
     """Each would hold a frame or two; the smallest that is allowed has two thirds of the room that its header takes."""
-    with pytest.raises(ConfigurationError, match=r"segment_bytes: .*header of about 10 kB; say at least 16384 bytes"):
+    with pytest.raises(ConfigurationError, match=r"segment_bytes: .*header of about 10 kB; write '16KiB' or more"):
         ConnectorSettings.from_extra_config({"segment_bytes": 16383})
     _open(tmp_path, _observations()[0], []).store.close()
     (segment,) = tmp_path.glob("*/*.kvlog")
@@ -162,5 +164,5 @@ def test_segments_that_are_hardly_more_than_headers_are_refused_with_the_figures
 
 def test_a_size_that_holds_no_segment_is_refused_with_the_figures() -> None:
     """The limit could never be kept."""
-    with pytest.raises(ConfigurationError, match=r"max_log_bytes: .*holds not one segment of 67108864 bytes"):
+    with pytest.raises(ConfigurationError, match=r"max_log_bytes: .*holds not one segment of 64MiB"):
         ConnectorSettings.from_extra_config({"max_log_bytes": "1MiB"})

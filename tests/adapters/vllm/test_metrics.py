@@ -264,7 +264,7 @@ def test_extensions_that_cannot_be_made_where_figures_are_shown_are_refused_ther
     several = {"connectors": [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}, ours]}
     for transfer in (ours, {"kv_connector": "MultiConnector", "kv_connector_extra_config": several}):
         engine.vllm_config.kv_transfer_config = KVTransferConfig(**{**transfer, "kv_role": "kv_both"})
-        with pytest.raises(ConfigurationError, match="'no_such_module:Class' cannot be imported"):
+        with pytest.raises(ConfigurationError, match="'no_such_module:Class': cannot be imported"):
             KVConnectorProm(engine.vllm_config, ["model_name", "engine"], {0: ["tiny", "0"]})
 
 

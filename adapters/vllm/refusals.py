@@ -1,0 +1,109 @@
+"""What pydantic refuses, in kvledger's words: key, value, reason, remedy.
+
+Of kvledger's settings and of vLLM's own, which pydantic checks as well. It must not know a single key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvledger.lifecycle import ConfigurationError, Refusal
+
+if TYPE_CHECKING:
+    import pydantic
+    from pydantic_core import ErrorDetails
+
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_CHOICES = ("enum", "literal_error")
+_SIZES = ("byte_size", "byte_size_unit")
+_MUST_BE = {
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object, as in {}",
+    "path_type": 'must be a path in quotes, such as "/var/log/kvledger"',
+    "tuple_type": "must be a list, as in []",
+}
+"""What pydantic says in words of Python's."""
+_NOT_GIVEN: Mapping[str, tuple[str, str]] = MappingProxyType({})
+
+
+def unknown(key: str, value: object, name: str, known: Iterable[str], what: str = "key") -> Refusal:
+    """Of a name that means nothing, the key itself or its value: the nearest that does, or all of them."""
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    remedy = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
+    return Refusal(f"unknown {what}", remedy, key, value)
+
+
+def refusals(
+    error: pydantic.ValidationError,
+    known: Iterable[str] = (),
+    elsewhere: Mapping[str, tuple[str, str]] = _NOT_GIVEN,
+    inside: str = "",
+) -> tuple[Refusal, ...]:
+    """One for each key that is wrong.
+
+    Args:
+        error: what pydantic says.
+        known: the keys that there are.
+        elsewhere: of keys that have their place elsewhere, reason and remedy.
+        inside: the key that all of this stands in.
+    """
+    every = error.errors(include_url=False)
+    problems = [each for each in every if each["type"] != "is_instance_of"] or every  # nobody can write an object
+    found: dict[str, list[Refusal]] = {}
+    for problem in problems:
+        key = ".".join(map(str, _place(problem, problems)))
+        for refusal in _in_words(problem, key, list(known), elsewhere):
+            found.setdefault(refusal.key, []).append(refusal)
+    return tuple(_within(inside, refusal) for several in found.values() for refusal in _joined(several))
+
+
+def _place(problem: ErrorDetails, problems: list[ErrorDetails]) -> tuple[int | str, ...]:
+    """Where it stands. A union adds a name of pydantic's own, and all of it has refused the same value."""
+    place = problem["loc"]
+    alike = [each for each in problems if each["loc"][:-1] == place[:-1] and each["input"] == problem["input"]]
+    is_union = len(place) > 1 and len(alike) > 1 and isinstance(place[-1], str)
+    return place[:-1] if is_union else place
+
+
+def _in_words(
+    problem: ErrorDetails, key: str, known: list[str], elsewhere: Mapping[str, tuple[str, str]]
+) -> Iterator[Refusal]:
+    value, kind = problem["input"] if key else None, problem["type"]
+    raised = problem.get("ctx", {}).get("error")
+    if isinstance(raised, ConfigurationError):
+        for each in raised.refusals:
+            yield each if each.key else Refusal(each.reason, each.remedy, key, value)
+    elif kind in _UNKNOWN and key in elsewhere:
+        yield Refusal(*elsewhere[key], key, value)
+    elif kind in _UNKNOWN:
+        yield unknown(key, value, key, known)
+    elif kind in _SIZES:
+        yield Refusal("is no size", 'write one such as "2GiB", or a number of bytes', key, value)
+    elif kind in _CHOICES:
+        expected = problem["ctx"]["expected"]
+        nearest = difflib.get_close_matches(str(value), re.findall("'(.*?)'", expected), n=1)
+        yield Refusal(f"must be {expected}", f"did you mean {nearest[0]!r}?" if nearest else "", key, value)
+    else:
+        said = problem["msg"].removeprefix("Value error, ").rstrip(".")
+        reason = _MUST_BE.get(kind, said.replace("Input should", "must").partition(", unable")[0].partition(", got")[0])
+        yield Refusal(reason if key else f"vLLM refuses it: {said}", "", key, value)
+
+
+def _joined(refused: list[Refusal]) -> list[Refusal]:
+    """What a union refuses is one refusal: none of what it is of was there."""
+    first, *others = refused
+    if not first.key or not others:
+        return refused
+    reason = ", or ".join(dict.fromkeys([first.reason, *(each.reason.removeprefix("must be ") for each in others)]))
+    return [Refusal(reason, first.remedy, first.key, first.value)]
+
+
+def _within(key: str, refusal: Refusal) -> Refusal:
+    return attrs.evolve(refusal, key=f"{key}.{refusal.key}") if key and refusal.key else refusal

@@ -1,0 +1,74 @@
+"""The object of `--kv-transfer-config` as vLLM reads it, refused in kvledger's words where vLLM refuses it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pydantic
+
+from kvledger.adapters.vllm.configuration import ConnectorSettings
+from kvledger.adapters.vllm.refusals import refusals, unknown
+from kvledger.adapters.vllm_plugin import CONNECTORS
+from kvledger.lifecycle import ConfigurationError, Refusal
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
+
+def accepted(given: Mapping[str, Any], inside: str = "") -> KVTransferConfig:
+    """It, or one that stands in another's key `inside`.
+
+    Raises:
+        ConfigurationError: naming every key that is wrong, why, and what may stand there.
+    """
+    from vllm.config import KVTransferConfig
+
+    if given.get("kv_connector") and given.get("kv_role") is None:
+        key = f"{inside}.kv_role" if inside else "kv_role"
+        raise ConfigurationError(Refusal("a connector needs one", 'write "kv_both"', key))
+    try:
+        return KVTransferConfig(**given)
+    except pydantic.ValidationError as error:
+        known = [field.name for field in dataclasses.fields(KVTransferConfig)]
+        elsewhere = ("a key of kvledger's", "write it in kv_connector_extra_config")
+        found = refusals(error, known, dict.fromkeys(ConnectorSettings.model_fields, elsewhere), inside)
+    raise ConfigurationError(*found)
+
+
+def refuse_unknown(transfer: KVTransferConfig, inside: str = "") -> None:
+    """Refuse a connector that vLLM does not know by name, and that no module path is given for.
+
+    Raises:
+        ConfigurationError: with the nearest one that it knows.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    name = str(transfer.kv_connector)
+    known = [*CONNECTORS, *sorted(KVConnectorFactory._registry.keys() - CONNECTORS.keys())]  # noqa: SLF001 -- as vLLM
+    if name not in known and not transfer.kv_connector_module_path:
+        raise ConfigurationError(
+            unknown(f"{inside}.kv_connector" if inside else "kv_connector", name, name, known, "connector")
+        )
+
+
+def connectors(transfer: KVTransferConfig) -> Iterator[KVTransferConfig]:
+    """It, or the children of a `MultiConnector`.
+
+    Raises:
+        ConfigurationError: it names none, or one that nobody knows.
+    """
+    if not transfer.kv_connector:
+        raise ConfigurationError(Refusal("no connector is named", 'write "KVLedgerConnector"', "kv_connector"))
+    if transfer.kv_connector != "MultiConnector":
+        refuse_unknown(transfer)
+        yield transfer
+        return
+    children, key = transfer.kv_connector_extra_config.get("connectors"), "kv_connector_extra_config.connectors"
+    if not isinstance(children, list) or not all(isinstance(child, Mapping) for child in children):
+        raise ConfigurationError(Refusal("must be a list of objects", "write each as if it stood alone", key, children))
+    for number, child in enumerate(children):
+        found = accepted(child, f"{key}.{number}")
+        refuse_unknown(found, f"{key}.{number}")
+        yield found
