@@ -32,8 +32,8 @@ OF_EVERY_COMMAND: Mapping[ExitCode, str] = MappingProxyType(
         ExitCode.INTERNAL_ERROR: "a mistake in kvledger itself, and no judgement; the message says how to report it",
         ExitCode.CANNOT_WRITE: "the output cannot be written, as on a full disk",
         ExitCode.TRY_AGAIN: "a stream's server cannot be reached or has no room: try again later",
-        ExitCode.REFUSED: "a stream's server, its certificate or the credentials were refused, or the stream or the "
-        "extra `nats` is missing",
+        ExitCode.REFUSED: "a stream's server, its certificate or the credentials were refused, or the stream "
+        "is missing, or an extra of kvledger that the command needs",
         ExitCode.INTERRUPTED: "interrupted",
         ExitCode.BROKEN_PIPE: "whoever read the output went away",
     }

@@ -53,10 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Say what each connector of kvledger in it would do."""
     transfer = _transfer(_text(arguments.configuration))
-    try:
-        require("kvledger check", *CONNECTOR)
-    except ModuleNotFoundError as error:
-        raise CommandFailed(str(error)) from error
+    require("kvledger check", *CONNECTOR)
     logging.disable(logging.CRITICAL)  # what vLLM says of a configuration is not what is asked
     try:
         for part in _parts(transfer):

@@ -28,10 +28,7 @@ def export_spans(arguments: argparse.Namespace, output: Output) -> ExitCode:
     Raises:
         CommandFailed: OpenTelemetry is not installed, the target cannot be used, or does not take them.
     """
-    try:
-        require("kvledger export --otlp", *OTLP)
-    except ModuleNotFoundError as error:
-        raise CommandFailed(str(error)) from error
+    require("kvledger export --otlp", *OTLP)
     from kvledger.adapters.export.otlp_targets import SpanEndpoint, SpanFile, is_endpoint  # noqa: PLC0415 - half a second
 
     name: str = arguments.otlp

@@ -21,6 +21,7 @@ from kvledger.adapters.exit_codes import CommandFailed, ExitCode, gravest, unrea
 from kvledger.adapters.logs.sources import find_logs
 from kvledger.adapters.logs.streams import StreamUrl, keep_mirrored
 from kvledger.adapters.logs.visible import remark
+from kvledger.storage.extras import EXTRAS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,6 +65,9 @@ def _run(argv: Sequence[str] | None) -> int:
         remark(f"{unreadable_text(error)}{default}")
         return ExitCode.DAMAGED.value
     except Exception as error:  # noqa: BLE001 -- the last place that can say it in words
+        if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+            remark(str(error))
+            return ExitCode.REFUSED.value
         _report_mistake(error)
         return ExitCode.INTERNAL_ERROR.value
 

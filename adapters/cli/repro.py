@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         recording, events = _recorded(log, selection, incident, output)
         with output.progress(log, "leaving out what is not needed"):
             reduced = _reduced(log, recording, arguments, incident, selection)
-    except (NotRerunnable, ModuleNotFoundError) as error:
+    except NotRerunnable as error:
         raise CommandFailed(f"{log.path} cannot be run again: {error}") from error
     about = Description(
         incident=incident,

@@ -95,11 +95,9 @@ def keep_mirrored(url: StreamUrl, directory: Path | None, *, newest: bool) -> No
 
 @contextlib.contextmanager
 def stream_errors() -> Iterator[None]:
-    """Turn what a stream can run into, and a missing NATS client, into `CommandFailed`."""
-    try:
-        from kvledger.storage.events.nats import StreamRefused, StreamUnavailable  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise CommandFailed(str(error), ExitCode.REFUSED) from error
+    """Turn what a stream can run into into `CommandFailed`."""
+    from kvledger.storage.events.nats import StreamRefused, StreamUnavailable  # noqa: PLC0415
+
     try:
         yield
     except StreamRefused as error:

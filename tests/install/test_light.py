@@ -28,7 +28,7 @@ INSTALL_CONNECTOR = (
 INSTALL_NATS = 'needs nats, not installed here: pip install ".[nats]" in a checkout of kvledger'
 INSTALL_TORCH = 'needs numpy, torch, not installed here: pip install ".[connector]" in a checkout of kvledger'
 
-SOUND, RULE_BROKEN, DIVERGED, USAGE, REFUSED = 0, 1, 3, 64, 77
+SOUND, RULE_BROKEN, DIVERGED, REFUSED = 0, 1, 3, 77
 
 COMMANDS = """
 import sys
@@ -145,14 +145,21 @@ def test_a_stream_names_the_extra_for_streams(light_python: Path, tmp_path: Path
 def test_conformance_names_the_extra(light_python: Path, tmp_path: Path) -> None:
     """Before the connector is looked for."""
     ended = run(kvledger_of(light_python), "conformance", "no.such:Connector", cwd=tmp_path)
-    assert ended.returncode == USAGE
+    assert ended.returncode == REFUSED
     assert ended.stderr == f"kvledger: kvledger conformance needs {INSTALL_CONNECTOR}\n"
+
+
+def test_check_names_the_extra(light_python: Path, tmp_path: Path) -> None:
+    """Before it looks at anything but whether it is JSON."""
+    ended = run(kvledger_of(light_python), "check", '{"chunksize": 32}', cwd=tmp_path)
+    assert ended.returncode == REFUSED
+    assert ended.stderr == f"kvledger: kvledger check needs {INSTALL_CONNECTOR}\n"
 
 
 def test_spans_name_the_extra(light_python: Path, example_log: Path, tmp_path: Path) -> None:
     """Before the log is read."""
     ended = run(kvledger_of(light_python), "export", example_log, "--otlp", "spans.jsonl", cwd=tmp_path)
-    assert ended.returncode == USAGE
+    assert ended.returncode == REFUSED
     modules = "opentelemetry.sdk, opentelemetry.exporter.otlp.proto.http"
     remedy = 'pip install ".[otlp]" in a checkout of kvledger'
     assert ended.stderr == f"kvledger: kvledger export --otlp needs {modules}, not installed here: {remedy}\n"
