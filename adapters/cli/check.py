@@ -159,11 +159,9 @@ def _planned(settings: ConnectorSettings, transfer: dict[str, Any], arguments: a
     except ConfigurationError:
         raise
     except Exception as error:
-        message = (
-            f"vLLM makes no KV cache for {arguments.model} on this machine ({platform()}): "
-            f"{in_words(error)}; if that is for want of a device or a package, ask where the server will run"
-        )
-        raise ConfigurationError(message) from error
+        reason = f"vLLM makes no KV cache for {arguments.model} on this machine ({platform()}): {in_words(error)}"
+        remedy = "if that is for want of a device or a package, ask where the server will run"
+        raise ConfigurationError(Refusal(reason, remedy)) from error
     planned = plan(vllm_config, kv_cache_config, settings)
     planned.refuse_beyond_memory()
     return planned

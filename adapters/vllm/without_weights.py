@@ -76,7 +76,7 @@ def in_words(error: Exception) -> str:
         said = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
     else:
         said = f"{type(error).__name__}: {error}"
-    return " ".join(said.split())
+    return " ".join(said.split()).rstrip(".")
 
 
 def platform() -> str:

@@ -171,7 +171,10 @@ def test_a_pool_that_is_too_small_or_too_large_is_refused(
 
 @pytest.mark.parametrize(
     ("option", "value", "words"),
-    [("--dtype", "floot32", "did you mean 'float32'?"), ("--tensor-parallel-size", "3", "vLLM refuses it: ")],
+    [
+        ("--dtype", "floot32", "did you mean 'float32'?"),
+        ("--tensor-parallel-size", "3", "must be divisible by tensor parallel size (3); if"),
+    ],
 )
 def test_what_vllm_refuses_of_a_model_is_said_without_words_of_pydantic(
     capsys: pytest.CaptureFixture[str], model: Path, option: str, value: str, words: str
