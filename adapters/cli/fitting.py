@@ -8,7 +8,7 @@ from typing import Final
 from rich.cells import cell_len
 
 _GAP: Final = 2
-_LEAST_PROSE: Final = 34
+LEAST_PROSE: Final = 34
 """A column of text is folded, but not into a narrower one."""
 _LEAST_OF_ID: Final = 8
 _LEAST_CUT: Final = 4
@@ -39,7 +39,7 @@ def needed(columns: Mapping[str, str], rows: Sequence[Sequence[str]], shown: Seq
     widths = {name: max([_of_heading(name), *(cell_len(row[names.index(name)]) for row in rows)]) for name in shown}
     last = shown[-1]
     if columns[last] == "left":
-        widths[last] = min(widths[last], _LEAST_PROSE)
+        widths[last] = min(widths[last], LEAST_PROSE)
     return sum(widths.values()) + _GAP * (len(shown) - 1)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime as dt
+import itertools
 from collections.abc import Iterator
-from typing import Literal
+from typing import Final, Literal
 
 import attrs
 
@@ -23,18 +24,30 @@ from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
 from kvledger.lifecycle import ConfigurationError, Core, SequencedEvent
 
+_NS_PER_S: Final = 1_000_000_000
+_NS_PER_DAY: Final = 86_400 * _NS_PER_S
+
 
 @attrs.frozen
 class Moment:
-    """A point in a log: an event number, a time since the log was opened, or a time of day."""
+    """A point in a log: an event number, a time since the log was opened, a date and time, or a time of day (UTC)."""
 
-    kind: Literal["event", "since_opening_ns", "unix_ns"]
+    kind: Literal["event", "since_opening_ns", "unix_ns", "of_day_ns"]
     value: int
     text: str
 
+    @property
+    def last_ns(self) -> int:
+        """Its last nanosecond: 10:30:00.101 is printed for all of that millisecond, 10:30:00 for all of that second."""
+        if self.kind not in {"unix_ns", "of_day_ns"}:
+            return self.value
+        _, point, fraction = self.text.partition(".")
+        num_digits = sum(1 for _ in itertools.takewhile(str.isdecimal, fraction))
+        return self.value + (10 ** max(0, 9 - max(3, num_digits)) if point else _NS_PER_S) - 1
+
 
 def moment(text: str) -> Moment:
-    """`90211` (an event), `1.5s`, `250ms`, `1h30m` (since the log was opened), `2026-01-05T10:30:00Z` (UTC by default).
+    """`90211` (an event), `1.5s`, `1h30m` (since the log was opened), `2026-01-05T10:30:00Z` or `10:30:00.101` (UTC).
 
     Raises:
         argparse.ArgumentTypeError: it is none of them.
@@ -44,18 +57,19 @@ def moment(text: str) -> Moment:
     value = duration_ns(text)
     if value is not None:
         return Moment("since_opening_ns", value, text)
+    is_of_day = text[2:3] == ":"
     try:
-        at = dt.datetime.fromisoformat(text)
+        at = dt.datetime.fromisoformat(f"1970-01-02T{text}" if is_of_day else text)
     except ValueError:
         message = (
-            f"{text!r} is no moment; give an event number (90211), a time since the log was opened (1.5s, 1h30m) "
-            "or a date and time (2026-01-05T10:30:00Z)"
+            f"{text!r} is no moment; give an event number (90211), a time since the log was opened (1.5s, 1h30m), "
+            "a date and time (2026-01-05T10:30:00Z) or a time of day (10:30:00.101)"
         )
         raise argparse.ArgumentTypeError(message) from None
     if at.tzinfo is None:
         at = at.replace(tzinfo=dt.UTC)
-    since_epoch = at - dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
-    return Moment("unix_ns", since_epoch // dt.timedelta(microseconds=1) * 1000, text)
+    unix_ns = (at - dt.datetime(1970, 1, 1, tzinfo=dt.UTC)) // dt.timedelta(microseconds=1) * 1000
+    return Moment("of_day_ns", unix_ns % _NS_PER_DAY, text) if is_of_day else Moment("unix_ns", unix_ns, text)
 
 
 def add_handlers(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +130,10 @@ def positive(text: str) -> int:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that every command has."""
-    when = "an event number, a time since the log was opened (1.5s, 1h30m), or a date and time (UTC unless it says so)"
+    when = (
+        "an event number, a time since the log was opened (1.5s, 1h30m), a date and time, or a time of day, the first "
+        "such in the log (UTC unless it says so)"
+    )
     parser.add_argument("--since", metavar="MOMENT", type=moment, help=f"leave out what came before: {when}")
     parser.add_argument("--until", metavar="MOMENT", type=moment, help="leave out what came after")
     parser.add_argument("--request", metavar="REQUEST", help="speak of this one only: its id or a unique part of it")
@@ -151,7 +168,7 @@ def selection_of(
         return Selection(request_id=request_id)
     first = since.value if since is not None and since.kind == "event" else 1
     last = until.value if until is not None and until.kind == "event" else None
-    since_ns, until_ns = _since_opening_ns(since, log), _since_opening_ns(until, log)
+    since_ns, until_ns = _since_opening_ns(since, log), _since_opening_ns(until, log, is_end=True)
     with contextlib.ExitStack() as stack:
         index = None if since_ns is None and until_ns is None else index_for(log, output)
         if index is not None:
@@ -167,7 +184,8 @@ def selection_of(
     return Selection(first, last, request_id)
 
 
-def _since_opening_ns(asked: Moment | None, log: StoredLog) -> int | None:
+def _since_opening_ns(asked: Moment | None, log: StoredLog, *, is_end: bool = False) -> int | None:
+    """`is_end`: its last nanosecond, not its first."""
     if asked is None or asked.kind == "event":
         return None
     if asked.kind == "since_opening_ns":
@@ -178,7 +196,11 @@ def _since_opening_ns(asked: Moment | None, log: StoredLog) -> int | None:
             f"{log.path}: its header does not say when it was opened; give {asked.text} as a time since then (90s)"
         )
         raise CommandFailed(message)
-    return asked.value - opened_at
+    at_ns = (asked.last_ns if is_end else asked.value) - opened_at
+    if asked.kind == "unix_ns":
+        return at_ns
+    num_days = -(-(opened_at - asked.last_ns) // _NS_PER_DAY)  # to the first such time that the log has
+    return at_ns + num_days * _NS_PER_DAY
 
 
 def _first_from(events: Iterator[SequencedEvent], time_ns: int) -> int | None:

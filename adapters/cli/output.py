@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from kvledger.adapters.cli.fitting import fitting
+from kvledger.adapters.cli.fitting import LEAST_PROSE, fitting
 from kvledger.adapters.cli.streams import notice_reader
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
 from kvledger.adapters.logs.clock import Clock
@@ -31,6 +31,8 @@ from kvledger.storage.events import HowEnded
 _PIPED_WIDTH = 100_000
 """Nothing is wrapped or cut for a program that reads."""
 _BYTES_PER_UPDATE = 1 << 18
+_BELOW = 4
+"""So far is text indented that has no room behind what it belongs to."""
 
 
 class Output:
@@ -80,7 +82,11 @@ class Output:
 
     def _folded(self, before: Text, text: Text) -> None:
         indent, width = before.cell_len, self._console.width
-        lines = text.wrap(self._console, width - indent) if indent < width // 2 else [text]
+        if width - indent < min(LEAST_PROSE, width // 2):  # then it stands below
+            if before.plain.strip():
+                self._console.print(before)
+            before, indent = Text(" " * _BELOW), _BELOW
+        lines = text.wrap(self._console, max(1, width - indent))
         for number, line in enumerate(lines or [text]):
             line.rstrip()
             self._console.print(Text.assemble(Text(" " * indent) if number else before, line))

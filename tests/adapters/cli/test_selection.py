@@ -28,6 +28,8 @@ REQUEST = "chat-17-b6"
         ("1970-01-01T00:00:01", "unix_ns", 1_000_000_000),
         ("1970-01-01T01:00:01+01:00", "unix_ns", 1_000_000_000),
         ("1970-01-02", "unix_ns", 86_400_000_000_000),
+        ("00:00:01.5", "of_day_ns", 1_500_000_000),
+        ("01:00:01+01:00", "of_day_ns", 1_000_000_000),
     ],
 )
 def test_a_moment_is_an_event_a_time_in_the_log_or_a_time_of_day(text: str, kind: str, value: int) -> None:
@@ -70,6 +72,29 @@ def test_a_time_selects_the_same_as_its_event(run: Any, log: Path) -> None:
     until = run("show", "--json", log, REQUEST, "--until", since_opening).objects("group")
     assert until[-1]["what"] == "request.preempted"
     assert until[-1]["text"] == preempted["text"], "decisions belong to their observation"
+
+
+def test_times_that_are_printed_select_what_they_stand_beside(run: Any, tmp_path: Path) -> None:
+    """They are cut to milliseconds, or seconds, and have no date; the night is in between."""
+    driver = Driver()
+    for name in ("a", "b", "c"):
+        driver.arrive(name, 5)
+    hour_ns = 3_600 * 10**9
+    times = (700_123_456, 10 * hour_ns + 800_123_456, 11 * hour_ns + 900_123_456)
+    events = driver.observed
+    for place, time_ns in enumerate(times):
+        events = replaced(events, e.RequestArrived, place, time_ns=time_ns)
+    log = write_log(tmp_path / "log", events, driver.configuration)  # opened at 15:06:40
+    printed = {line.split()[0]: line.split()[2] for line in run("show", log).out.splitlines()[-3:]}
+    assert list(printed.values()) == ["15:06:40.700", "01:06:40.800", "02:06:40.900"]
+
+    def shown(*options: str) -> list[object]:
+        return [request["request_id"] for request in run("show", "--json", log, *options).objects("request")]
+
+    for names, name in (("a", "a"), ("ab", "b"), ("abc", "c")):
+        assert shown("--until", printed[name]) == list(names)
+        assert shown("--until", printed[name][:8]) == list(names)
+    assert shown("--until", "15:06:40.699") == []
 
 
 def test_a_selection_without_an_event_is_refused(run: Any, log: Path) -> None:

@@ -53,6 +53,16 @@ def test_no_line_is_wider_than_the_terminal(words: str, log_of_long_ids: Path) -
     assert max(map(cell_len, lines)) <= 80
 
 
+@pytest.mark.parametrize("columns", [60, 70])
+def test_a_reason_is_folded_behind_its_cause_or_stands_below_it(log_of_long_ids: Path, columns: int) -> None:
+    """Only a cause begins a line, with its time: whoever reads down the margin takes nothing else for one."""
+    lines = lines_of(on_terminal("why", log_of_long_ids, LONG, columns=columns))
+    causes = [at for at, line in enumerate(lines) if line.startswith("15:06:40.")]
+    others = set(range(causes[0], lines.index(""))).difference(causes)
+    assert len(others) > len(causes)
+    assert [lines[at] for at in sorted(others) if not lines[at].startswith("    ")] == []
+
+
 def test_a_narrow_list_of_requests_keeps_one_line_for_each_and_says_what_it_left_out(log_of_long_ids: Path) -> None:
     """An id is cut to what is unique, and what is shown of it names the request."""
     lines = lines_of(on_terminal("show", log_of_long_ids))
