@@ -194,17 +194,19 @@ def test_idle_time_is_folded_and_the_axis_tells_the_time_of_day(run: Any, page: 
 def test_restarts_of_an_engine_are_one_page(run: Any, page: Page, tmp_path: Path) -> None:
     """A table of the logs, and their requests in groups along one axis, also where ids are used again."""
     story = tell_story(clock_rate=1700)
-    for number in range(2):
+    names = [f"20250615T{15 + number}0640Z-12370-805320" for number in range(2)]
+    for number, name in enumerate(names):
         header = {"opened_at_unix_ns": OPENED_AT + number * HOUR_NS}
-        write_log(tmp_path / "logs" / f"start-{number}", story.observed, story.configuration, header=header)
+        log = write_log(tmp_path / "logs" / name, story.observed, story.configuration, header=header)
+        (log / "log.end").unlink()
     path = tmp_path / "page.html"
     assert run("export", tmp_path / "logs", "--html", "-o", path).exit_code == 0
     shown = opened(page, path)
     assert shown.evaluate("document.title") == "kvledger · 2 logs of logs"
     cells = "[...e.cells].map((cell) => cell.textContent.trim())"
     rows = f"[...document.querySelectorAll('table.logs tbody tr')].map((e) => {cells})"
-    assert [row[0] for row in shown.evaluate(rows)] == ["start-0", "start-1"]
-    assert [row[4:6] for row in shown.evaluate(rows)] == [["closed", "sound"]] * 2
+    assert [row[0] for row in shown.evaluate(rows)] == names
+    assert [row[4:6] for row in shown.evaluate(rows)] == [["end not known", "sound as far as it was read"]] * 2
     assert "128 tokens" in shown.evaluate("document.querySelector('figure').textContent")
     lefts = shown.evaluate(
         f"[...document.querySelectorAll('.row.request')].filter((e) => e.textContent.includes('{REQUEST}'))"
@@ -212,6 +214,9 @@ def test_restarts_of_an_engine_are_one_page(run: Any, page: Page, tmp_path: Path
     )
     assert len(lefts) == 2
     assert lefts[0] < lefts[1]
+    shown.look(width=1100)
+    table = "document.querySelector('table.logs')"
+    assert shown.evaluate(f"{table}.scrollWidth <= {table}.parentElement.clientWidth"), "its last column is cut off"
     anchors = shown.evaluate("[...document.querySelectorAll('.row.request a')].map((e) => decodeURIComponent(e.hash))")
     assert len(set(anchors)) == 4
     assert all(shown.evaluate(f"document.getElementById({json.dumps(each[1:])}) !== null") for each in anchors)
