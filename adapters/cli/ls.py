@@ -49,7 +49,8 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
             fields = attrs.asdict(glance, recurse=False, filter=attrs.filters.exclude("ending"))
             missing = None if glance.ending is None else glance.ending.missing
             of_end = {"end": _end_of(glance).value, "missing": None if missing is None else attrs.asdict(missing)}
-            output.record("log_listed", {**fields, "path": str(glance.path), **of_end})
+            detail = "" if glance.ending is None else glance.ending.detail
+            output.record("log_listed", {**fields, "path": str(glance.path), **of_end, "detail": detail})
     else:
         hidden = [name for name, said in (("model", "model"),) if not any(getattr(each, said) for each in glances)]
         output.table(_COLUMNS, [_row(glance) for glance in glances], spare=_SPARE, hidden=hidden)
@@ -68,7 +69,10 @@ def ended(glance: Glance) -> str:
     if glance.unreadable:
         return "unreadable"
     of_end = [] if glance.ending is None or glance.ending.missing is None else ["end missing"]
-    return ", ".join([*(["damaged"] if glance.damage else []), *of_end, _ENDS[_end_of(glance)]])
+    how = _ENDS[_end_of(glance)]
+    if glance.ending is not None and glance.ending.how is HowEnded.OPEN and glance.ending.detail:
+        how += ", events wait for the disk"
+    return ", ".join([*(["damaged"] if glance.damage else []), *of_end, how])
 
 
 def _row(glance: Glance) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from stored_logs import OPENED_AT, write_log
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
+from kvledger.storage.events import BacklogEventStore
 
 LATE = e.RequestArrived("late", 100, 7, 3 * 10**9)
 
@@ -71,6 +73,26 @@ def test_a_listed_log_says_what_is_in_it(run: Any, logs: Path, story: Driver) ->
     assert killed["ended_at_unix_ns"] == killed["opened_at_unix_ns"] + LATE.time_ns
     assert found["damaged"]["damage"] == ["torn_tail"]
     assert found["beheaded"]["missing"]["kind"] == "missing_segment"
+
+
+def test_a_log_whose_disk_is_full_is_told_from_one_that_is_written(run: Any, log: Path) -> None:
+    """Its writer lives, and what it was told last is not on the disk."""
+    store = BacklogEventStore(reopened(log))
+    assert run("ls", log).out.endswith("  still written\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    num_bytes = next(log.glob("*.kvlog")).stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))  # as if the disk were full
+    try:
+        for number in range(100):
+            store.append(EventEncoder().encode([e.LogNote(f"note {number}", 10**9)]), 1)
+        store.flush()
+        while_full, (listed,) = run("ls", log), run("ls", log, "--json").objects("log_listed")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        store.close()
+    assert while_full.out.endswith("  still written, events wait for the disk\n")
+    assert "could not be written: [Errno 27] File too large and may be later" in listed["detail"]
+    assert run("ls", log).out.endswith("  closed\n")
 
 
 def test_kvledger_log_is_listed_by_default(run: Any, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
