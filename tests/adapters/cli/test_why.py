@@ -162,7 +162,7 @@ def test_a_request_must_be_named_and_known(run: Any, evicted: tuple[Path, Driver
     assert run("why", log).exit_code == 64
     unknown = run("why", log, "nobody")
     assert unknown.exit_code == 64
-    assert "the log has: a, b, r812" in unknown.err
+    assert "the last ones are: r812, b, a" in unknown.err
 
 
 def test_a_window_limits_what_is_shown_not_what_is_known(run: Any, evicted: tuple[Path, Driver]) -> None:
