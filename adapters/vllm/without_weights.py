@@ -83,7 +83,7 @@ def platform() -> str:
     """What vLLM would run on here, such as "cpu" or "cuda": block sizes and kernels are its own."""
     from vllm.platforms import current_platform
 
-    return str(current_platform.device_type)
+    return current_platform.device_type or "no device that this vLLM knows"
 
 
 def kv_cache_of(vllm_config: VllmConfig) -> KVCacheConfig:

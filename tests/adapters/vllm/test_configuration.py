@@ -12,9 +12,8 @@ from typing import Any
 
 import attrs
 import pytest
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.engine.arg_utils import EngineArgs
 
 from kvledger.adapters.logs.amounts import size, written_size
 from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
@@ -158,15 +157,14 @@ def test_a_recorder_that_cannot_be_is_refused_before_an_engine_starts(extra_conf
 
 def test_parallelism_that_is_not_served_is_refused_before_an_engine_starts() -> None:
     """Where the model is known to be divided."""
-    arguments = EngineArgs(
-        model=str(configuration(None).model_config.model),
-        skip_tokenizer_init=True,
-        pipeline_parallel_size=2,
-        distributed_executor_backend="mp",
-        kv_transfer_config=KVTransferConfig(**KVLEDGER_TRANSFER),
-    )
+    whole = configuration(None)
     with pytest.raises(ValueError, match="pipeline_parallel_size: 2: KVLedgerConnector serves only 1"):
-        arguments.create_engine_config()
+        VllmConfig(
+            model_config=whole.model_config,
+            device_config=whole.device_config,
+            parallel_config=ParallelConfig(pipeline_parallel_size=2, distributed_executor_backend="mp"),
+            kv_transfer_config=KVTransferConfig(**KVLEDGER_TRANSFER),
+        )
 
 
 def test_a_child_of_others_is_refused_before_an_engine_starts() -> None:
