@@ -20,6 +20,8 @@ from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 
 _MAX_CANDIDATES = 20
+_MAX_COMPARED = 5_000
+"""Of the last requests so many are compared with one that is not known: that takes less than a second."""
 
 
 def selected(arguments: argparse.Namespace, output: Output) -> Iterator[tuple[StoredLog, Selection]]:
@@ -53,10 +55,10 @@ def opened_log(path: Path, arguments: argparse.Namespace, core: Core | None = No
 
 
 def find_request(arguments: argparse.Namespace, output: Output, core: Core) -> tuple[StoredLog, str]:
-    """The log that has the one request whose id is the wanted one, or else begins with it, or else contains it.
+    """The log that has the one request whose id is the wanted one, or else has it as a whole, begins with it, has it.
 
-    vLLM's front ends write something before the id that a client gives, and behind it. Returns the log, opened, and
-    the whole id.
+    vLLM's front ends write something before the id that a client gives, and behind it: `cmpl-chat-1-0-8f3a1c5e` has
+    `chat-1` as a whole, between hyphens. Returns the log, opened, and the whole id.
 
     Raises:
         CommandFailed: none has it, or several ids or logs could be meant.
@@ -70,7 +72,12 @@ def find_request(arguments: argparse.Namespace, output: Output, core: Core) -> t
             known[log.path] = request_ids(log, wanted, output)
             opened.append(log)
     have = [(log, name) for log in opened for name in known[log.path]]
-    fits = (wanted.__eq__, lambda name: name.startswith(wanted), lambda name: wanted in name)
+    fits = (
+        wanted.__eq__,
+        lambda name: f"-{wanted}-" in f"-{name}-",
+        lambda name: name.startswith(wanted),
+        lambda name: wanted in name,
+    )
     found = next(filter(None, ([each for each in have if fit(each[1])] for fit in fits)), [])
     if len(found) == 1:
         return found[0]
@@ -81,9 +88,20 @@ def find_request(arguments: argparse.Namespace, output: Output, core: Core) -> t
     if names:
         raise CommandFailed(f"{wanted!r} is in the ids of several requests, the shortest first: {_first_of(names)}")
     last = list(dict.fromkeys(name for _, name in reversed(have)))
-    nearest = difflib.get_close_matches(wanted, last, _MAX_CANDIDATES)
+    nearest = _nearest(wanted, last)
     offered = f"did you mean: {_first_of(nearest)}" if nearest else f"the last ones are: {_first_of(last) or 'none'}"
     raise CommandFailed(f"no request has {wanted!r} in its id; {offered}")
+
+
+def _nearest(wanted: str, names: Sequence[str]) -> list[str]:
+    """Those that have more than half of it in one piece, the nearest first."""
+    matcher = difflib.SequenceMatcher(None, "", wanted, autojunk=False)
+    pieces = {}
+    for name in names[:_MAX_COMPARED]:
+        matcher.set_seq1(name)
+        pieces[name] = matcher.find_longest_match().size
+    near = [name for name, size in pieces.items() if 2 * size > len(wanted)]
+    return sorted(near, key=lambda name: (-pieces[name], len(name)))
 
 
 def _first_of(names: Sequence[str]) -> str:

@@ -142,7 +142,7 @@ def test_an_ambiguous_or_unknown_id_gives_64_and_lists_candidates(run: Any, log:
     unknown = run("show", log, "video")
     assert unknown.exit_code == 64
     assert "no request has 'video' in its id; the last ones are: chat-9, chat-17-b6" in unknown.err
-    assert "no request has 'chat-8' in its id; did you mean: chat-9" in run("show", log, "chat-8").err
+    assert "no request has 'chat-8' in its id; did you mean: chat-9, chat-17-b6" in run("show", log, "chat-8").err
 
 
 @pytest.mark.parametrize("has_index", [False, True])
@@ -158,7 +158,9 @@ def test_the_id_that_a_client_gave_is_enough(
         driver.arrive(name, 5)
     log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     assert run("show", log, "user-39").out == run("show", log, names[-1]).out
-    several = run("show", log, "user-3")
+    assert run("show", log, "user-3").out == run("show", log, names[2]).out, "the others have more behind it"
+    assert f"did you mean: {names[38]}, " in run("show", log, "user-399").err
+    several = run("show", log, "ser-3")
     assert several.exit_code == 64
     assert several.err.partition("the shortest first: ")[2].startswith(f"{names[2]}, {names[29]}, ")
     assert f"the last ones are: {names[-1]}, " in run("show", log, "zzz").err
