@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvledger.adapters.vllm.messages import messages
+from kvledger.adapters.vllm.messages import messages, refusals_are_said
 from kvledger.lifecycle import ConfigurationError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def refuse_at_lookup(check: Callable[[KVTransferConfig, VllmConfig | None], obje
     It is given vLLM's whole configuration as well where the lookup is made to put that together, else None.
 
     Raises:
-        ConfigurationError: what `check` raises; it is said before as well, since a traceback follows it.
+        ConfigurationError: what `check` raises.
     """
     from vllm.config import KVTransferConfig, VllmConfig
 
@@ -42,9 +42,9 @@ def refuse_at_lookup(check: Callable[[KVTransferConfig, VllmConfig | None], obje
     maker = _caller(lookup, _WHOLE)
     whole = None if maker is None else maker.f_locals.get("self")
     try:
-        check(transfer, whole if isinstance(whole, VllmConfig) else None)
-    except ConfigurationError as error:
-        messages.error(f"{error}\n  `kvledger check` says what a configuration would do, without an engine")
+        with refusals_are_said():
+            check(transfer, whole if isinstance(whole, VllmConfig) else None)
+    except ConfigurationError:
         raise
     except Exception as error:  # noqa: BLE001 -- another vLLM may have its configuration in other words
         messages.warning(

@@ -21,7 +21,7 @@ from kvledger.adapters.vllm.cache_events import chunk_blocks
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import open_event_log
-from kvledger.adapters.vllm.messages import messages
+from kvledger.adapters.vllm.messages import messages, refusals_are_said
 from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports, WorkerStart
 from kvledger.adapters.vllm.metrics import ConnectorPrometheus
 from kvledger.adapters.vllm.plan import plan
@@ -58,6 +58,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     clock: ClassVar[Callable[[], int]] = time.monotonic_ns
     """Nanoseconds; the only clock that reaches the log. A simulation sets its own before it builds an engine."""
 
+    @refusals_are_said()
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)

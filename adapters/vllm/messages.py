@@ -5,10 +5,14 @@ Each begins with kvledger's name, since vLLM's prefix says only in which process
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import structlog
 from structlog.typing import EventDict, WrappedLogger
+
+from kvledger.lifecycle import ConfigurationError
 
 
 def _as_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
@@ -25,3 +29,13 @@ messages: structlog.stdlib.BoundLogger = structlog.wrap_logger(
     processors=[structlog.stdlib.filter_by_level, _as_text],
     cache_logger_on_first_use=True,
 )
+
+
+@contextlib.contextmanager
+def refusals_are_said() -> Iterator[None]:
+    """Say a refusal before it is raised: vLLM ends with tracebacks, in which it is hard to find."""
+    try:
+        yield
+    except ConfigurationError as error:
+        messages.error(f"{error}\n  `kvledger check` says what a configuration would do, without an engine")
+        raise

@@ -78,7 +78,7 @@ def refuse_unavailable(num_bytes: int) -> None:
     memory = available_memory()
     if memory is not None and num_bytes > memory.num_usable_bytes:
         raise PoolTooSmall(
-            f"a host pool of {num_bytes} bytes cannot be had, {memory.num_usable_bytes} bytes can ({memory.limit}; a "
+            f"a host pool of {_mib(num_bytes)} cannot be had, {_mib(memory.num_usable_bytes)} can ({memory.limit}; a "
             "twentieth, at most 1 GiB, is left to the engine); lower host_bytes, or give the process more memory"
         )
 
@@ -104,8 +104,8 @@ def _of_groups(root: Path) -> Iterator[HostMemory]:
     for group in _groups(root):
         yield HostMemory(
             max(0, group.limit_bytes - max(0, group.used_bytes - group.cached_bytes)),
-            f"{group.controller.limit} of the control group {group.path} is {group.limit_bytes}, {group.used_bytes} "
-            f"are used, {group.cached_bytes} of it by files that can be dropped",
+            f"{group.controller.limit} of the control group {group.path} is {_mib(group.limit_bytes)}, "
+            f"{_mib(group.used_bytes)} are used, {_mib(group.cached_bytes)} of it by files that can be dropped",
         )
 
 
@@ -127,6 +127,10 @@ def _hierarchy(root: Path, controller: _Controller, path: PurePosixPath) -> Iter
             continue
         cached = sum(_fields(directory / "memory.stat").get(name, 0) for name in controller.cached)
         yield _Group(group, controller, limit, usage, cached)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MiB"
 
 
 def _text(path: Path) -> str:

@@ -540,8 +540,11 @@ def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_machine")
-def test_more_than_the_machine_has_is_refused_before_a_page_is_touched() -> None:
-    """What is asked for, what there is, what limits it, and what to write instead; what is written then serves."""
+def test_more_than_the_machine_has_is_refused_before_a_page_is_touched(caplog: pytest.LogCaptureFixture) -> None:
+    """What is asked for, what there is, what limits it, and what to write instead; what is written then serves.
+
+    A server's output has it as a message, too: vLLM's tracebacks of several processes follow.
+    """
     with pytest.raises(ConfigurationError) as caught:
         start({"log_dir": None, "host_bytes": "951MiB"}, role=KVConnectorRole.WORKER)
     message = str(caught.value)
@@ -552,6 +555,8 @@ def test_more_than_the_machine_has_is_refused_before_a_page_is_touched() -> None
         'write "950MiB" or less',
     ):
         assert told in message
+    (said,) = (record.getMessage() for record in caplog.records if record.name == "vllm.kvledger")
+    assert said.startswith(f"kvledger: {message}\n")
     start({"log_dir": None, "host_bytes": "950MiB"}, role=KVConnectorRole.WORKER)
 
 
