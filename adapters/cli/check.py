@@ -39,8 +39,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "configuration",
         metavar="JSON",
-        help="the object of --kv-transfer-config, or its kv_connector_extra_config alone; a file, or - for stdin. vLLM is "
-        "imported to judge it, which takes seconds",
+        help="the object of --kv-transfer-config, or its kv_connector_extra_config alone; a file, or - for stdin. "
+        "vLLM is imported to judge it, which takes seconds",
     )
     parser.add_argument(
         "--model", metavar="DIR", type=Path, help="a model's directory: its config.json is read, no weights are"
