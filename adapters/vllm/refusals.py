@@ -58,16 +58,16 @@ def refusals(
     problems = [each for each in every if each["type"] != "is_instance_of"] or every  # nobody can write an object
     found: dict[str, list[Refusal]] = {}
     for problem in problems:
-        key = ".".join(map(str, _place(problem, problems)))
+        key = ".".join(map(str, _place(problem, every)))
         for refusal in _in_words(problem, key, list(known), elsewhere):
             found.setdefault(refusal.key, []).append(refusal)
     return tuple(_within(inside, refusal) for several in found.values() for refusal in _joined(several))
 
 
-def _place(problem: ErrorDetails, problems: list[ErrorDetails]) -> tuple[int | str, ...]:
+def _place(problem: ErrorDetails, every: list[ErrorDetails]) -> tuple[int | str, ...]:
     """Where it stands. A union adds a name of pydantic's own, and all of it has refused the same value."""
     place = problem["loc"]
-    alike = [each for each in problems if each["loc"][:-1] == place[:-1] and each["input"] == problem["input"]]
+    alike = [each for each in every if each["loc"][:-1] == place[:-1] and each["input"] == problem["input"]]
     is_union = len(place) > 1 and len(alike) > 1 and isinstance(place[-1], str)
     return place[:-1] if is_union else place
 

@@ -172,7 +172,7 @@ def test_a_pool_that_is_too_small_or_too_large_is_refused(
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("--dtype", "floot32", "did you mean 'float32'?"),
+        ("--dtype", "floot32", "dtype: 'floot32': must be 'auto', "),
         ("--tensor-parallel-size", "3", "must be divisible by tensor parallel size (3); if"),
     ],
 )
