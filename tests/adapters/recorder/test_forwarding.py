@@ -178,7 +178,11 @@ class Given(Recorded):
             "log_dirs: 'x': unknown key; did you mean log_dir",
         ),
         ("KVLedgerRecorder", {"log_dir": None, "connector": {"kv_connector": "Witness", "kv_rol": 1}}, "kv_rol"),
-        ("KVLedgerRecorderHMA", extra("PlainWitness"), "PlainWitness': it does not .*; name KVLedgerRecorder around it"),
+        (
+            "KVLedgerRecorderHMA",
+            extra("PlainWitness"),
+            "PlainWitness': it does not .*; name KVLedgerRecorder around it",
+        ),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_by_name(name: str, given: dict[str, Any], message: str) -> None:
