@@ -22,6 +22,7 @@ from kvledger.lifecycle.projections import Projection, Projections, ProjectionSp
 from kvledger.lifecycle.projections.obligations import Channel, PageJob, Ready
 from kvledger.lifecycle.projections.totals import DURATION_BOUNDS_NS, Figures
 from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.repeated_lookups import LookupsInFull, lookups_in_full
 from kvledger.lifecycle.replay import Replay, SequencedEvent, batches, fold
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.states import BlocksRegion, RequestState, TrustRegion
@@ -44,6 +45,7 @@ __all__ = [
     "Ledger",
     "LedgerConfiguration",
     "LedgerCorrupt",
+    "LookupsInFull",
     "MissReason",
     "PageJob",
     "Projection",
@@ -67,6 +69,7 @@ __all__ = [
     "fold",
     "handlers",
     "log_header",
+    "lookups_in_full",
     "on",
     "without_secrets",
 ]

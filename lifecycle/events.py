@@ -732,6 +732,29 @@ class PagesDigested(Event, frozen=True, tag=42):
     time_ns: int
 
 
+@observation("lookup.requested_again")
+class LookupRequestedAgain(Event, frozen=True, tag=43):
+    """A `LookupRequested` with the numbers of the life's last one, whose answer nothing has taken up.
+
+    A request that waits for blocks is asked about in every step. The ledger writes this in place of the event that it
+    stands for, and whoever folds or replays the log is given that one.
+    """
+
+    ordinal: int
+    time_ns: int
+
+
+@decision("lookup.answered_again")
+class LookupAnsweredAgain(Event, frozen=True, tag=44):
+    """A `LookupAnswered` that is the life's last one once more, reason and all; written in its place."""
+
+    ordinal: int
+    cause: int
+
+
+RepeatedLookup = LookupRequestedAgain | LookupAnsweredAgain
+
+
 _DECLARED = [
     each
     for each in vars().values()

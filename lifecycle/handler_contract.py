@@ -25,8 +25,9 @@ from kvledger.lifecycle.windows import NO_SLOT
 _NOT_OF_HANDLERS = (
     *(e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.ChunkTainted),
     e.ExtensionStopped,
+    e.LookupAnsweredAgain,
 )
-"""What follows from reports, and from code that raised."""
+"""What follows from reports, from code that raised, and how an answer is recorded."""
 _OWN = "kvledger.lifecycle."
 _encode = msgspec.msgpack.Encoder().encode
 _SAVES = (e.SaveIssued, e.TailSaveIssued)

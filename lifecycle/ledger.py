@@ -70,6 +70,7 @@ class Ledger:
         self._corrupt: LedgerCorrupt | None = None
         self._cause = 0
         """The last observation."""
+        self._in_short = self.projections.lookups.in_short
         self._raised = self.projections.extensions.raised
         self.projections.extensions.on_raised = self._stop_extensions
 
@@ -178,7 +179,7 @@ class Ledger:
             raise TurnEnded
         sequence = self._next_sequence
         self._next_sequence = sequence + 1
-        self._uncommitted.append(event)
+        self._uncommitted.append(self._in_short(event, sequence))
         try:
             self.projections.fold(event, sequence)
         except Exception as error:

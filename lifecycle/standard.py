@@ -47,7 +47,7 @@ PROJECTIONS: tuple[ProjectionSpec, ...] = (
     ),
     ProjectionSpec(
         "lookups",
-        lambda its: LookupCache(its.tracker, its.configuration.chunk_size, its.chunk_keys, its.chunks),
+        lambda its: LookupCache(its.tracker, its.configuration.chunk_size, its.chunk_keys, its.chunks, its.fold),
     ),
     ProjectionSpec(
         "chunks",

@@ -95,6 +95,7 @@ class Counting:
         has_step = False
         if batch.gap is not None:
             self._accounts.lose()
+            self._projections.lookups.lose()
         for sequence, event in batch.numbered():
             time_ns = getattr(event, "time_ns", None)
             self._time_ns = self._time_ns if time_ns is None else time_ns
@@ -151,7 +152,7 @@ class Counting:
         if isinstance(event, e.TransferReported):
             jobs = filter(None, map(self._projections.transfers.get, event.job_ids))
             return any(job.request_id == wanted for job in jobs)
-        return getattr(event, "request_id", None) == wanted
+        return getattr(self._projections.lookups.in_full(event), "request_id", None) == wanted
 
     def _count(self, event: e.Event) -> None:
         statistics = self._statistics

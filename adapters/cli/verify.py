@@ -23,6 +23,7 @@ from kvledger.adapters.logs.parts import verify_in_parts
 from kvledger.adapters.logs.processes import num_cores, processes
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.verification import Findings, Verification
+from kvledger.lifecycle import lookups_in_full
 from kvledger.lifecycle.audit import Violation
 from kvledger.lifecycle.events import Event
 
@@ -204,7 +205,7 @@ def _evidence(log: StoredLog, violations: Collection[Violation]) -> dict[int, Ev
         return {}
     copy = open_log(log.path, log.core, lenient=True)  # what was refused has been refused before
     found: dict[int, Event] = {}
-    for sequence, event in copy.events():
+    for sequence, event in lookups_in_full(copy.events()):
         if sequence in wanted:
             found[sequence] = event
             if len(found) == len(wanted):

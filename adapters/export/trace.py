@@ -90,6 +90,7 @@ class Trace:
     def take(self, sequence: int, event: e.Event) -> None:
         """Take up the next event of the log."""
         self.current = f"event {sequence} ({event.id})"
+        event = self.projections.lookups.in_full(event)
         self._reach(sequence)
         if not event.is_decision:
             self._complete()
@@ -111,6 +112,7 @@ class Trace:
         """Events are missing here. That the oldest are is no trouble: most often they were retired."""
         self._complete()
         self._reach(gap.last_sequence)
+        self.projections.lookups.lose()
         self._show_instant(
             Instant(
                 kind=LOST,

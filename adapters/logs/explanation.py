@@ -203,11 +203,11 @@ class _Chain:
     # --- lookups, admissions, steps ---------------------------------------------------------------
 
     def _lookup(self, lookup: Lookup) -> Cause:
-        named = self.histories.events.get(lookup.last_sequence)
-        text = "asked what can be loaded" if named is None else describe(named.event, self.core)
+        answered = self.histories.events.get(lookup.first_sequence)  # a later one may only say that it is repeated
+        text = "asked what can be loaded" if answered is None else describe(answered.event, self.core)
         if lookup.num_times > 1:
             text += f" — {lookup.num_times} times"
-        time_ns = 0 if named is None else named.time_ns
+        time_ns = self.histories.time_ns(lookup.last_sequence) or 0
         cause = Cause("lookup", lookup.first_sequence, lookup.last_sequence, time_ns, text, lookup.num_times)
         cause.spans = lookup.spans
         cause.reasons = self._texts(lookup.spans, time_ns)

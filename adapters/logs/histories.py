@@ -15,6 +15,7 @@ from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.progress import Progress
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.reasons import Accounts, RequestHistory
+from kvledger.lifecycle import LookupsInFull
 from kvledger.lifecycle import events as e
 
 
@@ -83,10 +84,14 @@ class NamedEvents:
     events: dict[int, NamedEvent] = attrs.field(factory=dict)
     names: dict[int, str] = attrs.field(factory=dict)
     """Ordinal -> request id."""
+    _in_full: LookupsInFull = attrs.field(factory=LookupsInFull)
 
     def take(self, batch: Batch) -> None:
         """Take up the next batch of the log."""
-        for sequence, event, time_ns in batch.timed():
+        if batch.gap is not None:
+            self._in_full.lose()
+        for sequence, recorded, time_ns in batch.timed():
+            event = self._in_full(recorded)
             if sequence in self.numbers:
                 self.events[sequence] = NamedEvent(sequence, event, time_ns)
             if isinstance(event, e.RequestArrived):

@@ -158,6 +158,7 @@ class _Builder:
             memory.num_batches += 1
             if batch.gap is not None:
                 self._accounts.lose()
+                self._projections.lookups.lose()
             for sequence, event in batch.numbered():
                 self._take(sequence, event)
 

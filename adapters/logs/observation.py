@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import attrs
 
-from kvledger.lifecycle import SequencedEvent
-from kvledger.lifecycle.events import Event
+from kvledger.lifecycle import Projections, SequencedEvent
+from kvledger.lifecycle import events as e
 
 
 @attrs.frozen
@@ -15,7 +15,7 @@ class Observation:
     """Iterates over its events with their numbers, the observed one first."""
 
     sequence: int
-    event: Event
+    event: e.Event
     """A decision where the observation is not in the log."""
     decisions: list[SequencedEvent]
 
@@ -23,6 +23,15 @@ class Observation:
     def last_sequence(self) -> int:
         """Of its last decision."""
         return self.decisions[-1][0] if self.decisions else self.sequence
+
+    def in_full(self, known: Projections) -> Observation:
+        """The same with what repeated lookups stand for; to be asked before it is folded into `known`."""
+        if not isinstance(self.event, e.LookupRequestedAgain):
+            return self
+        in_full = known.lookups.in_full
+        return Observation(
+            self.sequence, in_full(self.event), [(number, in_full(each)) for number, each in self.decisions]
+        )
 
     def __iter__(self) -> Iterator[SequencedEvent]:
         yield self.sequence, self.event

@@ -58,6 +58,7 @@ class Requests:
         self._on_end = on_end
         self.current = {} if current is None else current
         """By id, in the order of arrival: those that are not over."""
+        self._by_ordinal = {summary.ordinal: summary for summary in self.current.values()}
         self._jobs = {} if jobs is None else jobs
 
     def take(self, sequence: int, event: e.Event) -> None:
@@ -65,9 +66,13 @@ class Requests:
         if isinstance(event, e.RequestArrived):
             self._end(event.request_id)
             tokens = event.num_prompt_tokens
-            self.current[event.request_id] = RequestSummary(
-                event.request_id, event.ordinal, sequence, sequence, event.time_ns, tokens, tokens
-            )
+            summary = RequestSummary(event.request_id, event.ordinal, sequence, sequence, event.time_ns, tokens, tokens)
+            self.current[event.request_id] = self._by_ordinal[event.ordinal] = summary
+            return
+        if isinstance(event, e.RepeatedLookup):
+            if event.ordinal in self._by_ordinal:
+                self._by_ordinal[event.ordinal].last_sequence = sequence
+                self._by_ordinal[event.ordinal].num_lookups += not event.is_decision
             return
         about = map(self._jobs.get, event.job_ids) if isinstance(event, e.TransferReported) else (event,)
         request_ids = dict.fromkeys(getattr(each, "request_id", "") for each in about)
@@ -88,6 +93,7 @@ class Requests:
     def _end(self, request_id: str) -> None:
         summary = self.current.pop(request_id, None)
         if summary is not None:
+            self._by_ordinal.pop(summary.ordinal, None)
             self._on_end(summary)
 
     def _count(self, summary: RequestSummary, event: e.Event) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+from msgspec.structs import replace
+
 from kvledger.adapters.reasons.explain import Explainer
 from kvledger.adapters.reasons.life import Answer, Life
 from kvledger.adapters.reasons.memory import Load, Memory
@@ -80,6 +82,13 @@ class Admissions(Projection):
         life.is_computing, life.allocated_without_answer, life.hook_failed = False, 0, 0
         life.answer = Answer(sequence, event)
         self._note_lookup(life, event, sequence)
+
+    @on(e.LookupAnsweredAgain)
+    def _answered_again(self, event: e.LookupAnsweredAgain, sequence: int) -> None:
+        life = self._lives.by_ordinal(event.ordinal)
+        last = None if life is None or life.answer is None else life.answer.event
+        if life is not None and last is not None and last.generation == life.generation:  # as it is pending for a fold
+            self._answered(replace(last, cause=event.cause), sequence)
 
     @on(e.DecisionWithheld)
     def _withheld(self, event: e.DecisionWithheld, sequence: int) -> None:

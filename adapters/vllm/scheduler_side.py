@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
-from msgspec.structs import astuple
 
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.cache_events import CacheEvents, ChunkBlocks
@@ -188,10 +187,10 @@ class SchedulerSide:
         is_repeated = self.journal.is_whole and has_only_asked and before == self._last_answer(request)
         return (decided.num_external_tokens, decided.is_async), is_repeated
 
-    def _last_answer(self, request: Request) -> tuple[object, ...] | None:
-        """This incarnation's last lookup and its answer; None where something came between."""
+    def _last_answer(self, request: Request) -> int:
+        """Where the log has this incarnation's last lookup and its answer in full; 0 where something came between."""
         answer = self._projections.lookups.pending(request.request_id)
-        return None if answer is None else astuple(answer)[:-1]
+        return 0 if answer is None else answer.written_at
 
     def _refuse_answer(self, request: Request, breach: str) -> None:
         record = self._tracker.get(request.request_id)

@@ -91,6 +91,8 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
         "miss_reason": ("LONGEST_HIT",),
         "miss_cause": ("LONGEST_HIT",),
     },
+    "lookup.requested_again": {"ordinal": ("LOOKUP_PURE",)},
+    "lookup.answered_again": {"ordinal": ("LOOKUP_PURE",)},
     "lookup.deferred": {
         "num_computed_tokens": ("LOOKUP_PURE",),
         "num_tokens": ("LOOKUP_PURE",),

@@ -61,10 +61,7 @@ def taken_over(projections: Projections) -> Start:
         answers={
             record.request_id: Answer(
                 answer.sequence,
-                (record.request_id, record.ordinal, answer.generation),
-                answer.num_computed_tokens,
-                answer.num_external_tokens,
-                answer.is_async,
+                answer.as_event(record.request_id, record.ordinal, answer.sequence),
                 frozenset(chunks.promised.get(record.request_id, ())),
             )
             for record, answer in pending

@@ -7,6 +7,8 @@ cannot outlive them. LMCache's cached lookup carried neither and killed the engi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from kvledger.lifecycle import events as e
@@ -17,6 +19,8 @@ from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.tracker import RequestTracker
 
 _WINDOW = e.MissReason.WINDOW.value
+_LOOKUPS = (e.LookupRequested, e.LookupAnswered)
+_IN_FULL_AFTER_EVENTS = 1024
 
 
 class CachedHit(msgspec.Struct, frozen=True, gc=False):
@@ -35,9 +39,39 @@ class PendingAnswer(msgspec.Struct, frozen=True, gc=False):
     generation: int
     num_computed_tokens: int
     num_tokens: int
+    num_hit_tokens: int
     num_external_tokens: int
     is_async: bool
+    miss_reason: str
+    miss_cause: int
     sequence: int
+    written_at: int
+    """Sequence number of the last answer like this one that the log has in full."""
+
+    def as_event(self, request_id: str, ordinal: int, cause: int) -> e.LookupAnswered:
+        """The answer, given to that life upon another question."""
+        return e.LookupAnswered(
+            request_id,
+            ordinal,
+            self.generation,
+            self.num_computed_tokens,
+            self.num_tokens,
+            self.num_hit_tokens,
+            self.num_external_tokens,
+            self.is_async,
+            self.miss_reason,
+            self.miss_cause,
+            cause,
+        )
+
+
+def _repeats(last: PendingAnswer, event: e.LookupRequested | e.LookupAnswered, ordinal: int, sequence: int) -> bool:
+    """Whether the log says it already, and not too long ago."""
+    if sequence - last.written_at > _IN_FULL_AFTER_EVENTS:
+        return False
+    if isinstance(event, e.LookupAnswered):
+        return event == last.as_event(event.request_id, ordinal, event.cause)
+    return event.num_computed_tokens == last.num_computed_tokens and event.num_tokens == last.num_tokens
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,12 +88,18 @@ class LookupCache(Projection):
     """One replaceable slot per life of a request, written by the last lookup. What is asked is about the present one.
 
     What is answered concerns one generation of a life; an answer to any other is none. To be folded before the
-    tracker, which forgets lives.
+    tracker, which forgets lives. A lookup that the log repeats in short is given to `fold` in full, once more.
     """
 
     def __init__(
-        self, tracker: RequestTracker, chunk_size: int, chunk_keys: ChunkKeys, chunk_index: ChunkIndex
+        self,
+        tracker: RequestTracker,
+        chunk_size: int,
+        chunk_keys: ChunkKeys,
+        chunk_index: ChunkIndex,
+        fold: Callable[[e.Event, int], None],
     ) -> None:
+        self._fold = fold
         self._tracker = tracker
         self._chunk_size = chunk_size
         self._chunk_keys = chunk_keys
@@ -101,11 +141,51 @@ class LookupCache(Projection):
             start = cached.num_chunks
         return start + self._chunk_index.num_committed_from(keys[start:])
 
+    def in_short(self, event: e.Event, sequence: int) -> e.Event:
+        """An event as it is to be written, before it is folded: a lookup in short, where it is the last one once more.
+
+        It is written in full every now and then, so that whoever lacks a part of the log soon knows it again.
+        """
+        if not isinstance(event, _LOOKUPS):
+            return event
+        ordinal = self._tracker.ordinal(event.request_id)
+        last = self.state.pending.get(ordinal)
+        if last is None or not _repeats(last, event, ordinal, sequence):
+            return event
+        if isinstance(event, e.LookupAnswered):
+            return e.LookupAnsweredAgain(ordinal, event.cause)
+        return e.LookupRequestedAgain(ordinal, event.time_ns)
+
+    def in_full(self, event: e.Event) -> e.Event:
+        """What was written in short, before or behind its fold; itself, if it repeats what is not known here.
+
+        Readers of logs call it with each event, so that they need not know that a lookup may be short.
+        """
+        if not isinstance(event, e.RepeatedLookup):
+            return event
+        record, last = self._tracker.of(event.ordinal), self.state.pending.get(event.ordinal)
+        if record is None or last is None:
+            return event
+        if isinstance(event, e.LookupAnsweredAgain):
+            return last.as_event(record.request_id, record.ordinal, event.cause)
+        return e.LookupRequested(record.request_id, last.num_computed_tokens, last.num_tokens, event.time_ns)
+
+    def lose(self) -> None:
+        """Events are missing here, other answers perhaps among them: those from before are not what is repeated."""
+        self.state.pending.clear()
+
+    @on(e.RepeatedLookup)
+    def _repeated(self, event: e.RepeatedLookup, sequence: int) -> None:
+        full = self.in_full(event)
+        if full is not event:
+            self._fold(full, sequence)
+
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered, sequence: int) -> None:
         if self._tracker.in_generation(event) is None:
             return
         ordinal = event.ordinal
+        last = self.state.pending.get(ordinal)
         self.state.hits[ordinal] = CachedHit(
             event.num_hit_tokens // self._chunk_size,
             len(self._chunk_keys.of_life(ordinal)),
@@ -117,9 +197,13 @@ class LookupCache(Projection):
             event.generation,
             event.num_computed_tokens,
             event.num_tokens,
+            event.num_hit_tokens,
             event.num_external_tokens,
             event.is_async,
+            event.miss_reason,
+            event.miss_cause,
             sequence,
+            sequence if last is None or not _repeats(last, event, ordinal, sequence) else last.written_at,
         )
         self.state.num_deferred.pop(ordinal, None)
         if event.miss_reason == _WINDOW:

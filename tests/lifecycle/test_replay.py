@@ -33,7 +33,7 @@ def story() -> tuple[Driver, Log]:
     driver.finish("a", 0, 41)
     driver.settle_all()
     driver.ledger.commit()
-    return driver, driver.sink.events()
+    return driver, driver.events()
 
 
 def replayed(log: Log, driver: Driver, *, core: Core = Core.standard()) -> Replay:
@@ -73,7 +73,7 @@ def test_every_prefix_of_a_log_folds_to_the_state_of_that_moment(seed: int, chun
     walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
     walk.run(25)
     configuration = walk.driver.configuration
-    log = walk.driver.sink.events()
+    log = walk.driver.events()
     live = Ledger(Core.standard(), configuration, MemorySink())
     moments: dict[int, object] = {}
     for event in [event for _, event in log if not event.is_decision]:
@@ -219,7 +219,7 @@ def test_a_commit_is_one_frame_and_an_empty_one_is_none() -> None:
     assert [(first, count) for first, count, _ in driver.sink.frames] == [(1, 2), (3, 2)]
     assert driver.ledger.num_uncommitted == 0
     assert driver.ledger.next_sequence == 5
-    assert [event for _, event in driver.sink.events()] == driver.observed
+    assert [event for _, event in driver.events()] == driver.observed
 
 
 def test_divergences_are_counted_beyond_those_that_are_kept() -> None:

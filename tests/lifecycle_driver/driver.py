@@ -18,6 +18,7 @@ from kvledger.lifecycle import (
     RequestState,
     Scheduled,
     StepEncoder,
+    lookups_in_full,
 )
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
@@ -100,6 +101,10 @@ class Driver:
         audit = Audit(core, self.configuration, start=start)
         audit.run(self.sink.events() if events is None else events)
         return audit
+
+    def events(self) -> list[SequencedEvent]:
+        """What is in the log, with each lookup in full: to be altered before it is audited."""
+        return list(lookups_in_full(self.sink.events()))
 
     def all_of(self, event_class: type[_EventClass]) -> list[_EventClass]:
         """Every event of a class so far, in order."""

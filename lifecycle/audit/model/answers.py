@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec.structs import replace
+
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.forgotten import LIFE, Forgotten
 from kvledger.lifecycle.audit.model.lives import Lives
@@ -20,13 +22,14 @@ class Answer(NamedTuple):
 
     sequence: int
     """0 where that was before the audit began."""
-    life: tuple[str, int, int]
-    """Request id, ordinal, generation that it was given to."""
-    num_computed_tokens: int
-    num_external_tokens: int
-    is_async: bool
+    event: e.LookupAnswered
     promised: frozenset[bytes]
     """Keys of the chunks that it lets the scheduler count on."""
+
+    @property
+    def life(self) -> tuple[str, int, int]:
+        """Request id, ordinal, generation that it was given to."""
+        return self.event.request_id, self.event.ordinal, self.event.generation
 
 
 class Allocation(NamedTuple):
@@ -71,6 +74,17 @@ class Answers:
         """(request id, event) of each preemption after which somebody waits for the chunk."""
         return ((who, sequence) for who, (keys, sequence) in self._waited_for.items() if key in keys)
 
+    def in_full(self, event: e.RepeatedLookup) -> e.Event:
+        """What it stands for; itself, where that life has no answer that no allocation has claimed."""
+        life = self._lives.of(event.ordinal)
+        last = None if life is None else self._pending.get(life.request_id)
+        if last is None:
+            return event
+        if isinstance(event, e.LookupAnsweredAgain):
+            return replace(last.event, cause=event.cause)
+        numbers = last.event.num_computed_tokens, last.event.num_tokens
+        return e.LookupRequested(last.event.request_id, *numbers, event.time_ns)
+
     def relied_on(self) -> Container[bytes]:
         """Every chunk that is promised or waited for."""
         return frozenset().union(
@@ -84,15 +98,8 @@ class Answers:
 
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered) -> None:
-        life = event.request_id, event.ordinal, event.generation
-        self._pending[event.request_id] = Answer(
-            self._moment.sequence,
-            life,
-            event.num_computed_tokens,
-            event.num_external_tokens,
-            event.is_async,
-            frozenset(self._promised_by(event)),
-        )
+        promised = frozenset(self._promised_by(event))
+        self._pending[event.request_id] = Answer(self._moment.sequence, event, promised)
 
     def _promised_by(self, event: e.LookupAnswered) -> Sequence[bytes]:
         life = self._lives.in_generation(event)

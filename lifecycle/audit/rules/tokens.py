@@ -87,10 +87,10 @@ class AllocMatchesLookup(Checker):
                 f"{life.ordinal}, the answer was for generation {answer.life[2]} of life {answer.life[1]}"
             )
             self.broken(detail, answer.sequence)
-        elif not 0 <= event.num_external_tokens <= answer.num_external_tokens:
+        elif not 0 <= event.num_external_tokens <= answer.event.num_external_tokens:
             detail = (
                 f"{event.num_external_tokens} external tokens were claimed, "
-                f"{answer.num_external_tokens} had been answered"
+                f"{answer.event.num_external_tokens} had been answered"
             )
             self.broken(detail, answer.sequence)
 
@@ -100,16 +100,16 @@ class AllocMatchesLookup(Checker):
         if allocation is None or allocation.num_external_tokens == 0:
             return  # a load that nothing claimed is EXTERNAL_ZERO_NO_LOAD's
         answer = allocation.answer
-        first_token = 0 if answer is None else answer.num_computed_tokens
+        first_token = 0 if answer is None else answer.event.num_computed_tokens
         if (event.first_token, event.num_tokens) != (first_token, allocation.num_external_tokens):
             detail = (
                 f"{event.num_tokens} tokens are loaded from token {event.first_token} on, "
                 f"{allocation.num_external_tokens} from {first_token} on had been claimed"
             )
             self.broken(detail, allocation.sequence)
-        if answer is not None and event.is_async is not answer.is_async:
+        if answer is not None and event.is_async is not answer.event.is_async:
             how = ("a load within its step", "an asynchronous load")
-            detail = f"{how[event.is_async]} was issued, {how[answer.is_async]} had been answered"
+            detail = f"{how[event.is_async]} was issued, {how[answer.event.is_async]} had been answered"
             self.broken(detail, answer.sequence, allocation.sequence)
 
 
@@ -176,8 +176,8 @@ class TokenConservation(Checker):
         allocation = self.answers.allocation(event.request_id)
         answer = None if allocation is None else allocation.answer
         # Taking up more than was answered is ALLOC_MATCHES_LOOKUP's; nothing can be added up then.
-        if answer is not None and 0 < event.num_external_tokens <= answer.num_external_tokens:
-            admission = (self.moment.sequence, answer.num_computed_tokens, event.num_external_tokens)
+        if answer is not None and 0 < event.num_external_tokens <= answer.event.num_external_tokens:
+            admission = (self.moment.sequence, answer.event.num_computed_tokens, event.num_external_tokens)
             self._admissions[event.request_id] = admission
 
     @on(e.PrefillAdvanced, e.PrefillCompleted)

@@ -102,7 +102,7 @@ def test_missing_events_are_shown_where_they_are_missing(run: Any, story: Driver
     directory = write_log(tmp_path / "log", story.observed, story.configuration)
     (segment,) = directory.glob("*.kvlog")
     data = bytearray(segment.read_bytes())
-    data[len(data) * 4 // 5] ^= 0xFF
+    data[len(data) * 9 // 10] ^= 0xFF
     segment.write_bytes(data)
     result = run("export", directory, "--perfetto", "-o", tmp_path / "t.json")
     assert result.exit_code == 0

@@ -13,7 +13,7 @@ from lifecycle_driver import Walk
 from lifecycle_driver.concerned import check_reasons, check_stories
 
 from kvledger.adapters.reasons import Accounts, LoadFate, OfferFate, Reason, Sums
-from kvledger.lifecycle import Core, LedgerConfiguration, fold
+from kvledger.lifecycle import Core, LedgerConfiguration, Projections
 from kvledger.lifecycle import events as e
 
 SEEDS = [int(os.environ["WALK_SEED"])] if "WALK_SEED" in os.environ else list(range(12))
@@ -79,13 +79,16 @@ def test_they_add_up_at_every_moment_and_behind_every_gap(seed: int) -> None:
     check_reasons(events[: len(events) // 3], walk.driver.configuration)
     lost = range(len(events) // 3, len(events) // 2)
     accounts = Accounts(walk.driver.configuration)
+    projections = Projections(Core.standard(), walk.driver.configuration)
     for index, (sequence, event) in enumerate(events):
         if index == lost.start:
             accounts.lose()
+            projections.lookups.lose()
         if index not in lost:
             accounts.take(sequence, event)
+            projections.fold(event, sequence)
     kept = [event for index, event in enumerate(events) if index not in lost]
-    assert accounts.sums().differences(fold(Core.standard(), kept, walk.driver.configuration).totals.figures) == []
+    assert accounts.sums().differences(projections.totals.figures) == []
     check_reasons(kept, walk.driver.configuration)
     check_reasons(kept[len(kept) // 2 :], walk.driver.configuration)
 

@@ -202,7 +202,7 @@ def test_a_connector_that_cannot_be_made_here_is_named() -> None:
     assert recording.wrapped is not None
     elsewhere = {**recording.wrapped.kv_transfer, "kv_connector": "Elsewhere", "kv_connector_module_path": "elsewhere"}
     gone = attrs.evolve(recording, wrapped=msgspec.structs.replace(recording.wrapped, kv_transfer=elsewhere))
-    with pytest.raises(NotRerunnable, match=r"Elsewhere cannot be made .* put its module on PYTHONPATH"):
+    with pytest.raises(NotRerunnable, match=r"(?s)Elsewhere cannot be made .* put its module on PYTHONPATH"):
         rerun(gone)
 
 

@@ -22,7 +22,7 @@ HERE = -1
 
 def altered(driver: Driver, event_class: type[e.Event], index: int, change: Change) -> list[SequencedEvent]:
     """The driver's log with the `index`-th event of a class changed; a change that changes nothing is refused."""
-    events = driver.sink.events()
+    events = driver.events()
     places = [place for place, (_, event) in enumerate(events) if type(event) is event_class]
     sequence, event = events[places[index]]
     changed = change(event)
@@ -385,7 +385,7 @@ def test_a_report_of_a_settled_job_is_named() -> None:
 
 def test_a_load_from_chunks_that_a_reset_made_stale_is_named(story: Driver) -> None:
     """Old weights' KV under new weights is silent corruption."""
-    events = story.sink.events()
+    events = story.events()
     allocation = next(s for s, event in events if isinstance(event, e.BlocksAllocated) and event.num_external_tokens)
     # The reset takes the place of a lookup's repetition, so no sequence number changes.
     polls = [
@@ -398,7 +398,7 @@ def test_a_load_from_chunks_that_a_reset_made_stale_is_named(story: Driver) -> N
 
 def test_a_finished_request_that_is_never_released_is_named(story: Driver) -> None:
     """A leak: nothing is owed, and still it is remembered."""
-    events = story.sink.events()
+    events = story.events()
     place = max(place for place, (_, event) in enumerate(events) if isinstance(event, e.RequestReleased))
     events[place] = (events[place][0], e.LogNote("nothing", 1))
     assert {v.rule for v in story.audited(events).violations} == {"RELEASE_ALL"}

@@ -70,7 +70,7 @@ def broken_rules(driver: Driver, events: list[SequencedEvent]) -> set[str]:
 
 def replaced(driver: Driver, old: e.Event, new: e.Event) -> list[SequencedEvent]:
     """The driver's log with one event, found by identity, replaced."""
-    events = driver.sink.events()
+    events = driver.events()
     (place,) = [place for place, (_, event) in enumerate(events) if event == old]
     assert new != old
     events[place] = (events[place][0], new)
@@ -187,7 +187,7 @@ def test_a_load_of_a_tail_that_is_still_being_saved_is_named(tails: Driver) -> N
     }
     events = [
         (sequence, e.LogNote("nothing", 1) if event in settling else event)
-        for sequence, event in up_to_the_load(tails.sink.events())
+        for sequence, event in up_to_the_load(tails.events())
     ]
     audit = tails.audited(events)
     assert {violation.rule for violation in audit.violations} - ANSWERED == {"LOADABLE_AFTER_COMMIT"}
@@ -214,7 +214,7 @@ def test_a_load_of_a_dropped_tail_is_named_with_what_dropped_it(dropping: e.Even
         dropping = change(
             dropping, ordinal=next(a.ordinal for a in tails.all_of(e.RequestArrived) if a.request_id == "a")
         )
-    events = up_to_the_load(tails.sink.events())
+    events = up_to_the_load(tails.events())
     places = [
         place
         for place, (_, event) in enumerate(events)
