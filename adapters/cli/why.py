@@ -17,9 +17,11 @@ from kvledger.adapters.logs.explanation import Cause, balance, causes_of, reason
 from kvledger.adapters.logs.histories import Histories, read_histories
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.reasons import LoadFate, RequestHistory, Sums
+from kvledger.lifecycle import events as e
 
 _MAX_LOOKUPS = 3
 """Of the different answers that a waiting request got in a row, people are shown the last ones."""
+_ARRIVED = e.RequestArrived.id
 _Chain = tuple[RequestHistory, Sequence[Cause]]
 """Of one incarnation."""
 
@@ -67,7 +69,8 @@ def _show_json(output: Output, chains: Sequence[_Chain], histories: Histories, l
         whose = {"request_id": history.request_id, "ordinal": history.ordinal}
         for cause in causes:
             fields = attrs.asdict(cause, filter=lambda field, _: field.name not in {"spans", "reasons"})
-            output.record("cause", {**whose, **fields, "time_unix_ns": clock.unix_ns(cause.time_ns)})
+            times = {"time_unix_ns": clock.unix_ns(cause.time_ns), "until_unix_ns": clock.unix_ns(cause.until_ns)}
+            output.record("cause", {**whose, **fields, **times})
             for span in cause.spans:
                 fields = {
                     "of": cause.what,
@@ -128,6 +131,9 @@ def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock) -> None:
         if history.num_left_out:
             output.line(f"{history.num_left_out} more of its causes were not kept", style="dim")
         output.line()
+        if all_causes and all_causes[0].what == _ARRIVED and not (history.lookups or history.admissions):
+            output.line("nobody asked what can be loaded for it, and it got no blocks: it only waited")
+            continue
         show_total(output, history.sums, history.sums.differences())
 
 

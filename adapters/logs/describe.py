@@ -9,7 +9,7 @@ from typing import cast
 import attrs
 import msgspec
 
-from kvledger.adapters.logs.amounts import plural, ranges
+from kvledger.adapters.logs.amounts import duration, plural, ranges
 from kvledger.lifecycle import Core, Extension, MissReason
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Violation
@@ -27,6 +27,10 @@ MISS_REASONS: dict[str, str] = {
     MissReason.LOAD_FAILED: "its last load failed, so it computes first",
     MissReason.QUARANTINED: "the request is quarantined",
 }
+
+
+_LONG_WAIT_NS = 100_000_000
+"""A request waits for so long only where others are served before it."""
 
 
 def state_change(before: str | None, after: str | None) -> str:
@@ -47,6 +51,12 @@ def _lookup(answer: e.LookupAnswered) -> str:
     if answer.miss_cause:
         why += f" (event {answer.miss_cause})"
     return f"{asked}: {answer.num_hit_tokens} are saved, {answer.num_external_tokens} offered; {why}"
+
+
+def lookups_in_a_row(num_times: int, duration_ns: int, waited_ns: int) -> str:
+    """What is to be added to the words of a lookup: that it was repeated, and that the request had waited for it."""
+    repeated = f" — {num_times} times in {duration(duration_ns)}" if num_times > 1 else ""
+    return repeated + (f"; first asked {duration(waited_ns)} after it arrived" if waited_ns >= _LONG_WAIT_NS else "")
 
 
 def _load(load: e.LoadIssued) -> str:

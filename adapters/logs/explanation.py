@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from kvledger.adapters.logs.amounts import duration, plural, ranges
-from kvledger.adapters.logs.describe import describe, describe_core_event
+from kvledger.adapters.logs.describe import describe, describe_core_event, lookups_in_a_row
 from kvledger.adapters.logs.histories import Histories, NamedEvent
 from kvledger.adapters.reasons import (
     BY_DESIGN,
@@ -70,6 +70,10 @@ class Cause:
     time_ns: int
     text: str
     num_times: int = 1
+    until_ns: int = attrs.field(default=attrs.Factory(lambda cause: cause.time_ns, takes_self=True))
+    """Later than `time_ns` where it is several lookups."""
+    waited_ns: int = 0
+    """From the arrival to a first lookup."""
     spans: tuple[Span, ...] = ()
     """The tokens that it is about, with their reasons."""
     reasons: list[str] = attrs.field(factory=list)
@@ -119,7 +123,7 @@ class _Chain:
         """All of them, in the order of the log."""
         causes = [
             *self._happenings(),
-            *map(self._lookup, self.history.lookups),
+            *(self._lookup(lookup, is_first=not place) for place, lookup in enumerate(self.history.lookups)),
             *map(self._admission, self.history.admissions),
         ]
         causes.sort(key=lambda cause: cause.last_sequence)
@@ -202,14 +206,17 @@ class _Chain:
 
     # --- lookups, admissions, steps ---------------------------------------------------------------
 
-    def _lookup(self, lookup: Lookup) -> Cause:
+    def _lookup(self, lookup: Lookup, *, is_first: bool) -> Cause:
         answered = self.histories.events.get(lookup.first_sequence)  # a later one may only say that it is repeated
         text = "asked what can be loaded" if answered is None else describe(answered.event, self.core)
-        if lookup.num_times > 1:
-            text += f" — {lookup.num_times} times"
-        time_ns = self.histories.time_ns(lookup.last_sequence) or 0
-        cause = Cause("lookup", lookup.first_sequence, lookup.last_sequence, time_ns, text, lookup.num_times)
-        cause.spans = lookup.spans
+        time_ns = 0 if answered is None else answered.time_ns
+        until_ns = max(time_ns, self.histories.time_ns(lookup.last_sequence) or 0)
+        arrived = self.histories.events.get(self.history.moments[0]) if is_first and self.history.moments else None
+        waited_ns = time_ns - arrived.time_ns if arrived and isinstance(arrived.event, e.RequestArrived) else 0
+        text += lookups_in_a_row(lookup.num_times, until_ns - time_ns, waited_ns)
+        asked = lookup.first_sequence if answered is None else getattr(answered.event, "cause", 0)
+        cause = Cause("lookup", asked, lookup.last_sequence, time_ns, text, lookup.num_times)
+        cause.until_ns, cause.waited_ns, cause.spans = until_ns, waited_ns, lookup.spans
         cause.reasons = self._texts(lookup.spans, time_ns)
         return cause
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import attrs
 
 from kvledger.adapters.logs.amounts import duration, plural, size
-from kvledger.adapters.logs.describe import describe, describe_decisions
+from kvledger.adapters.logs.describe import describe, describe_decisions, lookups_in_a_row
 from kvledger.adapters.logs.log import Gap
 from kvledger.adapters.logs.observation import Observation
 from kvledger.lifecycle import Core, LedgerConfiguration, Projections, RequestState, SequencedEvent
@@ -47,6 +47,8 @@ class Group:
     """Time that transfers took, added up over their reports."""
     num_broken: int = 0
     """Rules that were broken here."""
+    waited_ns: int = 0
+    """From the arrival to a first lookup."""
 
     @property
     def text(self) -> str:
@@ -61,8 +63,8 @@ class Group:
                 parts.append(f"{plural(self.num_blocks, 'more block')}")
             if self.num_chunks_to_save:
                 parts.append(f"saving {plural(self.num_chunks_to_save, 'chunk')}")
-        elif self.what == "lookup" and self.num_moments > 1:
-            parts[0] += f" — {self.num_moments} times"
+        elif self.what == "lookup":
+            parts[0] += lookups_in_a_row(self.num_moments, self.until_ns - self.time_ns, self.waited_ns)
         if self.num_bytes:
             parts.append(f"{size(self.num_bytes)} in {duration(self.duration_ns)}")
         return "; ".join(parts)
@@ -129,6 +131,8 @@ class _Timeline:
         self._num_computed_before = 0
         self._jobs: dict[int, e.LoadIssued | e.SaveIssued | e.TailSaveIssued] = {}
         self._num_incarnations = 0
+        self._arrived_ns: int | None = None
+        """None also from its first lookup on."""
 
     def lose(self, gap: Gap) -> None:
         """Say that events are missing here."""
@@ -240,11 +244,14 @@ class _Timeline:
         group = self._add(moment, "lookup", self._observation_text(moment.event))
         group.texts = group.texts or [_NO_ANSWER]
         if asked is not None:
-            group.first_sequence, group.time_ns, group.state_before = (
+            group.first_sequence, group.time_ns, group.waited_ns, group.state_before = (
                 asked.first_sequence,
                 asked.time_ns,
+                asked.waited_ns,
                 asked.state_before,
             )
+        if self._arrived_ns is not None:
+            group.waited_ns, self._arrived_ns = group.time_ns - self._arrived_ns, None
         if before is not None and before.what == "lookup" and before.texts == group.texts:
             self.groups.pop()
             before.num_moments += 1
@@ -290,7 +297,7 @@ class _Timeline:
         if not text and not isinstance(event, e.LookupRequested | e.ExtensionObserved):
             text = event.id
         if isinstance(event, e.RequestArrived):
-            self._num_incarnations += 1
+            self._num_incarnations, self._arrived_ns = self._num_incarnations + 1, event.time_ns
             return text if self._num_incarnations == 1 else f"{text}, incarnation {self._num_incarnations} of this id"
         if isinstance(event, e.RequestPreempted):
             num_blocks = len(self._known.blocks.lost(self.request_id))

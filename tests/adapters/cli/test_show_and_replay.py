@@ -56,7 +56,7 @@ def test_a_request_is_shown_as_groups_in_plain_words(run: Any, log: Path) -> Non
     assert any("preempted with 64 settled tokens, lost 4 blocks; save 2 starts: chunks 5–7" in line for line in texts)
     polls = [line for line in texts if "asked what can be loaded of 65 tokens" in line]
     assert len(polls) == 1
-    assert polls[0].endswith("— 3 times")
+    assert polls[0].endswith("— 3 times in 2.0 µs")
     assert any("load 3 starts: tokens 0–63 into 4 blocks (7–10)" in line for line in texts)
     assert any("load 3 has arrived; 100 B in" in line for line in texts)
     assert "preempted → recovering" in result.out

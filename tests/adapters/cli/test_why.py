@@ -86,6 +86,47 @@ def test_a_lookup_names_the_eviction_the_request_it_was_for_and_how_long_before(
     assert "— 3 times" in result.out
 
 
+def waiting_story() -> Driver:
+    """`a` waits for 20 s and is asked about three times in 4 s; nobody ever asks about `b`."""
+    driver = Driver()
+    driver.arrive("a", 33, keys_of("x", 4))
+    driver.arrive("b", 33)
+    driver.pass_ns(20 * 10**9)
+    for _ in range(3):
+        driver.lookup("a", 0, 33)
+        driver.pass_ns(2 * 10**9)
+    driver.allocate("a", (1, 2, 3))
+    driver.step(("a", 0, 33, 33))
+    driver.finish("b", 0, 33)
+    driver.ledger.commit()
+    return driver
+
+
+def test_show_and_why_tell_the_same_of_equal_lookups(run: Any, tmp_path: Path) -> None:
+    """The first one's time, the events of all, how long they went on, and how long the request had waited."""
+    driver = waiting_story()
+    log = write_log(tmp_path / "log", [event for _, event in driver.sink.events()], driver.configuration)
+    told = []
+    for command in ("show", "why"):
+        (line,) = [line for line in run(command, log, "a").out.splitlines() if "asked what can be loaded" in line]
+        assert line.endswith("the next chunk is not saved — 3 times in 4.00 s; first asked 20.00 s after it arrived")
+        told.append([line.split()[0], line.split()[1], line.split()[2]])
+    assert told[0] == told[1]
+    (group,) = [each for each in run("show", log, "a", "--json").objects("group") if each["what"] == "lookup"]
+    (cause,) = [each for each in run("why", log, "a", "--json").objects("cause") if each["what"] == "lookup"]
+    for name in ("last_sequence", "time_ns", "until_ns", "waited_ns", "time_unix_ns", "until_unix_ns"):
+        assert group[name] == cause[name]
+    assert group["first_sequence"] == cause["sequence"]
+
+
+def test_of_a_request_that_only_waited_that_is_said(run: Any, tmp_path: Path) -> None:
+    """A table of zeros says nothing."""
+    driver = waiting_story()
+    out = run("why", write_log(tmp_path / "log", driver.observed, driver.configuration), "b").out
+    assert out.endswith("nobody asked what can be loaded for it, and it got no blocks: it only waited\n")
+    assert "left to compute" not in out
+
+
 def test_a_preemption_names_who_got_blocks_and_says_what_is_inferred(run: Any, evicted: tuple[Path, Driver]) -> None:
     """The log does not record free blocks, so the connection is not a fact."""
     log, driver = evicted
