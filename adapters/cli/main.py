@@ -84,8 +84,19 @@ def _report_mistake(error: Exception) -> None:
     )
 
 
+def _is_missing(path: Path) -> bool:
+    """Whether there is nothing, which is not known where nobody may look."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _logs(arguments: argparse.Namespace) -> list[Path]:
-    if arguments.request and isinstance(arguments.log, Path) and not os.path.lexists(arguments.log):
+    if arguments.request and isinstance(arguments.log, Path) and _is_missing(arguments.log):
         raise CommandFailed(
             f"there is nothing at {arguments.log}, nor at {arguments.request}; give the LOG (a log directory or a "
             "*.kvlog file) and the REQUEST in it"

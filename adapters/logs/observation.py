@@ -26,7 +26,7 @@ class Observation:
 
     def in_full(self, known: Projections) -> Observation:
         """The same with what repeated lookups stand for; to be asked before it is folded into `known`."""
-        if not isinstance(self.event, e.LookupRequestedAgain):
+        if not any(isinstance(event, e.RepeatedLookup) for _, event in self):
             return self
         in_full = known.lookups.in_full
         return Observation(

@@ -40,7 +40,7 @@ def test_a_random_walk_keeps_every_invariant(seed: int, chunk_size: int, block_s
     held = {slot for slots in committed for slot in slots} | set(driver.given_up)
     assert driver.projections.chunks.slots.num_free == driver.configuration.num_slots - len(held)
     events = driver.sink.events()
-    assert [event for _, event in events] == driver.observed
+    assert [event for _, event in driver.events()] == driver.observed
     assert fold(Core.standard(), events, driver.configuration).snapshot() == driver.projections.snapshot()
     replay = Replay(Core.standard(), driver.configuration, reference=Core.standard().reference)
     replay.run(events)
@@ -57,7 +57,7 @@ def test_the_random_walks_reach_what_they_are_for() -> None:
         for chunk_size, block_size in GEOMETRIES:
             walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
             walk.run(70)
-            seen |= {type(event) for event in walk.driver.observed}
+            seen |= {type(event) for _, event in walk.driver.sink.events()}
             num_loads_checked += walk.num_loads_checked
     assert num_loads_checked > 20
     never = {

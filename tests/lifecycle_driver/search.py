@@ -89,6 +89,10 @@ class Search:
                 self.stuck.append(f"{path}: {name} is not released")
 
 
+def _said(answer: Any) -> tuple[int, int, int, bool]:
+    return answer.num_computed_tokens, answer.num_tokens, answer.num_external_tokens, answer.is_async
+
+
 def canonical(driver: Driver) -> str:
     """The state without what only counts: totals, sequence numbers, steps; jobs by their order."""
     its = driver.projections
@@ -115,8 +119,8 @@ def canonical(driver: Driver) -> str:
         "cursor": named(its.save_cursor.state.num_chunks),
         "hits": {name: hit.num_chunks for name, hit in named(lookups.hits).items()},
         "deferred": named(lookups.num_deferred),
-        "pending": {name: msgspec.structs.astuple(answer)[1:-1] for name, answer in named(lookups.pending).items()},
-        "taken_up": {name: msgspec.structs.astuple(answer)[1:-1] for name, answer in named(lookups.taken_up).items()},
+        "pending": {name: _said(answer) for name, answer in named(lookups.pending).items()},
+        "taken_up": {name: _said(answer) for name, answer in named(lookups.taken_up).items()},
         "committed": [[key.hex(), slots] for key, slots in chunks.state.committed.items()],
         "by_age": list(chunks.state.by_age),
         "wanted": {name: len(keys) for name, keys in chunks.wanted.items()},

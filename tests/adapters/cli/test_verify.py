@@ -187,7 +187,7 @@ def test_a_frame_that_is_not_what_the_header_promises_gives_2(run: Any, story: D
         ({"schema_version": 99, "kvledger_version": "9.9.9"}, "9.9.9"),
         ({"schema_version": 1, "kvledger_version": "0.0.1"}, "written with schema 1 by kvledger 0.0.1; read it with"),
         ({"configuration": {"block_size": 16, "chunk_size": 8, "num_slots": 8, "tiers": 2}}, "tiers"),
-        ({"configuration": {"block_size": 16, "chunk_size": 7, "num_slots": 8}}, "chunk_size 7"),
+        ({"configuration": {"block_size": 16, "chunk_size": 7, "num_slots": 8}}, "chunk_size: 7"),
         ({"configuration": None}, "no configuration"),
         ({"vocabulary": [{"id": "moon.landed", "version": 1, "fields": []}]}, "moon.landed"),
     ],

@@ -94,7 +94,7 @@ def test_vllm_takes_another_layout_where_the_kernels_cannot_read_the_one_asked_f
 
 def test_a_layout_in_which_a_block_is_no_run_is_refused_with_those_in_which_it_is() -> None:
     """HND is a name that vLLM knows; it puts layers outermost."""
-    with pytest.raises(ValueError, match="kv_cache_layout: 'HND': Input should be 'BLNHC' or 'BLHNC'"):
+    with pytest.raises(ValueError, match="kv_cache_layout: 'HND': must be 'BLNHC' or 'BLHNC'"):
         resolved(ours("HND"))
 
 
