@@ -38,6 +38,7 @@ def on_ranks(num_ranks: int, work: Callable[[Sharing], None], directory: Path) -
     def live(rank: int) -> int:
         exit_code = 0
         try:
+            torch.distributed.GroupMember.WORLD = None  # a fork has that of an engine that this process has served
             store = torch.distributed.FileStore(str(directory / "met"), num_ranks)
             torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
             meet(directory, "connected", rank, num_ranks)
