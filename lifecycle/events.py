@@ -743,6 +743,10 @@ class LookupRequestedAgain(Event, frozen=True, tag=43):
     ordinal: int
     time_ns: int
 
+    def after(self, last: LookupAnswered) -> LookupRequested:
+        """What it stands for behind that answer."""
+        return LookupRequested(last.request_id, last.num_computed_tokens, last.num_tokens, self.time_ns)
+
 
 @decision("lookup.answered_again")
 class LookupAnsweredAgain(Event, frozen=True, tag=44):
@@ -750,6 +754,10 @@ class LookupAnsweredAgain(Event, frozen=True, tag=44):
 
     ordinal: int
     cause: int
+
+    def after(self, last: LookupAnswered) -> LookupAnswered:
+        """What it stands for behind that answer."""
+        return msgspec.structs.replace(last, cause=self.cause)
 
 
 RepeatedLookup = LookupRequestedAgain | LookupAnsweredAgain

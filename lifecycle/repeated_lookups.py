@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from msgspec.structs import replace
-
 from kvledger.lifecycle import events as e
-
-SequencedEvent = tuple[int, e.Event]
+from kvledger.lifecycle.replay import SequencedEvent
 
 
 class LookupsInFull:
@@ -27,9 +24,7 @@ class LookupsInFull:
         elif isinstance(event, e.RequestReleased):
             self._answers.pop(event.ordinal, None)
         elif isinstance(event, e.RepeatedLookup) and (last := self._answers.get(event.ordinal)) is not None:
-            if isinstance(event, e.LookupAnsweredAgain):
-                return replace(last, cause=event.cause)
-            return e.LookupRequested(last.request_id, last.num_computed_tokens, last.num_tokens, event.time_ns)
+            return event.after(last)
         return event
 
     def lose(self) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from msgspec.structs import replace
-
 from kvledger.adapters.reasons.explain import Explainer
 from kvledger.adapters.reasons.life import Answer, Life
 from kvledger.adapters.reasons.memory import Load, Memory
@@ -88,7 +86,7 @@ class Admissions(Projection):
         life = self._lives.by_ordinal(event.ordinal)
         last = None if life is None or life.answer is None else life.answer.event
         if life is not None and last is not None and last.generation == life.generation:  # as it is pending for a fold
-            self._answered(replace(last, cause=event.cause), sequence)
+            self._answered(event.after(last), sequence)
 
     @on(e.DecisionWithheld)
     def _withheld(self, event: e.DecisionWithheld, sequence: int) -> None:

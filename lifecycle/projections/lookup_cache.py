@@ -166,9 +166,7 @@ class LookupCache(Projection):
         record, last = self._tracker.of(event.ordinal), self.state.pending.get(event.ordinal)
         if record is None or last is None:
             return event
-        if isinstance(event, e.LookupAnsweredAgain):
-            return last.as_event(record.request_id, record.ordinal, event.cause)
-        return e.LookupRequested(record.request_id, last.num_computed_tokens, last.num_tokens, event.time_ns)
+        return event.after(last.as_event(record.request_id, record.ordinal, last.sequence))
 
     def lose(self) -> None:
         """Events are missing here, other answers perhaps among them: those from before are not what is repeated."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec.structs import replace
-
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.forgotten import LIFE, Forgotten
 from kvledger.lifecycle.audit.model.lives import Lives
@@ -78,12 +76,7 @@ class Answers:
         """What it stands for; itself, where that life has no answer that no allocation has claimed."""
         life = self._lives.of(event.ordinal)
         last = None if life is None else self._pending.get(life.request_id)
-        if last is None:
-            return event
-        if isinstance(event, e.LookupAnsweredAgain):
-            return replace(last.event, cause=event.cause)
-        numbers = last.event.num_computed_tokens, last.event.num_tokens
-        return e.LookupRequested(last.event.request_id, *numbers, event.time_ns)
+        return event if last is None else event.after(last.event)
 
     def relied_on(self) -> Container[bytes]:
         """Every chunk that is promised or waited for."""
