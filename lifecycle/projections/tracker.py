@@ -21,6 +21,17 @@ from kvledger.lifecycle.steps import ComputedTokens
 if TYPE_CHECKING:
     from kvledger.lifecycle.core import Core
 
+    _Timed = (
+        e.TransferReported
+        | e.LoadErrorsObserved
+        | e.HookFailed
+        | e.LogNote
+        | e.DecisionWithheld
+        | e.LoadRefused
+        | e.ExtensionNoted
+        | e.PagesDigested
+    )
+
 
 @attrs.define
 class RequestRecord:
@@ -31,7 +42,7 @@ class RequestRecord:
     """Names this life of the id; ids may be used again, ordinals never are."""
     num_prompt_tokens: int
     num_tokens: int
-    """Prompt and output tokens, as of the last event that has the number."""
+    """Prompt and output tokens, as of the last event that has the number. A rollback keeps those that were computed."""
     state: RequestState = RequestState.NEW
     """The phase. Its moves, and those of the next ones, stand in `table.py`."""
     sub: str = ""
@@ -149,9 +160,17 @@ class RequestTracker(Projection):
 
     # --- folds: total, no validation ---------------------------------------------------------
 
-    @on(e.TransferReported, e.LogNote)
-    def _advance_time(self, event: e.TransferReported | e.LogNote, _sequence: int) -> None:
+    @on(
+        *(e.TransferReported, e.LoadErrorsObserved, e.HookFailed, e.LogNote, e.DecisionWithheld, e.LoadRefused),
+        *(e.ExtensionNoted, e.PagesDigested),
+    )
+    def _advance_time(self, event: _Timed, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
+
+    @on(e.BlockTableObserved, e.WindowLeft, e.ExtensionObserved)
+    def _observed_at(self, event: e.BlockTableObserved | e.WindowLeft | e.ExtensionObserved, sequence: int) -> None:
+        self.state.time_ns = event.time_ns
+        self._observed(event, sequence)
 
     @on(e.CacheReset)
     def _reset(self, event: e.CacheReset, _sequence: int) -> None:
@@ -229,6 +248,7 @@ class RequestTracker(Projection):
         record = self._present.get(event.request_id)
         if record is not None:
             self._move(record, event.id)
+            record.num_tokens = event.num_tokens
             record.num_tokens_before_preemption = max(record.num_tokens_before_preemption, event.num_settled_tokens)
             record.generation += 1
             record.num_preemptions += 1
@@ -254,6 +274,7 @@ class RequestTracker(Projection):
             self._move(record, trigger_of(event))
             if event.num_computed_tokens == 0:
                 record.generation += 1
+            record.num_tokens = max(record.num_tokens, self.num_computed_tokens(record))  # a rollback cuts no tokens
             self.computed.set(record.ordinal, event.num_computed_tokens)
 
     @on(e.RequestFinished)

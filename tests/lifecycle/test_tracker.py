@@ -124,6 +124,28 @@ def test_the_time_of_a_state_is_that_of_the_observation_that_led_to_it() -> None
     assert driver.record("a").state_since_ns == since
 
 
+@pytest.mark.parametrize(
+    "event_class", [each for each in Core.standard().observations if "time_ns" in e.field_names(each)]
+)
+def test_every_observation_that_has_a_time_is_the_time_of_what_it_moves(event_class: type[e.Event]) -> None:
+    """`replay` gave a request that an observed block table had moved the time of an older event."""
+    tracker = RequestTracker(Core.standard())
+    if event_class is e.LookupRequestedAgain:  # folded as the lookup that it repeats
+        event_class = e.LookupRequested
+    event = event_class(**{**example_values(event_class), "time_ns": 77})
+    tracker.folds()[event_class](event, 1)
+    assert tracker.time_ns == 77
+
+
+def test_a_request_that_was_preempted_or_rolled_back_knows_all_of_its_tokens() -> None:
+    """A preemption has the number; a rollback takes no token away, and has none."""
+    driver = decoding("a", "b")
+    driver.step()
+    driver.preempt("a", 20, 23)
+    driver.roll_back("b", 16)
+    assert (driver.record("a").num_tokens, driver.record("b").num_tokens) == (23, 22)
+
+
 def test_a_decision_about_an_earlier_life_does_not_move_this_one() -> None:
     """Generations tell them apart; a release of generation 0 leaves generation 1."""
     driver = decoding("a")
@@ -159,5 +181,12 @@ def test_events_of_unknown_requests_leave_no_trace() -> None:
 
 def example_values(event_class: type[e.Event]) -> dict[str, object]:
     """Plain values for every field."""
-    values: dict[object, object] = {int: 1, str: "ghost", bool: True, tuple[int, ...]: (), tuple[bytes, ...]: ()}
-    return {field.name: values[field.type] for field in msgspec.structs.fields(event_class)}
+    values: dict[object, object] = {
+        int: 1,
+        str: "ghost",
+        bool: True,
+        bytes: b"",
+        tuple[int, ...]: (),
+        tuple[bytes, ...]: (),
+    }
+    return {field.name: values.get(field.type, ()) for field in msgspec.structs.fields(event_class)}

@@ -21,6 +21,20 @@ from kvledger.lifecycle.table import Gating
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
 
+    _Timed = (
+        e.TransferReported
+        | e.LoadErrorsObserved
+        | e.HookFailed
+        | e.LogNote
+        | e.DecisionWithheld
+        | e.LoadRefused
+        | e.ExtensionNoted
+        | e.PagesDigested
+        | e.BlockTableObserved
+        | e.WindowLeft
+        | e.ExtensionObserved
+    )
+
 NEVER = -1
 
 
@@ -31,7 +45,7 @@ class Life(msgspec.Struct, gc=False):
     ordinal: int
     num_prompt_tokens: int
     num_tokens: int
-    """Prompt and output, as of the last event that has it."""
+    """Prompt and output, as of the last event that has it. A rollback keeps those that were computed."""
     state: RequestState = RequestState.NEW
     blocks: BlocksRegion = BlocksRegion.NONE
     generation: int = 0
@@ -201,6 +215,7 @@ class Lives:
         if life is not None:
             self._about_to_stop(life)
             life.generation += 1
+            life.num_tokens = event.num_tokens
             life.settled = (event.num_intact_tokens, self._moment.sequence)
             self._count(life, 0)
 
@@ -222,6 +237,7 @@ class Lives:
         life = self._moment.life
         if life is not None:
             life.generation += event.num_computed_tokens == 0
+            life.num_tokens = max(life.num_tokens, self.num_computed_tokens(life))  # a rollback cuts no tokens
             self._cut(life, event.num_computed_tokens)
 
     @on(e.RequestFinished)
@@ -278,8 +294,11 @@ class Lives:
         if self._moment.life is not None and self._moment.state_before is RequestState.PREEMPTED:
             self._moment.life.settled = (0, 0)  # they are others than those it had: nothing is written yet
 
-    @on(e.TransferReported, e.LogNote)
-    def _keep_time(self, event: e.TransferReported | e.LogNote) -> None:
+    @on(
+        *(e.TransferReported, e.LoadErrorsObserved, e.HookFailed, e.LogNote, e.DecisionWithheld, e.LoadRefused),
+        *(e.ExtensionNoted, e.PagesDigested, e.BlockTableObserved, e.WindowLeft, e.ExtensionObserved),
+    )
+    def _keep_time(self, event: _Timed) -> None:
         self.time_ns = event.time_ns
 
     # --- steps -----------------------------------------------------------------------------------
