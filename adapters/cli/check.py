@@ -249,5 +249,5 @@ def _log_text(settings: LogSettings) -> str:
     if settings.log_dir is None:
         return f"in memory, the newest {size(settings.memory_log_bytes)}"
     limit = "without limit" if settings.max_log_bytes is None else f"at most {size(settings.max_log_bytes)}"
-    survived = "machine" if settings.durability == "disk" else "process"
-    return f"{settings.log_dir.absolute()}, {limit}, survives the {survived}"
+    survives = "machine, but for the last moments" if settings.durability == "disk" else "process, not a power cut"
+    return f"{settings.log_dir.absolute()}, {limit}, survives the {survives}"

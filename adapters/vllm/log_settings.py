@@ -47,10 +47,12 @@ class LogSettings(pydantic.BaseModel):
     """Where event logs go; every engine start writes a directory of its own inside. null: no files."""
 
     durability: Durability = Durability.OS
-    """os: survives the process; disk: survives the machine, but for the last milliseconds."""
+    """os: the log survives the process, but a power cut may lose the last writes; disk: it survives the machine, but
+    for what `sync_interval_ms` says."""
 
     sync_interval_ms: pydantic.PositiveInt = 50
-    """With durability disk: the most that a machine failure can lose."""
+    """With durability disk: milliseconds between two syncs. A machine failure can lose the events of this time plus
+    those of one sync, which takes as long as the disk needs."""
 
     max_log_wait_ms: pydantic.PositiveInt | None = 50
     """How long a step waits for what is more than a write into memory, such as a new file. Then it goes on as if that
