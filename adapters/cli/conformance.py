@@ -182,6 +182,8 @@ def _subject(arguments: argparse.Namespace, first: Run, directory: Path) -> tupl
     except Exception as error:
         message = f"{arguments.connector}: {type(error).__name__}: {error}; say MODULE:CLASS of a connector of vLLM's"
         raise CommandFailed(message) from error
+    added = {key: value for key, value in subject.extra_config.items() if key not in arguments.extra_config}
+    remarks = [f"run with --extra-config {json.dumps(added)}, the default for it here"] if added else []
     try:
         runs.built(first, subject, directory)
     except Exception as error:  # noqa: BLE001 -- where its worker is the reason, the other side runs alone
@@ -198,8 +200,8 @@ def _subject(arguments: argparse.Namespace, first: Run, directory: Path) -> tupl
             f"its worker cannot run here ({type(error).__name__}: {error}), so its scheduler's side was run alone: no "
             "byte was moved, and whatever vLLM waited for was reported as done"
         )
-        return without, [remark]
-    return subject, []
+        return without, [*remarks, remark]
+    return subject, remarks
 
 
 def _again(arguments: argparse.Namespace, run_name: str) -> str:

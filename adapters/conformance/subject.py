@@ -31,6 +31,20 @@ _ON_CPU: Mapping[str, ConnectorSetup] = MappingProxyType(
 RUN_DIR = "{run_dir}"
 """In a string of the extra configuration: a directory that is empty when a run begins. The next run must not find what
 one leaves outside of the process."""
+_KVLEDGER = "kvledger.adapters.vllm"
+_DEFAULTS: Mapping[tuple[str | None, str], Mapping[str, Any]] = MappingProxyType(
+    {
+        (None, "OffloadingConnector"): {"cpu_bytes_to_use": 100 * 4096},
+        (None, "SimpleCPUOffloadConnector"): {"cpu_bytes_to_use": 100 * 512},
+        (None, "ExampleConnector"): {"shared_storage_path": RUN_DIR},
+        (_KVLEDGER, "KVLedgerConnector"): {"log_dir": None, "host_bytes": 1 << 20, "chunk_size": 16},
+    }
+)
+"""(module, class) → keys of its extra configuration that are set unless the caller sets them.
+
+Without them the connector does not start (`OffloadingConnector` needs `cpu_bytes_to_use`, vLLM 0.32:
+`vllm/v1/kv_offload/cpu/spec.py`), or it stores outside of the run. The sizes hold about 100 blocks of the simulated
+model, few enough to be used up."""
 _RECORDER = "kvledger.adapters.recorder"
 
 
@@ -93,12 +107,16 @@ class Subject(ConnectorSetup):
     def named(cls, name: str, extra_config: dict[str, Any], lose: str | None = None) -> Subject:
         """From "module:Class", or the name of a connector that vLLM registers; `lose` from "module:function".
 
+        `extra_config` is completed by what a known connector needs in order to start.
+
         Raises:
             Exception: whatever importing it raises; vLLM does not know it, or refuses its class.
         """
         module, _, connector = name.rpartition(":")
         function = None if lose is None else pkgutil.resolve_name(lose)
-        subject = cls(name=connector, module=module or None, extra_config=extra_config, lose=function)
+        defaults = _DEFAULTS.get((module or None, connector), {})
+        config = {**defaults, **extra_config}
+        subject = cls(name=connector, module=module or None, extra_config=config, lose=function)
         KVConnectorFactory.get_connector_class(subject._transfer())
         return subject
 

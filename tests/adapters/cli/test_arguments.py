@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lifecycle_driver import Driver
-from stored_logs import OPENED_AT, replaced, tell_story, write_log
+from stored_logs import write_log
 
 from kvledger.adapters.cli.commands import COMMANDS
 from kvledger.adapters.cli.parser import build_parser
-from kvledger.lifecycle import events as e
 
 WORDS = {
     "completion": ["bash", "--json"],
@@ -75,33 +73,6 @@ def test_the_help_of_a_command_has_its_own_exit_codes_and_examples(
     for line in COMMANDS[command].examples.values():
         assert f"\n  {line}\n" in text
         assert f"kvledger {command}" in line
-
-
-@pytest.mark.parametrize("line", [line for command in COMMANDS.values() for line in command.examples.values()])
-def test_an_example_of_the_help_works(
-    line: str, run: Any, story: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a log_dir with two logs, of which the second has an incident. What needs a server or vLLM is parsed."""
-    monkeypatch.chdir(tmp_path)
-    write_log(tmp_path / "logs/2026-01-05", story.observed, story.configuration)
-    other = tell_story("chat-18-c7", "chat-10", clock_rate=1000)
-    write_log(
-        tmp_path / "logs/2026-01-06", other.observed, other.configuration, header={"opened_at_unix_ns": 2 * OPENED_AT}
-    )
-    line = line.removeprefix('eval "$(').removesuffix(')"')
-    words = shlex.split(line.partition(" > ")[0].partition(" | ")[0])[1:]
-    arguments = build_parser().parse_args(words)
-    if words[0] in {"ship", "conformance"} or "--model" in words or getattr(arguments, "handlers", None):
-        return
-    exit_codes = {0}
-    if words[0] == "repro":
-        broken = replaced(story.observed, e.BlocksAllocated, 1, num_external_tokens=80)
-        write_log(tmp_path / "logs/2026-01-07", broken, story.configuration)
-        words = [word.replace("2026-01-06", "2026-01-07") for word in words] + ["--core"]
-    if "--diff" in words:
-        exit_codes = {3}
-    result = run(*words)
-    assert result.exit_code in exit_codes, result.err
 
 
 @pytest.fixture
