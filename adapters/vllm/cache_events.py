@@ -23,7 +23,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from kvledger.adapters.vllm import versions
-from kvledger.adapters.vllm.chunk_keys import KEY_BYTES
+from kvledger.adapters.vllm.chunk_keys import key_of_hash
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import events as e
 
@@ -53,7 +53,7 @@ class ChunkBlocks:
         """The chunk's blocks; None where the request's hashes are not those that the key was made of."""
         first_token, end = chunk * self.chunk_size, (chunk + 1) * self.chunk_size
         hashes, step = request.block_hashes, self.hash_block_size
-        if end // step > len(hashes) or bytes(hashes[end // step - 1])[:KEY_BYTES] != key:
+        if end // step > len(hashes) or key_of_hash(request, hashes[end // step - 1]) != key:
             return None
         starts = range(first_token, end, self.block_size)
         adapter = request.lora_request

@@ -3,12 +3,18 @@
 Where a chunk is a multiple of vLLM's hash block, its key is vLLM's own chained block hash. Smaller chunks get a
 chained hash of their own, made with the same function over the same extra keys. Two tenants with different
 `cache_salt` therefore never share a chunk. Keys are cut to 16 bytes: 128 bits are enough to be distinct.
+
+vLLM's hash leaves out some inputs that the KV depends on (`versions.unhashed_inputs`). kvledger hashes them into the
+keys of the requests that have them. A request whose KV no key can identify gets no keys, so nothing of it is cached.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from kvledger.adapters.vllm import versions
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -21,11 +27,38 @@ class ChunkKeySource:
     """Reads keys from a live request. It keeps nothing: the parent of a key comes from the caller."""
 
     def __init__(
-        self, *, chunk_size: int, hash_block_size: int, hash_tokens: Callable[[Request, bytes, int, int], bytes]
+        self,
+        *,
+        chunk_size: int,
+        hash_block_size: int,
+        hash_tokens: Callable[[Request, bytes, int, int], bytes],
+        vllm_shares_blocks: bool = False,
     ) -> None:
+        """Read keys of chunks of this size.
+
+        Args:
+            chunk_size: tokens of a chunk.
+            hash_block_size: tokens of one of vLLM's block hashes.
+            hash_tokens: hashes a chunk that is not a multiple of that; see `versions.token_hasher`.
+            vllm_shares_blocks: whether vLLM's prefix cache is on. It finds blocks by its own hash, which leaves out how
+                prompt embeddings are placed, so a request with embeddings may hold the KV of another one. kvledger
+                must not save such blocks, so these requests get no keys.
+        """
         self._chunk_size = chunk_size
         self._hash_tokens = hash_tokens
         self._hashes_per_chunk = chunk_size // hash_block_size if chunk_size % hash_block_size == 0 else 0
+        self._vllm_shares_blocks = vllm_shares_blocks
+
+    def why_uncached(self, request: Request) -> str:
+        """Why the request gets no keys; empty if it gets some."""
+        if versions.reloads_adapter(request):
+            return "it loads its LoRA adapter again (load_inplace), so its KV may differ from what has the same key"
+        if self._vllm_shares_blocks and versions.has_prompt_embeds(request):
+            return (
+                "it has prompt embeddings, and vLLM's prefix cache may give it blocks of another request with the same "
+                "tensor; caching them needs enable_prefix_caching=False"
+            )
+        return ""
 
     def keys(self, request: Request, first_chunk: int, parent: bytes | None) -> tuple[bytes, ...]:
         """The keys of all whole chunks of the request's known tokens from `first_chunk` on.
@@ -35,14 +68,43 @@ class ChunkKeySource:
             first_chunk: index of the first key wanted.
             parent: key of the chunk before it; None for the first chunk.
         """
+        if self.why_uncached(request):
+            return ()
         if self._hashes_per_chunk:
-            hashes = request.block_hashes
-            step = self._hashes_per_chunk
-            return tuple([bytes(hashes[i])[:KEY_BYTES] for i in range((first_chunk + 1) * step - 1, len(hashes), step)])
+            return self._keys_of_blocks(request, first_chunk, parent)
         keys = []
         previous = parent or _ROOT
         for chunk in range(first_chunk, request.num_tokens // self._chunk_size):
             start = chunk * self._chunk_size
-            previous = self._hash_tokens(request, previous, start, start + self._chunk_size)[:KEY_BYTES]
+            end = start + self._chunk_size
+            previous = self._hash_tokens(request, previous, start, end)[:KEY_BYTES]
+            if versions.has_unhashed_inputs(request):
+                previous = _key(previous, versions.unhashed_inputs(request, start, end))
             keys.append(previous)
         return tuple(keys)
+
+    def _keys_of_blocks(self, request: Request, first_chunk: int, parent: bytes | None) -> tuple[bytes, ...]:
+        step = self._hashes_per_chunk
+        hashes = request.block_hashes[(first_chunk + 1) * step - 1 :: step]
+        if not versions.has_prompt_embeds(request):
+            return tuple([key_of_hash(request, block_hash) for block_hash in hashes])
+        keys = []
+        previous = parent or _ROOT
+        for chunk, block_hash in enumerate(hashes, first_chunk):
+            # Chained: where an embedding is placed changes all KV after it.
+            start = chunk * self._chunk_size
+            unhashed = versions.unhashed_inputs(request, start, start + self._chunk_size)
+            previous = _key(previous + bytes(block_hash), unhashed)
+            keys.append(previous)
+        return tuple(keys)
+
+
+def key_of_hash(request: Request, block_hash: bytes) -> bytes:
+    """Key of the chunk that ends with this block hash of vLLM, for a request without prompt embeddings."""
+    if not versions.has_unhashed_inputs(request):
+        return bytes(block_hash)[:KEY_BYTES]
+    return _key(bytes(block_hash), versions.unhashed_inputs(request, 0, 0))
+
+
+def _key(hashed: bytes, unhashed: bytes) -> bytes:
+    return hashlib.sha256(hashed + unhashed).digest()[:KEY_BYTES]

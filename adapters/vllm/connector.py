@@ -87,6 +87,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             chunk_size=configuration.chunk_size,
             hash_block_size=versions.hash_block_size(kv_cache_config),
             hash_tokens=versions.token_hasher(vllm_config),
+            vllm_shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
         )
         loads_must_not_fail = configuration.async_load_tokens != 0 and versions.needs_async_loads(vllm_config)
         if loads_must_not_fail:

@@ -52,6 +52,8 @@ class Noticing:
         self._chunk_size = journal.configuration.chunk_size
         self._keys = keys
         self._speculates = speculates
+        self._uncached: set[str] = set()
+        """Reasons not to cache a request that are in the log."""
         self.zeroes_new_blocks = zeroes_new_blocks
         """Whether vLLM zeroes blocks before a copy out of them; it says which only when the step is built."""
 
@@ -74,6 +76,16 @@ class Noticing:
             return
         if keys:
             self._journal.observe(e.ChunkKeysObserved(request.request_id, num_known, keys))
+        elif not num_known:
+            self._note_uncached(request)
+
+    def _note_uncached(self, request: Request) -> None:
+        """Record why a request is not cached, once for each reason."""
+        reason = self._keys.why_uncached(request)
+        if reason and reason not in self._uncached:
+            self._uncached.add(reason)
+            self._journal.messages.warning("a request is not cached", request_id=request.request_id, reason=reason)
+            self._journal.observe(e.LogNote(f"{request.request_id} is not cached: {reason}", self._journal.now()))
 
     def preemption(self, request: Request, overwritten: frozenset[int] | None = None) -> None:
         """Record a preemption; `request.num_preemptions` is reliable.

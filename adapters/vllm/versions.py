@@ -209,6 +209,50 @@ def token_hasher(vllm_config: VllmConfig) -> Callable[[Request, bytes, int, int]
     return hash_tokens
 
 
+def has_prompt_embeds(request: Request) -> bool:
+    """Whether some positions of the prompt take a given embedding instead of a token's."""
+    return request.prompt_embeds is not None or request.prompt_is_token_ids is not None
+
+
+def reloads_adapter(request: Request) -> bool:
+    """Whether the worker loads the request's LoRA adapter from its files each time that it is scheduled.
+
+    The name, path and id stay the same while the weights change (`lora/worker_manager.py`, add_adapter, 0.32).
+    """
+    return bool(request.lora_request is not None and request.lora_request.load_inplace)
+
+
+def has_unhashed_inputs(request: Request) -> bool:
+    """Whether the request has inputs that its KV depends on and that vLLM's block hash leaves out."""
+    return request.lora_request is not None or request.pooling_params is not None or has_prompt_embeds(request)
+
+
+def unhashed_inputs(request: Request, start: int, end: int) -> bytes:
+    """These inputs for the tokens from `start` to `end`, in a form to be hashed.
+
+    `generate_block_hash_extra_keys` (`v1/core/kv_cache_utils.py`, 0.32) leaves out:
+
+    - the id of a LoRA adapter; vLLM loads another id from the same path as another adapter (`lora/request.py`);
+    - which positions take the embedding and which the token: `prompt_is_token_ids`, or without it whether there are
+      token ids at all, which the model runners V1 and V2 treat differently;
+    - the type of the embeddings, of which vLLM hashes the bytes only;
+    - the token types of a pooling request (`v1/worker/gpu_model_runner.py`, compressed_token_type_ids).
+    """
+    inputs: list[object] = []
+    if request.lora_request is not None:
+        inputs.append(("lora", request.lora_request.lora_int_id))
+    if request.pooling_params is not None and request.pooling_params.extra_kwargs:
+        inputs.append(("token_types", request.pooling_params.extra_kwargs.get("compressed_token_type_ids")))
+    embeds, mask = request.prompt_embeds, request.prompt_is_token_ids
+    if embeds is not None or mask is not None:
+        takes_token = request.prompt_token_ids is not None if mask is None else [bool(each) for each in mask[start:end]]
+        if isinstance(takes_token, list):
+            takes_token += [True] * (end - start - len(takes_token))
+        layout = None if embeds is None else (str(embeds.dtype), tuple(embeds.shape[1:]))
+        inputs.append(("embeds", takes_token, layout))
+    return repr(inputs).encode() if inputs else b""
+
+
 def is_running(request: Request) -> bool:
     """Whether the scheduler has it among those that run."""
     return request.status.name == "RUNNING"
