@@ -13,6 +13,7 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions.reach import Reach
 from kvledger.lifecycle.decisions.reports import ask_after
+from kvledger.lifecycle.projections.room import Room
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, TrustRegion
 from kvledger.lifecycle.turn import Turn
@@ -181,18 +182,25 @@ class _Plan(msgspec.Struct):
             self.turn.decide(e.InvariantViolated(Rule.TABLE_EQ.value, *life, detail, self.turn.cause))
             self.turn.decide(e.RequestQuarantined(*life, Rule.TABLE_EQ.value, self.turn.cause))
             return
+        slots = self.turn.projections.chunks.slots
+        num_free, room = slots.num_free, None
         chunks: list[int] = []
+        evicted: list[bytes] = []
         affordable: dict[int, None] = {}
         for chunk, pages in wanted:
             num_pages = len(affordable) + len(pages)
             if not self.turn.projections.geometry.pages_per_chunk:  # chunks may share the page of a block
                 num_pages -= sum([page in affordable for page in pages])
-            if self.turn.projections.chunks.slots.num_free < num_pages:
-                self._make_room(num_pages, own_keys)
-            if self.turn.projections.chunks.slots.num_free < num_pages:
-                break
+            if num_free < num_pages:
+                room = room or self._room(own_keys)
+                victims = room.free(num_pages - num_free)
+                if victims is None:
+                    break
+                evicted += victims
+                num_free = slots.num_free + room.num_freed
             chunks.append(chunk)
             affordable.update(dict.fromkeys(pages))
+        self._evict(evicted)
         if chunks:
             self._issue_kept(tuple(chunks), affordable, reach)
         if len(chunks) < len(wanted):
@@ -276,16 +284,18 @@ class _Plan(msgspec.Struct):
     def _make_room(self, num_pages: int, own_keys: Sequence[bytes]) -> None:
         num_missing = num_pages - self.turn.projections.chunks.slots.num_free
         if num_missing > 0:
-            # Its own beginning is worth more than its own end.
-            record = self.turn.record
-            for victim in (
-                self.turn.projections.chunks.room_for(
-                    num_missing, frozenset(own_keys), self.turn.projections.kept_last()
-                )
-                or ()
-            ):
-                evicted = e.ChunkEvicted(victim, record.request_id, record.ordinal, self.generation, self.turn.cause)
-                self.turn.decide(evicted)
+            self._evict(self._room(own_keys).free(num_missing) or ())
+
+    def _room(self, own_keys: Sequence[bytes]) -> Room:
+        # Its own beginning is worth more than its own end.
+        projections = self.turn.projections
+        return projections.chunks.room(frozenset(own_keys), projections.kept_last())
+
+    def _evict(self, keys: Sequence[bytes]) -> None:
+        record = self.turn.record
+        for key in keys:
+            evicted = e.ChunkEvicted(key, record.request_id, record.ordinal, self.generation, self.turn.cause)
+            self.turn.decide(evicted)
 
     def _issue_kept(self, chunks: tuple[int, ...], kept: Mapping[int, None], reach: Reach | None) -> None:
         slots, block_ids = self._pairs(self.turn.projections.geometry.pages_of(chunks), kept)

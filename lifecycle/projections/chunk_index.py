@@ -20,6 +20,7 @@ from kvledger.lifecycle.projections import Projection, host_slots
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.recency import Recency
+from kvledger.lifecycle.projections.room import Room
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
 from kvledger.lifecycle.windows import NO_SLOT
@@ -145,36 +146,20 @@ class ChunkIndex(Projection):
             count += 1
         return count
 
-    def room_for(
-        self, num_slots: int, spare: Container[bytes], last: Collection[bytes] = ()
-    ) -> tuple[bytes, ...] | None:
-        """The chunks to evict so that `num_slots` slots become free, oldest first; None if that cannot be had.
+    def room(self, spare: Container[bytes], last: Collection[bytes] = ()) -> Room:
+        """What one save may evict, oldest first; to be asked for all of it before any of it is evicted.
 
         A chunk that a lookup promised, that a preempted request will come back for, that a load reads, or that is in
         `spare` stays. So does a chunk whose page another one needs, because evicting it would free nothing. What is in
         `last` comes after everything else.
         """
-        left: dict[int, int] = {}
-        candidates = []
-        num_freed = 0
-        num_references, is_any_read = self.slots.num_references, self._transfers.is_any_read
         by_age: Iterable[bytes] = self.state.by_age
         if last:
             by_age = sorted(by_age, key=last.__contains__)
-        for key in by_age:
-            if num_freed >= num_slots:
-                break
-            slots = self.state.committed[key]
-            if key in self._pins or key in spare or is_any_read(slots):
-                continue
-            candidates.append(key)
-            for slot in slots:
-                left[slot] = num_left = (left[slot] if slot in left else num_references(slot)) - 1
-                if num_left == 0:  # never so for NO_SLOT, which nobody references
-                    num_freed += 1
-        if num_freed < num_slots:
-            return None
-        return tuple(key for key in candidates if any(left[slot] == 0 for slot in self.state.committed[key]))
+        return Room(by_age, self.state.committed, self.slots.num_references, self._is_kept, spare)
+
+    def _is_kept(self, key: bytes, slots: Iterable[int]) -> bool:
+        return key in self._pins or self._transfers.is_any_read(slots)
 
     # --- promises made by lookups ------------------------------------------------------------
 

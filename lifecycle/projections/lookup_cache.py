@@ -7,7 +7,7 @@ cannot outlive them. LMCache's cached lookup carried neither and killed the engi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -31,6 +31,22 @@ class CachedHit(msgspec.Struct, frozen=True, gc=False):
     generation: int
     num_added: int
     num_removed: int
+
+
+class _Counted(msgspec.Struct, frozen=True, gc=False):
+    """A count of committed chunks, and what it was true for."""
+
+    num_chunks: int
+    last_key: bytes
+    """Key of the last chunk that was counted; it hashes all before it. Empty if none was."""
+    num_keys: int
+    num_added: int
+    num_removed: int
+
+    def begins(self, keys: Sequence[bytes]) -> bool:
+        """Whether the keys begin with those that were counted."""
+        count = self.num_chunks
+        return count <= len(keys) and (not count or keys[count - 1] == self.last_key)
 
 
 class PendingAnswer(msgspec.Struct, frozen=True, gc=False):
@@ -105,6 +121,11 @@ class LookupCache(Projection):
         self._chunk_keys = chunk_keys
         self._chunk_index = chunk_index
         self.state = State()
+        self.index()
+
+    def index(self) -> None:
+        """Forget what was counted; it is counted again."""
+        self._counted: dict[int, _Counted] = {}
 
     def __len__(self) -> int:
         return len(self.state.hits)
@@ -128,18 +149,33 @@ class LookupCache(Projection):
     def num_hit_chunks(self, request_id: str, generation: int) -> int:
         """Committed chunks from the request's first token on. Changes nothing."""
         ordinal = self._tracker.ordinal(request_id)
-        keys = self._chunk_keys.of_life(ordinal)
         cached = self.state.hits.get(ordinal)
-        start = 0
         if (
             cached is not None
             and cached.generation == generation
             and cached.num_removed == self._chunk_index.state.num_removed
+            and cached.num_added == self._chunk_index.state.num_added
+            and cached.num_keys == len(self._chunk_keys.of_life(ordinal))
         ):
-            if cached.num_added == self._chunk_index.state.num_added and cached.num_keys == len(keys):
-                return cached.num_chunks
-            start = cached.num_chunks
-        return start + self._chunk_index.num_committed_from(keys[start:])
+            return cached.num_chunks
+        return self.num_committed_chunks(ordinal)
+
+    def num_committed_chunks(self, ordinal: int) -> int:
+        """Committed chunks from the life's first token on, whatever was answered. Changes nothing.
+
+        It counts further from its own last count, and from the start only after a chunk was removed.
+        """
+        keys, index = self._chunk_keys.of_life(ordinal), self._chunk_index
+        counted = self._counted.get(ordinal)
+        start = 0
+        if counted is not None and counted.num_removed == index.state.num_removed and counted.begins(keys):
+            if counted.num_added == index.state.num_added and counted.num_keys == len(keys):
+                return counted.num_chunks
+            start = counted.num_chunks
+        count = start + index.num_committed_from(keys[start:] if start else keys)
+        last_key = keys[count - 1] if count else b""
+        self._counted[ordinal] = _Counted(count, last_key, len(keys), index.state.num_added, index.state.num_removed)
+        return count
 
     def in_short(self, event: e.Event, sequence: int) -> e.Event:
         """An event as it is to be written, before it is folded: a lookup in short, where it is the last one once more.
@@ -237,6 +273,7 @@ class LookupCache(Projection):
     @on(e.RequestPreempted, e.SessionContinued, e.RequestFinished, e.RequestArrived)
     def _forget(self, event: e.RequestEvent, _sequence: int) -> None:
         ordinal = self._tracker.ordinal(event.request_id)
+        self._counted.pop(ordinal, None)
         self.state.hits.pop(ordinal, None)
         self.state.pending.pop(ordinal, None)
         self.state.taken_up.pop(ordinal, None)
@@ -245,6 +282,7 @@ class LookupCache(Projection):
 
     @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
+        self._counted.clear()
         self.state.hits.clear()
         self.state.pending.clear()
         self.state.num_deferred.clear()

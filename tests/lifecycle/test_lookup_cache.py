@@ -36,12 +36,61 @@ def test_an_unchanged_hit_is_found_without_walking_the_keys() -> None:
     """That is what it is cached for: the same count, and no key is asked for."""
     driver = looked_up()
 
-    class Untouchable(dict[bytes, tuple[int, ...]]):
-        def __contains__(self, key: object) -> bool:
-            raise AssertionError("walked again")
-
     driver.projections.chunks.state.committed = Untouchable()
     assert hit(driver) == 4
+
+
+class Untouchable(dict[bytes, tuple[int, ...]]):
+    """Chunks that must not be counted again."""
+
+    def __contains__(self, key: object) -> bool:
+        raise AssertionError("walked again")
+
+
+def counted(driver: Driver) -> int:
+    """Chunks that the projection counts itself."""
+    lookups, record = driver.projections.lookups, driver.record("a")
+    chunks: int = lookups.num_committed_chunks(record.ordinal)
+    return chunks
+
+
+def test_what_a_lookup_has_counted_is_not_counted_again() -> None:
+    """Neither for the same lookup nor for the next one."""
+    driver = looked_up()
+    driver.projections.chunks.state.committed = Untouchable()
+    assert counted(driver) == 4
+    driver.lookup("a", 0, 70)
+    assert counted(driver) == 4
+
+
+def test_the_count_is_not_taken_from_an_answer() -> None:
+    """A handler may answer anything; the contract with vLLM compares its answers with this count."""
+    driver = Driver(chunk_size=16)
+    driver.save_prefix("earlier", KEYS[:2])
+    driver.arrive("a", 70, KEYS)
+    driver.observe(e.LookupRequested("a", 0, 70, 1))
+    for num_hit_tokens in (64, 16, 0):
+        driver.observe(e.LookupAnswered(*driver.record("a").life, 0, 70, num_hit_tokens, 0, False, "complete", 0, 1))
+        assert counted(driver) == truth(driver) == 2
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        e.ChunkEvicted(KEYS[1], "other", 9, 0, 1),
+        e.ChunkTainted(KEYS[3], 1),
+        e.ChunkKeysObserved("a", 1, keys_of("other", 3)),
+        e.ChunkKeysObserved("a", 0, keys_of("other", 1)),
+        e.ChunkKeysObserved("a", 4, keys_of("other", 1)),
+        e.CacheReset(1),
+    ],
+)
+def test_the_count_follows_what_changes_it(event: e.Event) -> None:
+    """As the hit does."""
+    driver = looked_up()
+    assert counted(driver) == 4
+    driver.observe(event)
+    assert counted(driver) == truth(driver)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from lifecycle_driver import Driver, keys_of
 from sim.broken_ledger import fail_in_a_fold
 from sim.modes import transfers_sync_and_async
 from sim.reported import note_reports
@@ -21,6 +22,7 @@ from sim.slow_copies import delay
 
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.core import composed_core
+from kvledger.adapters.vllm.contract import breach_of_answer
 from kvledger.lifecycle import StateHandler
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.handlers.finished import Finished
@@ -334,3 +336,25 @@ def test_jobs_that_were_recorded_before_the_ledger_failed_are_handed_out(make_en
     assert issued
     assert issued <= set(worker._copies._reported)
     assert not engine.scheduler.requests
+
+
+class Uncountable(dict[bytes, tuple[int, ...]]):
+    """Chunks that must not be counted again."""
+
+    def __contains__(self, key: object) -> bool:
+        raise AssertionError("counted again")
+
+
+def test_a_promise_is_compared_with_what_is_saved_without_counting_that_again() -> None:
+    """The whole prefix was counted at every poll; the lookup has just done so. A promise of more is still refused."""
+    driver = Driver(chunk_size=16)
+    driver.save_prefix("earlier", keys_of("d", 4))
+    driver.arrive("a", 70, keys_of("d", 4))
+    for _ in range(2):
+        answer = driver.lookup("a", 0, 70)
+        asked = driver.all_of(e.LookupRequested)[-1]
+        driver.projections.chunks.state.committed = Uncountable(driver.projections.chunks.state.committed)
+        assert answer.num_external_tokens == 64
+        assert not breach_of_answer(answer, asked, driver.projections)
+    more = msgspec.structs.replace(answer, num_external_tokens=65, num_hit_tokens=65)
+    assert "64 can be had" in breach_of_answer(more, asked, driver.projections)
