@@ -37,6 +37,7 @@ from rich.table import Table  # noqa: E402
 
 BENCHMARKS = {
     "scheduler": "scheduler_overhead",
+    "full-pool": "full_pool",
     "recorder": "recorder_overhead",
     "serving": "serving",
     "verify": "verify_speed",

@@ -160,6 +160,11 @@ class Server:
         """Thread CPU time of each `schedule()`, with the `add_request` of those that arrived."""
         self.update_ns: list[int] = []
 
+    @property
+    def num_arrived(self) -> int:
+        """Requests that were added so far."""
+        return self._num_arrived
+
     def warm_up(self) -> None:
         """Step until everybody who may run decodes, or longer; nothing of it is timed."""
         while self.num_steps < self._load.num_steps_before or any(
