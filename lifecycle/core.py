@@ -18,7 +18,15 @@ import attrs
 
 from kvledger.lifecycle.code import PACKAGE, UNKNOWN, hash_of_core, hash_of_module
 from kvledger.lifecycle.configuration import ConfigurationError, Refusal
-from kvledger.lifecycle.events import Event, RequestEvent
+from kvledger.lifecycle.events import (
+    Event,
+    LoadCompleted,
+    LoadFailed,
+    RequestEvent,
+    SaveCompleted,
+    SaveFailed,
+    triggers_of,
+)
 from kvledger.lifecycle.extension import (
     SUB_STATES,
     Absent,
@@ -29,7 +37,7 @@ from kvledger.lifecycle.extension import (
     compile_rows,
     declared_in,
 )
-from kvledger.lifecycle.handlers.base import HOOKS, StateHandler
+from kvledger.lifecycle.handlers.base import HOOKS, StateHandler, wrong_state
 from kvledger.lifecycle.machine import (
     CompiledRegions,
     ReferenceMachine,
@@ -51,6 +59,10 @@ class CoreError(ValueError):
     """Parts that do not make a core. The message names the part, the reason and the remedy."""
 
 
+_HANDLERS = StateHandler.__module__.rpartition(".")[0]
+_SETTLED: tuple[str, ...] = tuple(
+    trigger for event in (LoadCompleted, LoadFailed, SaveCompleted, SaveFailed) for trigger in triggers_of(event)
+)
 Handlers = Mapping[RequestState, tuple[StateHandler, ...]]
 
 
@@ -94,7 +106,7 @@ class Core:
     def __attrs_post_init__(self) -> None:
         for handlers in self.handlers.values():
             for handler in handlers:
-                check_handler(handler)
+                self._check_hooks(handler, check_handler(handler))
         names = [spec.name for spec in self.projections]
         if len(set(names)) < len(names):
             message = f"of the projections {', '.join(names)} two have one name; rename one"
@@ -105,6 +117,42 @@ class Core:
             message = f"rule {both[0]} has a checker, and a reason why it cannot be checked; remove one"
             raise CoreError(message)
         _ = self.sub_moves
+
+    def _check_hooks(self, handler: StateHandler, state: RequestState) -> None:
+        """Refuse a method of somebody's handler about what never happens in its state.
+
+        A base class that handlers of several states share may have more methods than each of them needs, and so may a
+        handler of another state. A handler all of whose methods are such has none that is ever called.
+
+        Raises:
+            CoreError: it would never be called.
+        """
+        own = tuple(own_hooks(handler))
+        never = [hook for hook in own if state not in self.asked_in(hook)]
+        wrong = never if len(never) == len(own) else [hook for hook in never if _is_for_its_state(handler, hook)]
+        for hook in wrong:
+            asked, triggers = self.asked_in(hook), " or ".join(self._triggers_of_hooks[hook])
+            message = (
+                f"handler {_name_of(handler)} has a method {hook} for state {state}, but the table has no row for "
+                f"{triggers} in that state, so it would never be called; remove the method, or move it to a handler of "
+                f"{', '.join(each.value for each in asked) or 'a core whose table has such a row'}"
+            )
+            raise CoreError(message)
+
+    def asked_in(self, hook: str) -> tuple[RequestState, ...]:
+        """The states whose handlers can be asked this hook, by the rows of the table."""
+        legal = self.compiled.legal
+        states = {state for trigger in self._triggers_of_hooks[hook] for state, _ in legal.get(trigger, ())}
+        return tuple(state for state in RequestState if state in states)
+
+    @cached_property
+    def _triggers_of_hooks(self) -> Mapping[str, tuple[str, ...]]:
+        """Method of a handler -> what it is called upon."""
+        triggers: dict[str, tuple[str, ...]] = {
+            event.handler_method: triggers_of(event) for event in self.observations if issubclass(event, RequestEvent)
+        }
+        step = dict.fromkeys(("tokens_scheduled", "tokens_settled"), ("tokens.scheduled",))
+        return {**triggers, **step, "transfer_settled": _SETTLED}
 
     @staticmethod
     @cache
@@ -350,11 +398,9 @@ def check_handler(handler: StateHandler) -> RequestState:
     Raises:
         CoreError: it names no state, or has a public method that nobody would ever call.
     """
-    name, state = _name_of(handler), getattr(handler, "state", None)
-    if not isinstance(state, RequestState):
-        message = (
-            f"handler {name} has state {state!r}; set its class attribute `state` to one of {', '.join(RequestState)}"
-        )
+    name, wrong = _name_of(handler), wrong_state(handler)
+    if wrong:
+        message = f"handler {name} {wrong}"
         raise CoreError(message)
     public = (method for method in dir(type(handler)) if not method.startswith("_") and method not in HOOKS)
     for method in public:
@@ -366,7 +412,23 @@ def check_handler(handler: StateHandler) -> RequestState:
                 f"{meant}, or let the names of its own methods begin with an underscore"
             )
             raise CoreError(message)
-    return state
+    return handler.state
+
+
+def own_hooks(handler: StateHandler) -> Iterator[str]:
+    """The hooks in which a handler is another than the classes of this package from which it derives."""
+    of_package = [vars(base) for base in type(handler).__mro__ if base.__module__.startswith(f"{_HANDLERS}.")]
+    for hook in HOOKS:
+        method = getattr(handler, hook)
+        function = getattr(method, "__func__", method)
+        if callable(method) and all(function is not methods.get(hook) for methods in of_package):
+            yield hook
+
+
+def _is_for_its_state(handler: StateHandler, hook: str) -> bool:
+    """Whether the class that has the method, or the handler itself, has this state and no other."""
+    owner = next((base for base in type(handler).__mro__ if hook in vars(base)), StateHandler)
+    return hook in getattr(handler, "__dict__", ()) or getattr(owner, "state", None) is handler.state
 
 
 def _named_parts(extension: Extension) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.events import trigger_of, triggers_of
-from kvledger.lifecycle.handlers.base import HOOKS, StateHandler
+from kvledger.lifecycle.handlers.base import HOOKS, StateHandler, wrong_state
 from kvledger.lifecycle.machine import Moves
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection, Projections, ProjectionSpec, is_reserved
@@ -249,8 +249,7 @@ def _judged_parts(extension: Extension) -> Iterator[tuple[bool, str]]:
         yield is_row, f"row {row!r} is no (source, trigger, dest); write three strings"
     for handler in (*extension.handlers, *extension.replaces):
         yield _derives(handler, StateHandler), f"handler {handler!r} is none; name a class derived from StateHandler"
-        has_state = isinstance(getattr(handler, "state", None), RequestState)
-        yield has_state, f"handler {handler.__qualname__} has no state; set its class attribute `state`"
+        yield not wrong_state(handler), f"handler {handler.__qualname__} {wrong_state(handler)}"
     for spec in extension.projections:
         yield isinstance(spec, ProjectionSpec), f"projection {spec!r} is none; make it a ProjectionSpec"
         yield not is_reserved(spec.name), f"projection {spec.name!r} would hide an attribute of Projections; rename it"

@@ -7,6 +7,7 @@ A handler must be a pure function of its arguments: no clock, no randomness, no 
 
 from __future__ import annotations
 
+import difflib
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
@@ -54,5 +55,18 @@ class StateHandler:
         """A job of this request was completed or failed on every rank."""
 
 
+def wrong_state(handler: object) -> str:
+    """Say what is wrong with the `state` of a handler or of its class, and what to write; empty if it is right."""
+    state = getattr(handler, "state", None)
+    if isinstance(state, RequestState):
+        return ""
+    if state is None:
+        return f"has no state; write `state = RequestState.RUNNING`, or another one of {_STATES}"
+    meant = difflib.get_close_matches(str(state).lower(), [each.value for each in RequestState], n=1)
+    remedy = f"`state = RequestState.{RequestState(meant[0]).name}`" if meant else f"one of {_STATES}"
+    return f"has state {state!r}, which is of type {type(state).__name__}, not RequestState; write {remedy}"
+
+
+_STATES = ", ".join(f"RequestState.{state.name}" for state in RequestState)
 HOOKS = tuple(name for name in vars(StateHandler) if not name.startswith("_"))
 """The methods that a handler may have."""

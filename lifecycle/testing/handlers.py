@@ -18,8 +18,8 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder, EventEncoder, vocabulary_header
 from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.core import Core
-from kvledger.lifecycle.handlers.base import StateHandler
+from kvledger.lifecycle.core import Core, own_hooks
+from kvledger.lifecycle.handlers.base import HOOKS, StateHandler
 from kvledger.lifecycle.replay import Replay
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.testing.plays import CONFIGURATIONS, plays
@@ -84,9 +84,16 @@ class _Stage:
         own = type(self._current)
         names = [name for name in dir(own) if not name.startswith("_") and callable(getattr(own, name))]
         hooks = {
-            name: self._hook(name) for name in names if getattr(own, name) is not getattr(StateHandler, name, None)
+            name: self._hook(name)
+            for name in names
+            if getattr(own, name) is not getattr(StateHandler, name, None) and not self._is_only_inherited(name)
         }
         self.handler: StateHandler = type(own.__name__, (StateHandler,), {"state": self._current.state, **hooks})()
+
+    def _is_only_inherited(self, name: str) -> bool:
+        """Whether it comes with a handler of this package that was derived from, and is never asked in this state."""
+        core, handler = Core.standard(), self._current
+        return name in HOOKS and handler.state not in core.asked_in(name) and name not in own_hooks(handler)
 
     def renew(self) -> None:
         """From now on, one that was never asked decides."""

@@ -5,19 +5,25 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
 import attrs
+import msgspec
 import pytest
 
 from kvledger.lifecycle import Core, CoreError, Extension, StateHandler
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import vocabulary_header
 from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.handlers.base import HOOKS
+from kvledger.lifecycle.handlers.preempted import Preempted
 from kvledger.lifecycle.handlers.running import Running
 from kvledger.lifecycle.projections import Projections, ProjectionSpec
 from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.testing.plays import CONFIGURATIONS, OBSERVED, Observed, plays
 from kvledger.lifecycle.turn import Turn
 
 CORE = Core.standard()
@@ -100,6 +106,181 @@ def test_a_misspelt_hook_is_refused_with_the_one_that_was_meant() -> None:
 
     with pytest.raises(CoreError, match=r"Misspelt has a method lookup_request, .*; lookup_requested was meant"):
         CORE.replacing(Misspelt())
+
+
+def asks(hook: str, state: RequestState, base: type[StateHandler] = StateHandler) -> StateHandler:
+    """A handler with one hook of its own."""
+    return type("Asks", (base,), {"state": state, hook: lambda _self, _turn, *_arguments: None})()
+
+
+ASKED = {
+    "lookup_requested": {"new", "preempted", "recovering"},
+    "blocks_allocated": {"new", "chunked_prefill", "preempted", "recovering"},
+    "request_preempted": {"new", "chunked_prefill", "running", "recovering"},
+    "session_continued": {"chunked_prefill", "running"},
+    "tokens_rolled_back": {"new", "chunked_prefill", "running", "recovering"},
+    "request_finished": {"new", "chunked_prefill", "running", "preempted", "recovering"},
+    "tokens_scheduled": {"new", "chunked_prefill", "running", "recovering"},
+    "tokens_settled": {"new", "chunked_prefill", "running", "recovering"},
+    "extension_observed": set(RequestState),
+    "transfer_settled": set(RequestState),
+}
+"""Hook -> the states whose handlers it can be asked of."""
+
+
+@pytest.mark.parametrize("state", RequestState)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_is_refused_in_a_state_in_which_the_table_never_brings_it_about(hook: str, state: RequestState) -> None:
+    """A trial: a `request_preempted` of preempted requests was accepted, never called, and its log was sound."""
+    handler = asks(hook, state)
+    if state in ASKED[hook]:
+        CORE.replacing(handler)
+        CORE.adding(handler)
+        return
+    for compose in (CORE.replacing, CORE.adding):
+        with pytest.raises(CoreError, match=rf"^handler .*:Asks has a method {hook} for state {state}, .*remove"):
+            compose(handler)
+
+
+class Said(msgspec.Struct):
+    """Something was seen."""
+
+
+class Saying(Extension):
+    """Has an observation of its own."""
+
+    name = "saying"
+    events: ClassVar[dict[str, type[msgspec.Struct]]] = {"said": Said}
+
+
+def test_only_hooks_that_are_accepted_are_called() -> None:
+    """Of all states, upon everything that the contracts play. In it, what has finished is released at once."""
+    called: set[tuple[str, RequestState]] = set()
+
+    def telling(handler: type[StateHandler]) -> StateHandler:
+        def told(hook: str) -> Callable[..., None]:
+            decides = getattr(handler, hook)
+
+            def method(self: StateHandler, turn: Turn, *arguments: object) -> None:
+                called.add((hook, handler.state))
+                decides(self, turn, *arguments)
+
+            return method
+
+        hooks = [hook for hook in HOOKS if handler.state in ASKED[hook]]
+        return type("Telling", (handler,), {hook: told(hook) for hook in hooks})()
+
+    core = CORE.extended(Saying()).replacing(*(telling(type(handlers[0])) for handlers in CORE.handlers.values()))
+    said: Observed = lambda play: [Saying.observed("a", Said(), play.now)]  # noqa: E731 -- as those beside it
+    for _ in plays(core, CONFIGURATIONS, observed=(*OBSERVED, said)):
+        pass
+    never = {(hook, RequestState(state)) for hook, states in ASKED.items() for state in states} - called
+    assert never == {("extension_observed", RequestState.FINISHED)}
+
+
+class Everywhere(StateHandler):
+    """Shared by handlers of several states."""
+
+    def request_preempted(self, turn: Turn, event: e.RequestPreempted) -> None:
+        """Decide nothing."""
+
+
+class Late(Everywhere):
+    """Inherits its only hook, which never comes in its state."""
+
+    state = RequestState.PREEMPTED
+
+
+class WhenRunning(Running):
+    """Has a hook of running requests."""
+
+    def request_preempted(self, turn: Turn, event: e.RequestPreempted) -> None:
+        """Decide nothing."""
+
+
+class Renamed(WhenRunning):
+    """The same for another state, in which it is never called."""
+
+    state = RequestState.PREEMPTED
+
+
+class LookedUp(Everywhere):
+    """Inherits the same hook, beside one that comes."""
+
+    state = RequestState.PREEMPTED
+
+    def lookup_requested(self, turn: Turn, event: e.LookupRequested) -> None:
+        """Decide nothing."""
+
+
+class AlsoLookedUp(LookedUp):
+    """Has another that does not come."""
+
+    def session_continued(self, turn: Turn, event: e.SessionContinued) -> None:
+        """Decide nothing."""
+
+
+class Moved(Running):
+    """Inherits hooks of the package's that never come in its state."""
+
+    state = RequestState.PREEMPTED
+
+
+class AsBefore(Preempted):
+    """Says of a hook what its base says."""
+
+    request_preempted = StateHandler.request_preempted
+    session_continued = Preempted.session_continued
+
+
+class Assigned(Preempted):
+    """Has a hook since it was made."""
+
+    def __init__(self) -> None:
+        self.session_continued = lambda _turn, _event: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("handler", [Late(), Renamed(), AlsoLookedUp(), Assigned()])
+def test_a_hook_that_comes_from_elsewhere_is_refused_too(handler: StateHandler) -> None:
+    """From a base class where it has nothing else, or from its instance."""
+    with pytest.raises(CoreError, match="would never be called"):
+        CORE.replacing(handler)
+
+
+@pytest.mark.parametrize("handler", [Moved(), AsBefore(), LookedUp()])
+def test_what_a_base_class_has_anyway_is_not_refused(handler: StateHandler) -> None:
+    """A handler of this package, or one class for handlers of several states."""
+    CORE.replacing(handler)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "has no state; write `state = RequestState.RUNNING`, or another one of RequestState.NEW, "),
+        (
+            "preempted",
+            "has state 'preempted', which is of type str, not RequestState; write `state = RequestState.PREE",
+        ),
+        (
+            "PREEMPTED",
+            "has state 'PREEMPTED', which is of type str, not RequestState; write `state = RequestState.PREE",
+        ),
+        ("paused", "has state 'paused', which is of type str, not RequestState; write one of RequestState.NEW, "),
+        (
+            RequestState,
+            "has state <enum 'RequestState'>, which is of type EnumType, not RequestState; write one of Re",
+        ),
+        (7, "has state 7, which is of type int, not RequestState; write one of RequestState.NEW, "),
+    ],
+)
+def test_a_state_that_is_none_is_refused_with_what_to_write(state: object, message: str) -> None:
+    """A trial: `state = "preempted"` was answered with "has no state", also in an extension."""
+    handler = type("Asks", (StateHandler,), {"state": state})
+    with pytest.raises(CoreError, match=f"^handler .*:Asks {re.escape(message)}"):
+        CORE.adding(handler())
+    extension = type("Its", (Extension,), {"name": "its", "handlers": (handler,)})()
+    with pytest.raises(CoreError, match=f"^extension its: its handler .*Asks {re.escape(message)}"):
+        CORE.extended(extension)
 
 
 def test_handlers_of_one_name_from_two_modules_are_two() -> None:

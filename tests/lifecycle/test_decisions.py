@@ -906,7 +906,7 @@ def test_a_handler_without_a_state_is_refused() -> None:
     class Stateless(StateHandler):
         pass
 
-    with pytest.raises(CoreError, match=r"Stateless has state None; set its class attribute `state` to one of new,"):
+    with pytest.raises(CoreError, match=r"Stateless has no state; write `state = RequestState.RUNNING`, or another"):
         Core.standard().adding(Stateless())
 
 

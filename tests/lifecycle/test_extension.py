@@ -261,7 +261,7 @@ ATTRIBUTES = {
         (changed(handlers=Watching), "its handlers are <class .*Watching'>; make them a tuple"),
         (changed(handlers=("watching:Watching",)), "its handler 'watching:Watching' is none; name a class"),
         (changed(handlers=(Stateless(),)), "its handler <.*Stateless object at .*> is none; name a class"),
-        (changed(handlers=(Stateless,)), "its handler Stateless has no state; set its class attribute"),
+        (changed(handlers=(Stateless,)), "its handler Stateless has no state; write `state = RequestState"),
         (changed(projections=(Watching,)), "its projection <class .*Watching'> is none; make it a ProjectionSpec"),
         *(
             (changed(projections=(ProjectionSpec(name, lambda _its: Any),)), f"its projection {name!r} would hide")
