@@ -27,6 +27,8 @@ class Command:
     """What somebody wants -> the line that does it."""
     is_reading: bool = True
     """Whether it takes a LOG to read, and the options for that."""
+    judges_workers: bool = False
+    """Whether `--newest` also reads the logs of the start's workers, and not the scheduler's alone."""
 
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
@@ -56,6 +58,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 "every log of a log_dir": "kvledger verify logs",
                 "the verdict on the last start, for a script": "kvledger verify logs --newest --json | tail -n 1",
             },
+            judges_workers=True,
         ),
         "show": Command(
             "show a log, or the timeline of a request",

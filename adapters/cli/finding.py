@@ -44,7 +44,8 @@ def selected_one(arguments: argparse.Namespace, output: Output) -> tuple[StoredL
         CommandFailed: they mean several.
     """
     if arguments.request is None:
-        one_of(arguments.logs, arguments.log)
+        arguments.logs = [one_of(arguments.logs, arguments.log)]
+        output.has_many_logs = False
     return next(selected(arguments, output))
 
 

@@ -1,6 +1,6 @@
 """The `kvledger` command: reads arguments, runs one command, turns what happens into an exit code.
 
-`arguments.logs` are the logs that were found, in the order in which they were opened.
+`arguments.logs` are the logs that were found, engine start by engine start, the newest start last.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvledger.adapters.cli.commands import COMMANDS
 from kvledger.adapters.cli.default_log import DEFAULT_LOG
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.parser import build_parser
 from kvledger.adapters.cli.streams import OutputFailed, guard_standard_streams, silence_standard_streams
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, gravest, unreadable_text
-from kvledger.adapters.logs.sources import find_logs
+from kvledger.adapters.logs.amounts import plural
+from kvledger.adapters.logs.sources import engine_starts, find_logs, started_with
 from kvledger.adapters.logs.streams import StreamUrl, keep_mirrored
 from kvledger.adapters.logs.visible import remark
 from kvledger.storage.extras import EXTRAS
@@ -105,9 +107,28 @@ def _logs(arguments: argparse.Namespace) -> list[Path]:
     if isinstance(arguments.log, StreamUrl) and getattr(arguments, "follow", False):
         keep_mirrored(arguments.log, arguments.mirror, newest=arguments.newest)
     if arguments.newest and len(logs) > 1:
-        remark(f"reading {logs[-1]}, the newest of {len(logs)} logs in {arguments.log}")
-        return logs[-1:]
+        return _newest(logs, arguments)
     return logs
+
+
+def _newest(logs: Sequence[Path], arguments: argparse.Namespace) -> list[Path]:
+    """The scheduler's log of the newest engine start, behind those of its workers for a command that judges them."""
+    starts = engine_starts(logs)
+    newest = starts[-1]
+    if newest.scheduler is None:
+        remark(
+            f"the newest of {len(starts)} engine starts in {arguments.log} has no scheduler log, only "
+            f"{plural(len(newest.workers), 'log')} of workers: it failed before its scheduler was made, or that log "
+            "was removed; `kvledger ls` lists the earlier starts"
+        )
+        return newest.logs
+    of_what = "logs" if len(starts) == len(logs) else "logs, the scheduler's of the newest engine start,"
+    remark(f"reading {newest.scheduler}, the newest of {len(logs)} {of_what} in {arguments.log}")
+    others = started_with(newest, starts)
+    if others:
+        named = ", ".join(str(other.main) for other in others)
+        remark(f"it is one of {len(others) + 1} engines or connectors of the same server; not read: {named}")
+    return newest.logs if COMMANDS[arguments.command].judges_workers else [newest.scheduler]
 
 
 if __name__ == "__main__":

@@ -117,7 +117,11 @@ def build_parser(on_command: Callable[[str, CommandParser], object] = lambda *_:
         type=log_argument,
         help="a log directory, one *.kvlog file, a directory of logs (all of them), or nats://host/STREAM[/LOG_ID]",
     )
-    reading.add_argument("--newest", action="store_true", help="of a directory of logs, read only the newest")
+    reading.add_argument(
+        "--newest",
+        action="store_true",
+        help="of a directory of logs, read only the newest engine start: the log of its scheduler",
+    )
     reading.add_argument("--mirror", metavar="DIR", type=Path, help="where the files of a stream's logs are kept")
     add_options(reading)
     commands = parser.add_subparsers(dest=_COMMAND, metavar="COMMAND", required=True, parser_class=CommandParser)

@@ -1,14 +1,19 @@
 """From the LOG argument to the logs it means: one log, one segment of it, all logs of a directory or of a stream.
 
 Every engine start writes a log directory of its own below `log_dir`, so a directory of logs is what an operator has.
+Which logs belong to one start, and which start is the newest, is decided here for all commands.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import attrs
 
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
 from kvledger.adapters.logs.streams import StreamUrl, mirrored_logs
@@ -17,19 +22,67 @@ from kvledger.storage.events.reader import traces_of_log
 from kvledger.storage.events.segment_file import segment_paths
 
 _MAX_NAMED = 10
+_DATA_PARALLEL = re.compile(r"_dp\d+$")
+
+
+@attrs.frozen
+class EngineStart:
+    """The logs that one engine start has left: the scheduler's, and those of its workers.
+
+    Only the recorder's workers write logs. A start that failed before the scheduler opened its log has only those.
+    """
+
+    scheduler: Path | None
+    workers: tuple[Path, ...]
+    """In the order of their opening."""
+    opened_at: int
+    """When the scheduler's log was opened, or else the first of the others, in nanoseconds since 1970."""
+    engine_id: str = ""
+    """vLLM's, with `_dpN` at its end for an engine of several with data parallelism; empty: the log does not say it."""
+    connector: str = ""
+    """The recorded one; empty: kvledger's own."""
+
+    @property
+    def logs(self) -> list[Path]:
+        """All of them, the scheduler's last."""
+        return [*self.workers, *([] if self.scheduler is None else [self.scheduler])]
+
+    @property
+    def main(self) -> Path:
+        """The scheduler's log, or the last of the workers' where there is none."""
+        return self.logs[-1]
+
+
+@attrs.frozen
+class _Log:
+    """What decides to which start a log belongs, from its header."""
+
+    path: Path
+    opened_at: int
+    header: Mapping[str, object]
+
+    @property
+    def rank(self) -> int | None:
+        rank = self.header.get("worker_rank")
+        return rank if isinstance(rank, int) else None
+
+    @property
+    def engine(self) -> tuple[str, str]:
+        """(engine id, recorded connector)."""
+        return str(self.header.get("engine_id") or ""), str(self.header.get("connector") or "")
 
 
 def find_logs(path: Path | StreamUrl, mirror: Path | None = None, *, newest: bool = False) -> list[Path]:
-    """The logs that `path` means, in the order in which they were opened: itself, or those in the directory.
+    """The logs that `path` means: itself, or those in the directory, start by start, a start's scheduler log last.
 
     The URL of a stream means its logs, of which a mirror is made first (in the directory `mirror`); with `newest` only
-    of the newest, since that takes time.
+    of the newest start, since that takes time.
 
     Raises:
         CommandFailed: there is none.
     """
     if isinstance(path, StreamUrl):
-        return sorted(mirrored_logs(path, mirror, newest=newest), key=lambda log: (_opened_at(log), log.name))
+        return _by_start(mirrored_logs(path, mirror, newest=newest))
     if path.is_symlink() and not path.exists():
         error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         raise CommandFailed(unreadable_text(error), ExitCode.DAMAGED)
@@ -41,23 +94,116 @@ def find_logs(path: Path | StreamUrl, mirror: Path | None = None, *, newest: boo
     if not logs:
         message = f"{path}: holds no log, neither segments (*.kvlog) nor a folder with some; is it the log_dir?"
         raise CommandFailed(message, ExitCode.USAGE)
-    return sorted(logs, key=lambda log: (_opened_at(log), log.name))
+    return _by_start(logs)
+
+
+def _by_start(logs: Sequence[Path]) -> list[Path]:
+    return [path for start in engine_starts(logs) for path in start.logs]
+
+
+def engine_starts(logs: Iterable[Path]) -> list[EngineStart]:
+    """The engine starts of which these are the logs, the newest last. A log that cannot be read is one of its own."""
+    found = [_looked_at(path) for path in logs]
+    schedulers = [log for log in found if log.rank is None]
+    workers = sorted((log for log in found if log.rank is not None), key=_order)
+    starts = []
+    assigned: set[Path] = set()
+    for scheduler, its in _assigned(schedulers, workers):
+        paths = tuple(log.path for log in sorted(its, key=_order))
+        assigned.update(paths)
+        starts.append(EngineStart(scheduler.path, paths, scheduler.opened_at, *scheduler.engine))
+    left: dict[tuple[str, str], list[_Log]] = {}
+    for log in workers:  # the rest: of starts that failed, or whose scheduler's log is gone
+        if log.path in assigned:
+            continue
+        group = left.setdefault(log.engine, [])
+        if any(other.rank == log.rank for other in group):
+            starts.append(_without_scheduler(group))
+            group = left[log.engine] = []
+        group.append(log)
+    starts += map(_without_scheduler, left.values())
+    return sorted(starts, key=lambda start: (start.opened_at, start.main.name))
+
+
+def workers_of(scheduler: Path) -> dict[int, Path]:
+    """Rank → log of each worker of the engine start whose scheduler wrote this log, from the same directory."""
+    siblings = [path for path in scheduler.parent.iterdir() if path != scheduler and path.is_dir()]
+    own = next(start for start in engine_starts([scheduler, *siblings]) if scheduler in start.logs)
+    ranks = {_looked_at(path).rank: path for path in own.workers if own.scheduler == scheduler}
+    return dict(sorted((rank or 0, path) for rank, path in ranks.items()))
+
+
+def started_with(start: EngineStart, starts: Sequence[EngineStart]) -> list[EngineStart]:
+    """The other starts that belong to the same start of a server: engines of data parallelism, children of a connector.
+
+    They share vLLM's engine id, but for the `_dpN` that tells engines of data parallelism apart (vLLM 0.32:
+    `vllm/v1/engine/core.py`).
+    """
+    if not start.engine_id:
+        return []
+
+    def whose(other: EngineStart) -> tuple[str, str]:
+        return other.engine_id, other.connector
+
+    before = [each.opened_at for each in starts if whose(each) == whose(start) and each.opened_at < start.opened_at]
+    newest: dict[tuple[str, str], EngineStart] = {}
+    for other in starts:
+        is_of_server = _DATA_PARALLEL.sub("", other.engine_id) == _DATA_PARALLEL.sub("", start.engine_id)
+        if is_of_server and whose(other) != whose(start) and other.opened_at > max(before, default=0):
+            newest[whose(other)] = other
+    return list(newest.values())
 
 
 def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
-    """The only log that `asked` means, for commands that compare or continue something.
+    """The log that `asked` means for a command that reads one: the scheduler's log of the only engine start there.
 
     Raises:
-        CommandFailed: it means several.
+        CommandFailed: there are several starts.
     """
     if len(logs) == 1:
         return logs[0]
-    named = ", ".join(str(log) for log in logs[-_MAX_NAMED:])
-    more = f" and {len(logs) - _MAX_NAMED} older ones" if len(logs) > _MAX_NAMED else ""
+    starts = [start.main for start in engine_starts(logs)]
+    if len(starts) == 1:
+        return starts[0]
+    named = ", ".join(map(str, starts[-_MAX_NAMED:]))
+    more = f" and {len(starts) - _MAX_NAMED} older ones" if len(starts) > _MAX_NAMED else ""
     message = (
-        f"{asked} holds {len(logs)} logs (`kvledger ls` lists them); name one, the newest is the last: {named}{more}"
+        f"{asked} holds {len(starts)} logs (`kvledger ls` lists them); name one, the newest is the last: {named}{more}"
     )
     raise CommandFailed(message, ExitCode.USAGE)
+
+
+def _assigned(schedulers: Iterable[_Log], workers: Iterable[_Log]) -> Iterator[tuple[_Log, list[_Log]]]:
+    """Each scheduler's log with the logs of its workers: at most one of each rank, and no log twice.
+
+    The engine id and the connector have to be equal. An id that was configured serves every start: a worker belongs to
+    the scheduler of its own process, or else to the first one that was opened after it.
+    """
+    schedulers = list(schedulers)
+    pairs = []
+    for scheduler, worker in itertools.product(schedulers, workers):
+        if worker.engine == scheduler.engine and worker.engine[0]:
+            distance = worker.opened_at - scheduler.opened_at
+            process = worker.header.get("process_id")
+            is_same_process = process is not None and process == scheduler.header.get("process_id")
+            order = (not is_same_process, distance > 0 and not is_same_process, abs(distance))
+            pairs.append((order, scheduler, worker))
+    ranks: dict[Path, dict[int | None, _Log]] = {scheduler.path: {} for scheduler in schedulers}
+    taken: set[Path] = set()
+    for _, scheduler, worker in sorted(pairs, key=lambda pair: pair[0]):
+        if worker.path not in taken and worker.rank not in ranks[scheduler.path]:
+            ranks[scheduler.path][worker.rank] = worker
+            taken.add(worker.path)
+    for scheduler in schedulers:
+        yield scheduler, list(ranks[scheduler.path].values())
+
+
+def _without_scheduler(workers: Sequence[_Log]) -> EngineStart:
+    return EngineStart(None, tuple(log.path for log in workers), workers[0].opened_at, *workers[0].engine)
+
+
+def _order(log: _Log) -> tuple[int, str]:
+    return log.opened_at, log.path.name
 
 
 def _may_be_log(path: Path) -> bool:
@@ -72,12 +218,14 @@ def _may_be_log(path: Path) -> bool:
         return True
 
 
-def _opened_at(log: Path) -> int:
+def _looked_at(log: Path) -> _Log:
     try:
-        opened_at = read_log(log).header.get("opened_at_unix_ns")
-        return opened_at if isinstance(opened_at, int) else segment_paths(log)[-1].stat().st_mtime_ns
+        header = read_log(log).header
+        opened_at = header.get("opened_at_unix_ns")
+        opened_at = opened_at if isinstance(opened_at, int) else segment_paths(log)[-1].stat().st_mtime_ns
+        return _Log(log, opened_at, header)
     except (LogError, OSError, IndexError):
-        return _modified_at(log)
+        return _Log(log, _modified_at(log), {})
 
 
 def _modified_at(log: Path) -> int:

@@ -5,17 +5,18 @@ A worker writes each call before it makes it, so the last event says where one t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import attrs
 
 from kvledger.adapters.exit_codes import CommandFailed
 from kvledger.adapters.logs.log import StoredLog, open_log
+from kvledger.adapters.logs.sources import workers_of
 from kvledger.adapters.recorder.payloads import Called, Returned, payload_of
 from kvledger.lifecycle import SequencedEvent
 from kvledger.lifecycle import events as e
-from kvledger.storage.events import LogError, is_being_written, read_log
+from kvledger.storage.events import is_being_written
 from kvledger.storage.events.segment_file import segment_paths
 
 
@@ -66,19 +67,9 @@ class WorkerCalls:
 
 def logs_of_workers(log: StoredLog) -> dict[int, Path]:
     """The logs of a scheduler's workers by rank, where they lie in the same directory."""
-    engine_id = log.header.get("engine_id")
-    if engine_id is None or log.worker_rank is not None or not log.path.is_dir():
+    if not log.header.get("engine_id") or log.worker_rank is not None or not log.path.is_dir():
         return {}
-    opened_at, connector = _opened_at(log.header), log.header.get("connector")
-    found: dict[int, tuple[tuple[bool, int], Path]] = {}
-    for path, header in _neighbours(log.path):
-        rank = header.get("worker_rank")
-        if not isinstance(rank, int) or (header.get("engine_id"), header.get("connector")) != (engine_id, connector):
-            continue
-        # An id that was configured serves every start: the worker that began last before this scheduler is its own.
-        distance = _opened_at(header) - opened_at
-        found[rank] = min(found.get(rank, ((True, 1 << 62), path)), ((distance > 0, abs(distance)), path))
-    return {rank: path for rank, (_, path) in sorted(found.items())}
+    return workers_of(log.path)
 
 
 def troubles_of_workers(log: StoredLog) -> dict[int, str]:
@@ -100,18 +91,3 @@ def _trouble_in(path: Path) -> str:
     except (CommandFailed, OSError) as error:
         return f"its log cannot be read ({error})"
     return calls.trouble(is_over=is_over)
-
-
-def _neighbours(path: Path) -> Iterator[tuple[Path, dict[str, object]]]:
-    for neighbour in path.parent.iterdir():
-        if neighbour == path or not neighbour.is_dir():
-            continue
-        try:
-            yield neighbour, read_log(neighbour).header
-        except (LogError, OSError):
-            continue  # whoever reads that log is informed
-
-
-def _opened_at(header: object) -> int:
-    opened_at = header.get("opened_at_unix_ns") if isinstance(header, dict) else None
-    return opened_at if isinstance(opened_at, int) else 0

@@ -82,7 +82,8 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             return
         versions.warn_of_unknown()
         core = settings.core()
-        log = open_event_log(core, settings, configuration, model=vllm_config.model_config.model)
+        engine_id, model = self._kv_transfer_config.engine_id, vllm_config.model_config.model
+        log = open_event_log(core, settings, configuration, engine_id=engine_id, model=model)
         keys = ChunkKeySource(
             chunk_size=configuration.chunk_size,
             hash_block_size=versions.hash_block_size(kv_cache_config),

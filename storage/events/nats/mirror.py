@@ -33,7 +33,7 @@ from kvledger.storage.events.segment_file import NO_PREVIOUS_HASH, decode_header
 from kvledger.storage.events.store import LogError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from nats.aio.msg import Msg
 
@@ -78,8 +78,8 @@ def mirror(
     """Bring the mirror of the addressed log, or of every log of the stream, up to date; return the log directories.
 
     `directory` (default: `default_mirror_directory`) gets a folder for each log; folders are made for their owner only.
-    With `newest` only the log that was opened last is fetched. `on_progress(num_messages, num_messages_in_all)` is
-    called now and then, `on_skipped(reason)` for a log of several that cannot be read. An interrupted run is
+    With `newest` only the logs of the newest engine start are fetched. `on_progress(num_messages, num_messages_in_all)`
+    is called now and then, `on_skipped(reason)` for a log of several that cannot be read. An interrupted run is
     continued.
 
     Raises:
@@ -120,6 +120,17 @@ def mirror(
     return asyncio.run(fetch())
 
 
+def _of_newest_start(logs: Sequence[LogInStream]) -> Sequence[LogInStream]:
+    """The last log that a scheduler wrote, the logs of that engine's workers, and all that was opened later.
+
+    A later start may have failed before its scheduler opened a log. `logs` are in the order of their opening.
+    """
+    headers = [{} if log.header is None else log.header.header for log in logs]
+    last = max((at for at, header in enumerate(headers) if header.get("worker_rank") is None), default=0)
+    engine = headers[last].get("engine_id")
+    return [log for at, log in enumerate(logs) if at >= last or (engine and headers[at].get("engine_id") == engine)]
+
+
 async def _subjects(connection: Connection, *, newest: bool) -> dict[str, int]:
     """The subjects (-> number of messages) of the logs that are meant."""
     wanted = connection.address.log_id
@@ -134,8 +145,7 @@ async def _subjects(connection: Connection, *, newest: bool) -> dict[str, int]:
         twice = sorted({log_id for log_id in ids if ids.count(log_id) > 1})
         raise connection.refused(f"{', '.join(twice)} is there under several subjects; purge all but one of them")
     if newest:
-        last = (await find_logs(connection, wanted or ""))[-1]
-        return {last.subject: last.num_messages}
+        return {log.subject: log.num_messages for log in _of_newest_start(await find_logs(connection, wanted or ""))}
     return subjects
 
 

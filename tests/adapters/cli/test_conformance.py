@@ -71,3 +71,15 @@ def test_a_worker_that_cannot_run_here_leaves_the_schedulers_side(run: Any) -> N
     reasons = {each["obligation"]: each for each in result.objects() if each["type"] == "obligation"}
     assert reasons["loaded-kv-is-right"]["reason"] == "its worker does not run here"
     assert reasons["load-is-reported-once"]["verdict"] == "kept"
+
+
+def test_the_directory_of_a_broken_run_is_judged_by_its_schedulers_log(run: Any) -> None:
+    """Incident: `verify RUN --newest` read the worker's log of the same run, and said sound. `repro RUN` refused it."""
+    session = ("--seeds", "0", "--only", "next turn of a session")
+    result = run("conformance", "--json", "OffloadingConnector", *session)
+    assert result.exit_code == 1, result.err
+    logs = {each["log"] for item in result.objects("obligation") for each in item["broken_in"]}  # type: ignore[attr-defined]
+    directory = Path(str(logs.pop())).parent
+    assert len(list(directory.glob("*-worker-*"))) == 1
+    assert run("verify", directory).exit_code == run("verify", directory, "--newest").exit_code == 1
+    assert run("repro", directory).exit_code == 0
