@@ -1,4 +1,7 @@
-"""Exit codes of `kvledger`; of several the gravest goes: damage, a broken rule, a divergence, a missing end."""
+"""Exit codes of `kvledger`, and which of several a command returns: the gravest one.
+
+Codes below 64 are verdicts on a log, the others speak of the command.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,9 @@ class ExitCode(enum.IntEnum):
     DAMAGED = 2
     DIVERGED = 3
     END_MISSING = 4
+    NOTHING_CHECKED = 5
+    EXTENSION_STOPPED = 6
+    NOT_VERIFIED = 7
     USAGE = 64
     INTERNAL_ERROR = 70
     CANNOT_WRITE = 74
@@ -41,7 +47,20 @@ OF_EVERY_COMMAND: Mapping[ExitCode, str] = MappingProxyType(
 """What a code means that any command may end with; the others mean what a command says of them."""
 
 
-_BY_GRAVITY = (ExitCode.DAMAGED, ExitCode.RULE_BROKEN, ExitCode.DIVERGED, ExitCode.END_MISSING, ExitCode.SOUND)
+VERDICTS: Mapping[ExitCode, str] = MappingProxyType(
+    {
+        ExitCode.DAMAGED: "damaged, or unreadable",
+        ExitCode.RULE_BROKEN: "a rule is broken",
+        ExitCode.DIVERGED: "today's code decides differently than the log says, or cannot fold it",
+        ExitCode.NOT_VERIFIED: "not verified, or in part: a process was killed twice, or --lenient skipped events",
+        ExitCode.NOTHING_CHECKED: "nothing could be checked: there is no event, or those before are missing",
+        ExitCode.END_MISSING: "what is there is sound, and events are known to be missing at the end",
+        ExitCode.EXTENSION_STOPPED: "sound, but an extension was stopped, so its rules were not checked to the end",
+        ExitCode.SOUND: "sound, as far as the log goes",
+    }
+)
+"""What a verdict means, the gravest first."""
+_BY_GRAVITY = tuple(VERDICTS)
 
 
 _REMEDIES = {
@@ -66,7 +85,7 @@ def unreadable_text(error: OSError) -> str:
 
 
 def gravest(codes: Iterable[ExitCode]) -> ExitCode:
-    """The exit code of a command that read several logs; one that is not of a log's soundness goes over all."""
+    """The exit code of a command that read several logs; a code that is no verdict goes over all verdicts."""
     found = set(codes)
     return next((code for code in (*found.difference(_BY_GRAVITY), *_BY_GRAVITY) if code in found), ExitCode.SOUND)
 

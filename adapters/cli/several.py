@@ -1,6 +1,7 @@
 """A command on several logs in several processes: each prints into a text of its own, written in the logs' order.
 
-What is written is what one process would have written. It must not know what the command does.
+What is written is what one process would have written. A process that is killed costs the other logs nothing. It must
+not know what the command does.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import attrs
 
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import ExitCode
-from kvledger.adapters.logs.processes import processes
+from kvledger.adapters.logs.processes import ProcessLost, separate_processes
 from kvledger.storage.events.segment_file import segment_paths
 
 OnLogs = Callable[[argparse.Namespace, Output], list[ExitCode]]
 """The command on `arguments.logs`; the exit code of each that can be read."""
+OnLost = Callable[[Path, str, Output], ExitCode]
+"""Reports a log whose process was killed each time that it was tried, and why; returns the log's exit code."""
 
 
 @attrs.frozen
@@ -34,19 +37,25 @@ class Printed:
     failures: list[ExitCode]
 
 
-def side_by_side(command: OnLogs, arguments: argparse.Namespace, output: Output) -> list[ExitCode]:
+def side_by_side(command: OnLogs, arguments: argparse.Namespace, output: Output, *, on_lost: OnLost) -> list[ExitCode]:
     """Run it on each of `arguments.logs`, on `arguments.jobs` of them at a time, and print everything."""
     num_logs = len(arguments.logs)
     jobs_each = max(1, arguments.jobs // num_logs)
     codes: list[ExitCode] = []
-    with processes(min(arguments.jobs, num_logs)) as others:
+    with separate_processes(min(arguments.jobs, num_logs)) as others:
         begun: dict[Path, Future[Printed]] = {}
         for path in sorted(arguments.logs, key=num_bytes, reverse=True):  # what takes longest is begun first
             of_one = argparse.Namespace(**{**vars(arguments), "logs": [path], "jobs": jobs_each})
             begun[path] = others.submit(_printed, command, of_one, is_terminal=sys.stdout.isatty())
         for number, path in enumerate(arguments.logs, 1):
-            with output.waiting(f"log {number} of {num_logs}"):
-                printed = begun[path].result()
+            try:
+                with output.waiting(f"log {number} of {num_logs}"):
+                    printed = begun[path].result()
+            except ProcessLost as lost:
+                if codes and not output.is_json:
+                    output.line()
+                codes.append(on_lost(path, str(lost), output))
+                continue
             # Each text begins with the line that parts it from the one before.
             sys.stdout.write(printed.out if codes else printed.out.removeprefix("\n"))
             sys.stderr.write(printed.err)

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import attrs
 
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Verify each log; the exit code is that of the worst."""
     is_split = arguments.jobs > 1 and sum(map(num_bytes, arguments.logs)) >= MIN_BYTES
     if is_split and len(arguments.logs) > 1 and arguments.request is None:
-        codes = side_by_side(partial(_verify_each, follows=True), arguments, output)
+        codes = side_by_side(partial(_verify_each, follows=True), arguments, output, on_lost=_show_lost)
     else:
         codes = _verify_each(arguments, output)
     if output.has_many_logs and not output.is_json:
@@ -81,6 +82,21 @@ def _verify(log: StoredLog, selection: Selection, output: Output, arguments: arg
     else:
         _show_text(output, log, findings, verbose=arguments.verbose)
     return findings.exit_code
+
+
+def _show_lost(path: Path, reason: str, output: Output) -> ExitCode:
+    """Of a log that no process could verify to the end."""
+    remedy = "verify it alone, with --jobs 1 or on a machine with more memory"
+    if output.is_json:
+        output.record("log", {"path": str(path), "header": None})
+        code = ExitCode.NOT_VERIFIED
+        remarks = [f"{reason}: {remedy}"]
+        output.record("verdict", {"verdict": code.name.lower(), "exit_code": code.value, "remarks": remarks})
+    else:
+        output.field("log", str(path))
+        output.field("verdict", "not verified", "bold red")
+    output.remark(f"{path}: not verified: {reason}; {remedy}")
+    return ExitCode.NOT_VERIFIED
 
 
 def _findings(log: StoredLog, selection: Selection, arguments: argparse.Namespace) -> Findings:

@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import ParamSpec, TypeVar
 
@@ -48,6 +49,84 @@ class Processes:
         self._writer.close()
         self._executor.shutdown(cancel_futures=True)
         self._reader.close()
+
+
+class ProcessLost(Exception):
+    """The process that made a call was killed or could not be started, each time that it was tried."""
+
+
+class SeparateProcesses:
+    """Up to `number` calls at a time, each in a process that makes no other call meanwhile.
+
+    If the process of a call is killed, the other calls go on, and the call is made once more in a new process.
+    """
+
+    def __init__(self, number: int, *, num_tries: int = 2) -> None:
+        self._threads = ThreadPoolExecutor(number)
+        self._num_tries = num_tries
+        self._lock = threading.Lock()
+        self._idle: list[Processes] = []
+        self._all: list[Processes] = []
+        self._has_ended = False
+
+    def submit(
+        self, function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> Future[_Result]:
+        """Have it called, in the order of submission.
+
+        The future raises `ProcessLost` if the process of each try was killed, else what the call raises.
+        """
+        return self._threads.submit(self._tried, partial(function, *args, **kwargs))
+
+    def end(self) -> None:
+        """End the processes, whatever they are doing."""
+        with self._lock:
+            self._has_ended = True
+            started = list(self._all)
+        for each in started:
+            each.end()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _tried(self, call: Callable[[], _Result]) -> _Result:
+        reason = ""
+        for _ in range(self._num_tries):
+            try:
+                own = self._one()
+                future = own.submit(call)
+            except OSError as error:  # no process more may be started
+                reason = f"no process could be started ({error.strerror or error})"
+                continue
+            try:
+                result = future.result()
+            except MemoryError:
+                reason = "its process had too little memory"
+            except BrokenExecutor:
+                reason = "its process was killed, perhaps because the machine had too little memory"
+            else:
+                with self._lock:
+                    self._idle.append(own)
+                return result
+            own.end()
+        raise ProcessLost(f"{reason}, {self._num_tries} times")
+
+    def _one(self) -> Processes:
+        with self._lock:
+            if self._has_ended:
+                raise ProcessLost("the command has ended")
+            if self._idle:
+                return self._idle.pop()
+            self._all.append(Processes(1))
+            return self._all[-1]
+
+
+@contextmanager
+def separate_processes(number: int) -> Iterator[SeparateProcesses]:
+    """That many, until the context is left."""
+    started = SeparateProcesses(number)
+    try:
+        yield started
+    finally:
+        started.end()
 
 
 @contextmanager

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import attrs
 import msgspec
 import pytest
 from lifecycle_driver import Walk
-from stored_logs import header_of, replaced, serve_many
+from stored_logs import OPENED_AT, header_of, replaced, serve_many, tell_story
 from stored_logs import write_log as write_segments
 
 from kvledger.adapters.cli import verify
@@ -263,3 +265,91 @@ def test_processes_end_with_the_one_that_started_them() -> None:
     os.waitpid(child, 0)
     while Path(f"/proc/{number}").exists():
         time.sleep(0.01)
+
+
+MORTAL = """
+import os, signal
+from multiprocessing import parent_process
+from kvledger.lifecycle.handlers import New
+
+class Mortal(New):
+    def lookup_requested(self, turn, event):
+        if parent_process() is not None and event.request_id.startswith("victim"):
+            with open("killed", "a") as file:
+                file.write(event.request_id + "\\n")
+            if len(open("killed").readlines()) <= int(os.environ["KILLS"]):
+                os.kill(os.getpid(), signal.SIGKILL)
+        super().lookup_requested(turn, event)
+"""
+"""A handler that kills the process that verifies a log with a certain request, so many times."""
+
+
+@pytest.fixture
+def mortal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[str, ...]]:
+    """Options of `verify` with which that many processes are killed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(verify, "MIN_BYTES", 0)
+    (tmp_path / "mortal.py").write_text(MORTAL)
+
+    def options(num_kills: int) -> tuple[str, ...]:
+        monkeypatch.setenv("KILLS", str(num_kills))
+        (tmp_path / "killed").unlink(missing_ok=True)
+        return ("--handlers", "mortal:Mortal", "--jobs", "2")
+
+    return options
+
+
+@pytest.fixture
+def with_victim(tmp_path: Path) -> Path:
+    """A directory of three logs, of which the second has the request."""
+    for number, name in enumerate(("chat-17", "victim-1", "chat-18")):
+        story = tell_story(name)
+        header = {"opened_at_unix_ns": OPENED_AT + number}
+        write_segments(tmp_path / "logs" / name, story.observed, story.configuration, header=header)
+    return tmp_path / "logs"
+
+
+def verdicts(result: Any) -> list[tuple[str, str]]:
+    """(name of the log, verdict) of each, as JSON says it."""
+    names = [Path(str(each["path"])).name for each in result.objects("log")]
+    return list(zip(names, [str(each["verdict"]) for each in result.objects("verdict")], strict=True))
+
+
+def test_a_killed_process_costs_the_other_logs_nothing(run: Any, mortal: Any, with_victim: Path) -> None:
+    """Incident: where one process was killed, no log got a verdict, and the exit code was 70."""
+    result = run("verify", "--json", *mortal(2), with_victim)
+    assert result.exit_code == 7, result.err
+    assert verdicts(result) == [("chat-17", "sound"), ("victim-1", "not_verified"), ("chat-18", "sound")]
+    assert "victim-1: not verified: its process was killed" in result.err
+    text = run("verify", *mortal(2), with_victim)
+    assert text.exit_code == 7
+    assert "verdict     not verified" in text.out
+    assert "logs        3, 2 sound" in text.out
+
+
+def test_a_log_whose_process_was_killed_once_is_verified_by_another(run: Any, mortal: Any, with_victim: Path) -> None:
+    """What is printed is what it would have been."""
+    whole = run("verify", "--handlers", "mortal:Mortal", "--jobs", "1", with_victim)
+    result = run("verify", *mortal(1), with_victim)
+    assert Path("killed").read_text().count("victim-1") > 1
+    assert result == whole
+    assert result.exit_code == 0
+
+
+def test_one_log_is_verified_though_a_process_that_had_a_part_was_killed(
+    run: Any, sound: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process does alone what they would have done together."""
+    log = write_log(tmp_path / "log", sound.observed, sound.configuration)
+    whole = run("verify", "--jobs", "1", log)
+    killed = Processes(2)
+    os.kill(killed.submit(os.getpid).result(), signal.SIGKILL)
+    with pytest.raises(BrokenExecutor):
+        killed.submit(time.sleep, 3600).result()
+    monkeypatch.setattr(verify, "MIN_BYTES", 0)
+    monkeypatch.setattr(verify, "processes", lambda _: contextlib.nullcontext(killed))
+    assert run("verify", "--jobs", "4", log) == whole
+    assert whole.exit_code == 0
+    killed.end()
