@@ -12,6 +12,7 @@ import attrs
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.groups import Groups, describe_groups
+from kvledger.adapters.vllm.reusable_prefixes import unusable_prefixes
 from kvledger.lifecycle import ConfigurationError, LedgerConfiguration, Refusal
 from kvledger.storage.kv import available_memory
 
@@ -60,6 +61,8 @@ def plan(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Conn
     """
     versions.refuse_unsupported(vllm_config)
     groups = describe_groups(vllm_config, kv_cache_config)
+    if not groups.declined:
+        groups = attrs.evolve(groups, declined=tuple(unusable_prefixes(vllm_config, kv_cache_config)))
     kv_cache_config = versions.as_scheduled(kv_cache_config)
     settings = settings.filled_in(
         num_engines=versions.num_local_engines(vllm_config), is_one_machine=versions.is_one_machine(vllm_config)

@@ -15,6 +15,7 @@ import pytest
 from processes import finished
 
 from e2e.engines import Reference, read_sound_log
+from e2e.latent import YARN, make_latent_model
 from kvledger.adapters.demo.workload import Workload
 from kvledger.lifecycle import events as e
 
@@ -108,20 +109,8 @@ def test_two_ranks_each_keep_their_part_of_a_page(
 
 @pytest.fixture(scope="module")
 def latent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A DeepSeek as small as vLLM's latent attention on CPU allows."""
-    import torch
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    directory = tmp_path_factory.mktemp("model") / "tiny-deepseek"
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 64, "v_head_dim": 64}
-    latent = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
-    experts = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_shared_experts": 1, "moe_intermediate_size": 64}
-    other = {"first_k_dense_replace": 2, "max_position_embeddings": 4096, "initializer_range": 0.1, "dtype": "float32"}
-    configuration = DeepseekV2Config(**sizes, **heads, **latent, **experts, **other)
-    DeepseekV2ForCausalLM(configuration).save_pretrained(directory)
-    return directory
+    """A tiny DeepSeek."""
+    return make_latent_model(tmp_path_factory.mktemp("model") / "tiny-deepseek", rope_parameters=YARN)
 
 
 @pytest.mark.long
@@ -132,7 +121,8 @@ def test_two_ranks_keep_the_same_latent_vectors_once(mode: str, latent_model: Pa
     """
     workload = Workload(seed=2, block_size=16, chunk_size=16, num_blocks=64)
     modes = {"load_mode": mode, "save_mode": mode}
-    generate(latent_model, tmp_path, workload, num_ranks=2, digests="all", **modes)
+    serving = {"kv_connector": "ContinuingConnector", "kv_connector_module_path": "e2e.latent"}
+    generate(latent_model, tmp_path, workload, num_ranks=2, digests="all", replaced_connector=serving, **modes)
     (log_path,) = tmp_path.iterdir()
     log = read_sound_log(log_path)
     assert log.figures.num_tokens_recovered > 0
