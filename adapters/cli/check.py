@@ -49,6 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-parallel-size", "-tp", metavar="N", type=count, default=1, help="as vLLM's; 1")
     parser.add_argument("--dtype", metavar="NAME", help="as vLLM is given it, such as bfloat16")
     parser.add_argument("--kv-cache-dtype", metavar="NAME", help="as vLLM is given it, such as fp8")
+    parser.add_argument("--enforce-eager", action="store_true", help="as vLLM is given it")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
@@ -137,8 +138,8 @@ def _check(transfer: KVTransferConfig, whole: dict[str, Any], arguments: argpars
     output_of.plan(planned)
     if arguments.block_size is None and not planned.groups.declined:
         output_of.note(
-            f"blocks are as vLLM lays them out on this machine ({platform()}); for a server on another device give its "
-            "--block-size, or ask there"
+            f"blocks are as vLLM lays them out on this machine ({platform()}); for a server on another device run this "
+            "command there"
         )
 
 
@@ -153,6 +154,7 @@ def _planned(settings: ConnectorSettings, transfer: dict[str, Any], arguments: a
         tensor_parallel_size=arguments.tensor_parallel_size,
         dtype=arguments.dtype,
         kv_cache_dtype=arguments.kv_cache_dtype,
+        enforce_eager=arguments.enforce_eager,
     )
     try:
         vllm_config = configured(arguments.model, options, transfer)

@@ -19,11 +19,12 @@ import attrs
 import pydantic
 
 from kvledger.adapters.vllm.refusals import refusals
-from kvledger.lifecycle import ConfigurationError
+from kvledger.lifecycle import ConfigurationError, Refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.worker.utils import AttentionGroup
 
 _NUM_BLOCKS = 1 << 20
 """Enough for any request. How many an engine gets is known when its weights are loaded; what a block is does not depend
@@ -39,6 +40,7 @@ class ModelOptions:
     tensor_parallel_size: int = 1
     dtype: str | None = None
     kv_cache_dtype: str | None = None
+    enforce_eager: bool = False
 
 
 def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> VllmConfig:
@@ -58,7 +60,6 @@ def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> 
         return EngineArgs(
             model=str(model),
             skip_tokenizer_init=True,
-            enforce_eager=True,
             num_gpu_blocks_override=_NUM_BLOCKS,
             kv_transfer_config=KVTransferConfig(**transfer),
             **given,
@@ -87,7 +88,12 @@ def platform() -> str:
 
 
 def kv_cache_of(vllm_config: VllmConfig) -> KVCacheConfig:
-    """What each worker would be given, with some number of blocks. It raises what vLLM raises."""
+    """What each worker would be given, with some number of blocks.
+
+    Raises:
+        ConfigurationError: the model's attention backends on this machine take no blocks of this size.
+        Exception: whatever vLLM raises.
+    """
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
     from vllm.v1.core import single_type_kv_cache_manager
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
@@ -99,7 +105,61 @@ def kv_cache_of(vllm_config: VllmConfig) -> KVCacheConfig:
     specs = {name: _of_one_rank(spec, num_ranks) for name, spec in _specs(vllm_config).items()}
     worker: Any = SimpleNamespace(vllm_config=vllm_config)
     resolve_kv_cache_layout(vllm_config, [WorkerBase.get_supported_kv_cache_layouts(worker)], specs.values())
-    return get_kv_cache_configs(vllm_config, [specs] * num_ranks, [_ENDLESS_BYTES] * num_ranks)[0]
+    kv_cache_config = get_kv_cache_configs(vllm_config, [specs] * num_ranks, [_ENDLESS_BYTES] * num_ranks)[0]
+    _refuse_block_size(vllm_config, kv_cache_config)
+    return kv_cache_config
+
+
+def _refuse_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Let each worker's check of the block size run (`v1/worker/utils.py`, prepare_kernel_block_sizes, 0.32)."""
+    from vllm.v1.worker.utils import prepare_kernel_block_sizes
+
+    try:
+        prepare_kernel_block_sizes(kv_cache_config, _attention_groups(vllm_config, kv_cache_config))
+    except ValueError as error:
+        block_size = vllm_config.cache_config.block_size
+        reason = f"no attention kernel of this model takes such blocks on this machine ({platform()}): {error}"
+        sizes = _block_sizes(vllm_config, kv_cache_config)
+        remedy = f"write {sizes}, or ask where the server will run" if sizes else "ask where the server will run"
+        raise ConfigurationError(Refusal(reason.rstrip("."), remedy, "--block-size", block_size)) from error
+
+
+def _block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Usual sizes that the model's attention takes here, such as "32 or 64"; empty if none is."""
+    from vllm.v1.kv_cache_interface import AttentionSpec
+    from vllm.v1.worker.utils import select_common_block_size
+
+    groups = [
+        group
+        for groups in _attention_groups(vllm_config, kv_cache_config)
+        for group in groups
+        if isinstance(group.kv_cache_spec, AttentionSpec)
+    ]
+    taken = []
+    for size in (16, 32, 64, 128, 256):
+        with contextlib.suppress(ValueError):
+            for group in groups:
+                select_common_block_size(size, [group.backend], [group.kv_cache_spec])
+            taken.append(str(size))
+    *others, last = taken or [""]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _attention_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[list[AttentionGroup]]:
+    """As the model runner divides each group by backend (`v1/worker/gpu_model_runner.py`, initialize_attn_backend)."""
+    from vllm.v1.worker.utils import AttentionGroup
+
+    layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+    divided = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        alike: dict[Any, AttentionGroup] = {}
+        for name in group.layer_names:
+            backend, spec = layers[name].get_attn_backend(), per_layer.get(name, group.kv_cache_spec)
+            key = backend.full_cls_name(), spec
+            alike.setdefault(key, AttentionGroup(backend, [], spec, number)).layer_names.append(name)
+        divided.append(list(alike.values()))
+    return divided
 
 
 def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:

@@ -86,13 +86,32 @@ def written(tmp_path: Path, architecture: str, model_type: str, **sizes: Any) ->
     return tmp_path
 
 
-def test_latent_attention_is_counted_once_a_token(check: Any, tmp_path: Path) -> None:
-    """DeepSeek's: compressed KV and a rotary part for all heads, in bfloat16; every rank has all of it."""
+def latent_model(directory: Path, **more: Any) -> Path:
+    """DeepSeek's: compressed KV and a rotary part for all heads."""
     latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
-    more = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": None, "topk_method": "greedy"}
+    sizes = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": None, "topk_method": "greedy"}
     grouped = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "num_key_value_heads": 4}
-    model = written(tmp_path, "DeepseekV2ForCausalLM", "deepseek_v2", **latent, **experts, **more, **grouped)
+    return written(directory, "DeepseekV2ForCausalLM", "deepseek_v2", **latent, **experts, **sizes, **grouped, **more)
+
+
+def leave_chunked_prefill_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a platform whose latent attention reads prefixes."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    switch_off = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def leave_on(platform: Any, vllm_config: Any) -> None:
+        switch_off(platform, vllm_config)
+        vllm_config.scheduler_config.enable_chunked_prefill = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(leave_on))
+
+
+def test_latent_attention_is_counted_once_a_token(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16; every rank has all of it."""
+    leave_chunked_prefill_on(monkeypatch)
+    model = latent_model(tmp_path)
     for num_ranks in (1, 2):
         exit_code, records = check(transfer(host_bytes="64MiB"), "--model", model, "-tp", str(num_ranks))
         assert exit_code == 0
@@ -101,6 +120,44 @@ def test_latent_attention_is_counted_once_a_token(check: Any, tmp_path: Path) ->
         assert (plan["declined"], plan["num_groups"], plan["num_pools"]) == ([], 1, 1)
         assert plan["bytes_a_token"] == 3 * (512 + 64) * 2
         assert plan["num_tokens"] * plan["bytes_a_token"] == pytest.approx(64 * 1024**2, rel=0.01)
+
+
+@pytest.mark.skipif("amx_tile" in Path("/proc/cpuinfo").read_text(), reason="vLLM lets a CPU with AMX cut prefills")
+def test_latent_attention_without_chunked_prefill_is_declined(check: Any, tmp_path: Path) -> None:
+    """A CPU without AMX computed other tokens behind a hit, and the command said that an engine would serve it."""
+    exit_code, records = check(transfer(), "--model", latent_model(tmp_path))
+    assert exit_code == 0
+    (reason,) = records["plan"]["declined"]
+    assert reason == (
+        "with the attention backend CPU_MLA vLLM turns chunked prefill and prefix caching off, and does not promise "
+        "that attention reads a prefix that was loaded; serve this model on a GPU or on a CPU with AMX"
+    )
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize(
+    ("rope", "options", "is_declined"),
+    [
+        ({}, ["--enforce-eager"], True),
+        ({}, [], False),
+        ({"rope_parameters": YARN}, ["--enforce-eager"], False),
+    ],
+)
+def test_a_model_that_the_kernel_for_cpu_rotates_by_row_is_declined(
+    check: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rope: dict[str, Any],
+    options: list[str],
+    is_declined: bool,
+) -> None:
+    """VLLM uses the kernel where it does not compile the model, and not for DeepSeek's yarn."""
+    leave_chunked_prefill_on(monkeypatch)
+    exit_code, records = check(transfer(), "--model", latent_model(tmp_path, **rope), *options)
+    assert exit_code == 0
+    assert ["rotary kernel" in reason for reason in records["plan"]["declined"]] == [True] * is_declined
 
 
 def test_sliding_windows_are_named_with_how_many_groups_have_them(
@@ -152,6 +209,25 @@ def test_what_does_not_fit_the_model_is_refused_with_the_figures(check: Any, mod
         "reason": "it and block_size 32 do not divide one another",
         "remedy": "write a multiple or a divisor of 32",
     }
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 48])
+def test_a_block_size_that_vllm_s_start_refuses_is_refused(check: Any, model: Path, block_size: int) -> None:
+    """`--block-size 16` was said to start on CPU; vLLM's worker then found no kernel for it (trial H5)."""
+    exit_code, records = check(transfer(chunk_size=block_size), "--model", model, "--block-size", str(block_size))
+    assert exit_code == 77
+    refused = records["refused"]
+    assert (refused["key"], refused["value"]) == ("--block-size", block_size)
+    assert f"No common block size for {block_size} (CPU_ATTN: [MultipleOf(32)])" in refused["reason"]
+    assert refused["remedy"] == "write 32, 64, 128 or 256, or ask where the server will run"
+    assert "plan" not in records
+
+
+@pytest.mark.parametrize("block_size", [32, 96, 160])
+def test_a_block_size_that_vllm_takes_is_taken(check: Any, model: Path, block_size: int) -> None:
+    """Every multiple of what the kernel reads."""
+    exit_code, records = check(transfer(chunk_size=block_size), "--model", model, "--block-size", str(block_size))
+    assert (exit_code, records["plan"]["block_size"]) == (0, block_size)
 
 
 @pytest.mark.parametrize(
