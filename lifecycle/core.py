@@ -7,6 +7,7 @@ fit together. It must not know what the standard parts are; those stand in `stan
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -304,6 +305,17 @@ class Core:
             extension for extension in self.extensions if extension not in self.absent and extension.declaration().keeps
         )
 
+    def handlers_of_run(self) -> Handlers:
+        """State -> copies of its handlers, as they were when the core was composed: for one ledger or one replay.
+
+        A handler that keeps a memory, which it must not, then takes nothing from one run into the next one. What
+        cannot be copied is taken as it is.
+        """
+        try:
+            return copy.deepcopy(dict(self.handlers))
+        except Exception:  # noqa: BLE001 -- whatever somebody's object raises
+            return {state: tuple(map(_copied, handlers)) for state, handlers in self.handlers.items()}
+
     def extension_of_handler(self, handler: StateHandler) -> str:
         """The name of the extension that has brought a handler, empty where none has."""
         brought = (each.name for each in self.extensions if type(handler) in (*each.handlers, *each.replaces))
@@ -423,6 +435,13 @@ def own_hooks(handler: StateHandler) -> Iterator[str]:
         function = getattr(method, "__func__", method)
         if callable(method) and all(function is not methods.get(hook) for methods in of_package):
             yield hook
+
+
+def _copied(handler: StateHandler) -> StateHandler:
+    try:
+        return copy.deepcopy(handler)
+    except Exception:  # noqa: BLE001 -- as above
+        return handler
 
 
 def _is_for_its_state(handler: StateHandler, hook: str) -> bool:

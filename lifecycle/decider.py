@@ -38,6 +38,7 @@ class Decider:
 
     def __init__(self, core: Core, projections: Projections, decide: Decide) -> None:
         self._core = core
+        self._handlers = core.handlers_of_run()
         self._projections = projections
         self._tracker = projections.tracker
         self._transfers = projections.transfers
@@ -210,7 +211,7 @@ class Decider:
         found: dict[RequestState, _Methods] = {}
         decides_nothing = getattr(StateHandler, name, None)
         for state in RequestState:
-            methods = ((handler, getattr(handler, name, None)) for handler in self._core.handlers[state])
+            methods = ((handler, getattr(handler, name, None)) for handler in self._handlers[state])
             found[state] = tuple(
                 self._guarded(handler, method)
                 for handler, method in methods

@@ -8,11 +8,13 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 from typing import ClassVar
 
 import attrs
 import msgspec
 import pytest
+from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import Core, CoreError, Extension, StateHandler
 from kvledger.lifecycle import events as e
@@ -281,6 +283,54 @@ def test_a_state_that_is_none_is_refused_with_what_to_write(state: object, messa
     extension = type("Its", (Extension,), {"name": "its", "handlers": (handler,)})()
     with pytest.raises(CoreError, match=f"^extension its: its handler .*Asks {re.escape(message)}"):
         CORE.extended(extension)
+
+
+class AnswersOnce(Preempted):
+    """Keeps a memory, which a handler must not."""
+
+    def __init__(self) -> None:
+        self.answered: set[str] = set()
+        self.lock = Lock() if isinstance(self, AnswersOnceUnderLock) else None
+
+    def lookup_requested(self, turn: Turn, event: e.LookupRequested) -> None:
+        """Answer each id once."""
+        if event.request_id not in self.answered:
+            super().lookup_requested(turn, event)
+        self.answered.add(event.request_id)
+
+
+class AnswersOnceUnderLock(AnswersOnce):
+    """Keeps besides what cannot be copied."""
+
+
+def preempted_and_looked_up(core: Core) -> Driver:
+    """Two lookups after a preemption."""
+    driver = Driver(core=core)
+    driver.start("a", keys_of("a", 2), 17, (1, 2))
+    driver.preempt("a", 16)
+    driver.settle_all()
+    for _ in range(2):
+        driver.observe(e.LookupRequested("a", 0, 17, 10**6))
+    return driver
+
+
+def test_what_a_handler_remembers_ends_with_the_ledger_or_the_replay() -> None:
+    """LMCache#2158, made again: one core served all trials of `repro`, and each remembered those before it."""
+    core = CORE.replacing(AnswersOnce())
+    drivers = [preempted_and_looked_up(core) for _ in range(2)]
+    assert drivers[0].observed == drivers[1].observed
+    for driver in drivers:
+        assert len(driver.all_of(e.LookupAnswered)) == 2, "the new request's, and one of the two lookups"
+        for _ in range(2):
+            assert list(driver.audited(core=core).divergences) == []
+
+
+def test_a_handler_that_cannot_be_copied_is_asked_itself() -> None:
+    """Then its memory is its author's business; others are copied all the same."""
+    core = CORE.replacing(AnswersOnceUnderLock(), Shy())
+    of_run = core.handlers_of_run()
+    assert of_run[RequestState.PREEMPTED][0] is core.handlers[RequestState.PREEMPTED][0]
+    assert of_run[RequestState.RUNNING][0] is not core.handlers[RequestState.RUNNING][0]
 
 
 def test_handlers_of_one_name_from_two_modules_are_two() -> None:

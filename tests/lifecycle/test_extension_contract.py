@@ -55,6 +55,21 @@ class Once(Watching):
         Once.was_asked = True
 
 
+class OnceEach(Watching):
+    """Decides once and remembers it itself, each of them."""
+
+    state = RequestState.RUNNING
+
+    def __init__(self) -> None:
+        self._was_asked = False
+
+    def request_preempted(self, turn: Turn, event: e.RequestPreempted) -> None:
+        """What it decides hangs on how often it was asked."""
+        if not self._was_asked:
+            super().request_preempted(turn, event)
+        self._was_asked = True
+
+
 class Accuses(StarvingKept):
     """Finds fault with every eviction."""
 
@@ -130,6 +145,7 @@ DECIDES = "test_it_decides_what_it_may_in_every_state_and_the_same_again"
         (altered(handlers=(Raises,)), DECIDES, "Raises.request_preempted"),
         (altered(kept=KeepsNothingRight()), FOLDS, "where='kept'"),
         (altered(handlers=(Once,)), DECIDES, "this code decides nothing"),
+        (altered(handlers=(OnceEach,)), DECIDES, "this code decides"),
         (altered(rules={StarvingKept.rule: Accuses}), "test_its_rules_are_silent_where_all_is_well", "STARVING_KEPT"),
         (
             altered(rules={StarvingKept.rule: CannotJudge}),
@@ -147,7 +163,18 @@ DECIDES = "test_it_decides_what_it_may_in_every_state_and_the_same_again"
             "starvation has none; remove num_preemptions",
         ),
     ],
-    ids=["projection", "order", "raises", "keeps", "memory", "accuses", "cannot judge", "overlooks", "settings"],
+    ids=[
+        "projection",
+        "order",
+        "raises",
+        "keeps",
+        "memory",
+        "memories",
+        "accuses",
+        "cannot judge",
+        "overlooks",
+        "settings",
+    ],
 )
 def test_what_breaks_the_contract_is_found(extension: type[Extension], test: str, message: str) -> None:
     """By the test that says so, with what is wrong."""
