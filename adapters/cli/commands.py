@@ -143,8 +143,10 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "repro": Command(
             "write an incident as a test that drives the recorded hook calls into the connector",
             {
-                ExitCode.SOUND: "written",
+                ExitCode.SOUND: "written, and the test does what it should: it fails, and with --pin it passes",
                 ExitCode.DAMAGED: _UNREADABLE,
+                ExitCode.DIVERGED: "written, and the test does the opposite here",
+                ExitCode.NOT_VERIFIED: "written, and the test could not be run here",
                 ExitCode.USAGE: "wrong usage, or the log has no incident: --pin writes what it has",
             },
             {

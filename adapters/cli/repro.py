@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import itertools
 import shlex
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from kvledger.adapters.repro.outcome import NEVER_EXCUSED, Trouble
 from kvledger.adapters.repro.recording import NotRerunnable, Recording, record
 from kvledger.adapters.repro.reduce import Reduced, reduce
 from kvledger.adapters.repro.rerun import rerun
-from kvledger.adapters.repro.write import Description, log_bytes, test_source, with_numbered_keys
+from kvledger.adapters.repro.run_once import Ended, TestRun, run_once
+from kvledger.adapters.repro.write import ANSWERS_TEST, Description, log_bytes, test_source, with_numbered_keys
 from kvledger.lifecycle import SequencedEvent
 
 _MAX_EVENTS = 2_000_000
@@ -51,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pin", action="store_true", help="pin the answers that the request got, whatever went wrong")
     add_handlers(parser)
     parser.add_argument("--all", action="store_true", help="keep requests that have nothing to do with it")
+    parser.add_argument("--no-run", action="store_true", help="do not run the test after writing it")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
@@ -84,14 +87,16 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         origin=f"kvledger {log.header.get('kvledger_version', 'unknown')} with vLLM "
         f"{log.header.get('vllm_version', 'unknown')}",
         command=_command(arguments),
-        remarks=list(_remarks(log, incident, recording, reduced)),
+        remarks=(),
     )
-    kept = events if reduced.events is None else reduced.events
+    written = _written(log, recording, events, reduced, about)
+    if not arguments.no_run:
+        with output.progress(log, "running the test once"):
+            written = _tried(written, arguments.output, log, recording, events)
     log_path = arguments.output.with_suffix(".kvlog")
-    content = log_bytes(log.core, recording.configuration, log.header, kept)
     with contextlib.ExitStack() as stack:  # both files or none
-        for path, written in ((arguments.output, test_source(about).encode()), (log_path, content)):
-            stack.enter_context(open_target(path, overwrite=arguments.force)).write(written)
+        for path, content in ((arguments.output, written.source), (log_path, written.log_content)):
+            stack.enter_context(open_target(path, overwrite=arguments.force)).write(content)
     for later in incidents[1:] if incident else ():
         output.remark(f"{later.rule} was broken later, at event {later.sequence}: --since {later.sequence} takes that")
     if output.is_json:
@@ -99,15 +104,103 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
             "test": str(arguments.output),
             "log": str(log_path),
             "incident": incident and attrs.asdict(incident, filter=attrs.filters.exclude("hook")),
-            "num_events": len(kept),
-            "num_requests_left_out": reduced.num_left_out,
-            "recurs": reduced.recurs,
+            "num_events": written.num_events,
+            "num_requests_left_out": written.reduced.num_left_out,
+            "recurs": written.reduced.recurs,
+            "runs": [attrs.asdict(each) for each in written.runs],
         }
         output.record("repro", fields)
     else:
-        left_out = f", {plural(reduced.num_left_out, 'request')} left out" if reduced.num_left_out else ""
-        output.remark(f"wrote {arguments.output} and {log_path}, {plural(len(kept), 'event')}{left_out}")
-    return ExitCode.SOUND
+        num_left_out = written.reduced.num_left_out
+        left_out = f", {plural(num_left_out, 'request')} left out" if num_left_out else ""
+        output.remark(f"wrote {arguments.output} and {log_path}, {plural(written.num_events, 'event')}{left_out}")
+    exit_code, text = _verdict(written, log)
+    output.remark(text)
+    return exit_code
+
+
+@attrs.frozen
+class _Written:
+    """Both files, and what came of running the test."""
+
+    about: Description
+    reduced: Reduced
+    num_events: int
+    source: bytes
+    log_content: bytes
+    runs: Sequence[TestRun] = ()
+    """Empty where it was not run."""
+
+    @property
+    def ended(self) -> Ended | None:
+        """How the test ended: of several, those of the incident count. None where it was not run."""
+        of_incident = [run for run in self.runs if run.name != ANSWERS_TEST or self.about.incident is None]
+        ends = {run.ended for run in of_incident}
+        return next((ended for ended in (Ended.FAILED, Ended.NOT_RUN, Ended.PASSED) if ended in ends), None)
+
+
+def _written(
+    log: StoredLog, recording: Recording, events: Sequence[SequencedEvent], reduced: Reduced, about: Description
+) -> _Written:
+    kept = events if reduced.events is None else reduced.events
+    about = attrs.evolve(about, remarks=list(_remarks(log, about, recording, reduced)))
+    content = log_bytes(log.core, recording.configuration, log.header, kept)
+    return _Written(about, reduced, len(kept), test_source(about).encode(), content)
+
+
+def _tried(
+    written: _Written, path: Path, log: StoredLog, recording: Recording, events: Sequence[SequencedEvent]
+) -> _Written:
+    """Run the test as its reader will. Where it passes without what was left out, it is written with that.
+
+    A trial shares modules and classes with those before it, and the test does not: a memory there decides otherwise.
+    """
+    runs = _run(written, path)
+    written = attrs.evolve(written, runs=runs)
+    if written.reduced.events is not None and written.about.incident is not None and written.ended is Ended.PASSED:
+        whole = Reduced(None, written.reduced.recurs, other_answers=written.reduced.other_answers)
+        written = _written(log, recording, events, whole, written.about)
+        written = attrs.evolve(written, runs=_run(written, path))
+    is_same_run = written.about.on_core or recording.wrapped is not None
+    if is_same_run and written.ended in {Ended.PASSED, Ended.FAILED}:
+        recurs = (written.ended is Ended.FAILED) is (written.about.incident is not None)
+        known = attrs.evolve(written.reduced, recurs=recurs)
+        written = attrs.evolve(_written(log, recording, events, known, written.about), runs=written.runs)
+    return written
+
+
+def _run(written: _Written, path: Path) -> list[TestRun]:
+    with tempfile.TemporaryDirectory() as folder:
+        test = Path(folder) / path.name
+        test.write_bytes(written.source)
+        test.with_suffix(".kvlog").write_bytes(written.log_content)
+        return run_once(test, path.parent)
+
+
+def _verdict(written: _Written, log: StoredLog) -> tuple[ExitCode, str]:
+    """The exit code, and in words what the test was seen to do."""
+    is_pin, ended = written.about.incident is None, written.ended
+    text = next((run.text for run in written.runs if run.ended is ended), "")
+    if ended is None:
+        return ExitCode.SOUND, "the test was not run; run it before you rely on it"
+    if ended is Ended.NOT_RUN:
+        return ExitCode.NOT_VERIFIED, f"the test could not be run here: {text}; run it where that is mended"
+    if ended is Ended.FAILED:
+        if is_pin:
+            return ExitCode.DIVERGED, f"the test was run once and fails here already: {text}"
+        return ExitCode.SOUND, "the test was run once and fails, as it should"
+    if is_pin:
+        return ExitCode.SOUND, "the test was run once and passes"
+    reason = "what is installed here does not have the bug, or the log does not have its cause"
+    remedy = "run the test where the bug is"
+    if not written.about.wrapped and not written.about.handlers and _has_other_handlers(log):
+        reason, remedy = "the engine had other state handlers", "name those that are your own with --handlers"
+    return ExitCode.DIVERGED, f"the test was run once and passes, so it does not show the incident: {reason}; {remedy}"
+
+
+def _has_other_handlers(log: StoredLog) -> bool:
+    ours = log.core.handler_fingerprint()
+    return bool(log.header.get("handler_fingerprint", ours) != ours)
 
 
 def _look(log: StoredLog, selection: Selection, output: Output) -> Findings:
@@ -211,8 +304,8 @@ def _excused(findings: Findings, incident: Trouble) -> set[str]:
     return (before & NEVER_EXCUSED) - {incident.rule}
 
 
-def _remarks(log: StoredLog, incident: Trouble | None, recording: Recording, reduced: Reduced) -> Iterator[str]:
-    who = recording.wrapped_name or "the core"
+def _remarks(log: StoredLog, about: Description, recording: Recording, reduced: Reduced) -> Iterator[str]:
+    incident, who = about.incident, recording.wrapped_name or "the core"
     if reduced.recurs is False and incident is not None:
         yield (
             f"{who[0].upper()}{who[1:]}, run again with what is installed here, does not go wrong: it was mended, or "
@@ -227,8 +320,7 @@ def _remarks(log: StoredLog, incident: Trouble | None, recording: Recording, red
             "numbers of the log next to this file differ from those above."
         )
     yield "Chunk keys have numbers in the place of hashes."
-    ours = log.core.handler_fingerprint()
-    if recording.wrapped is None and log.header.get("handler_fingerprint", ours) != ours:
+    if recording.wrapped is None and not about.handlers and _has_other_handlers(log):
         yield "The engine had other state handlers: where they are your own, name them with --handlers."
     left_over = [f"event {sequence}, {event.id}" for sequence, event in _left_over(recording)]
     if left_over:

@@ -20,6 +20,8 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
 from kvledger.storage.events import SegmentEventStore
 
+ANSWERS_TEST = "test_lookups_get_the_recorded_answers"
+"""The test of a file that asks for the answers, next to the one that asks for the incident or alone."""
 _WIDTH = 116
 _KEY = re.compile(r"\b[0-9a-f]{32}\b")
 _KEPT_OF_HEADER = ("vllm_version", "opened_at_unix_ns")
@@ -104,7 +106,7 @@ def test_source(about: Description) -> str:
         )
     if about.wrapped or about.incident is None:
         tests.append(
-            "def test_lookups_get_the_recorded_answers() -> None:\n"
+            f"def {ANSWERS_TEST}() -> None:\n"
             f'    """Each of them, from {_quotable(about.wrapped) or "kvledger"} as it is installed here."""\n'
             f"    assert {call}.other_answers == []\n"
         )

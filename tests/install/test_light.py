@@ -44,7 +44,7 @@ for command in (
     ["export", log, "--html", "-o", "page.html"], ["export", log, "--perfetto", "-o", "trace.json"],
     ["export", log, "--csv", "-o", "tables"], ["retire", log, "--max-bytes", "2GiB", "--dry-run"],
     ["snapshot", log],
-    ["repro", log, "-o", "test_incident.py"],
+    ["repro", log, "--core", "-o", "test_incident.py"],
 ):
     exit_code = main(command)
     print("ended", exit_code, *command, file=sys.stderr)

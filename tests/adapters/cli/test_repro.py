@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from stored_logs import replaced, write_log
 
 from kvledger.adapters.repro import read_recording, rerun_core
 from kvledger.adapters.repro.outcome import Trouble
+from kvledger.adapters.repro.run_once import Ended, run_once
 from kvledger.adapters.repro.write import Description, test_source
 from kvledger.lifecycle import events as e
 
@@ -120,6 +123,106 @@ def test_the_answers_of_a_request_can_be_pinned(repro: Any, log: Path, test_path
     assert "chat-17-b6 is answered 4 tokens in the lookup of event" in rerun_core(stricter).other_answers[0]
 
 
+HANDLERS = """
+from typing import ClassVar
+
+from cached_answer import CachedAnswer
+
+_hits = {}
+
+
+class OfInstance(CachedAnswer):
+    pass
+
+
+class OfClass(CachedAnswer):
+    hits: ClassVar = {}
+
+    def __init__(self):
+        self._hits = self.hits
+
+
+class OfModule(CachedAnswer):
+    def __init__(self):
+        self._hits = _hits
+"""
+"""Handlers with a bug that needs a memory, which each of them keeps elsewhere."""
+
+
+@pytest.fixture
+def cached_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The log of the example of LMCache#2158; handlers with the same bug can be imported."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "docs/examples"))
+    folder = tmp_path / "handlers"
+    folder.mkdir()
+    (folder / "with_memory.py").write_text(HANDLERS)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "with_memory", raising=False)
+    log: Path = importlib.import_module("cached_answer").write_log(tmp_path / "log")
+    return log
+
+
+@pytest.mark.parametrize("handler", ["OfInstance", "OfClass", "OfModule"])
+def test_a_bug_that_needs_a_memory_comes_back_in_a_test_of_its_own(
+    repro: Any, cached_answer: Path, test_path: Path, handler: str
+) -> None:
+    """LMCache#2158: all trials shared one handler, so the written test passed with the bug on, and nobody looked."""
+    result = repro(cached_answer, "--handlers", f"with_memory:{handler}")
+    assert "run once and fails, as it should" in result.err
+    assert result.exit_code == 0
+    (run,) = run_once(test_path, test_path.parent)
+    assert run.ended is Ended.FAILED
+    assert "LOOKUP_PURE was broken" in run.text
+    assert "it was mended" not in test_path.read_text()
+
+
+def test_a_test_that_passes_is_reported_as_one(repro: Any, cached_answer: Path, test_path: Path) -> None:
+    """Without the handler that has the bug; the exit code says so, too, and the files are there."""
+    result = repro(cached_answer)
+    assert result.exit_code == 3
+    assert "run once and passes, so it does not show the incident: the engine had other state handlers" in result.err
+    assert "--handlers" in result.err
+    assert run_once(test_path, test_path.parent)[0].ended is Ended.PASSED
+    (found,) = repro(cached_answer, "--force", "--json").objects("repro")
+    assert (found["recurs"], [run["ended"] for run in found["runs"]]) == (False, ["passed"])
+
+
+def test_a_test_that_cannot_be_run_is_reported_as_one(
+    repro: Any, cached_answer: Path, test_path: Path, tmp_path: Path
+) -> None:
+    """What it imports is not there for another process."""
+    once = tmp_path / "once"
+    (tmp_path / "handlers/only_once.py").write_text(
+        f"from pathlib import Path\nfrom cached_answer import CachedAnswer\nPath({str(once)!r}).mkdir()\n"
+    )
+    result = repro(cached_answer, "--handlers", "only_once:CachedAnswer")
+    assert result.exit_code == 7
+    assert "the test could not be run here: " in result.err
+    assert "File exists" in result.err
+    assert test_path.exists()
+
+
+def test_whoever_runs_the_test_elsewhere_need_not_run_it_here(repro: Any, broken_log: Path, test_path: Path) -> None:
+    """And is told so."""
+    result = repro(broken_log, "--no-run")
+    assert result.exit_code == 0
+    assert "the test was not run" in result.err
+    (found,) = repro(broken_log, "--no-run", "--force", "--json").objects("repro")
+    assert found["runs"] == []
+    assert test_path.exists()
+
+
+def test_a_pinned_answer_that_is_another_one_here_is_reported(
+    run: Any, story: Driver, test_path: Path, tmp_path: Path
+) -> None:
+    """The log was written by code that answers otherwise."""
+    events = replaced(story.observed, e.LookupAnswered, 0, num_external_tokens=8)
+    log = write_log(tmp_path / "other", events, story.configuration)
+    result = run("repro", log, "chat-17", "--pin", "--core", "-o", test_path)
+    assert result.exit_code == 3
+    assert "fails here already: AssertionError" in result.err
+
+
 def test_where_nothing_went_wrong_pinning_is_offered(repro: Any, log: Path, test_path: Path) -> None:
     """No file is written, which a script sees by the exit code."""
     result = repro(log, "chat-17")
@@ -204,6 +307,7 @@ def test_programs_get_an_object(repro: Any, broken_log: Path, test_path: Path) -
     assert (found["test"], found["log"]) == (str(test_path), str(test_path.with_suffix(".kvlog")))
     assert found["incident"]["rule"] == BROKEN
     assert found["recurs"] is True
+    assert [run["ended"] for run in found["runs"]] == ["failed"]
 
 
 def source(detail: str = "it broke", *, excused: tuple[str, ...] = (), handlers: tuple[str, ...] = ()) -> str:

@@ -148,10 +148,10 @@ def test_an_incident_of_the_core_comes_back_with_the_mistake_alone(name: str, tm
     log_path = write_log(tmp_path / "log", [event for _, event in log.events], log.configuration)
     arguments = ["repro", str(log_path), *([request_id] if request_id else [])]
     whole, reduced = tmp_path / "test_whole.py", tmp_path / "test_reduced.py"
-    assert main([*arguments, "-o", str(whole)]) == 0
+    assert main([*arguments, "--no-run", "-o", str(whole)]) == 0  # the mistake is in this process alone
     with pytest.MonkeyPatch.context() as mistaken:
         mistaken.setattr(*patch)
-        assert main([*arguments, "-o", str(reduced)]) == 0
+        assert main([*arguments, "--no-run", "-o", str(reduced)]) == 0
     sizes = [len(read_recording(path.with_suffix(".kvlog")).observations) for path in (whole, reduced)]
     assert sizes[1] < sizes[0], sizes
     assert_fails_with_the_mistake_alone(whole, patch)
@@ -168,7 +168,7 @@ def test_a_hook_that_failed_fails_again_with_the_mistake_alone(name: str, tmp_pa
     """It recorded what the call was about, before or after."""
     patch = IN_THE_ADAPTER[name]
     path = tmp_path / "test_hook.py"
-    assert main(["repro", str(log_of_engine(patch, tmp_path / "log")), "-o", str(path)]) == 0
+    assert main(["repro", str(log_of_engine(patch, tmp_path / "log")), "--no-run", "-o", str(path)]) == 0
     assert_fails_with_the_mistake_alone(path, patch)
 
 

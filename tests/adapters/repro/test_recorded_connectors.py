@@ -119,12 +119,15 @@ def checks_of(path: Path) -> dict[str, Callable[[], None]]:
 
 
 @mended_in_0_33
-def test_repro_writes_a_test_that_fails_as_the_connector_did(tmp_path: Path) -> None:
+def test_repro_writes_a_test_that_fails_as_the_connector_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The recorded answers come again, and so does the incident; requests and calls that it does not need are gone."""
     hold_session(tmp_path)
     (log,) = (log for log in tmp_path.iterdir() if "worker" not in log.name)
     test_path = tmp_path / "test_incident.py"
     assert main(["repro", str(log), "-o", str(test_path)]) == 0
+    assert "the test was run once and fails, as it should" in capsys.readouterr().err
     tests = checks_of(test_path)
     tests.pop("test_lookups_get_the_recorded_answers")()
     (incident,) = tests.values()
@@ -156,7 +159,7 @@ def test_answers_can_be_asked_for_where_nothing_went_wrong(tmp_path: Path, capsy
     test_path = tmp_path / "test_incident.py"
     assert main(["repro", str(of_worker), "-o", str(test_path)]) == ExitCode.USAGE
     assert "give the scheduler's log" in capsys.readouterr().err
-    assert main(["repro", str(log), "b", "--pin", "-o", str(test_path)]) == 0
+    assert main(["repro", str(log), "b", "--pin", "--no-run", "-o", str(test_path)]) == 0
     (test,) = checks_of(test_path).values()
     test()
     recording = read_recording(test_path.with_suffix(".kvlog"))
@@ -239,7 +242,7 @@ def test_answers_from_where_nothing_is_made_again_are_named(tmp_path: Path, caps
     test_path = tmp_path / "test_incident.py"
     assert main(["repro", str(log), "-o", str(test_path)]) == ExitCode.USAGE
     assert "b is answered 0 tokens in the lookup of event" in capsys.readouterr().err
-    assert main(["repro", str(log), "--all", "-o", str(test_path)]) == 0
+    assert main(["repro", str(log), "--all", "--no-run", "-o", str(test_path)]) == 0
     assert "def test_last_token_holds" in test_path.read_text()
 
 

@@ -1,0 +1,103 @@
+"""Runs a written test once, in a process of its own, and says how it ended.
+
+What is imported there has no memory of the trials that were made before, and neither has a class or a module of
+somebody's handlers. It must not know what the test is about. The process runs the code that the test names, and no
+more than the test itself would.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+
+_CHILD = "from kvledger.adapters.repro.run_once import main; main()"
+_MAX_TEXT = 500
+
+
+class Ended(enum.StrEnum):
+    """How a test function ended."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    """By an assertion."""
+    NOT_RUN = "not_run"
+    """Something else was raised, or the process died: nothing is known."""
+
+
+@attrs.frozen
+class TestRun:
+    """One test function of a file that was run."""
+
+    __test__ = False  # pytest takes a class of this name for a test
+
+    name: str
+    ended: Ended
+    text: str = ""
+    """What was raised, on one line; empty where it passed."""
+
+
+def run_once(test: Path, beside: Path) -> list[TestRun]:
+    """Run every test function of a file.
+
+    Args:
+        test: the file.
+        beside: the folder in which the file will be; what it imports may be there, as pytest finds it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        places = [str(beside.resolve()), *(place or str(Path.cwd()) for place in sys.path)]
+        finished = subprocess.run(  # noqa: S603 -- this interpreter, and the file that was just written
+            [sys.executable, "-c", _CHILD, str(test), str(result)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(places), "PYTHONSAFEPATH": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+        if result.exists():
+            return [TestRun(name, Ended(ended), text) for name, ended, text in json.loads(result.read_text())]
+    last = finished.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    text = f"its process ended with {finished.returncode}{f': {_shortened(last)}' if last else ''}"
+    return [TestRun(test.stem, Ended.NOT_RUN, text)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """In the child: run the file, and write what came of it."""
+    test, result = map(Path, sys.argv[1:] if arguments is None else arguments)
+    try:
+        functions = {name: each for name, each in runpy.run_path(str(test)).items() if name.startswith("test_")}
+    except Exception as error:  # noqa: BLE001 -- whatever it imports
+        functions = {}
+        runs = [(test.stem, Ended.NOT_RUN.value, _text_of(error))]
+    else:
+        runs = []
+    for name, function in functions.items():
+        try:
+            function()
+        except AssertionError as error:
+            runs.append((name, Ended.FAILED.value, _text_of(error)))
+        except Exception as error:  # noqa: BLE001 -- whatever it runs into
+            runs.append((name, Ended.NOT_RUN.value, _text_of(error)))
+        else:
+            runs.append((name, Ended.PASSED.value, ""))
+    unfinished = result.with_suffix(".part")
+    unfinished.write_text(json.dumps(runs))
+    unfinished.replace(result)
+
+
+def _text_of(error: Exception) -> str:
+    return _shortened(" ".join("".join(traceback.format_exception_only(error)).split()))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
