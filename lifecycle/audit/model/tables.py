@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import events as e
@@ -11,6 +12,8 @@ from kvledger.lifecycle.audit.model.lives import NEVER, Life, Lives
 from kvledger.lifecycle.audit.model.moment import Moment
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.states import BlocksRegion
+from kvledger.lifecycle.windows import NULL_BLOCK
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
@@ -25,6 +28,13 @@ class Tables:
         self._lives = lives
         self._held: dict[int, array[int]] = {}
         self._lost: dict[int, array[int]] = {}
+        self._num_holders: Counter[int] = Counter()
+        """Block → number of tables that have it. Groups with a window are left out: vLLM frees what a window no longer
+        sees without a hook."""
+        sizes = geometry.window_sizes
+        self._num_groups = len(sizes)
+        self._counted_groups = [group for group, size in enumerate(sizes) if not size]
+        self._counts_all = len(self._counted_groups) == len(sizes)
 
     def of(self, ordinal: int) -> Sequence[int]:
         """The blocks that this life holds now, in token order."""
@@ -38,9 +48,30 @@ class Tables:
         """The blocks that it lost since the last step; intact until the next one's forward."""
         return () if life is None else self._lost.get(life.ordinal, ())
 
+    def other_holders(self, ordinal: int, block_ids: Sequence[int]) -> Iterator[tuple[Life, int]]:
+        """Other lives that hold one of these blocks, each with the lowest of them.
+
+        Left out are lives that the log may not follow: quarantined ones, and those whose load has failed, because vLLM
+        may free their blocks before the next lookup.
+        """
+        own = set(self._counted(self.of(ordinal)))
+        suspects = {block for block in block_ids if self._num_holders.get(block, 0) > (block in own)}
+        if not self._counts_all:
+            suspects.discard(NULL_BLOCK)
+        if not suspects:
+            return
+        for life in self._lives:
+            if life.ordinal == ordinal or life.blocks is BlocksRegion.NONE or life.quarantined or life.computes_first:
+                continue
+            shared = suspects.intersection(self._counted(self.of(life.ordinal)))
+            if shared:
+                yield life, min(shared)
+
     def begin(self, start: Start) -> None:
         """Take over the tables where an audit starts in the middle of a log."""
-        self._held.update((ordinal, array("I", table)) for ordinal, table in start.held.items() if len(table))
+        for ordinal, table in start.held.items():
+            if len(table):
+                self._hold(ordinal, table)
         self._lost.update((ordinal, array("I", table)) for ordinal, table in start.lost.items() if len(table))
 
     @on(e.BlocksAllocated)
@@ -48,12 +79,12 @@ class Tables:
         life = self._moment.life
         if life is not None:
             life.num_old, life.num_own = life.num_own, len(event.block_ids)
-            self._held[life.ordinal] = array("I", event.block_ids)
+            self._hold(life.ordinal, event.block_ids)
 
     @on(e.BlockTableObserved)
     def _observed(self, event: e.BlockTableObserved) -> None:
         if self._moment.life is not None:
-            self._held[self._moment.life.ordinal] = array("I", event.block_ids)
+            self._hold(self._moment.life.ordinal, event.block_ids)
 
     @on(e.LookupRequested)
     def _asked(self, event: e.LookupRequested) -> None:
@@ -61,14 +92,14 @@ class Tables:
         life = self._moment.life
         if life is not None and self._moment.is_legal:
             life.num_own = event.num_computed_tokens // self._geometry.block_size * len(self._geometry.window_sizes)
-            self._held.pop(life.ordinal, None)
+            self._release(life.ordinal)
 
     @on(e.RequestPreempted, e.RequestFinished)
     def _taken(self, event: e.RequestPreempted | e.RequestFinished) -> None:
         life = self._moment.life
         if life is not None:
             life.num_own = NEVER
-            table = self._held.pop(life.ordinal, None)
+            table = self._release(life.ordinal)
             if table is not None:
                 self._lost[life.ordinal] = table
 
@@ -78,6 +109,7 @@ class Tables:
         for ordinal, block_ids in event.extended:
             table = self._held.get(ordinal)
             if table is not None:
+                self._num_holders.update(self._counted(block_ids, len(table)))
                 table.extend(block_ids)
 
     @on(e.RequestArrived)
@@ -87,10 +119,34 @@ class Tables:
             self._forget(life.ordinal)
 
     def _forget(self, ordinal: int) -> None:
-        self._held.pop(ordinal, None)
+        self._release(ordinal)
         self._lost.pop(ordinal, None)
 
     @on(e.RequestReleased)
     def _released(self, event: e.RequestReleased) -> None:
         if self._lives.in_generation(event) is not None:
             self._forget(event.ordinal)
+
+    def _hold(self, ordinal: int, block_ids: Sequence[int]) -> None:
+        self._release(ordinal)
+        self._held[ordinal] = array("I", block_ids)
+        self._num_holders.update(self._counted(block_ids))
+
+    def _release(self, ordinal: int) -> array[int] | None:
+        table = self._held.pop(ordinal, None)
+        if table is not None:
+            num_holders = self._num_holders
+            for block in self._counted(table):
+                if num_holders[block] > 1:
+                    num_holders[block] -= 1
+                else:
+                    del num_holders[block]
+        return table
+
+    def _counted(self, block_ids: Sequence[int], first_page: int = 0) -> Iterable[int]:
+        """Those of groups without a window; the first of them is this page of the table."""
+        if self._counts_all:
+            return block_ids
+        num_groups = self._num_groups
+        starts = ((group - first_page) % num_groups for group in self._counted_groups)
+        return [block for start in starts for block in block_ids[start::num_groups]]

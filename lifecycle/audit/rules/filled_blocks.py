@@ -12,16 +12,40 @@ from kvledger.lifecycle.marks import on
 class LoadDstExclusive(Checker):
     """LOAD_DST_EXCLUSIVE: nobody else fills the blocks that a load fills.
 
-    A block is the destination of at most one load in flight, and held by that load's request.
+    A block is the destination of at most one load in flight, and held by that load's request alone. The request
+    computes nothing until an asynchronous load has ended.
 
-    Verifies: a load's blocks are those of its tokens in the request's table, each once, and no load in flight of a
-    request that still holds its blocks fills one of them.
-    Does not verify: that no other request's table holds the block, and that no forward in flight writes it. A
-    request can be preempted before its load is reported, and its blocks be filled for another one: then the
-    order of the copies on the device decides, which no log of the scheduler shows.
+    Verifies: a load's blocks are those of its tokens in the request's table, each once; no load in flight of a request
+    that still holds its blocks fills one of them; no other request's table has one of them when the load is issued; no
+    step computes tokens of a request while its asynchronous load is in flight.
+    Does not verify: tables of quarantined requests, of requests whose load has failed, and of groups with a window,
+    whose blocks vLLM frees without a hook; that no forward in flight writes a block. A request can be preempted before
+    its load is reported, and its blocks be filled for another one: then the order of the copies on the device decides,
+    which no log of the scheduler shows.
     """
 
     rule = "LOAD_DST_EXCLUSIVE"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._named: set[int] = set()
+        """Loads in flight whose request has computed; reported once."""
+
+    @on(e.StepScheduled)
+    def _check_step(self, event: e.StepScheduled) -> None:
+        if not self.jobs.loads:
+            return
+        self._named &= self.jobs.loads
+        for ordinal, _, num_scheduled_tokens, _ in event.advanced:
+            life = self.lives.of(ordinal) if self.jobs.owes(ordinal) else None
+            if life is None:
+                continue
+            for job in self.jobs.of_life(ordinal):
+                is_filling = job.is_load and job.is_async and not job.lost_at and job.generation == life.generation
+                if is_filling and job.job_id not in self._named:
+                    self._named.add(job.job_id)
+                    detail = f"{num_scheduled_tokens} tokens are computed while load {job.job_id} fills their blocks"
+                    self.broken(detail, job.sequence, request_id=life.request_id)
 
     @on(e.LoadIssued)
     def _check_load(self, event: e.LoadIssued) -> None:
@@ -43,6 +67,9 @@ class LoadDstExclusive(Checker):
             if rival is not None and not rival.lost_at:
                 detail = f"load {event.job_id} fills blocks that load {job_id} is still filling"
                 self.broken(detail, rival.sequence, event.cause)
+        for life, block in self.tables.other_holders(event.ordinal, filled):
+            detail = f"load {event.job_id} fills block {block}, which {life.request_id!r} holds"
+            self.broken(detail, event.cause)
 
 
 class LoadXorStores(Checker):
