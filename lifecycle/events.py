@@ -763,6 +763,36 @@ class LookupAnsweredAgain(Event, frozen=True, tag=44):
 RepeatedLookup = LookupRequestedAgain | LookupAnsweredAgain
 
 
+@observation("end.refused")
+class EndRefused(Event, frozen=True, tag=45):
+    """Another connector reported an end too early, and kvledger removed it from what vLLM is given.
+
+    Under `MultiConnector` every child may report ends of any request, and vLLM cannot tell whose they are. It would use
+    or free blocks that a copy still fills or reads, or an assertion would fail (`v1/core/sched/scheduler.py`,
+    _update_from_kv_xfer_finished, 0.32).
+    """
+
+    request_id: str
+    ordinal: int
+    """Of the life; `NO_LIFE` if kvledger owes no end of it."""
+    field: str
+    """Of vLLM's `KVConnectorOutput`: `finished_recving` or `finished_sending`."""
+    time_ns: int
+
+
+@observation("prefix_cache.reset")
+class PrefixCacheReset(Event, frozen=True, tag=46):
+    """VLLM reset its own prefix cache and did not reset the connector (`reset_prefix_cache()`).
+
+    What was saved before stays and can still be loaded, so it is wrong if the weights have changed. After a change of
+    weights call `reset_prefix_cache(reset_connector=True)`, which is recorded as `cache.reset`. vLLM calls no hook, so
+    this is recorded in the next one, after the preemptions that came with the reset. A reset that vLLM refuses changes
+    nothing and is not recorded.
+    """
+
+    time_ns: int
+
+
 _DECLARED = [
     each
     for each in vars().values()

@@ -32,7 +32,7 @@ _BEYOND: Final = 2**64 - 1
 _MAX_EVENTS: Final = 1024
 """Of a span, the last ones. Of these the SDK keeps `OTEL_SPAN_EVENT_COUNT_LIMIT`, and counts the others."""
 _OF_REQUEST: Final = frozenset({e.TokensRolledBack.id, e.SessionContinued.id, e.SaveDeclined.id, e.TransferAwaited.id})
-_OF_LOG: Final = frozenset({e.CacheReset.id, e.LogNote.id})
+_OF_LOG: Final = frozenset({e.CacheReset.id, e.PrefixCacheReset.id, e.LogNote.id})
 """What becomes an event of a span though nothing went wrong."""
 
 

@@ -27,12 +27,12 @@ LOST = "events.lost"
 
 _TROUBLE = (
     *(e.InvariantViolated, e.HookFailed, e.LoadErrorsObserved, e.RequestQuarantined, e.ChunkTainted),
-    e.ExtensionStopped,
+    *(e.ExtensionStopped, e.EndRefused),
 )
 _INSTANTS = (
     *_TROUBLE,
     *(e.ChunkEvicted, e.CacheReset, e.LogNote, e.TokensRolledBack, e.SessionContinued, e.SaveDeclined),
-    *(e.TransferAwaited, e.BlockTableObserved),
+    *(e.TransferAwaited, e.BlockTableObserved, e.PrefixCacheReset),
 )
 _OF_EXTENSIONS = (e.ExtensionObserved, e.ExtensionDecided, e.ExtensionNoted)
 _KINDS: dict[type[e.Event], str] = {e.LoadIssued: "load", e.SaveIssued: "save", e.TailSaveIssued: "tail save"}

@@ -168,6 +168,10 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.EffectsDelivered: _delivered,
     e.LoadErrorsObserved: lambda event: f"{plural(len(event.block_ids), 'block')} could not be filled",
     e.CacheReset: lambda _: "cache reset: everything saved before is stale",
+    e.PrefixCacheReset: lambda _: (
+        "vLLM reset its prefix cache, not the connector's: what was saved can still be loaded"
+    ),
+    e.EndRefused: lambda event: f"another connector reported {event.field} too early; removed before vLLM acted on it",
     e.LogNote: lambda event: f"note: {event.text}",
     # Decisions. Progress is left out: the state shows it.
     e.LookupAnswered: _lookup,

@@ -224,12 +224,12 @@ class _Chain:
         time_ns = self.histories.time_ns(admission.sequence) or 0
         num_left = sum(span.num_tokens for span in admission.missed)
         parts = [f"{admission.num_retained} of them from vLLM's prefix cache"] if admission.num_retained else []
-        parts += [f"{admission.num_claimed} to be loaded"] if admission.num_claimed else []
+        parts += [f"{admission.num_claimed} to be loaded{_dated(admission)}"] if admission.num_claimed else []
         parts += [f"{admission.num_elsewhere} from elsewhere"] if admission.num_elsewhere else []
         parts.append(f"{num_left} left to compute")
         text = f"admitted with {plural(admission.num_tokens, 'token')}: {', '.join(parts)}"
         cause = Cause("admission", admission.sequence, admission.sequence, time_ns, text, spans=admission.missed)
-        cause.evidence = (admission.answer_sequence,) if admission.answer_sequence else ()
+        cause.evidence = tuple(filter(None, (admission.answer_sequence, admission.reset_sequence)))
         answers = (lookup for lookup in self.history.lookups if lookup.last_sequence == admission.answer_sequence)
         explained = {(span.end_token, span.reason) for lookup in answers for span in lookup.spans}
         new = [span for span in admission.missed if (span.end_token, span.reason) not in explained]
@@ -247,6 +247,17 @@ class _Chain:
         return [
             reason_text(group, self.histories, self.configuration.chunk_size, before_ns) for group in _groups(spans)
         ]
+
+
+def _dated(admission: Admission) -> str:
+    """How many of the claimed tokens are older than a reset of vLLM's cache."""
+    if not admission.num_before_reset:
+        return ""
+    return (
+        f" ({admission.num_before_reset} of these from before a reset of vLLM's cache,"
+        f" event {admission.reset_sequence}, "
+        "that spared the connector: right only if the weights have not changed since)"
+    )
 
 
 def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]:

@@ -169,6 +169,8 @@ class Admissions(Projection):
         admission = life.admission = Admission(
             sequence, answer_sequence, num_tokens, num_retained, num_claimed, life.mark, missed, missed
         )
+        if num_claimed:
+            self._date(admission, life)
         life.computed_end = 0
         sums = life.sums
         sums.num_admissions += 1
@@ -180,6 +182,21 @@ class Admissions(Projection):
         if life.history is not None:
             life.history.keep(life.history.admissions, admission)
         return admission
+
+    def _date(self, admission: Admission, life: Life) -> None:
+        """Count what is claimed and was computed before a reset of vLLM's prefix cache that spared the connector."""
+        size = self._explainer.configuration.chunk_size
+        at, end = admission.num_retained, admission.num_retained + admission.num_claimed
+        while at < end:
+            until = min(end, (at // size + 1) * size)
+            key, tail = life.keys.get(at // size), life.tail
+            reset = 0 if key is None else self._memory.chunks.reset_after(key)
+            if not reset and tail is not None and tail.first_token <= at < tail.end_token:
+                reset = tail.before_reset
+            if reset:
+                admission.num_before_reset += until - at
+                admission.reset_sequence = max(admission.reset_sequence, reset)
+            at = until
 
     @staticmethod
     def start_late(life: Life, admission: Admission, first_token: int) -> None:

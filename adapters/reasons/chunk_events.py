@@ -97,6 +97,13 @@ class ChunkEvents(Projection):
             if life.tail is not None:
                 life.tail.fact = ChunkFact(ChunkStatus.RESET, sequence, cause=sequence, earlier=life.tail.fact)
 
+    @on(e.PrefixCacheReset)
+    def _spared(self, _event: e.PrefixCacheReset, sequence: int) -> None:
+        self._chunks.spared(sequence)
+        for life in self._lives:
+            if life.tail is not None:
+                life.tail.before_reset = sequence
+
 
 def _saving(event: e.SaveIssued | e.TailSaveIssued, sequence: int, life: Life) -> ChunkFact:
     return ChunkFact(ChunkStatus.SAVING, sequence, event.request_id, life.ordinal, event.job_id, cause=event.cause)

@@ -80,6 +80,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """The one that was touched last comes last."""
     saves: dict[int, SaveUnderWay] = {}
     num_resets: int = 0
+    before_reset: dict[bytes, int] = {}
+    """Chunk in the pool, or on its way there, when vLLM reset its prefix cache alone -> the last such reset."""
 
 
 class ChunkHistory:
@@ -153,11 +155,20 @@ class ChunkHistory:
             earlier = before.after(None)
             self._put(key, ChunkFact(ChunkStatus.RESET, sequence, cause=sequence, earlier=earlier))
 
+    def spared(self, sequence: int) -> None:
+        """VLLM reset its prefix cache alone: everything in the pool, and on its way there, is from before that."""
+        self._state.before_reset = dict.fromkeys(self._state.in_pool, sequence)
+
+    def reset_after(self, key: bytes) -> int:
+        """The last reset of vLLM's prefix cache that this chunk in the pool has survived; 0 if there is none."""
+        return self._state.before_reset.get(key, 0)
+
     def forget(self) -> None:
         """Events are lost: nothing that is remembered can be relied upon."""
         self._state.in_pool.clear()
         self._state.gone.clear()
         self._state.saves.clear()
+        self._state.before_reset.clear()
 
     def _put(self, key: bytes, fact: ChunkFact) -> None:
         in_pool, gone = self._state.in_pool, self._state.gone
@@ -166,6 +177,7 @@ class ChunkHistory:
             in_pool[key] = fact
             return
         in_pool.pop(key, None)
+        self._state.before_reset.pop(key, None)
         gone[key] = fact
         if len(gone) > self._max_gone * 9 // 8:
             for forgotten in tuple(islice(gone, len(gone) - self._max_gone)):

@@ -21,6 +21,8 @@ class Tail:
     first_token: int
     end_token: int
     fact: ChunkFact
+    before_reset: int = 0
+    """The last reset of vLLM's prefix cache alone that came after it was computed; 0 if there is none."""
 
 
 @attrs.define

@@ -33,7 +33,7 @@ class Moments:
         self._notes: dict[type[e.Event], Callable[..., None]] = {
             **dict.fromkeys(_OF_A_REQUEST, self._of_a_request),
             e.StepScheduled: self._step,
-            **dict.fromkeys((e.CacheReset, e.ExtensionStopped), self._of_all),
+            **dict.fromkeys((e.CacheReset, e.PrefixCacheReset, e.ExtensionStopped), self._of_all),
             e.HookFailed: self._hook_failed,
             **dict.fromkeys((e.LookupAnswered, e.LookupDeferred), self._answered),
         }

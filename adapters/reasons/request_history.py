@@ -50,6 +50,10 @@ class Admission:
     """There already when the first step began, and not by this connector's doing."""
     is_started: bool = False
     job_id: int = 0
+    num_before_reset: int = 0
+    """Claimed tokens that were computed before vLLM reset its prefix cache and spared the connector."""
+    reset_sequence: int = 0
+    """The last such reset; 0 if there is none."""
 
 
 @attrs.frozen

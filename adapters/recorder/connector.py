@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -276,6 +276,11 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         answer, duration_ns = self._timed(hook, request, *arguments)
         self._recorded.returned(hook, duration_ns)
         return answer
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """The scheduler has made its block manager."""
+        self._recorded.bind(kv_cache_manager)
+        self.wrapped.bind_kv_cache_manager(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
         """A request was accepted."""

@@ -20,13 +20,14 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.noticing import Noticing
+from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.step_reader import StepReader
 from kvledger.adapters.vllm.trace_context import trace_parent
 from kvledger.lifecycle import Channel, RequestState
 from kvledger.lifecycle import events as e
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -77,6 +78,7 @@ class Recording:
         self._transfers = Transfers(log, num_workers, digest_share=digest_share)
         self._loaded_to: dict[str, int] = {}
         """Request -> tokens up to which its last load fills its blocks."""
+        self._prefix_cache = PrefixCache(log.configuration.block_size)
         self._loads_of_steps: deque[tuple[int, ...]] = deque()
         """Of each step whose output has not been seen: the loads within it."""
         log.observe(e.LogNote("recorder started", log.now()))
@@ -128,6 +130,7 @@ class Recording:
     @_records
     def on_new_request(self, request: Request) -> None:
         """A request was accepted."""
+        self._notice_reset()
         self._requests[request.request_id] = request
         ordinal = self.log.ledger.next_ordinal
         now, parent = self.log.now(), trace_parent(request.trace_headers)
@@ -136,6 +139,7 @@ class Recording:
     @_records
     def lookup(self, request: Request, num_computed_tokens: int) -> None:
         """A request is looked up."""
+        self._notice_reset()
         self._ensure_arrived(request)
         self._notice.preemption(request)
         self._notice.keys(request)
@@ -194,12 +198,22 @@ class Recording:
         if self._tracker.get(request.request_id) is None:
             self.on_new_request(request)
 
+    def bind(self, manager: KVCacheManager) -> None:
+        """The scheduler has made its block manager, which shows resets that spare the connector."""
+        self._prefix_cache.bind(manager)
+
+    def _notice_reset(self) -> None:
+        if self._prefix_cache.take_reset():
+            self._notice.preemptions(self._requests)
+            self.log.observe(e.PrefixCacheReset(self.log.now()))
+
     # --- the engine ----------------------------------------------------------------------------
 
     @_records
     def step(self, scheduler_output: SchedulerOutput) -> None:
         """A step goes out, with all loads that were issued for it."""
         self._admits = False
+        self._notice_reset()
         self._notice.preemptions_of_step(scheduler_output, self._requests)
         step = self._reader.read(scheduler_output, self.log.now())
         self.log.observe(step)
@@ -248,6 +262,7 @@ class Recording:
     @_records
     def reset(self) -> None:
         """Everything cached is stale."""
+        self._prefix_cache.take_reset()  # vLLM has reset its own cache right before
         self.log.observe(e.CacheReset(self.log.now()))
         self._notice.preemptions(self._requests)
 

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from operator import is_not
 from typing import TYPE_CHECKING
+
+from kvledger.adapters.vllm import versions
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -24,10 +27,22 @@ class PrefixCache:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._manager: KVCacheManager | None = None
+        self._hashes: list[object] = []
+        """What vLLM finds blocks by; a reset replaces it."""
 
     def bind(self, manager: KVCacheManager) -> None:
         """Called once, when the scheduler has made it."""
         self._manager = manager
+        self._hashes = versions.prefix_hashes(manager)
+
+    def take_reset(self) -> bool:
+        """Whether vLLM has reset its prefix cache since the last call. vLLM calls no hook then."""
+        if self._manager is None:
+            return False
+        hashes = versions.prefix_hashes(self._manager)
+        is_reset = len(hashes) != len(self._hashes) or any(map(is_not, hashes, self._hashes))
+        self._hashes = hashes
+        return is_reset
 
     def evict(self, block_ids: AbstractSet[int]) -> None:
         """Let nobody hit these blocks. Whoever holds them keeps them; one that has no hash is left as it is."""

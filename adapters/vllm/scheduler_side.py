@@ -85,6 +85,7 @@ class SchedulerSide:
         self.digested = DigestedPages(self._projections)
         self._cache_events: CacheEvents | None = None
         self._admits = False
+        self._has_spared = False
         self._last_step_ns = 0
         self._notice = Noticing(self.journal, keys, speculates=speculates, zeroes_new_blocks=zeroes_new_blocks)
         self._reader = StepReader(
@@ -148,6 +149,7 @@ class SchedulerSide:
     def _arrive(self, request: Request) -> None:
         if self.journal.is_disabled:
             return
+        self._notice_reset()
         self._requests[request.request_id] = request
         ordinal = self.journal.ledger.next_ordinal
         now, parent = self.journal.now(), trace_parent(request.trace_headers)
@@ -170,6 +172,7 @@ class SchedulerSide:
         """The answer, and whether nothing but a repetition was recorded."""
         if self.journal.is_disabled:
             return _NOTHING_FOUND
+        self._notice_reset()
         before, first_sequence = self._last_answer(request), self.ledger.next_sequence
         self._notice.preemption(request)
         self._notice.keys(request)
@@ -281,6 +284,7 @@ class SchedulerSide:
         if self.journal.is_disabled:
             self.journal.pass_step()
             return
+        self._notice_reset()
         self._notice.preemptions_of_step(scheduler_output, self._requests)
         now_ns = self.journal.now()
         if not scheduler_output.total_num_scheduled_tokens and self._says_nothing(now_ns):
@@ -318,10 +322,46 @@ class SchedulerSide:
             self._take_load_errors(invalid_block_ids)
         self._observe_reports(connector_output)
         self._evict(invalid_block_ids)
+        self._refuse_early_ends(connector_output)
         received = self._end_waiting(connector_output)
         self.journal.commit()
         if received:
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *received}
+
+    @guarded(default=None, hook_name="update_connector_output")
+    def _refuse_early_ends(self, connector_output: KVConnectorOutput) -> None:
+        """Remove ends that another child of a `MultiConnector` reports and that vLLM must not have yet.
+
+        vLLM would compute on blocks that a load still fills, free blocks that a copy still uses, or fail an assertion
+        because it waits for no end of that request.
+        """
+        early_receipts = {
+            request_id: life
+            for request_id in connector_output.finished_recving or ()
+            if (life := self.journal.obligations.early_receipt(request_id)) != e.NO_LIFE or self._is_present(request_id)
+        }
+        early_releases = {
+            request_id: life
+            for request_id in connector_output.finished_sending or ()
+            if (life := self.journal.obligations.early_release(request_id)) != e.NO_LIFE or request_id in self._requests
+        }
+        if early_receipts:
+            connector_output.finished_recving = set(connector_output.finished_recving or ()) - early_receipts.keys()
+        if early_releases:
+            connector_output.finished_sending = set(connector_output.finished_sending or ()) - early_releases.keys()
+        for field, lives in (("finished_recving", early_receipts), ("finished_sending", early_releases)):
+            for request_id in sorted(lives):
+                self.journal.messages.error(
+                    "another connector reported an end too early; it was removed before vLLM acted on it",
+                    request_id=request_id,
+                    field=field,
+                )
+                self.journal.observe(e.EndRefused(request_id, lives[request_id], field, self.journal.now()))
+
+    def _is_present(self, request_id: str) -> bool:
+        """Whether vLLM has the request and waits for no load of it."""
+        request = self._requests.get(request_id)
+        return request is not None and not versions.is_waiting_for_load(request)
 
     @guarded(default=_NOBODY, hook_name="update_connector_output")
     def _end_waiting(self, connector_output: KVConnectorOutput) -> tuple[str, ...]:
@@ -422,6 +462,7 @@ class SchedulerSide:
                 status, num_tokens = request.status.name, request.num_tokens
                 self.journal.observe(e.RequestFinished(request.request_id, status, 0, num_tokens, self.journal.now()))
             return True
+        self._notice_reset()
         record = self._tracker.get(request.request_id)
         if record is None:
             return True
@@ -453,11 +494,28 @@ class SchedulerSide:
     def _reset(self) -> bool:
         if self.journal.is_disabled:
             return True
+        self.prefix_cache.take_reset()  # vLLM has reset its own cache right before
         self.journal.observe(e.CacheReset(self.journal.now()))
         # Of requests that the reset preempted nothing is saved: it would be stale, and a copy that waits for a step
         # makes vLLM step an engine that sleeps, whose KV memory is gone (v1/engine/core.py).
         self._notice.preemptions(self._requests)
         return True
+
+    def _notice_reset(self) -> None:
+        """Record that vLLM has reset its prefix cache and spared the connector; the first time, tell people too.
+
+        What the preempted requests had computed is saved before that is recorded: it is as old as what was saved.
+        """
+        if not self.prefix_cache.take_reset():
+            return
+        if not self._has_spared:
+            self._has_spared = True
+            self.journal.messages.info(
+                "vLLM's prefix cache was reset, kvledger's was not: if the weights have changed, its KV is wrong; call "
+                "reset_prefix_cache(reset_connector=True) after a change of weights"
+            )
+        self._notice.preemptions(self._requests)
+        self.journal.observe(e.PrefixCacheReset(self.journal.now()))
 
     def publish(self, blocks: ChunkBlocks) -> None:
         """From now on tell vLLM which blocks can be loaded, for those who route requests."""

@@ -19,6 +19,7 @@ from kvledger.lifecycle.windows import interleave
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -256,6 +257,22 @@ def unhashed_inputs(request: Request, start: int, end: int) -> bytes:
 def is_running(request: Request) -> bool:
     """Whether the scheduler has it among those that run."""
     return request.status.name == "RUNNING"
+
+
+def is_waiting_for_load(request: Request) -> bool:
+    """Whether the scheduler waits for the end of an asynchronous load of it."""
+    return request.status.name == "WAITING_FOR_REMOTE_KVS"
+
+
+def prefix_hashes(manager: KVCacheManager) -> list[object]:
+    """The objects in which vLLM's block pools find blocks by their hashes, one for each pool.
+
+    A successful reset puts a new one in the place of each, also where prefix caching is off (`v1/core/block_pool.py`,
+    reset_prefix_cache, 0.32). A refused reset leaves them. Whoever holds one can tell it from its successor.
+    """
+    managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
+    pools = dict.fromkeys(each.block_pool for each in managers)
+    return [pool.cached_block_hash_to_block for pool in pools]
 
 
 def preempted_request_ids(scheduler_output: SchedulerOutput) -> Sequence[str]:

@@ -157,6 +157,7 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
     "decision.withheld": {
         **dict.fromkeys(("request_id", "rule", "detail"), "the connector's word about what never left it"),
     },
+    "end.refused": dict.fromkeys(("request_id", "ordinal", "field"), "the connector's word on another one's report"),
     "extension.decided": {
         "request_id": _KNOWN,
         **dict.fromkeys(("ordinal", "generation"), "no fold of the core asks whose it is"),

@@ -157,6 +157,27 @@ class Obligations(Projection):
         known = set(request_ids)
         return tuple([ordinal for ordinal, request_id in to_report.items() if request_id in known])
 
+    def early_receipt(self, request_id: str) -> int:
+        """The life of that request whose load has not ended, or whose failure no worker was asked to report yet.
+
+        `NO_LIFE` if there is none. An end of it that somebody reports now is not ours.
+        """
+        state = self.state
+        if not state.receiving:
+            return e.NO_LIFE
+        lives = (self.present(request_id), *_lives_of(request_id, state.coming_back))
+        waiting = (life for life in lives if life in state.receiving)
+        return next((life for life in waiting if life not in state.received and life not in state.to_report), e.NO_LIFE)
+
+    def early_release(self, request_id: str) -> int:
+        """The ended life of that request whose blocks a copy uses, or whose end no worker was asked to report yet.
+
+        `NO_LIFE` if there is none.
+        """
+        state = self.state
+        lives = _lives_of(request_id, state.coming_back)
+        return next((life for life in lives if life not in state.to_report), e.NO_LIFE)
+
     @property
     def is_owing(self) -> bool:
         """Whether something waits to be handed over."""
@@ -329,3 +350,7 @@ class Obligations(Projection):
             for ordinal in ends:
                 for waiting in (owed, state.receiving, state.coming_back):
                     waiting.pop(ordinal, None)
+
+
+def _lives_of(request_id: str, lives: Mapping[int, str]) -> tuple[int, ...]:
+    return tuple([ordinal for ordinal, each in lives.items() if each == request_id])

@@ -210,5 +210,7 @@ OBSERVED: tuple[Observed, ...] = (
     lambda play: [e.HookFailed("a hook", "", "it failed", play.now)],
     lambda play: [e.DecisionWithheld("a", Rule.VLLM_CONTRACT, "it would break it", play.now)],
     lambda play: [e.WindowLeft("a", 8, play.now)],
+    lambda play: [e.PrefixCacheReset(play.now), play.step()],
+    lambda play: [e.EndRefused("a", 0, "finished_recving", play.now)],
 )
 """What may happen to a request, legal in its state or not."""

@@ -18,11 +18,35 @@ class CompletionOnce(Checker):
     Verifies: reports are of jobs in flight, or of saves that were given up, by ranks that have not reported them yet;
     settlements are of jobs in flight and of their kind; each rank that reports exists and reports once, unless it was
     asked to report again. A load that was given up counts as reported: its blocks may be another's by then.
+    Another connector of a `MultiConnector` reported no end that vLLM must not have (`end.refused`), and no block as not
+    filled while an asynchronous load still fills it, of which kvledger's workers report no blocks.
     Does not verify: whether a job may be settled yet, and as what (RANK_AGREEMENT); jobs that are never settled
     (LIVENESS).
     """
 
     rule = "COMPLETION_ONCE"
+
+    @on(e.EndRefused)
+    def _end_refused(self, event: e.EndRefused) -> None:
+        jobs = self.jobs.of_life(event.ordinal)
+        job = next((job for job in jobs if job.is_load is (event.field == "finished_recving")), None)
+        why = "for which vLLM does not wait"
+        if job is not None:
+            why = f"while {'load' if job.is_load else 'save'} {job.job_id} is in flight"
+        elif event.ordinal != e.NO_LIFE:
+            why = "before kvledger had asked its workers to report it"
+        detail = f"another connector reports {event.field} of {event.request_id!r}, {why}"
+        self.broken(detail, 0 if job is None else job.sequence)
+
+    @on(e.LoadErrorsObserved)
+    def _load_errors(self, event: e.LoadErrorsObserved) -> None:
+        filled_by = self.jobs.filled_by
+        for job_id in sorted({filled_by[block] for block in event.block_ids if block in filled_by}):
+            job = self.jobs.get(job_id)
+            if job is not None and job.is_async and not job.lost_at:
+                blocks = sorted({*event.block_ids} & {*job.filled})
+                detail = f"another connector reports blocks {blocks} as not filled while load {job_id} still fills them"
+                self.broken(detail, job.sequence, request_id=job.request_id)
 
     @on(e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
     def _issued(self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> None:
