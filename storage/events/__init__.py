@@ -18,10 +18,12 @@ from kvledger.storage.events.ending import (
     read_ending,
 )
 from kvledger.storage.events.frames import Frame, FrameKind
-from kvledger.storage.events.maintenance import Maintenance, SnapshotMaker
+from kvledger.storage.events.late import LateEventStore
+from kvledger.storage.events.maintenance import MAX_EXCESS_SEGMENTS, MIN_LOG_SEGMENTS, Maintenance, SnapshotMaker
 from kvledger.storage.events.memory import MemoryEventStore
 from kvledger.storage.events.reader import Damage, LogReader, read_log
-from kvledger.storage.events.retention import Retirement, retire, retire_logs
+from kvledger.storage.events.retention import make_room, retire, retire_logs
+from kvledger.storage.events.retirements import Retirement
 from kvledger.storage.events.segments import SegmentEventStore
 from kvledger.storage.events.snapshots import (
     Snapshot,
@@ -43,6 +45,8 @@ from kvledger.storage.events.store import (
 )
 
 __all__ = [
+    "MAX_EXCESS_SEGMENTS",
+    "MIN_LOG_SEGMENTS",
     "AppendConflict",
     "BacklogEventStore",
     "Damage",
@@ -51,6 +55,7 @@ __all__ = [
     "Frame",
     "FrameKind",
     "HowEnded",
+    "LateEventStore",
     "LogClosed",
     "LogDamaged",
     "LogEnding",
@@ -70,6 +75,7 @@ __all__ = [
     "is_being_written",
     "judge_ending",
     "load_snapshot",
+    "make_room",
     "read_ending",
     "read_log",
     "retire",

@@ -231,7 +231,9 @@ class BacklogEventStore:
                 lambda: not self._waiting or self._num_failures > num_failures, self._max_wait_seconds
             )
             if self._waiting and self._num_failures == num_failures:
-                self._last_error = TimeoutError(f"the disk has taken nothing for {self._max_wait_seconds} s")
+                self._last_error = TimeoutError(
+                    f"the disk has not begun a new file or written a frame within {self._max_wait_seconds} s"
+                )
                 self._on_trouble(self._last_error, self._num_events_backlogged)
         return frame.first_sequence
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "append_line",
+    "is_full",
     "make_directory",
     "open_for_reading",
     "read_file",
@@ -22,6 +23,11 @@ __all__ = [
     "write_all",
     "write_file",
 ]
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a write failed because the disk, or the user's quota on it, is full."""
+    return error.errno in {errno.ENOSPC, errno.EDQUOT}
 
 
 def open_for_reading(path: Path) -> int:

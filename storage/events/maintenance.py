@@ -9,14 +9,22 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvledger.storage.events.retention import Trouble, ignore, retire_logs
+from kvledger.storage.events.retention import SnapshotWait, Trouble, ignore, retire_logs
 from kvledger.storage.events.store import LogError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
-__all__ = ["Maintenance", "SnapshotMaker"]
+__all__ = ["MAX_EXCESS_SEGMENTS", "MIN_LOG_SEGMENTS", "Maintenance", "SnapshotMaker"]
+
+MIN_LOG_SEGMENTS: Final = 3
+"""Segments that the size limit of a log has to hold, for a reader to find one to begin with: the one that is being
+written, the one before it, from which its snapshot is made, and one for the snapshots of both."""
+MAX_EXCESS_SEGMENTS: Final = 4
+"""Segments by which logs may exceed their size limit while a snapshot is waited for: three that wait and the one that
+is filled meanwhile. With `MIN_LOG_SEGMENTS` a snapshot may be late by the time in which three segments are filled."""
+_MAX_EXCESS_SECONDS: Final = 3600.0
 
 
 class SnapshotMaker(Protocol):
@@ -33,8 +41,11 @@ class Maintenance:
     """Of the log that a store writes, and of all logs next to it.
 
     A store calls `start` when it is opened and when it goes on in a new segment. What cannot be deleted is reported to
-    `on_trouble`, from a thread, and tried again the next time. The limits count more than snapshots: what they have
-    deleted by the time that its snapshot is made has none.
+    `on_trouble`, from a thread, and tried again the next time.
+
+    Where snapshots are made, a segment stays until the next one has its snapshot, as long as the logs take no more than
+    `MAX_EXCESS_SEGMENTS` segments over `max_bytes`, and for at most an hour over `max_age_seconds`. A snapshot that a
+    closed log lacks is made first.
     """
 
     def __init__(
@@ -50,10 +61,14 @@ class Maintenance:
         self.max_age_seconds: Final = max_age_seconds
         self._snapshots = snapshots
         self._on_trouble = on_trouble
+        self._directory: Path | None = None
+        self._segment_bytes = 0
         self._making: threading.Thread | None = None
         self._retiring: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._is_making = self._is_asked = False
+        self._one_pass = threading.Lock()
+        """Held while segments are deleted."""
+        self._is_making = self._is_asked = self._is_stopped = False
         """Whether the thread that makes snapshots is there; whether it is to look, perhaps once more."""
 
     def start(self, directory: Path, segment_bytes: int) -> None:
@@ -62,15 +77,21 @@ class Maintenance:
         That much is retired beforehand: while this runs, one segment more may be filled, and so the limit is exceeded
         by no more than one. Waits for retention that is under way, so that it does not become two; for no snapshot.
         """
+        self._directory, self._segment_bytes = directory, segment_bytes
         if self._snapshots is not None:
             with self._lock:
                 self._is_asked = True
                 is_making, self._is_making = self._is_making, True
             if not is_making:
                 self._making = _begin("kvledger-snapshots", self._make, self._snapshots, directory)
-        if self.max_bytes is not None or self.max_age_seconds is not None:
+        if self._has_limits:
             self.wait()
-            self._retiring = _begin("kvledger-retention", self._retire, directory, segment_bytes)
+            self._retiring = _begin("kvledger-retention", self._retire, directory)
+
+    def disk_is_full(self) -> None:
+        """Retire what is over the limits and only waits for a snapshot: there is no room for one. Returns at once."""
+        if self._has_limits and self._directory is not None and not (self._retiring and self._retiring.is_alive()):
+            self._retiring = _begin("kvledger-retention", self._retire, self._directory, waits=False)
 
     def wait(self) -> None:
         """Return when nothing is being retired."""
@@ -79,11 +100,16 @@ class Maintenance:
 
     def stop(self) -> None:
         """Return when nothing is under way; a snapshot that is being made is given up."""
+        self._is_stopped = True
         if self._snapshots is not None:
             self._snapshots.stop()
         if self._making is not None:
             self._making.join()
         self.wait()
+
+    @property
+    def _has_limits(self) -> bool:
+        return self.max_bytes is not None or self.max_age_seconds is not None
 
     def _make(self, snapshots: SnapshotMaker, directory: Path) -> None:
         while True:
@@ -93,22 +119,42 @@ class Maintenance:
                     return
                 self._is_asked = False
             snapshots.make(directory)
+            if self._has_limits:
+                self._retire_waiting(snapshots, directory)
 
-    def _retire(self, directory: Path, segment_bytes: int) -> None:
+    def _retire_waiting(self, snapshots: SnapshotMaker, directory: Path) -> None:
+        """Retire what waited for snapshots; make those that closed logs lack."""
+        given_up: set[Path] = set()
+        while not self._is_stopped:
+            waits_for = self._retire(directory, given_up)
+            if waits_for is None or waits_for.name == directory.name or waits_for in given_up:
+                return
+            snapshots.make(waits_for)
+            given_up.add(waits_for)
+
+    def _retire(self, directory: Path, given_up: Collection[Path] = (), *, waits: bool = True) -> Path | None:
+        """Retire; return the log whose snapshot is waited for, if any."""
+        segment_bytes = self._segment_bytes
         max_bytes = None if self.max_bytes is None else max(0, self.max_bytes - segment_bytes)
+        wait = None
+        if waits and self._snapshots is not None:
+            wait = SnapshotWait((MAX_EXCESS_SEGMENTS - 1) * segment_bytes, _MAX_EXCESS_SECONDS, given_up)
         try:
-            retire_logs(
-                directory.parent,
-                max_bytes=max_bytes,
-                max_age_seconds=self.max_age_seconds,
-                in_use=directory,
-                on_trouble=self._on_trouble,
-            )
+            with self._one_pass:
+                retire_logs(
+                    directory.parent,
+                    max_bytes=max_bytes,
+                    max_age_seconds=self.max_age_seconds,
+                    in_use=directory,
+                    on_trouble=self._on_trouble,
+                    wait=wait,
+                )
         except (OSError, LogError) as error:
             self._on_trouble(error)
+        return None if wait is None else wait.waits_for
 
 
-def _begin(name: str, target: Callable[..., None], *args: object) -> threading.Thread:
-    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+def _begin(name: str, target: Callable[..., object], *args: object, **options: object) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, kwargs=options, name=name, daemon=True)
     thread.start()
     return thread

@@ -18,7 +18,13 @@ import attrs
 from kvledger.storage.events.damage import Damage, DamageKind, sequences
 from kvledger.storage.events.end_record import END_RECORD_NAME, read_end_record
 from kvledger.storage.events.frames import Frame, follows, frame_bytes
-from kvledger.storage.events.retention import RETIREMENTS_NAME, Retirement, read_retirements, retired_between
+from kvledger.storage.events.retirements import (
+    RETIREMENTS_NAME,
+    Retirement,
+    last_retirement,
+    read_retirements,
+    retired_between,
+)
 from kvledger.storage.events.segment_bytes import SegmentBytes
 from kvledger.storage.events.segment_file import (
     ONE_COPY_DAMAGED,
@@ -346,7 +352,10 @@ def traces_of_log(directory: Path) -> str:
         retired = [each for each in read_retirements(directory) if each.log == name]
         trace = f"{RETIREMENTS_NAME} names events up to {retired[-1].last_sequence}" if retired else ""
     # Asked last: the directory above may be closed to a user who may read this one.
-    if trace and any(each.log == name for each in read_retirements(directory.absolute().parent)):
+    if trace and (
+        last_retirement(directory) is not None
+        or any(each.log == name for each in read_retirements(directory.absolute().parent))
+    ):
         return ""
     return trace
 

@@ -1,46 +1,47 @@
-"""Keeping logs to a size and an age: the oldest whole segments go first, each recorded before it is deleted.
+"""Keeping logs to a size and an age, and making room on a full disk: the oldest whole segments go first.
 
 Of a log that is being written the last segment stays; one that is closed may go altogether. The age of a segment is
-the time since it was last written to. Nothing that is no part of a log is touched.
+the time since it was last written to. Nothing that is no part of a log is touched. Each deletion is recorded first, see
+`retirements`; on a full disk without room for the record, right after.
 
-The record: `retired.jsonl` in a log's directory, one line a segment, on disk before the segment is deleted; in a
-directory of logs, the same for the last segments of logs that are gone altogether. With it a log without its beginning
-can be distinguished from one whose segments were deleted by hand. A line that a crash tore is passed over.
+A log without its oldest segment is read from the snapshot of the next. Where somebody makes snapshots, retention waits
+for that one (`SnapshotWait`), up to a stated excess; beyond it the segment goes, and the record says that what remains
+is no longer verifiable up to the next snapshot.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import attrs
-import msgspec
 
 from kvledger.storage.events.end_record import END_RECORD_NAME
-from kvledger.storage.events.files import append_line, read_file, sync_directory
+from kvledger.storage.events.files import is_full, sync_directory
+from kvledger.storage.events.retirements import (
+    RETIREMENTS_NAME,
+    Retirement,
+    RetirementReason,
+    last_retirement,
+    read_retirements,
+    write_retirement,
+)
 from kvledger.storage.events.segment_bytes import SegmentBytes
 from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX, SegmentHeader, read_header, segment_paths
+from kvledger.storage.events.snapshots import has_snapshot
 from kvledger.storage.events.store import LogDamaged, LogError, LogLocked
 from kvledger.storage.events.writer_lock import LOCK_NAME, lock_directory, unlock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
-__all__ = [
-    "RETIREMENTS_NAME",
-    "Retirement",
-    "read_retirements",
-    "retire",
-    "retire_logs",
-    "retired_between",
-    "write_retirement",
-]
+__all__ = ["SnapshotWait", "Trouble", "free_bytes", "ignore", "make_room", "num_log_bytes", "retire", "retire_logs"]
 
-RETIREMENTS_NAME: Final = "retired.jsonl"
 _PARTS_OF_A_LOG: Final = (
     "*.kvlog",
     f"*{SNAPSHOT_SUFFIX}",
@@ -57,63 +58,48 @@ def ignore(_error: OSError | LogError) -> None:
     """Report to nobody."""
 
 
+@attrs.define
+class SnapshotWait:
+    """How long a segment stays because the next one has no snapshot yet."""
+
+    excess_bytes: int = 0
+    """Bytes over the size limit up to which it stays."""
+    excess_seconds: float = 0.0
+    """Seconds over the age limit up to which it stays."""
+    given_up: Collection[Path] = ()
+    """Directories of logs whose missing snapshots cannot be made."""
+    waits_for: Path | None = None
+    """The directory of the log whose snapshot was waited for, when retention returned."""
+
+
 @attrs.frozen
-class Retirement:
-    """One retired segment. `log` is the name of its directory; hashes are hexadecimal."""
+class _Due:
+    """Why a segment goes; `is_urgent`: whether also without a snapshot of the next."""
 
-    log: str
-    log_id: str
-    segment: str
-    first_sequence: int
-    last_sequence: int
-    previous_head_hash: str
-    """The chain hash before its first frame, as its header named it."""
-    head_hash: str
-    """The chain hash of its last frame, which the next segment's header names."""
-    num_bytes: int
-    reason: Literal["age", "size"]
-    retired_at_unix_ns: int
+    reason: RetirementReason
+    is_urgent: bool = True
 
 
-def write_retirement(directory: Path, retirement: Retirement) -> None:
-    """Append to the record in `directory`; it is on disk when this returns. Raises `OSError`."""
-    append_line(directory / RETIREMENTS_NAME, msgspec.json.encode(retirement))
+_Judge = Callable[[int, float], _Due | None]
+"""Bytes of all logs, seconds since the oldest segment was written -> whether that segment goes."""
 
 
-def read_retirements(directory: Path) -> list[Retirement]:
-    """The record in `directory`, in the order in which it was written; empty where there is none."""
-    try:
-        lines = read_file(directory / RETIREMENTS_NAME).splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    found = []
-    for line in lines:
-        try:
-            found.append(msgspec.json.decode(line, type=Retirement))
-        except msgspec.MsgspecError:
-            continue
-    return found
-
-
-def retired_between(
-    retirements: Sequence[Retirement], log_id: object, first_sequence: int, end_sequence: int
-) -> list[Retirement] | None:
-    """The retirements that account for `first_sequence` up to before `end_sequence`, without a hole, in order.
-
-    They may begin earlier. None: there is a hole, or one does not follow from the other.
-    """
-    by_first = {each.first_sequence: each for each in retirements if each.log_id == log_id}
-    chain: list[Retirement] = []
-    for begin in sorted(by_first):
-        each = by_first[begin]
-        if each.last_sequence < first_sequence or begin >= end_sequence:
-            continue
-        if not chain and begin > first_sequence:
+def _over_limits(max_bytes: int | None, max_age_seconds: float | None, wait: SnapshotWait | None) -> _Judge:
+    def judge(num_bytes: int, age_seconds: float) -> _Due | None:
+        bytes_over = 0 if max_bytes is None else num_bytes - max_bytes
+        seconds_over = 0.0 if max_age_seconds is None else age_seconds - max_age_seconds
+        if bytes_over <= 0 and seconds_over <= 0:
             return None
-        if chain and (chain[-1].last_sequence + 1 != begin or chain[-1].head_hash != each.previous_head_hash):
-            return None
-        chain.append(each)
-    return chain if chain and chain[-1].last_sequence == end_sequence - 1 else None
+        is_urgent = wait is None or bytes_over > wait.excess_bytes or seconds_over > wait.excess_seconds
+        return _Due("age" if seconds_over > 0 else "size", is_urgent)
+
+    return judge
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that this user may still write to the file system of `directory`. Raises `OSError`."""
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize
 
 
 @attrs.define(eq=False)
@@ -133,7 +119,12 @@ class _Log:
         """The segment that goes next."""
         return self.segments[0] if len(self.segments) > (0 if self.may_vanish else 1) else None
 
-    def describe_oldest(self, reason: Literal["age", "size"], now_unix_ns: int) -> Retirement:
+    @property
+    def is_rest_verifiable(self) -> bool:
+        """Whether what stays can be read without the oldest segment: nothing stays, or the next has a snapshot."""
+        return len(self.segments) == 1 or has_snapshot(self.segments[1])
+
+    def describe_oldest(self, reason: RetirementReason, now_unix_ns: int, *, is_rest_verifiable: bool) -> Retirement:
         """What the record will say. Raises `LogDamaged` where a header that it needs is not intact."""
         segment, header = self.segments[0], read_header(self.segments[0])
         last_sequence, head_hash = self._end_of_oldest(header)
@@ -148,6 +139,7 @@ class _Log:
             segment.stat().st_size,
             reason,
             now_unix_ns,
+            is_rest_verifiable,
         )
 
     def _end_of_oldest(self, header: SegmentHeader) -> tuple[int, str]:
@@ -185,7 +177,8 @@ def retire(
         if not dry_run:
             locks.callback(unlock, lock_directory(directory))
         log = _Log.at(directory, may_vanish=False)
-        return list(_retire([log], _bytes_of(directory), max_bytes, max_age_seconds, dry_run=dry_run))
+        judge = _over_limits(max_bytes, max_age_seconds, None)
+        return list(_retire([log], _bytes_of(directory), judge, dry_run=dry_run))
 
 
 def retire_logs(
@@ -196,18 +189,51 @@ def retire_logs(
     in_use: Path | None = None,
     dry_run: bool = False,
     on_trouble: Trouble = ignore,
+    wait: SnapshotWait | None = None,
 ) -> list[Retirement]:
     """Retire the oldest segments of all logs in `log_dir`, until all together keep to both limits.
 
     Closed logs vanish when their last segment goes; `log_dir` keeps the record of that. `in_use` is a log that the
     caller writes: its last segment stays. Logs that others write are counted and left alone. One that cannot be read or
-    deleted is passed over, after `on_trouble` was given the error.
+    deleted is passed over, after `on_trouble` was given the error. Without `wait`, no snapshot is waited for.
 
     Raises:
         LogDamaged: of all logs that could be retired a segment header is not intact.
         OSError: `log_dir` itself cannot be read.
 
     """
+    judge = _over_limits(max_bytes, max_age_seconds, wait)
+    with _locked_logs(log_dir, in_use, dry_run=dry_run, on_trouble=on_trouble) as (logs, num_bytes):
+        return list(_retire(logs, num_bytes, judge, dry_run=dry_run, on_trouble=on_trouble, wait=wait))
+
+
+def make_room(
+    log_dir: Path, num_free_bytes: int, *, in_use: Path | None = None, on_trouble: Trouble = ignore
+) -> list[Retirement]:
+    """Retire the oldest segments of all logs in `log_dir` until so many bytes are free there, or none may go any more.
+
+    Waits for no snapshot. A segment that a reader keeps open counts as free. Raises like `retire_logs`.
+    """
+    free_before = free_bytes(log_dir)
+    with _locked_logs(log_dir, in_use, dry_run=False, on_trouble=on_trouble) as (logs, num_bytes):
+
+        def judge(num_bytes_left: int, _age_seconds: float) -> _Due | None:
+            num_free = max(free_bytes(log_dir), free_before + num_bytes - num_bytes_left)
+            return _Due("full") if num_free < num_free_bytes else None
+
+        return list(_retire(logs, num_bytes, judge, dry_run=False, on_trouble=on_trouble))
+
+
+def num_log_bytes(log_dir: Path) -> int:
+    """Bytes of all logs in `log_dir`, as limits count them. Raises `OSError`."""
+    return sum(_bytes_of(directory) for directory in log_dir.iterdir() if directory.is_dir())
+
+
+@contextlib.contextmanager
+def _locked_logs(
+    log_dir: Path, in_use: Path | None, *, dry_run: bool, on_trouble: Trouble
+) -> Iterator[tuple[list[_Log], int]]:
+    """The logs in `log_dir` that nobody else writes, locked meanwhile; and the bytes of all."""
     logs: list[_Log] = []
     num_bytes = 0
     with contextlib.ExitStack() as locks:
@@ -226,17 +252,17 @@ def retire_logs(
                 continue
             except OSError as error:
                 on_trouble(error)
-        return list(_retire(logs, num_bytes, max_bytes, max_age_seconds, dry_run=dry_run, on_trouble=on_trouble))
+        yield logs, num_bytes
 
 
 def _retire(
     logs: list[_Log],
     num_bytes: int,
-    max_bytes: int | None,
-    max_age_seconds: float | None,
+    judge: _Judge,
     *,
     dry_run: bool,
     on_trouble: Trouble | None = None,
+    wait: SnapshotWait | None = None,
 ) -> Iterator[Retirement]:
     now_unix_ns = time.time_ns()
     while True:
@@ -244,11 +270,15 @@ def _retire(
         if not candidates:
             return
         written_ns, log = min(candidates, key=lambda candidate: (candidate[0], candidate[1].directory.name))
-        is_old = max_age_seconds is not None and now_unix_ns - written_ns > max_age_seconds * 1e9
-        if not is_old and (max_bytes is None or num_bytes <= max_bytes):
+        due = judge(num_bytes, (now_unix_ns - written_ns) / 1e9)
+        if due is None:
+            return
+        is_rest_verifiable = log.is_rest_verifiable
+        if wait is not None and not (due.is_urgent or is_rest_verifiable or log.directory in wait.given_up):
+            wait.waits_for = log.directory
             return
         try:
-            retirement = log.describe_oldest("age" if is_old else "size", now_unix_ns)
+            retirement = log.describe_oldest(due.reason, now_unix_ns, is_rest_verifiable=is_rest_verifiable)
             segment = log.segments.popleft()
             freed = retirement.num_bytes + _size(_snapshot_of(segment))
             if not dry_run:
@@ -271,11 +301,22 @@ def _retire(
 def _delete(log: _Log, segment: Path, retirement: Retirement) -> None:
     vanishes = not log.segments
     record_in = log.directory.parent if vanishes else log.directory
+    has_room = True
     # A crash between record and deletion leaves the segment: it is found again, and recorded already.
     if not any(_is_same(retirement, each) for each in read_retirements(record_in)):
-        write_retirement(record_in, retirement)
+        try:
+            write_retirement(record_in, retirement)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            has_room = False  # until the segment is gone
+    if vanishes and not has_room:
+        with contextlib.suppress(OSError):
+            write_retirement(log.directory, retirement)
     _snapshot_of(segment).unlink(missing_ok=True)
     segment.unlink()
+    if not has_room:
+        write_retirement(record_in, retirement)
     if vanishes:
         _remove_parts(log.directory)
 
@@ -286,8 +327,12 @@ def _is_same(one: Retirement, other: Retirement) -> bool:
 
 def _finish_vanishing(log_dir: Path, directory: Path) -> None:
     """Remove what a crash left of a log whose last segment was retired."""
-    if any(each.log == directory.name for each in read_retirements(log_dir)):
-        _remove_parts(directory)
+    if not any(each.log == directory.name for each in read_retirements(log_dir)):
+        last = last_retirement(directory)
+        if last is None:
+            return
+        write_retirement(log_dir, last)
+    _remove_parts(directory)
 
 
 def _remove_parts(directory: Path) -> None:

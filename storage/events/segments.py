@@ -28,6 +28,7 @@ from kvledger.storage.events.frames import (
 )
 from kvledger.storage.events.group_sync import GroupSync
 from kvledger.storage.events.reader import LogReader
+from kvledger.storage.events.retirements import RETIREMENTS_NAME, reserve_retirement
 from kvledger.storage.events.segment_file import (
     NO_PREVIOUS_HASH,
     decode_header,
@@ -38,7 +39,7 @@ from kvledger.storage.events.segment_file import (
     write_segment,
 )
 from kvledger.storage.events.store import AppendConflict, Durability, LogClosed, LogDamaged, LogError
-from kvledger.storage.events.writer_lock import lock_directory, unlock
+from kvledger.storage.events.writer_lock import LOCK_NAME, lock_directory, unlock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -125,21 +126,27 @@ class SegmentEventStore:
         log_id = uuid.uuid4().hex
         block = encode_header(log_id, 1, NO_PREVIOUS_HASH, header, 1)
         directory = Path(directory)
+        is_new = not directory.exists()
         make_directory(directory, durable=durability is Durability.DISK)
         lock = lock_directory(directory)
         try:
             _check_empty(directory)
             try:
                 segment = write_segment(directory, 1, block, durable=durability is Durability.DISK)
+                reserve_retirement(directory, durable=durability is Durability.DISK)
                 chain_hash = decode_header(block, segment.name).chain_hash
                 end = LogEnd(segment, len(block), 1, chain_hash, chain_hash)
                 whole_header = {**header, "log_id": log_id}
                 return cls(directory, lock, whole_header, end, durability, segment_bytes, sync_interval_ms, maintenance)
             except BaseException:
-                for name in (segment_name(1), END_RECORD_NAME):
+                for name in (segment_name(1), END_RECORD_NAME, RETIREMENTS_NAME):
                     (directory / name).unlink(missing_ok=True)
                 raise
         except BaseException:
+            if is_new:
+                with contextlib.suppress(OSError):
+                    (directory / LOCK_NAME).unlink()
+                    directory.rmdir()
             unlock(lock)
             raise
 

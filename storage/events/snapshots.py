@@ -10,6 +10,7 @@ The file: magic ``KVLEDGERSNAP``, CRC-32C (4 bytes, little-endian) of the rest, 
 
 from __future__ import annotations
 
+import os
 import struct
 from typing import TYPE_CHECKING, Final
 
@@ -28,6 +29,7 @@ __all__ = [
     "SNAPSHOT_FORMAT_VERSION",
     "Snapshot",
     "find_snapshot",
+    "has_snapshot",
     "load_snapshot",
     "segments_without_snapshot",
     "usable_snapshot",
@@ -65,8 +67,8 @@ def write_snapshot(segment: Path, snapshot: Snapshot) -> Path:
     """
     path = segment.with_suffix(SNAPSHOT_SUFFIX)
     body = _encode(snapshot)
-    # Removed like an unfinished segment when the log is opened again.
-    unfinished = path.with_suffix(f"{SNAPSHOT_SUFFIX}.unfinished")
+    # Two processes may make it at once, each for the engine that started it.
+    unfinished = path.with_suffix(f"{SNAPSHOT_SUFFIX}.{os.getpid()}.unfinished")
     try:
         write_file(unfinished, _MAGIC + _CRC.pack(crc32c(body)) + body, durable=False)
         unfinished.rename(path)
@@ -78,6 +80,22 @@ def write_snapshot(segment: Path, snapshot: Snapshot) -> Path:
 
 def load_snapshot(path: Path, *, fingerprint: str) -> Snapshot | str:
     """Read one file; return the reason where it cannot be used. Does not compare it with the log."""
+    snapshot = _read_snapshot(path)
+    if isinstance(snapshot, str):
+        return snapshot
+    if (snapshot.format_version, snapshot.fingerprint) != (SNAPSHOT_FORMAT_VERSION, fingerprint):
+        return f"{path.name}: stale, written by code with another table, other handlers or another state"
+    return snapshot
+
+
+def has_snapshot(segment: Path) -> bool:
+    """Whether a snapshot of `segment` is next to it, intact and of its log, whichever code made it."""
+    path = segment.with_suffix(SNAPSHOT_SUFFIX)
+    snapshot = _read_snapshot(path)
+    return not isinstance(snapshot, str) and not _not_of_this_log(path, snapshot, snapshot.log_id)
+
+
+def _read_snapshot(path: Path) -> Snapshot | str:
     try:
         data = read_file(path)
     except OSError as error:
@@ -88,12 +106,9 @@ def load_snapshot(path: Path, *, fingerprint: str) -> Snapshot | str:
     if not is_intact or _CRC.unpack_from(data, len(_MAGIC))[0] != crc32c(body):
         return f"{path.name}: damaged, or no snapshot"
     try:
-        snapshot = msgspec.msgpack.decode(body, type=Snapshot)
+        return msgspec.msgpack.decode(body, type=Snapshot)
     except msgspec.MsgspecError as error:
         return f"{path.name}: holds something else than a snapshot: {error}"
-    if (snapshot.format_version, snapshot.fingerprint) != (SNAPSHOT_FORMAT_VERSION, fingerprint):
-        return f"{path.name}: stale, written by code with another table, other handlers or another state"
-    return snapshot
 
 
 def find_snapshot(

@@ -8,6 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from kvledger.storage.events.files import is_full
 from kvledger.storage.events.store import LogLocked
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ def lock_directory(directory: Path) -> int:
     descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         _lock(descriptor)
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
+        _name_writer(descriptor)
     except BlockingIOError:
         pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
@@ -62,6 +62,15 @@ def unlock(descriptor: int) -> None:
     if descriptor in _held:
         _held.discard(descriptor)
         os.close(descriptor)
+
+
+def _name_writer(descriptor: int) -> None:
+    """Write the pid, in place, so that a full disk takes it; without room for it the writer stays unnamed."""
+    try:
+        os.pwrite(descriptor, f"{os.getpid():<10}\n".encode(), 0)
+    except OSError as error:
+        if not is_full(error):
+            raise
 
 
 def _lock(descriptor: int) -> None:

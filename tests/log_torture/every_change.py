@@ -11,9 +11,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal
 
-from kvledger.storage.events import read_log, retire
-from kvledger.storage.events.retention import read_retirements
+from kvledger.storage.events import read_log, retire, retire_logs
+from kvledger.storage.events.reader import traces_of_log
+from kvledger.storage.events.retirements import read_retirements
+from kvledger.storage.events.segment_file import segment_paths
 from log_torture.kill_points import KillPoint, run_until_killed
+from log_torture.mounts import fill
 from log_torture.run import kill_once
 from log_torture.verdict import check_log
 from log_torture.writer import Plan, write
@@ -26,7 +29,7 @@ def kill_at_each_change(directory: Path, plan: Plan, moment: Moment) -> int:
     whole = run_until_killed(KillPoint(), lambda acknowledge: write(directory, plan, acknowledge))
     assert not whole.was_killed
     assert check_log(directory, whole.last_acknowledged) == whole.last_acknowledged
-    assert (directory / "retired.jsonl").exists() == (plan.max_bytes is not None)
+    assert bool(read_retirements(directory)) == (plan.max_bytes is not None)
     for number in range(whole.num_calls):
         shutil.rmtree(directory, ignore_errors=True)
         killed = run_until_killed(KillPoint(number, moment), lambda acknowledge: write(directory, plan, acknowledge))
@@ -60,6 +63,44 @@ def kill_at_each_change_in_retiring(whole: Path, directory: Path, max_bytes: int
         retired = read_retirements(directory)
         assert len({each.segment for each in retired}) == len(retired), "a segment is recorded twice"
         assert list(read_log(directory))
+    return num_calls
+
+
+def kill_at_each_change_on_full_disk(whole: Path, disk: Path, moment: Moment, *, vanishes: bool) -> int:
+    """Die in retiring from copies of a log on `disk`, which is full; a reader finds no damage, the next time finishes.
+
+    Returns how many changes there were.
+    """
+    logs = disk / "logs"
+    log = logs / "log"
+
+    def work(_acknowledge: object) -> None:
+        if vanishes:
+            retire_logs(logs, max_bytes=0)
+        else:
+            retire(log, max_bytes=1500)
+
+    def prepare() -> None:
+        shutil.rmtree(disk / "logs", ignore_errors=True)
+        (disk / "ballast").unlink(missing_ok=True)
+        shutil.copytree(whole, log)
+        fill(disk)
+
+    prepare()
+    num_calls = run_until_killed(KillPoint(), work).num_calls
+    for number in range(num_calls):
+        prepare()
+        run_until_killed(KillPoint(number, moment), work)
+        if log.exists() and segment_paths(log):
+            reader = read_log(log)
+            assert list(reader)
+            assert reader.damage == [], reader.damage
+        elif log.exists():
+            assert traces_of_log(log) == ""
+        work(None)
+        assert log.exists() != vanishes
+        if vanishes:
+            assert len(read_retirements(logs)) == 1
     return num_calls
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvledger.storage.events import FrameKind, HowEnded, LogReader, read_ending
+from kvledger.storage.events.retirements import read_retirements
+from kvledger.storage.events.segment_file import first_sequence_of, segment_paths
+from kvledger.storage.events.snapshots import has_snapshot
 from log_torture.writer import num_events_of, payload_of
 
 
@@ -39,3 +42,12 @@ def check_log(directory: Path, last_acknowledged: int) -> int:
 
 def _bytes_of(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def assert_readable(directory: Path) -> None:
+    """Assert that a log has its beginning, or a snapshot of its first segment, or a record that says what it lacks."""
+    first = segment_paths(directory)[0]
+    if first_sequence_of(first) != 1 and not has_snapshot(first):
+        last = read_retirements(directory)[-1]
+        assert last.last_sequence + 1 == first_sequence_of(first)
+        assert not last.is_rest_verifiable

@@ -28,7 +28,7 @@ from kvledger.storage.events.nats.connection import connect
 from kvledger.storage.events.nats.errors import NothingToRead
 from kvledger.storage.events.nats.messages import RETIRED, record_of_message
 from kvledger.storage.events.nats.stream import LogInStream, find_logs, subjects_of_log
-from kvledger.storage.events.retention import Retirement, write_retirement
+from kvledger.storage.events.retirements import Retirement, write_retirement
 from kvledger.storage.events.segment_file import NO_PREVIOUS_HASH, decode_header
 from kvledger.storage.events.store import LogError
 

@@ -16,7 +16,7 @@ from kvledger.storage.events.frames import frame_bytes
 from kvledger.storage.events.nats.errors import LogForked
 from kvledger.storage.events.nats.messages import Record, record_of_frame
 from kvledger.storage.events.reader import Damage, LogReader
-from kvledger.storage.events.retention import read_retirements, retired_between
+from kvledger.storage.events.retirements import read_retirements, retired_between
 from kvledger.storage.events.segment_bytes import SegmentBytes
 from kvledger.storage.events.segment_file import first_sequence_of, read_header, segment_name, segment_paths
 from kvledger.storage.events.store import LogDamaged, LogError

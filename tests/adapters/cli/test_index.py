@@ -26,7 +26,7 @@ from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.reasons.life import Tail
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
-from kvledger.storage.events.retention import retire
+from kvledger.storage.events import retire
 from kvledger.storage.events.segment_file import segment_paths
 
 

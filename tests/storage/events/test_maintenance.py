@@ -5,8 +5,17 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from kvledger.storage.events import Maintenance, SegmentEventStore
-from kvledger.storage.events.segment_file import segment_paths
+from kvledger.storage.events import (
+    MAX_EXCESS_SEGMENTS,
+    Maintenance,
+    SegmentEventStore,
+    Snapshot,
+    segments_without_snapshot,
+    write_snapshot,
+)
+from kvledger.storage.events.retirements import read_retirements
+from kvledger.storage.events.segment_file import read_header, segment_paths
+from kvledger.storage.events.snapshots import has_snapshot
 
 _SEGMENT_BYTES = 1000
 
@@ -51,7 +60,7 @@ def test_an_append_does_not_wait_for_a_snapshot_and_neither_does_retention(tmp_p
     store = _store(log, maker, max_bytes=3 * _SEGMENT_BYTES)
     maker.begun.acquire()
     _fill(store, 9)
-    assert len(segment_paths(log)) <= 4
+    assert len(segment_paths(log)) <= 3 + MAX_EXCESS_SEGMENTS
     maker.allowed.release()
     maker.begun.acquire()
     assert store.segment in maker.seen[1]
@@ -67,3 +76,103 @@ def test_a_log_that_is_closed_waits_for_no_snapshot(tmp_path: Path) -> None:
     _fill(store, 2)
     store.close()
     assert len(maker.seen) == 1
+
+
+class _Maker(_SlowMaker):
+    """Makes each snapshot that is missing, with no state in it; it cannot where a segment before is gone."""
+
+    def make(self, directory: Path) -> None:
+        """As in `SnapshotMaker`."""
+        super().make(directory)
+        for segment in segments_without_snapshot(directory):
+            header = read_header(segment)
+            snapshot = Snapshot(header.log_id, header.first_sequence - 1, header.previous_head_hash, "", b"")
+            write_snapshot(segment, snapshot)
+
+
+def test_retention_waits_for_the_snapshot_from_which_the_rest_is_read(tmp_path: Path) -> None:
+    """Two servers on one directory left logs without a beginning and without a snapshot, which nobody could check."""
+    maker, log = _Maker(), tmp_path / "log"
+    store = _store(log, maker, max_bytes=3 * _SEGMENT_BYTES)
+    maker.begun.acquire()
+    _fill(store, MAX_EXCESS_SEGMENTS)
+    assert segment_paths(log)[0].name == f"{1:020d}.kvlog", "nothing goes before the rest can be read without it"
+    for _ in range(3):
+        maker.allowed.release()
+    maker.begun.acquire()
+    _fill(store, 4)
+    store.close()
+    retired = read_retirements(log)
+    assert retired
+    assert all(each.is_rest_verifiable for each in retired)
+    assert has_snapshot(segment_paths(log)[0])
+
+
+def test_beyond_the_excess_segments_go_and_the_record_says_what_is_not_verifiable(tmp_path: Path) -> None:
+    """No snapshot is ever made; the logs keep to the limit and the excess, and the record is honest."""
+    maker, log = _SlowMaker(), tmp_path / "log"
+    store = _store(log, maker, max_bytes=3 * _SEGMENT_BYTES)
+    maker.begun.acquire()
+    sizes = []
+    for _ in range(200):
+        store.append(bytes(90), 2)
+        sizes.append(sum(path.stat().st_size for path in segment_paths(log) if path.exists()))
+    store.close()
+    assert 3 * _SEGMENT_BYTES < max(sizes) <= (3 + MAX_EXCESS_SEGMENTS) * _SEGMENT_BYTES
+    retired = read_retirements(log)
+    assert {each.is_rest_verifiable for each in retired} == {False}
+    assert not has_snapshot(segment_paths(log)[0])
+
+
+def test_on_a_full_disk_retention_waits_for_no_snapshot(tmp_path: Path) -> None:
+    """There is no room for one; the limit is kept without the excess, and nothing below the limit goes."""
+    maker, log = _SlowMaker(), tmp_path / "log"
+    maintenance = Maintenance(4 * _SEGMENT_BYTES, snapshots=maker)
+    store = SegmentEventStore.create(log, {}, segment_bytes=_SEGMENT_BYTES, maintenance=maintenance)
+    _fill(store, 6)
+    maintenance.wait()
+    assert segment_paths(log)[0].name == f"{1:020d}.kvlog"
+    maintenance.disk_is_full()
+    maintenance.wait()
+    assert 2 * _SEGMENT_BYTES < sum(path.stat().st_size for path in segment_paths(log)) <= 3 * _SEGMENT_BYTES
+    assert {each.is_rest_verifiable for each in read_retirements(log)} == {False}
+    store.close()
+
+
+def test_a_snapshot_that_a_closed_log_lacks_is_made_before_its_beginning_goes(tmp_path: Path) -> None:
+    """Closing ends the process that makes snapshots, so a closed log may lack some; the next writer has them made."""
+    earlier = SegmentEventStore.create(tmp_path / "a", {}, segment_bytes=_SEGMENT_BYTES)
+    _fill(earlier, 5)
+    earlier.close()
+    maker = _Maker()
+    for _ in range(50):
+        maker.allowed.release()
+    maintenance = Maintenance(5 * _SEGMENT_BYTES, snapshots=maker)
+    store = SegmentEventStore.create(tmp_path / "b", {}, segment_bytes=_SEGMENT_BYTES, maintenance=maintenance)
+    maker.begun.acquire()
+    maker.begun.acquire()
+    assert [paths[0].parent.name for paths in maker.seen[:2]] == ["b", "a"]
+    _fill(store, 2)
+    store.close()
+    retired = read_retirements(tmp_path / "a")
+    assert retired
+    assert all(each.is_rest_verifiable for each in retired)
+    assert has_snapshot(segment_paths(tmp_path / "a")[0])
+
+
+def test_a_snapshot_that_cannot_be_made_for_a_closed_log_is_asked_for_once(tmp_path: Path) -> None:
+    """As where its code is not here: then its segments go, recorded as not verifiable, and not those of newer logs."""
+    earlier = SegmentEventStore.create(tmp_path / "a", {}, segment_bytes=_SEGMENT_BYTES)
+    _fill(earlier, 5)
+    earlier.close()
+    maker = _SlowMaker()
+    for _ in range(50):
+        maker.allowed.release()
+    maintenance = Maintenance(5 * _SEGMENT_BYTES, snapshots=maker)
+    store = SegmentEventStore.create(tmp_path / "b", {}, segment_bytes=_SEGMENT_BYTES, maintenance=maintenance)
+    making = maintenance._making
+    assert making is not None
+    making.join()
+    assert [paths[0].parent.name for paths in maker.seen] == ["b", "a"]
+    assert {each.is_rest_verifiable for each in read_retirements(tmp_path / "a")} == {False}
+    store.close()

@@ -11,7 +11,8 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 import pytest
-from log_torture.every_change import Moment, kill_at_each_change_in_retiring
+from log_torture.every_change import Moment, kill_at_each_change_in_retiring, kill_at_each_change_on_full_disk
+from log_torture.mounts import fill, run_on_small_disk
 from log_torture.power import Image, PowerLoss
 
 from kvledger.storage.events import (
@@ -20,11 +21,12 @@ from kvledger.storage.events import (
     LogReader,
     Maintenance,
     SegmentEventStore,
+    make_room,
     read_log,
     retire,
     retire_logs,
 )
-from kvledger.storage.events.retention import RETIREMENTS_NAME, read_retirements
+from kvledger.storage.events.retirements import RETIREMENTS_NAME, read_retirements
 
 _SEGMENT_BYTES = 1000
 _BUDGET = 4000
@@ -274,3 +276,68 @@ def test_a_directory_that_cannot_be_listed_is_told_and_nothing_is_raised(tmp_pat
     hidden.rename(logs)
     store.append(b"goes on", 1)
     store.close()
+
+
+@pytest.mark.parametrize("has_reserve", [True, False])
+def test_retiring_works_on_a_full_disk_and_does_what_the_dry_run_said(tmp_path: Path, *, has_reserve: bool) -> None:
+    """`kvledger retire` had to write its record first, and failed although `--dry-run` promised 892 KiB."""
+    disk = tmp_path / "disk"
+
+    def look() -> None:
+        for vanishes in (False, True):
+            log = _closed(disk / f"{vanishes}" / "log")
+            if not has_reserve:
+                (log / RETIREMENTS_NAME).unlink()
+            end = [frame.next_sequence for frame in read_log(log)][-1]
+            ballast = fill(disk)
+            if vanishes:
+                told = retire_logs(log.parent, max_bytes=0, dry_run=True)
+            else:
+                told = retire(log, max_bytes=_BUDGET, dry_run=True)
+            gone = retire_logs(log.parent, max_bytes=0) if vanishes else retire(log, max_bytes=_BUDGET)
+            assert [each.segment for each in gone] == [each.segment for each in told] != []
+            if vanishes:
+                assert not log.exists()
+                assert read_retirements(log.parent) == gone[-1:]
+            else:
+                assert read_retirements(log) == gone
+                reader = read_log(log)
+                assert [frame.next_sequence for frame in reader][-1] == end
+                assert (reader.damage, reader.retired) == ([], gone)
+            ballast.unlink()
+
+    run_on_small_disk(disk, 1 << 18, look)
+
+
+@pytest.mark.parametrize("moment", ["before", "middle", "after"])
+def test_a_process_killed_while_it_retires_on_a_full_disk_leaves_no_damage(tmp_path: Path, moment: Moment) -> None:
+    """The record is in the room that was reserved for it, before the segment is gone; also of a log that vanishes."""
+    disk, whole = tmp_path / "disk", _closed(tmp_path / "whole", 40)
+
+    def look() -> None:
+        for vanishes in (False, True):
+            killing = kill_at_each_change_on_full_disk(whole, disk, moment, vanishes=vanishes)
+            assert killing > 10
+
+    run_on_small_disk(disk, 1 << 18, look)
+
+
+def test_room_is_made_with_the_oldest_segments_until_there_is_enough(tmp_path: Path) -> None:
+    """No more goes than has to; where everything has gone, that is all there is."""
+    disk = tmp_path / "disk"
+
+    def look() -> None:
+        log = SegmentEventStore.create(disk / "logs" / "log", {}, segment_bytes=16_384)
+        while log.next_sequence < 400:
+            log.append(bytes(1000), 2)
+        log.close()
+        segments = _segments(log.directory)
+        fill(disk)
+        made = make_room(disk / "logs", 40_000)
+        assert [each.segment for each in made] == [path.name for path in segments[:3]]
+        assert {each.reason for each in made} == {"full"}
+        assert make_room(disk / "logs", 40_000) == []
+        make_room(disk / "logs", 1 << 30)
+        assert not log.directory.exists()
+
+    run_on_small_disk(disk, 1 << 19, look)

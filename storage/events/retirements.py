@@ -1,0 +1,152 @@
+"""The record of what was retired from a log: `retired.jsonl`, one JSON object a line, one line a segment.
+
+The record is on disk before its segment is deleted, so a log without its beginning can be told from one whose segments
+were deleted by hand. A log's record begins with a reserved line of spaces, and gets a new one after each entry. On a
+full disk the next entry overwrites that line in place, which needs no room. A line that a crash tore is passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Final, Literal
+
+import attrs
+import msgspec
+
+from kvledger.storage.events.end_record import read_end_record
+from kvledger.storage.events.files import append_line, is_full, read_file, write_file
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = [
+    "RETIREMENTS_NAME",
+    "Retirement",
+    "RetirementReason",
+    "last_retirement",
+    "read_retirements",
+    "reserve_retirement",
+    "retired_between",
+    "write_retirement",
+]
+
+RETIREMENTS_NAME: Final = "retired.jsonl"
+RetirementReason = Literal["age", "size", "full"]
+_RESERVED: Final = b" " * 1000
+"""Twice what an entry takes; the name of a log's directory has up to 255 bytes."""
+
+
+@attrs.frozen
+class Retirement:
+    """One retired segment. `log` is the name of its directory; hashes are hexadecimal."""
+
+    log: str
+    log_id: str
+    segment: str
+    first_sequence: int
+    last_sequence: int
+    previous_head_hash: str
+    """The chain hash before its first frame, as its header named it."""
+    head_hash: str
+    """The chain hash of its last frame, which the next segment's header names."""
+    num_bytes: int
+    reason: RetirementReason
+    """`age` and `size`: over a limit; `full`: the disk had no room to begin a log."""
+    retired_at_unix_ns: int
+    is_rest_verifiable: bool = True
+    """Whether the segments that remained could be verified without it: the next one had its snapshot, or none remained.
+    False: the events up to the next snapshot are no longer verifiable."""
+
+
+def write_retirement(directory: Path, retirement: Retirement) -> None:
+    """Append to the record in `directory`; it is on disk when this returns.
+
+    Raises:
+        OSError: it could not be written; on a full disk, no line was reserved for it either.
+    """
+    line = msgspec.json.encode(retirement)
+    try:
+        append_line(directory / RETIREMENTS_NAME, line)
+    except OSError as error:
+        if not is_full(error) or not _write_reserved(directory / RETIREMENTS_NAME, line):
+            raise
+        return
+    with contextlib.suppress(OSError):
+        reserve_retirement(directory, durable=True)
+
+
+def reserve_retirement(directory: Path, *, durable: bool) -> None:
+    """Reserve a line in the record in `directory`, unless there is one. Raises `OSError`."""
+    path = directory / RETIREMENTS_NAME
+    if not path.exists():
+        write_file(path, _RESERVED + b"\n", durable=durable)
+    elif _RESERVED not in read_file(path).splitlines():
+        append_line(path, _RESERVED)
+
+
+def _write_reserved(path: Path, line: bytes) -> bool:
+    """Overwrite the reserved line with `line`; whether it is on disk."""
+    with contextlib.suppress(OSError):
+        offset = 0
+        for each in read_file(path).splitlines(keepends=True):
+            if each.rstrip(b"\n") == _RESERVED and len(line) <= len(_RESERVED):
+                descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    data = line.ljust(len(_RESERVED))
+                    num_written = os.pwrite(descriptor, data, offset)
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                return num_written == len(data)
+            offset += len(each)
+    return False
+
+
+def read_retirements(directory: Path) -> list[Retirement]:
+    """The record in `directory`, in the order in which it was written; empty where there is none."""
+    try:
+        lines = read_file(directory / RETIREMENTS_NAME).splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(msgspec.json.decode(line.strip(), type=Retirement))
+        except msgspec.MsgspecError:
+            continue
+    return found
+
+
+def retired_between(
+    retirements: Sequence[Retirement], log_id: object, first_sequence: int, end_sequence: int
+) -> list[Retirement] | None:
+    """The retirements that account for `first_sequence` up to before `end_sequence`, without a hole, in order.
+
+    They may begin earlier. None: there is a hole, or one does not follow from the other.
+    """
+    by_first = {each.first_sequence: each for each in retirements if each.log_id == log_id}
+    chain: list[Retirement] = []
+    for begin in sorted(by_first):
+        each = by_first[begin]
+        if each.last_sequence < first_sequence or begin >= end_sequence:
+            continue
+        if not chain and begin > first_sequence:
+            return None
+        if chain and (chain[-1].last_sequence + 1 != begin or chain[-1].head_hash != each.previous_head_hash):
+            return None
+        chain.append(each)
+    return chain if chain and chain[-1].last_sequence == end_sequence - 1 else None
+
+
+def last_retirement(directory: Path) -> Retirement | None:
+    """The retirement of a log's newest segment, where the log's own record names it: then nothing is missing.
+
+    A log that vanishes is recorded in the directory above. On a full disk its own record comes first.
+    """
+    ended = read_end_record(directory)
+    if ended is None:
+        return None
+    found = (each for each in read_retirements(directory) if each.log_id == ended.log_id)
+    return next((each for each in found if each.segment == ended.segment), None)
