@@ -124,13 +124,17 @@ def _check(transfer: KVTransferConfig, whole: dict[str, Any], arguments: argpars
     output_of = _Shown(output, str(transfer.kv_connector))
     if transfer.kv_connector != _OURS:
         of_recorder, wrapped = refuse_recorder(transfer, None)
-        of_recorder.refuse_log_dir()
+        full_disk = of_recorder.refuse_log_dir()
         output_of.recorder(of_recorder, wrapped.__name__)
+        if full_disk:
+            output_of.note(full_disk)
         return
     settings = refuse_connector(transfer, None)
-    settings.refuse_log_dir()
+    full_disk = settings.refuse_log_dir()
     refuse_beyond_machine(settings, arguments.tensor_parallel_size)
     output_of.settings(settings)
+    if full_disk:
+        output_of.note(full_disk)
     if arguments.model is None:
         output_of.note("slots, tokens and bytes of a block are the model's: --model DIR says them")
         return

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import enum
+import errno
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Final
@@ -18,15 +21,23 @@ from kvledger.adapters.vllm.snapshots import SnapshotProcess
 from kvledger.lifecycle import Core, LedgerConfiguration, log_header
 from kvledger.lifecycle.events import LOG_BEFORE
 from kvledger.storage.events import (
+    MAX_EXCESS_SEGMENTS,
+    MIN_LOG_SEGMENTS,
     BacklogEventStore,
     EventStore,
     HowEnded,
+    LateEventStore,
     LogError,
     Maintenance,
     MemoryEventStore,
+    Retirement,
     SegmentEventStore,
     glance_at_ending,
+    make_room,
+    retire_logs,
 )
+from kvledger.storage.events.files import is_full
+from kvledger.storage.events.retention import free_bytes, num_log_bytes
 from kvledger.storage.events.segment_file import segment_paths
 
 _SECONDS_BETWEEN_MESSAGES: Final = 60.0
@@ -92,7 +103,8 @@ def open_event_log(
         of_writer: more entries of the header.
 
     Raises:
-        ConfigurationError: `log_dir` cannot be written, at start, when a person can still correct it.
+        ConfigurationError: `log_dir` cannot be written, at start, when a person can still correct it. A full disk is
+            no reason: then the log begins when there is room.
     """
     header = {
         **log_header(core, configuration),
@@ -108,18 +120,8 @@ def open_event_log(
     remarks = () if worker else _remarks_on_last(settings.log_dir.absolute())
     suffix = worker.suffix if worker else ""
     directory = settings.log_dir.absolute() / f"{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}{suffix}"
-    try:
-        segments = SegmentEventStore.create(
-            directory,
-            header,
-            durability=settings.durability,
-            segment_bytes=settings.segment_bytes,
-            sync_interval_ms=settings.sync_interval_ms,
-            maintenance=_maintenance(core, settings),
-        )
-    except OSError as error:
-        raise unwritable(directory, error) from error
-    trouble = _Trouble(directory)
+    segments, maintenance = _begin_log(core, settings, directory, header)
+    trouble = _Trouble(directory, maintenance)
     backlog = BacklogEventStore(
         segments,
         on_trouble=trouble.report,
@@ -130,24 +132,138 @@ def open_event_log(
     return OpenedLog(backlog, directory, remarks)
 
 
+def _begin_log(
+    core: Core, settings: LogSettings, directory: Path, header: dict[str, object]
+) -> tuple[EventStore, Maintenance]:
+    """Begin a log in `directory`; on a full disk after old segments were deleted, or as soon as there is room."""
+
+    def begin(maintenance: Maintenance) -> SegmentEventStore:
+        return SegmentEventStore.create(
+            directory,
+            header,
+            durability=settings.durability,
+            segment_bytes=settings.segment_bytes,
+            sync_interval_ms=settings.sync_interval_ms,
+            maintenance=maintenance,
+        )
+
+    maintenance = _maintenance(core, settings, settings.max_log_bytes)
+    try:
+        return begin(maintenance), maintenance
+    except OSError as error:
+        if not is_full(error):
+            raise unwritable(directory, error) from error
+    retired = _make_room(directory.parent, settings)
+    limit = _limit_on_full_disk(directory.parent, settings)
+    fitting = maintenance if limit == settings.max_log_bytes else _maintenance(core, settings, limit)
+    try:
+        store = begin(fitting)
+    except OSError as error:
+        if not is_full(error):
+            raise unwritable(directory, error) from error
+        messages.error(
+            "the log cannot be begun because its disk is full and old logs give no room: delete other files; until "
+            "then requests are served without hits and new copies, and events wait in memory",
+            log=str(directory),
+            error=str(error),
+            num_segments_deleted=len(retired),
+        )
+        return LateEventStore(lambda: begin(maintenance)), maintenance
+    messages.warning(
+        "the disk of log_dir was full: the oldest segments were deleted to begin this log, and logs keep to the room "
+        "that is left; lower max_log_bytes, or delete other files and restart",
+        log=str(directory),
+        num_segments_deleted=len(retired),
+        num_bytes_deleted=sum(each.num_bytes for each in retired),
+        num_segments_not_verifiable=sum(not each.is_rest_verifiable for each in retired),
+        max_log_bytes=limit,
+    )
+    return store, fitting
+
+
+def _make_room(log_dir: Path, settings: LogSettings) -> list[Retirement]:
+    """Delete what is over the limits, then the oldest segments until a log of the least size fits, if it can."""
+    retired: list[Retirement] = []
+    max_age_seconds = None if settings.max_log_age_hours is None else settings.max_log_age_hours * 3600
+    with contextlib.suppress(OSError, LogError):
+        max_bytes = None if settings.max_log_bytes is None else settings.max_log_bytes - settings.segment_bytes
+        retired += retire_logs(
+            log_dir, max_bytes=max_bytes, max_age_seconds=max_age_seconds, on_trouble=_could_not_retire
+        )
+        size_of_disk = shutil.disk_usage(log_dir).total
+        num_free_bytes = min(MIN_LOG_SEGMENTS * settings.segment_bytes, size_of_disk // 4)
+        retired += make_room(log_dir, num_free_bytes, on_trouble=_could_not_retire)
+    return retired
+
+
+def _limit_on_full_disk(log_dir: Path, settings: LogSettings) -> int | None:
+    """`max_log_bytes`, or less, so that the logs do not fill the disk again while they exceed their limit."""
+    with contextlib.suppress(OSError):
+        fitting = num_log_bytes(log_dir) + free_bytes(log_dir) - (MAX_EXCESS_SEGMENTS + 1) * settings.segment_bytes
+        least = MIN_LOG_SEGMENTS * settings.segment_bytes
+        return min(settings.max_log_bytes or fitting, max(fitting, least))
+    return settings.max_log_bytes
+
+
+class _Cause(enum.Enum):
+    """Why the log cannot be written: each has its own remedy."""
+
+    FULL = enum.auto()
+    SLOW = enum.auto()
+    NOT_PERMITTED = enum.auto()
+    OTHER = enum.auto()
+
+    @classmethod
+    def of(cls, error: OSError) -> _Cause:
+        """Of an attempt to write, or of the time that it took."""
+        if isinstance(error, TimeoutError):
+            return cls.SLOW
+        if is_full(error):
+            return cls.FULL
+        return cls.NOT_PERMITTED if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS} else cls.OTHER
+
+
 @attrs.define
 class _Trouble:
-    """Reports that the log cannot be written: at first, then once a minute, and when it is written again."""
+    """Reports that the log cannot be written: at first, then once a minute, and when the cause is another one."""
 
     directory: Path
+    maintenance: Maintenance
     _report_at: float = 0.0
+    _reported: _Cause | None = None
 
     def report(self, error: OSError, num_events: int) -> None:
-        """An attempt failed."""
-        now = time.monotonic()
-        if now >= self._report_at:
-            self._report_at = now + _SECONDS_BETWEEN_MESSAGES
+        """An attempt failed, or took too long."""
+        if is_full(error):
+            self.maintenance.disk_is_full()
+        now, cause = time.monotonic(), _Cause.of(error)
+        if now < self._report_at and cause is self._reported:
+            return
+        self._report_at, self._reported = now + _SECONDS_BETWEEN_MESSAGES, cause
+        values = {"log": str(self.directory), "error": str(error), "num_events_waiting": num_events}
+        if cause is _Cause.FULL:
             messages.error(
-                "the log cannot be written: free the disk, or give back the right to write; serving goes on without "
-                "hits and new copies, events wait in memory and are tried again",
-                log=str(self.directory),
-                error=str(error),
-                num_events_waiting=num_events,
+                "the log cannot be written because its disk is full: delete other files, or old logs with `kvledger "
+                "retire`; until then requests are served without hits and new copies, and events wait in memory",
+                **values,
+            )
+        elif cause is _Cause.SLOW:
+            messages.warning(
+                "the log is written late because its disk is slow: move log_dir to a faster disk if this repeats; "
+                "until it has caught up requests are served without hits and new copies, and events wait in memory",
+                **values,
+            )
+        elif cause is _Cause.NOT_PERMITTED:
+            messages.error(
+                "the log cannot be written because this process may not write there: give it the right to write to "
+                "log_dir; until then requests are served without hits and new copies, and events wait in memory",
+                **values,
+            )
+        else:
+            messages.error(
+                "the log cannot be written because the disk reports an error: check the disk; until then requests are "
+                "served without hits and new copies, and events wait in memory",
+                **values,
             )
 
     def report_end(self, num_events: int, num_events_lost: int) -> None:
@@ -185,11 +301,9 @@ def _remarks_on_last(log_dir: Path) -> tuple[str, ...]:
     return ()
 
 
-def _maintenance(core: Core, settings: LogSettings) -> Maintenance:
+def _maintenance(core: Core, settings: LogSettings, max_log_bytes: int | None) -> Maintenance:
     max_age_seconds = None if settings.max_log_age_hours is None else settings.max_log_age_hours * 3600
-    return Maintenance(
-        settings.max_log_bytes, max_age_seconds, snapshots=SnapshotProcess(core), on_trouble=_could_not_retire
-    )
+    return Maintenance(max_log_bytes, max_age_seconds, snapshots=SnapshotProcess(core), on_trouble=_could_not_retire)
 
 
 def _could_not_retire(error: OSError | LogError) -> None:

@@ -15,7 +15,8 @@ import pydantic
 from kvledger.adapters.logs.amounts import written_size
 from kvledger.adapters.vllm.refusals import refusals
 from kvledger.lifecycle import ConfigurationError, Refusal
-from kvledger.storage.events import Durability
+from kvledger.storage.events import MIN_LOG_SEGMENTS, Durability
+from kvledger.storage.events.files import is_full
 
 MIN_SEGMENT_BYTES = 16 * 1024
 """Each segment begins with a header of about 10 kB, vocabulary and configuration; smaller ones hold little else."""
@@ -54,17 +55,18 @@ class LogSettings(pydantic.BaseModel):
     """With durability disk: milliseconds between two syncs. A machine failure can lose the events of this time plus
     those of one sync, which takes as long as the disk needs."""
 
-    max_log_wait_ms: pydantic.PositiveInt | None = 50
-    """How long a step waits for what is more than a write into memory, such as a new file. Then it goes on as if that
-    could not be written: what the workers have not been given yet they are not given. null: the step itself writes
-    everything, for as long as it takes."""
+    max_log_wait_ms: pydantic.PositiveInt | None = 1000
+    """How long a step waits, at most, until the log has begun a new file. After that, copies that only the waiting
+    events record fail, and hits are not offered until the log has caught up; a step waits once in that time. null: the
+    step writes everything itself, for as long as it takes."""
 
     segment_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
     """Size at which the log begins a new file, at least 16 KiB: each begins with a header of about 10 kB."""
 
     max_log_bytes: pydantic.ByteSize | None = pydantic.Field(pydantic.ByteSize(16 * 1024**3), validate_default=True)
-    """What all logs in `log_dir` together may take, plus one segment: the oldest segments are retired, with a record of
-    that. null: no limit."""
+    """What all logs in `log_dir` together may take: the oldest segments are deleted, with a record of that. At least 3
+    segments. Exceeded by one segment while another is deleted, and by up to 4 while the snapshot that verifies the
+    rest is being made. null: no limit."""
 
     max_log_age_hours: pydantic.PositiveFloat | None = None
     """Segments in `log_dir` that were last written to longer ago are retired. null: no limit."""
@@ -102,9 +104,14 @@ class LogSettings(pydantic.BaseModel):
         cls, max_log_bytes: pydantic.ByteSize | None, info: pydantic.ValidationInfo
     ) -> pydantic.ByteSize | None:
         segment_bytes = info.data.get("segment_bytes", 0)
-        if max_log_bytes is not None and max_log_bytes < segment_bytes:
-            reason = f"holds not one segment of {written_size(segment_bytes)}"
-            raise ConfigurationError(Refusal(reason, "raise it, or lower segment_bytes"))
+        least = MIN_LOG_SEGMENTS * segment_bytes
+        if max_log_bytes is not None and max_log_bytes < least:
+            reason = (
+                f"a log needs {MIN_LOG_SEGMENTS} segments of {written_size(segment_bytes)} to be read: the one that is "
+                "being written, the one before it, and one for their snapshots"
+            )
+            remedy = f"write {written_size(least)!r} or more, or lower segment_bytes"
+            raise ConfigurationError(Refusal(reason, remedy))
         return max_log_bytes
 
     @classmethod
@@ -121,18 +128,27 @@ class LogSettings(pydantic.BaseModel):
             found = refusals(error, cls.model_fields, dict.fromkeys(_OF_VLLM, elsewhere))
         raise ConfigurationError(*found)  # pydantic's own words would stand above it, twice as long
 
-    def refuse_log_dir(self) -> None:
+    def refuse_log_dir(self) -> str:
         """Refuse a `log_dir` that cannot be written, as far as that is seen without writing anything that stays.
+
+        Returns what to tell people of a disk that is full, which is no reason to refuse it; empty: nothing.
 
         Raises:
             ConfigurationError: with the directory and the system's reason.
         """
         if self.log_dir is None:
-            return
+            return ""
         folder = self.log_dir.absolute()
         try:
             with tempfile.TemporaryFile(dir=_existing(folder)) as file:  # has no name, where the system can make such
                 file.write(bytes(MIN_SEGMENT_BYTES))
                 file.flush()
         except OSError as error:
+            if is_full(error):
+                return (
+                    f"the disk of log_dir {str(folder)!r} is full ({error.strerror}): at start kvledger deletes the "
+                    "oldest segments there; if this gives no room, requests are served without a log file, hits and "
+                    "new copies until there is some; lower max_log_bytes, or delete other files"
+                )
             raise unwritable(folder, error) from error
+        return ""

@@ -1,7 +1,7 @@
 """Has the snapshots of a log made by a process of its own, so that the engine's has no part in it.
 
 A snapshot follows from the log, so whoever can read the log can make it: `kvledger snapshot`, run once for each new
-segment, at the lowest priority. One that cannot be made costs a message, and nothing else.
+segment, at a low priority. One that cannot be made costs a message, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import Core, StateHandler
 from kvledger.storage.events import segments_without_snapshot
 
-_LOWEST_PRIORITY = 19
+_PRIORITIES = 19, 5
+"""Niceness where one segment lacks its snapshot, and where more do. On a machine whose cores are all busy the lowest
+priority gets a hundredth of one, and retention waits for a snapshot only so long."""
 
 
 class SnapshotProcess:
@@ -39,12 +41,13 @@ class SnapshotProcess:
     def make(self, directory: Path) -> None:
         """See `SnapshotMaker`."""
         try:
-            if not segments_without_snapshot(directory):
+            num_lacking = len(segments_without_snapshot(directory))
+            if not num_lacking:
                 return
             with self._lock:
                 if self._is_stopped:
                     return
-                self._process = process = self._begin(directory)
+                self._process = process = self._begin(directory, _PRIORITIES[num_lacking > 1])
             _, error = process.communicate()
             if process.returncode and not self._is_stopped:
                 _report(directory, error.decode(errors="replace").strip())
@@ -58,7 +61,7 @@ class SnapshotProcess:
             if self._process is not None:
                 self._process.terminate()
 
-    def _begin(self, directory: Path) -> subprocess.Popen[bytes]:
+    def _begin(self, directory: Path, priority: int) -> subprocess.Popen[bytes]:
         # A session of its own: what a terminal sends to the server is not meant for it.
         process = subprocess.Popen(  # noqa: S603 -- this very interpreter and package
             [sys.executable, "-m", "kvledger.adapters.cli.main", "snapshot", str(directory), *self._options],
@@ -68,7 +71,7 @@ class SnapshotProcess:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
             start_new_session=True,
         )
-        os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, process.pid, priority)
         return process
 
 

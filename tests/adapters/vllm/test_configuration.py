@@ -87,9 +87,11 @@ def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
     assert misplaced.strip().startswith("kv_role: 'kv_both': a key of vLLM's own; write it beside")
 
 
-def test_a_size_of_logs_that_holds_no_segment_is_refused_also_where_it_is_the_default() -> None:
+def test_a_size_of_logs_that_is_too_small_for_a_reader_is_refused_also_where_it_is_the_default() -> None:
     """Larger segments need a larger limit."""
-    assert "max_log_bytes: 17179869184: holds not one segment of 17GiB" in refusal({"segment_bytes": "17GiB"})
+    assert "max_log_bytes: 17179869184: a log needs 3 segments of 17GiB to be read" in refusal(
+        {"segment_bytes": "17GiB"}
+    )
 
 
 @pytest.mark.parametrize(("num_engines", "is_one_machine"), [(1, True), (2, True), (1, False)])

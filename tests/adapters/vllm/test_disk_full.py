@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Any
 import pytest
 from lifecycle_driver import Walk
 from log_torture.mounts import fill, run_on_small_disk
+from log_torture.verdict import assert_readable
 
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import OpenedLog, open_event_log
 from kvledger.lifecycle import ConfigurationError, Core, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
+from kvledger.storage.events import MAX_EXCESS_SEGMENTS
 
 _SEED = 11
 
@@ -106,18 +109,17 @@ def test_a_disk_that_is_full_while_serving_costs_events_that_verify_names(
     assert not list(directory.glob("*.unfinished"))
 
 
-def test_a_full_disk_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
-    """With the system's reason; nothing is left where there was room."""
+def test_a_full_disk_is_no_reason_to_refuse_a_start_and_is_named_before_it(tmp_path: Path) -> None:
+    """With the directory, the reason and the remedy; nothing is left where there was room."""
 
     def look() -> None:
         settings = ConnectorSettings.from_extra_config({"log_dir": str(tmp_path / "disk" / "new" / "logs")})
-        settings.refuse_log_dir()
+        assert settings.refuse_log_dir() == ""
         assert not list((tmp_path / "disk").iterdir())
         fill(tmp_path / "disk")
-        with pytest.raises(
-            ConfigurationError, match=r"log_dir: .*/new/logs': cannot write to .*/disk \(No space left on device\)"
-        ):
-            settings.refuse_log_dir()
+        warning = settings.refuse_log_dir()
+        assert re.search(r"the disk of log_dir '.*/new/logs' is full \(No space left on device\): at start", warning)
+        assert "lower max_log_bytes, or delete other files" in warning
 
     run_on_small_disk(tmp_path / "disk", 1 << 16, look)
 
@@ -127,7 +129,7 @@ def test_all_logs_of_a_directory_keep_to_their_size_while_one_is_written(
 ) -> None:
     """Earlier starts go first, then the oldest segments of one's own; what is left is undamaged."""
     configuration, observations = _observations()
-    extra_config = {"log_dir": str(tmp_path), "segment_bytes": 16384, "max_log_bytes": 3 * 8192}
+    extra_config = {"log_dir": str(tmp_path), "segment_bytes": 16384, "max_log_bytes": 3 * 16384}
 
     def segment_bytes() -> int:
         num_bytes = 0
@@ -146,10 +148,12 @@ def test_all_logs_of_a_directory_keep_to_their_size_while_one_is_written(
             _observe(ledger, [event])
             sizes.append(segment_bytes())
         log.store.close()
-    assert 2 * 8192 < max(sizes) <= 4 * 8192
-    (left,) = [path for path in tmp_path.iterdir() if path.is_dir()]
-    exit_code, records = _verify(left, capsys)
-    assert (exit_code, records[-1]["num_damage"]) == (0, 0)
+    assert 3 * 16384 < max(sizes) <= (3 + MAX_EXCESS_SEGMENTS) * 16384
+    left = sorted(path for path in tmp_path.iterdir() if path.is_dir())
+    for path in left:
+        _, records = _verify(path, capsys)
+        assert records[-1]["num_damage"] == 0
+        assert_readable(path)
     assert any("were retired by size" in remark for remark in records[-1]["remarks"])
 
 
@@ -162,7 +166,10 @@ def test_segments_that_are_hardly_more_than_headers_are_refused_with_the_figures
     assert 9_000 < segment.stat().st_size < 10_500
 
 
-def test_a_size_that_holds_no_segment_is_refused_with_the_figures() -> None:
-    """The limit could never be kept."""
-    with pytest.raises(ConfigurationError, match=r"max_log_bytes: .*holds not one segment of 64MiB"):
-        ConnectorSettings.from_extra_config({"max_log_bytes": "1MiB"})
+@pytest.mark.parametrize("max_log_bytes", ["1MiB", "64MiB", "191MiB"])
+def test_a_size_that_is_too_small_for_a_reader_is_refused_with_the_figures(max_log_bytes: str) -> None:
+    """A server whose `max_log_bytes` equaled one segment left logs that nobody could check."""
+    reason = r"max_log_bytes: .*a log needs 3 segments of 64MiB to be read: .*write '192MiB' or more, or lower"
+    with pytest.raises(ConfigurationError, match=reason):
+        ConnectorSettings.from_extra_config({"max_log_bytes": max_log_bytes})
+    assert ConnectorSettings.from_extra_config({"max_log_bytes": "192MiB"})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -92,12 +94,62 @@ def test_messages_name_what_waits_and_where_and_when_it_is_written_again(
         "kvledger: the log cannot be written",
         str(log.directory),
         "num_events_waiting=1",
-        "free the disk",
+        "its disk is full: delete other files, or old logs with `kvledger retire`",
     ):
         assert part in first
     written_again = "kvledger: the log is written again"
     for part in (written_again, str(log.directory), "num_events_written=40", "num_events_lost=0"):
         assert part in last
+
+
+@pytest.mark.parametrize(
+    ("number", "cause", "remedy"),
+    [
+        (errno.ENOSPC, "its disk is full", "delete other files"),
+        (errno.EDQUOT, "its disk is full", "delete other files"),
+        (errno.EACCES, "this process may not write there", "give it the right to write to log_dir"),
+        (errno.EROFS, "this process may not write there", "give it the right to write to log_dir"),
+        (errno.EIO, "the disk reports an error", "check the disk"),
+        (errno.ETIMEDOUT, "its disk is slow", "move log_dir to a faster disk"),
+    ],
+)
+def test_each_cause_has_its_own_message_and_remedy(
+    tmp_path: Path, told: pytest.LogCaptureFixture, number: int, cause: str, remedy: str
+) -> None:
+    """A disk that was 31 % full and slow for 50 ms was reported as full."""
+    log = _open(tmp_path)
+    store: Any = log.store
+    append = store._store.append
+
+    def refuse(*_arguments: object, **_options: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    store._store.append = refuse
+    _write(log, 3)
+    store._store.append = append
+    store.flush()
+    log.close()
+    (first, _) = told.messages
+    assert f"because {cause}" in first
+    assert remedy in first
+    assert "free the disk" not in first
+
+
+def test_a_disk_that_is_slow_and_then_full_is_reported_as_both(
+    tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cause that is new is not held back by the minute of the one before."""
+    monkeypatch.setattr(event_log, "_SECONDS_BETWEEN_MESSAGES", float("inf"))
+    log = _open(tmp_path)
+    store: Any = log.store
+    for error in (TimeoutError("late"), TimeoutError("late"), OSError(errno.ENOSPC, "full"), OSError(errno.EIO, "io")):
+        store._on_trouble(error, 1)
+    log.close()
+    assert [message.split("because ")[1].split(":")[0] for message in told.messages] == [
+        "its disk is slow",
+        "its disk is full",
+        "the disk reports an error",
+    ]
 
 
 def test_a_message_at_shutdown_names_what_was_never_written(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
