@@ -73,7 +73,10 @@ class LedgerConfiguration:
     async_saves: bool = False
     """Whether what settles is saved asynchronously, instead of at the end of each."""
     max_deferred_lookups: int = 8
-    """How often in a row a preempted request is asked to wait for its own saves before it is answered with less."""
+    """How often in a row a lookup is deferred for a save, and for how many different loads, before it is answered."""
+    awaits_shared_loads: bool = False
+    """Whether a lookup waits while another request loads the same chunks; only with vLLM's own prefix cache, which
+    shares the loaded blocks afterwards."""
     max_failed_loads: int = 3
     """Loads of one request that may fail before it gets no more of them."""
     max_silent_steps: int = 64

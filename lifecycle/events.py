@@ -378,13 +378,20 @@ class LookupAnswered(RequestDecision, frozen=True, tag=14):
 
 @decision("lookup.deferred")
 class LookupDeferred(RequestDecision, frozen=True, tag=15):
-    """The scheduler was asked to ask again: what the request lost is still on its way to the host, by `job_id`."""
+    """The scheduler was asked to ask again, because of the job `job_id`.
+
+    The job saves what the request lost, or loads the same chunks for another request, or is any other request's load
+    where there is one load at a time.
+    """
 
     num_computed_tokens: int
     num_tokens: int
     job_id: int
     num_deferred: int
-    """How often in a row, this time included; bounded by `LedgerConfiguration.max_deferred_lookups`."""
+    """How often in a row, this time included; further deferrals for the same load do not count.
+
+    Bounded by `LedgerConfiguration.max_deferred_lookups`.
+    """
     cause: int
 
 

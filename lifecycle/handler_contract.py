@@ -18,6 +18,7 @@ from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.events import trigger_of
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import RequestState, TrustRegion
 from kvledger.lifecycle.turn import Turn
 from kvledger.lifecycle.windows import NO_SLOT
@@ -144,12 +145,24 @@ class Checked:
             return self._reason_against_job(decision, record)
         return self._reason_against_other(decision, record)
 
+    def _reason_against_deferral(self, decision: e.LookupDeferred, record: RequestRecord) -> str:
+        job = self.projections.transfers.get(decision.job_id)
+        is_load = job is not None and job.kind is JobKind.LOAD
+        counts = {
+            self.projections.lookups.next_deferral(record.request_id, decision.job_id, is_shared=is_shared)
+            for is_shared in (False, is_load)
+        }
+        if (
+            decision.num_deferred in counts
+            and decision.num_deferred <= self.projections.configuration.max_deferred_lookups
+        ):
+            return ""
+        return f"lookup {max(counts)} in a row may not be deferred, as number {decision.num_deferred}"
+
     def _reason_against_other(self, decision: Any, record: RequestRecord) -> str:  # noqa: ANN401 -- see above
         if isinstance(decision, e.LookupDeferred):
-            in_a_row = self.projections.lookups.num_deferred(record.request_id) + 1
-            if not decision.num_deferred == in_a_row <= self.projections.configuration.max_deferred_lookups:
-                return f"lookup {in_a_row} in a row may not be deferred, as number {decision.num_deferred}"
-        elif isinstance(decision, e.ExtensionDecided):
+            return self._reason_against_deferral(decision, record)
+        if isinstance(decision, e.ExtensionDecided):
             if all(extension.payload_of(decision) is None for extension in self.core.extensions):
                 return "no extension of this core has such an event"
         elif isinstance(decision, e.TransferAwaited):

@@ -178,7 +178,7 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.LookupAnsweredAgain: lambda _: "answered as before",
     e.LookupDeferred: lambda event: (
         f"asked what can be loaded of {plural(event.num_tokens, 'token')}: to be asked again"
-        f"{f', save {event.job_id} is under way' * bool(event.job_id)}"
+        f"{f', job {event.job_id} is under way' * bool(event.job_id)}"
     ),
     e.LoadIssued: _load,
     e.TransferAwaited: _awaited,

@@ -101,7 +101,8 @@ class ConnectorSettings(LogSettings):
     """Settings of extensions: extension, key, value."""
 
     max_deferred_lookups: pydantic.NonNegativeInt = 8
-    """How many steps in a row a preempted request waits for its own saves before it accepts what is there."""
+    """How many steps in a row a preempted request waits for its own saves before it accepts what is there, and for how
+    many loads of the same prefix by other requests a request waits. 0: it never waits."""
 
     max_failed_loads: pydantic.PositiveInt = 3
     """Failed loads after which a request gets no more of them."""
@@ -155,6 +156,7 @@ class ConnectorSettings(LogSettings):
         windows: tuple[int, ...] = (0,),
         supports_async_saves: bool = False,
         needs_async_loads: bool = False,
+        has_prefix_cache: bool = False,
     ) -> LedgerConfiguration:
         """Sizes in tokens and slots.
 
@@ -166,6 +168,7 @@ class ConnectorSettings(LogSettings):
             windows: tokens that each group of layers sees, 0 for all.
             supports_async_saves: whether the device can copy without slowing the steps down.
             needs_async_loads: whether only asynchronous loads are safe.
+            has_prefix_cache: whether vLLM's own prefix cache is on.
 
         Raises:
             ConfigurationError: chunk and block do not divide, or the pool cannot hold one chunk.
@@ -182,6 +185,7 @@ class ConnectorSettings(LogSettings):
             save_tails=self.save_tails,
             keep_for_preempted=self.keep_for_preempted,
             max_deferred_lookups=self.max_deferred_lookups,
+            awaits_shared_loads=has_prefix_cache,
             max_failed_loads=self.max_failed_loads,
             max_silent_steps=self.max_silent_steps,
             max_silent_ms=self.max_silent_ms,

@@ -81,6 +81,7 @@ def plan(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Conn
         windows=groups.windows,
         supports_async_saves=versions.supports_async_saves(vllm_config, kv_cache_config),
         needs_async_loads=versions.needs_async_loads(vllm_config),
+        has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
     )
     if configuration.async_saves and versions.zeroes_new_blocks(kv_cache_config):
         reason = (

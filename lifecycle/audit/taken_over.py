@@ -68,6 +68,7 @@ def taken_over(projections: Projections) -> Start:
             if answer is not None
         },
         num_deferred={each: count for each in ids if (count := projections.lookups.num_deferred(each))},
+        deferred_for={each: job for each in ids if (job := projections.lookups.deferred_for(each))},
         costs=_measured(projections.costs.state),
         cursors={record.request_id: projections.save_cursor.num_chunks(record.ordinal) for record in records},
         has_hook_failed=projections.totals.figures.num_hook_failures > 0,

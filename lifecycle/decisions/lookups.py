@@ -2,7 +2,11 @@
 
 Pure: any number of lookups equals one. The hit may come from the lookup cache, the answer never does: it is
 computed against the `num_computed_tokens` of this very call. The one thing that may be answered instead of a number is
-"ask again", where a preempted request's own save is still under way, and only a bounded number of times in a row.
+"ask again", for two reasons, each bounded:
+
+- A save of the request's own is still under way, and it was preempted: at most `max_deferred_lookups` times in a row.
+- Another request loads the same chunks, and vLLM's prefix cache shares the blocks afterwards: until that load ends, and
+  for at most `max_deferred_lookups` such loads in a row. Loading them twice fills the device with copies (vllm#29087).
 
 Three bounds below are there for vLLM 0.32 alone: who computes first (`_inflight_prefill_reserved_blocks` and
 `kv_holding_waiting` in v1/core/sched/scheduler.py), one load after another, and asynchronous loads where there are
@@ -18,6 +22,7 @@ from msgspec.structs import replace
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions.boundaries import last_boundary
+from kvledger.lifecycle.decisions.shared_loads import shared_load
 from kvledger.lifecycle.events import MissReason
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
@@ -55,34 +60,60 @@ def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -
         awaits_saves: whether a save under way is worth being asked again for.
     """
     record, projections = turn.record, turn.projections
+    usable, hit = _offered(event, record, projections)
+    end_token = min(usable, event.num_tokens - 1)
+    if projections.geometry.windows.forget:
+        end_token, hit = _within_windows(end_token, hit, record, projections)
+    shared = shared_load(end_token, event.num_computed_tokens, record, projections)
+    if shared is not None:
+        deferred = _deferred(turn, event, shared.job_id, is_shared=True)
+        if deferred is not None:
+            return deferred
+    awaited = hit.awaited if awaits_saves else None
+    if projections.geometry.windows.forget:
+        end_token, rival = _one_after_another(end_token, event, record, projections)
+        awaited = rival or awaited
+    if awaited is not None and _helps(awaited, end_token, event, record, projections):
+        deferred = _deferred(turn, event, awaited.job_id)
+        if deferred is not None:
+            return deferred
+    return _answered(event, record, hit, end_token, projections, turn.cause)
+
+
+def _offered(event: e.LookupRequested, record: RequestRecord, projections: Projections) -> tuple[int, _Hit]:
+    """Tokens that may be used, and the hit that they are a part of."""
     hit = _find(event, record, projections)
     usable = _usable(hit.num_tokens, record, projections)
     if usable < hit.num_tokens:
         hit = replace(hit, reason=MissReason.LIMITED, reason_sequence=0, awaited=None)
     if not projections.configuration.offers_slow_loads and projections.costs.is_slower(event.time_ns):
-        awaits_saves = False
+        hit = replace(hit, awaited=None)
         if min(usable, event.num_tokens - 1) > event.num_computed_tokens:
-            usable, hit = 0, replace(hit, reason=MissReason.SLOWER, reason_sequence=0, awaited=None)
+            usable, hit = 0, replace(hit, reason=MissReason.SLOWER, reason_sequence=0)
     if record.first is FirstRegion.COMPUTES_FIRST:
         # vLLM 0.32 keeps such a request at the head of the queue of those that hold blocks. Another
         # asynchronous load may not fit next to what it reserves for those behind it, and then nobody moves any more.
         usable, hit = 0, replace(hit, reason=MissReason.LOAD_FAILED, reason_sequence=0, awaited=None)
     if record.trust is TrustRegion.QUARANTINED:
         usable, hit = 0, replace(hit, reason=MissReason.QUARANTINED, reason_sequence=0, awaited=None)
-    end_token = min(usable, event.num_tokens - 1)
-    awaited = hit.awaited if awaits_saves else None
-    if projections.geometry.windows.forget:
-        end_token, hit = _within_windows(end_token, hit, record, projections)
-        end_token, rival = _one_after_another(end_token, event, record, projections)
-        awaited = rival or (hit.awaited if awaits_saves else None)
-    if awaited is not None and min(_usable(awaited.num_tokens, record, projections), event.num_tokens - 1) > max(
-        event.num_computed_tokens, end_token
-    ):
-        num_deferred = projections.lookups.num_deferred(event.request_id)
-        if num_deferred < projections.configuration.max_deferred_lookups:
-            asked = event.num_computed_tokens, event.num_tokens
-            return e.LookupDeferred(*record.life, *asked, awaited.job_id, num_deferred + 1, turn.cause)
-    return _answered(event, record, hit, end_token, projections, turn.cause)
+    return usable, hit
+
+
+def _helps(
+    awaited: _Awaited, end_token: int, event: e.LookupRequested, record: RequestRecord, projections: Projections
+) -> bool:
+    """Whether the job carries the hit further than what is computed or can be loaded now."""
+    end_later = min(_usable(awaited.num_tokens, record, projections), event.num_tokens - 1)
+    return end_later > max(event.num_computed_tokens, end_token)
+
+
+def _deferred(turn: Turn, event: e.LookupRequested, job_id: int, *, is_shared: bool = False) -> e.LookupDeferred | None:
+    """Ask to be asked again; None where that was done often enough."""
+    count = turn.projections.lookups.next_deferral(event.request_id, job_id, is_shared=is_shared)
+    if count > turn.projections.configuration.max_deferred_lookups:
+        return None
+    life = turn.record.life
+    return e.LookupDeferred(*life, event.num_computed_tokens, event.num_tokens, job_id, count, turn.cause)
 
 
 def _usable(num_hit_tokens: int, record: RequestRecord, projections: Projections) -> int:

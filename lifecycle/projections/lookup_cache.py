@@ -97,6 +97,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     pending: dict[int, PendingAnswer] = {}
     taken_up: dict[int, PendingAnswer] = {}
     num_deferred: dict[int, int] = {}
+    deferred_for: dict[int, int] = {}
+    """The job for which the last lookup was deferred."""
     junctions: dict[int, int] = {}
 
 
@@ -145,6 +147,20 @@ class LookupCache(Projection):
     def num_deferred(self, request_id: str) -> int:
         """How often in a row the scheduler was asked to ask again."""
         return self.state.num_deferred.get(self._tracker.ordinal(request_id), 0)
+
+    def deferred_for(self, request_id: str) -> int:
+        """The job for which the last lookup was deferred; 0 if it was answered."""
+        return self.state.deferred_for.get(self._tracker.ordinal(request_id), 0)
+
+    def next_deferral(self, request_id: str, job_id: int, *, is_shared: bool) -> int:
+        """Return how often in a row lookups were deferred if the next one is, for this job.
+
+        With `is_shared`, a load that was waited for before is not counted again: it ends by itself, in a report or as
+        overdue.
+        """
+        ordinal = self._tracker.ordinal(request_id)
+        count = self.state.num_deferred.get(ordinal, 0)
+        return count if count and is_shared and self.state.deferred_for.get(ordinal) == job_id else count + 1
 
     def num_hit_chunks(self, request_id: str, generation: int) -> int:
         """Committed chunks from the request's first token on. Changes nothing."""
@@ -239,7 +255,7 @@ class LookupCache(Projection):
             sequence,
             sequence if last is None or not _repeats(last, event, ordinal, sequence) else last.written_at,
         )
-        self.state.num_deferred.pop(ordinal, None)
+        self._end_row(ordinal)
         if event.miss_reason == _WINDOW:
             self.state.junctions[ordinal] = event.num_hit_tokens // self._chunk_size * self._chunk_size
 
@@ -248,6 +264,7 @@ class LookupCache(Projection):
         if self._tracker.in_generation(event) is None:
             return
         self.state.num_deferred[event.ordinal] = event.num_deferred
+        self.state.deferred_for[event.ordinal] = event.job_id
         self.state.pending.pop(event.ordinal, None)
 
     @on(e.DecisionWithheld)
@@ -277,8 +294,12 @@ class LookupCache(Projection):
         self.state.hits.pop(ordinal, None)
         self.state.pending.pop(ordinal, None)
         self.state.taken_up.pop(ordinal, None)
-        self.state.num_deferred.pop(ordinal, None)
+        self._end_row(ordinal)
         self.state.junctions.pop(ordinal, None)
+
+    def _end_row(self, ordinal: int) -> None:
+        self.state.num_deferred.pop(ordinal, None)
+        self.state.deferred_for.pop(ordinal, None)
 
     @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
@@ -286,4 +307,5 @@ class LookupCache(Projection):
         self.state.hits.clear()
         self.state.pending.clear()
         self.state.num_deferred.clear()
+        self.state.deferred_for.clear()
         self.state.junctions.clear()

@@ -113,12 +113,16 @@ class Transfers(Projection):
         """What the report at hand speaks of: job id, and the job in flight, or given up with ranks that owe their word.
         """
         self._of_ordinal: dict[int, set[int]] = {}
+        self.async_loads: dict[int, Job] = {}
+        """Job id -> load in flight outside of the steps."""
         self._loading: dict[int, int] = {}
         """Slot -> loads in flight that read it."""
         for job in self.state.jobs.values():
             self._of_ordinal.setdefault(job.ordinal, set()).add(job.job_id)
             if job.kind is JobKind.LOAD:
                 self._read(job.slots)
+                if job.is_async:
+                    self.async_loads[job.job_id] = job
 
     @property
     def next_job_id(self) -> int:
@@ -208,6 +212,8 @@ class Transfers(Projection):
         last = -(-(event.first_token + event.num_tokens) // chunk_size)
         self._read(event.slots)
         self._start(event, JobKind.LOAD, tuple(range(first, last)), event.is_async)
+        if event.is_async:
+            self.async_loads[event.job_id] = self.state.jobs[event.job_id]
 
     @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
@@ -308,6 +314,7 @@ class Transfers(Projection):
                 del self._of_ordinal[job.ordinal]
         if job.kind is JobKind.LOAD:
             self._read_no_more(job.slots)
+            self.async_loads.pop(job.job_id, None)
 
     def _move(self, job: Job, trigger: str) -> None:
         job.work = self._regions.work[trigger].get(job.work, job.work)

@@ -66,6 +66,8 @@ class Start:
     """By request id; those that no allocation has claimed."""
     num_deferred: Mapping[str, int]
     """Request id -> how often in a row it was put off."""
+    deferred_for: Mapping[str, int]
+    """Request id -> the job for which it was put off last."""
     costs: Measured
     cursors: Mapping[str, int]
     """Request id -> chunks dealt with."""

@@ -6,6 +6,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.forgotten import LIFE
+from kvledger.lifecycle.audit.model.jobs import InFlight
 from kvledger.lifecycle.audit.model.lives import Life
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.marks import on
@@ -197,10 +198,12 @@ class LongestHit(Checker):
 class DeferBounded(Checker):
     """DEFER_BOUNDED: a lookup is put off for a job under way, and not for ever.
 
-    Every deferred lookup names a save in flight, and there are at most `max_deferred_lookups` in a row.
+    Every deferred lookup names a job in flight, and there are at most `max_deferred_lookups` in a row. Further ones for
+    the same load need not count, because a load ends by itself.
 
-    Verifies: the job is a save that has not been settled, or with windows any such job; the count in a row, with a
-    count of the checker's own.
+    Verifies: the job is a save that has not been settled; or another request's asynchronous load of chunks that this
+    request lacks, where vLLM's prefix cache is on; or with windows any such job. The count in a row, with a count of
+    the checker's own.
     Does not verify: that waiting was worth it.
     """
 
@@ -209,29 +212,44 @@ class DeferBounded(Checker):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._in_a_row: dict[str, int] = {}
+        self._last_load: dict[str, int] = {}
+        """Request id -> the load for which its last lookup was put off."""
         model.forgotten.at((e.RequestArrived, e.RequestPreempted, e.RequestFinished), self._in_a_row)
+        model.forgotten.at((e.RequestArrived, e.RequestPreempted, e.RequestFinished), self._last_load)
 
     def begin(self, start: Start) -> None:
         """Take over how often in a row each request was put off."""
         self._in_a_row.update(start.num_deferred)
+        self._last_load.update(start.deferred_for)
 
     @on(e.LookupDeferred)
     def _deferred(self, event: e.LookupDeferred) -> None:
-        count = self._in_a_row[event.request_id] = self._in_a_row.get(event.request_id, 0) + 1
-        job = self.jobs.get(event.job_id)
-        may_be_load = self.geometry.windows.forget
-        if job is None or (job.is_load and not may_be_load):
-            detail = f"put off for job {event.job_id}, which is no save in flight"
-            self.broken(detail, event.cause)
+        job, before = self.jobs.get(event.job_id), self._in_a_row.get(event.request_id, 0)
+        is_same_load = job is not None and job.is_load and self._last_load.get(event.request_id) == event.job_id
+        count = before if before and is_same_load and event.num_deferred == before else before + 1
+        self._in_a_row[event.request_id], self._last_load[event.request_id] = count, event.job_id
+        if job is None:
+            self.broken(f"put off for job {event.job_id}, which is not in flight", event.cause)
+        elif job.is_load and not self.geometry.windows.forget and not self._is_shared(job):
+            detail = f"put off for load {event.job_id}, which brings none of the chunks that the request lacks"
+            self.broken(detail, job.sequence, event.cause)
         maximum = self.configuration.max_deferred_lookups
         if count > maximum or event.num_deferred != count:
             detail = f"put off {count} times in a row (recorded: {event.num_deferred}), at most {maximum} may be"
             self.broken(detail, event.cause)
 
+    def _is_shared(self, load: InFlight) -> bool:
+        life = self.moment.life
+        if life is None or not self.configuration.awaits_shared_loads:
+            return False
+        return load.is_async and load.ordinal != life.ordinal and not set(load.keys).isdisjoint(life.keys)
+
     @on(e.LookupAnswered)
     def _forget(self, event: e.LookupAnswered) -> None:
         self._in_a_row.pop(event.request_id, None)
+        self._last_load.pop(event.request_id, None)
 
     @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset) -> None:
         self._in_a_row.clear()
+        self._last_load.clear()

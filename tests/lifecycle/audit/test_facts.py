@@ -48,7 +48,6 @@ NOT_FOLDED: dict[str, dict[str, str]] = {
     "hook.failed": {"error": _PEOPLE, "request_id": "whom it costs the cache is in the decisions upon it"},
     "lookup.deferred": {
         **dict.fromkeys(("num_computed_tokens", "num_tokens"), "the lookup's own numbers, which are folded from it"),
-        "job_id": "the job is in flight, so `transfers` has it",
     },
     "load.failed": {"error": _PEOPLE},
     "save.issued": {"before_forward": "says when a worker copies; whose the blocks are follows from the request"},

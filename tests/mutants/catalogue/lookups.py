@@ -9,13 +9,15 @@ from typing import Any
 import msgspec
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.decisions import lookups
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.save_cursor import SaveCursor
 from kvledger.lifecycle.projections.token_costs import TokenCosts
-from kvledger.lifecycle.projections.tracker import RequestTracker
-from kvledger.lifecycle.projections.transfers import JobKind, Transfers
+from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
+from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
 from kvledger.lifecycle.states import CurrentRegion
 from mutants.catalogue.parts import LOOKING_UP, decided_otherwise, wrapped, written_as
 from mutants.mutant import Patch, Touch, mutant
@@ -37,6 +39,11 @@ RESETTING = Worlds(faults=frozenset({"aborts", "storms", "resets"}))
 SLOW = Worlds(
     faults=frozenset({"aborts", "storms", "delayed reports"}),
     connector=(("save_mode", "async"), ("max_deferred_lookups", 8), ("max_silent_steps", 64)),
+)
+SHARING = Worlds(
+    settings=(("num_steps", 120), ("enable_prefix_caching", True)),
+    faults=frozenset({"aborts", "storms", "delayed reports"}),
+    connector=(("load_mode", "async"), ("max_deferred_lookups", 8), ("max_silent_steps", 64), ("offer", "always")),
 )
 
 
@@ -174,12 +181,29 @@ def cursor_moved_by_lookups(touch: Touch) -> Sequence[Patch]:
 def deferred_for_ever(touch: Touch) -> Sequence[Patch]:
     """Nobody counts how often a lookup is put off."""
 
-    def num_deferred(original: Any, cache: LookupCache, request_id: str) -> int:
-        if original(cache, request_id):
+    def next_deferral(original: Any, cache: LookupCache, request_id: str, job_id: int, *, is_shared: bool) -> int:
+        if original(cache, request_id, job_id, is_shared=is_shared) > 1:
             touch()
-        return 0
+        return 1
 
-    return [wrapped(LookupCache, "num_deferred", num_deferred)]
+    return [wrapped(LookupCache, "next_deferral", next_deferral)]
+
+
+@mutant("DEFER_BOUNDED", "vllm#44294", scene=SHARING)
+def deferred_for_any_load(touch: Touch) -> Sequence[Patch]:
+    """A lookup waits for another request's load, whatever that brings."""
+
+    def shared_load(
+        original: Any, end_token: int, num_computed_tokens: int, record: RequestRecord, projections: Projections
+    ) -> Job | None:
+        found: Job | None = original(end_token, num_computed_tokens, record, projections)
+        keys = set(projections.chunk_keys.of_life(record.ordinal))
+        others = (job for job in projections.transfers.async_loads.values() if keys.isdisjoint(job.keys))
+        if found is None and end_token > num_computed_tokens and (found := next(others, None)) is not None:
+            touch()
+        return found
+
+    return [wrapped(lookups, "shared_load", shared_load)]
 
 
 @mutant("HIT_PINNED", "vllm#39702", scene=SMALL_POOL)
