@@ -124,6 +124,7 @@ def _check(transfer: KVTransferConfig, whole: dict[str, Any], arguments: argpars
     output_of = _Shown(output, str(transfer.kv_connector))
     if transfer.kv_connector != _OURS:
         of_recorder, wrapped = refuse_recorder(transfer, None)
+        of_recorder.refuse_few_segments(1 + arguments.tensor_parallel_size)
         full_disk = of_recorder.refuse_log_dir()
         output_of.recorder(of_recorder, wrapped.__name__)
         if full_disk:

@@ -13,8 +13,10 @@ from kvledger.storage.events import Snapshot, find_snapshot, segments_without_sn
 from kvledger.storage.events.segment_file import first_sequence_of, read_header
 
 
-def write_snapshots(log: StoredLog) -> int:
+def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
     """Write a snapshot next to each segment that lacks one, and return how many were written.
+
+    With `first_sequence`, only next to the segment that begins with that event.
 
     Reads from the last snapshot before the first of these, or from the log's beginning; also a log that is being
     written. One that is there is left as it is.
@@ -23,7 +25,8 @@ def write_snapshots(log: StoredLog) -> int:
         CommandFailed: the state there cannot be known. What lies before that has its snapshots.
         OSError: one cannot be written.
     """
-    lacking = {(first_sequence_of(segment) or 1) - 1: segment for segment in segments_without_snapshot(log.path)}
+    begins = ((first_sequence_of(segment) or 1, segment) for segment in segments_without_snapshot(log.path))
+    lacking = {begin - 1: segment for begin, segment in begins if first_sequence in {None, begin}}
     if not lacking:
         return 0
     if not log.header:

@@ -185,6 +185,11 @@ def _retired(retired: Sequence[Retirement]) -> list[str]:
         how_many = f"{plural(len(segments), 'segment')}, the last at {at:%Y-%m-%dT%H:%M:%SZ}"
         events = f"events {first.first_sequence}–{last.last_sequence}"
         remarks.append(f"{events} were retired by {reason} ({how_many}); what is left follows from the recorded hash")
+    if retired and not retired[-1].is_rest_verifiable:
+        remarks.append(
+            f"{retired[-1].segment} was deleted before the snapshot of what follows existed, for want of room; without "
+            "that snapshot what follows is no longer verifiable, up to the next one"
+        )
     return remarks
 
 

@@ -41,7 +41,7 @@ def refuse_recorder(
     settings = RecorderSettings.from_extra_config(outer.kv_connector_extra_config)
     transfer = wrapped_transfer(outer.kv_connector_extra_config, outer)
     refuse_unknown(transfer, "connector")
-    refuse_log(settings, vllm_config)
+    refuse_log(settings, vllm_config, by_workers=True)
     try:
         wrapped = wrapped_class(transfer)
     except ConfigurationError:

@@ -54,13 +54,15 @@ def refuse_beyond_machine(settings: ConnectorSettings, num_ranks: int) -> None:
         settings.filled_in().refuse_beyond_memory(memory, num_pools=num_ranks, num_local_pools=num_ranks)
 
 
-def refuse_log(settings: LogSettings, vllm_config: VllmConfig | None) -> None:
-    """Of a connector or a recorder whose log would be written on this machine.
+def refuse_log(settings: LogSettings, vllm_config: VllmConfig | None, *, by_workers: bool = False) -> None:
+    """Of a connector or a recorder whose log would be written on this machine; `by_workers`: one of each worker, too.
 
     Raises:
-        ConfigurationError: `log_dir` cannot be written.
+        ConfigurationError: `log_dir` cannot be written, or `max_log_bytes` is too small for the logs of all engines.
     """
     if vllm_config is not None and _is_here(vllm_config):
+        num_workers = vllm_config.parallel_config.world_size if by_workers else 0
+        settings.refuse_few_segments(versions.num_local_engines(vllm_config) * (1 + num_workers))
         settings.refuse_log_dir()
 
 

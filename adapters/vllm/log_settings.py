@@ -128,6 +128,21 @@ class LogSettings(pydantic.BaseModel):
             found = refusals(error, cls.model_fields, dict.fromkeys(_OF_VLLM, elsewhere))
         raise ConfigurationError(*found)  # pydantic's own words would stand above it, twice as long
 
+    def refuse_few_segments(self, num_logs: int) -> None:
+        """Refuse a `max_log_bytes` that is too small for so many logs, written at once by the engines of one server.
+
+        Raises:
+            ConfigurationError: naming the least size.
+        """
+        least = MIN_LOG_SEGMENTS * self.segment_bytes * num_logs
+        if self.log_dir is not None and self.max_log_bytes is not None and self.max_log_bytes < least:
+            reason = (
+                f"this server writes {num_logs} logs at once, and each needs {MIN_LOG_SEGMENTS} segments of "
+                f"{written_size(self.segment_bytes)} to be read"
+            )
+            remedy = f"write {written_size(least)!r} or more, or lower segment_bytes"
+            raise ConfigurationError(Refusal(reason, remedy, "max_log_bytes", written_size(self.max_log_bytes)))
+
     def refuse_log_dir(self) -> str:
         """Refuse a `log_dir` that cannot be written, as far as that is seen without writing anything that stays.
 

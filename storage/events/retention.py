@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from kvledger.storage.events.end_record import END_RECORD_NAME
+from kvledger.storage.events.ending import is_being_written
 from kvledger.storage.events.files import is_full, sync_directory
 from kvledger.storage.events.retirements import (
     RETIREMENTS_NAME,
@@ -34,7 +35,7 @@ from kvledger.storage.events.segment_bytes import SegmentBytes
 from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX, SegmentHeader, read_header, segment_paths
 from kvledger.storage.events.snapshots import has_snapshot
 from kvledger.storage.events.store import LogDamaged, LogError, LogLocked
-from kvledger.storage.events.writer_lock import LOCK_NAME, lock_directory, unlock
+from kvledger.storage.events.writer_lock import LOCK_NAME, lock_directory, locked, unlock
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -176,6 +177,8 @@ def retire(
     with contextlib.ExitStack() as locks:
         if not dry_run:
             locks.callback(unlock, lock_directory(directory))
+        elif is_being_written(directory):
+            raise locked(directory)
         log = _Log.at(directory, may_vanish=False)
         judge = _over_limits(max_bytes, max_age_seconds, None)
         return list(_retire([log], _bytes_of(directory), judge, dry_run=dry_run))
@@ -245,6 +248,8 @@ def _locked_logs(
                 elif segment_paths(directory):
                     if not dry_run:
                         locks.callback(unlock, lock_directory(directory))
+                    elif is_being_written(directory):
+                        continue
                     logs.append(_Log.at(directory, may_vanish=True))
                 elif not dry_run:
                     _finish_vanishing(log_dir, directory)

@@ -8,13 +8,13 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from kvledger.storage.events.files import is_full
+from kvledger.storage.events.files import is_full, read_file
 from kvledger.storage.events.store import LogLocked
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LOCK_NAME", "lock_directory", "unlock"]
+__all__ = ["LOCK_NAME", "lock_directory", "locked", "unlock"]
 
 LOCK_NAME = "writer.lock"
 _ATTEMPTS = 5
@@ -46,15 +46,21 @@ def lock_directory(directory: Path) -> int:
         _lock(descriptor)
         _name_writer(descriptor)
     except BlockingIOError:
-        pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
-        msg = f"{directory}: the log is being written by pid {pid}; close that writer, or read it with read_log"
-        raise LogLocked(msg) from None
+        raise locked(directory) from None
     except BaseException:
         os.close(descriptor)
         raise
     _held.add(descriptor)
     return descriptor
+
+
+def locked(directory: Path) -> LogLocked:
+    """The error for a log that another process writes, with its pid as far as that can be read."""
+    pid = "unknown"
+    with contextlib.suppress(OSError):
+        pid = read_file(directory / LOCK_NAME).decode(errors="replace").strip() or pid
+    return LogLocked(f"{directory}: the log is being written by pid {pid}; close that writer, or read it with read_log")
 
 
 def unlock(descriptor: int) -> None:

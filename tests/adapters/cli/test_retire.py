@@ -7,9 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 from lifecycle_driver import Driver
 from log_torture import reopened
 from stored_logs import write_log
+
+from kvledger.adapters.exit_codes import CommandFailed
 
 
 def test_retired_segments_are_named_and_deleted_ones_are_damage(run: Any, story: Driver, tmp_path: Path) -> None:
@@ -23,13 +26,51 @@ def test_retired_segments_are_named_and_deleted_ones_are_damage(run: Any, story:
     result = run("verify", log)
     assert result.exit_code == 0
     assert re.search(r"events 1–\d+ were retired by size \(\d+ segments?, the last at 20", result.out)
-    assert "neither rules nor decisions could be checked" in result.out
+    assert "rules and decisions were checked from event" in result.out
     assert run("retire", log, "--json", "--max-bytes", "1").out == ""
     min(copy.glob("*.kvlog")).unlink()
     result = run("verify", copy)
     assert result.exit_code == 2
     assert "missing_segment" in result.out
     assert "no record says that they were retired" in result.out
+
+
+def test_retire_makes_the_snapshot_from_which_the_rest_is_read(run: Any, story: Driver, tmp_path: Path) -> None:
+    """Without it nothing of what is left could be checked, and the log said that it was sound."""
+    log = write_log(tmp_path / "long", story.observed, story.configuration, segment_bytes=9_500)
+    num_bytes = sum(path.stat().st_size for path in log.glob("*.kvlog"))
+    retired = run("retire", log, "--max-bytes", str(num_bytes // 2), "--json").objects("retirement")
+    assert retired
+    assert retired[-1]["is_rest_verifiable"]
+    result = run("verify", log)
+    assert result.exit_code == 0
+    assert "from a snapshot" in result.out
+    assert "no longer verifiable" not in result.out
+
+
+def test_a_log_whose_rest_is_not_verifiable_says_so_when_it_is_retired_and_afterwards(
+    run: Any, story: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where its snapshots cannot be made."""
+
+    def fail(*_arguments: object) -> int:
+        raise CommandFailed("other code")
+
+    monkeypatch.setattr("kvledger.adapters.cli.retire.write_snapshots", fail)
+    log = write_log(tmp_path / "long", story.observed, story.configuration, segment_bytes=9_500)
+    result = run("retire", log, "--max-bytes", "1")
+    assert "what follows is no longer verifiable" in result.out
+    assert "no longer verifiable, up to the next one" in run("verify", log).out
+
+
+def test_a_dry_run_promises_nothing_of_a_log_that_is_being_written(run: Any, story: Driver, tmp_path: Path) -> None:
+    """Neither of the log itself, nor of it among others."""
+    log = write_log(tmp_path / "log", story.observed, story.configuration, segment_bytes=9_500)
+    store = reopened(log)
+    result = run("retire", log, "--max-bytes", "1", "--dry-run")
+    assert (result.exit_code, "being written" in result.err) == (2, True)
+    assert run("retire", tmp_path, "--max-bytes", "1", "--dry-run", "--json").objects("retirement") == []
+    store.close()
 
 
 def test_retire_refuses_what_makes_no_sense(run: Any, story: Driver, tmp_path: Path) -> None:

@@ -173,3 +173,15 @@ def test_a_size_that_is_too_small_for_a_reader_is_refused_with_the_figures(max_l
     with pytest.raises(ConfigurationError, match=reason):
         ConnectorSettings.from_extra_config({"max_log_bytes": max_log_bytes})
     assert ConnectorSettings.from_extra_config({"max_log_bytes": "192MiB"})
+
+
+def test_a_size_that_is_too_small_for_the_logs_of_all_engines_is_refused_with_the_figures() -> None:
+    """Data-parallel engines share a `log_dir`, and a recorder's workers write logs of their own."""
+    settings = ConnectorSettings.from_extra_config({"max_log_bytes": "1GiB"})
+    settings.refuse_few_segments(5)
+    with pytest.raises(
+        ConfigurationError,
+        match=r"max_log_bytes: '1GiB': this server writes 8 logs at once, and each needs 3 segments of 64MiB to be "
+        r"read; write '1536MiB' or more, or lower segment_bytes",
+    ):
+        settings.refuse_few_segments(8)
