@@ -86,7 +86,7 @@ def _not_read(vllm_config: VllmConfig) -> Iterator[Refusal]:
     if vllm_config.scheduler_config.enable_chunked_prefill:
         return
     backends = {backend.get_name(): backend for backend in attention_backends(vllm_config)}
-    is_cpu = vllm_config.device_config.device_type == "cpu"
+    is_cpu = current_platform.is_cpu()
     if is_cpu and vllm_config.model_config.use_mla:
         name = ", ".join(sorted(backends)) or _chosen_for_cpu(vllm_config)
         if name != _CPU_WITH_PREFIXES:
@@ -138,11 +138,13 @@ def _rotated_by_row(vllm_config: VllmConfig) -> Iterator[Refusal]:
     which is wrong for models of DeepSeek's kind: they rotate a slice of each head (`model_executor/layers/mla.py` and
     `models/deepseek_v2.py`, rotary_emb). With yarn another class rotates, without this kernel.
     """
+    from vllm.platforms import current_platform
+
     text = vllm_config.model_config.hf_text_config
     operators = vllm_config.compilation_config.custom_ops
     uses_kernel = ("all" in operators or "+rotary_embedding" in operators) and "-rotary_embedding" not in operators
     is_sliced = bool(getattr(text, "qk_rope_head_dim", None))
-    if vllm_config.device_config.device_type != "cpu" or not (uses_kernel and is_sliced):
+    if not (current_platform.is_cpu() and uses_kernel and is_sliced):
         return
     rope = getattr(text, "rope_parameters", None) or {}
     is_other_class = vllm_config.model_config.use_mla and "yarn" in str(rope.get("rope_type"))

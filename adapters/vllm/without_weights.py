@@ -106,22 +106,35 @@ def kv_cache_of(vllm_config: VllmConfig) -> KVCacheConfig:
     worker: Any = SimpleNamespace(vllm_config=vllm_config)
     resolve_kv_cache_layout(vllm_config, [WorkerBase.get_supported_kv_cache_layouts(worker)], specs.values())
     kv_cache_config = get_kv_cache_configs(vllm_config, [specs] * num_ranks, [_ENDLESS_BYTES] * num_ranks)[0]
-    _refuse_block_size(vllm_config, kv_cache_config)
+    _refuse_kernels(vllm_config, kv_cache_config)
     return kv_cache_config
 
 
-def _refuse_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Let each worker's check of the block size run (`v1/worker/utils.py`, prepare_kernel_block_sizes, 0.32)."""
+def _refuse_kernels(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Let the checks run that a worker makes of its attention kernels (`v1/worker/gpu_model_runner.py`, 0.32).
+
+    These are the block size (`v1/worker/utils.py`, prepare_kernel_block_sizes), and on CPU what each backend refuses
+    when it is set up: elsewhere that allocates on the device.
+    """
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.platforms import current_platform
     from vllm.v1.worker.utils import prepare_kernel_block_sizes
 
+    divided = _attention_groups(vllm_config, kv_cache_config)
     try:
-        prepare_kernel_block_sizes(kv_cache_config, _attention_groups(vllm_config, kv_cache_config))
+        sizes = prepare_kernel_block_sizes(kv_cache_config, divided)
     except ValueError as error:
         block_size = vllm_config.cache_config.block_size
         reason = f"no attention kernel of this model takes such blocks on this machine ({platform()}): {error}"
-        sizes = _block_sizes(vllm_config, kv_cache_config)
-        remedy = f"write {sizes}, or ask where the server will run" if sizes else "ask where the server will run"
+        usual = _block_sizes(vllm_config, kv_cache_config)
+        remedy = f"write {usual}, or ask where the server will run" if usual else "ask where the server will run"
         raise ConfigurationError(Refusal(reason.rstrip("."), remedy, "--block-size", block_size)) from error
+    if current_platform.is_cpu():
+        with set_current_vllm_config(vllm_config):
+            for groups, size in zip(divided, sizes, strict=False):  # encoders have no size
+                for group in groups:
+                    group.create_metadata_builders(vllm_config, torch.device("cpu"), size)
 
 
 def _block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:

@@ -223,6 +223,16 @@ def test_a_block_size_that_vllm_s_start_refuses_is_refused(check: Any, model: Pa
     assert "plan" not in records
 
 
+def test_what_a_kernel_for_cpu_refuses_at_start_is_refused(check: Any, tmp_path: Path) -> None:
+    """Heads of 48 numbers have no kernel for a cache of 8 bits; vLLM's worker says so when it sets the backend up."""
+    sizes = {"head_dim": 48, "num_hidden_layers": 2}
+    model = written(tmp_path, "LlamaForCausalLM", "llama", **sizes)
+    exit_code, records = check(transfer(), "--model", model, "--block-size", "32", "--kv-cache-dtype", "fp8")
+    assert exit_code == 77
+    assert "FP8 KV cache requires head_size divisible by 32 on CPU" in records["refused"]["reason"]
+    assert check(transfer(), "--model", model, "--block-size", "32")[0] == 0
+
+
 @pytest.mark.parametrize("block_size", [32, 96, 160])
 def test_a_block_size_that_vllm_takes_is_taken(check: Any, model: Path, block_size: int) -> None:
     """Every multiple of what the kernel reads."""

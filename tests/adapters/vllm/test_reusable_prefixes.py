@@ -27,6 +27,8 @@ pytestmark = pytest.mark.scheduler
 TRANSFER = {**KVLEDGER_TRANSFER, "kv_connector_extra_config": {"log_dir": None, "chunk_size": 16}}
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=1, dtype=torch.int64)
 
+on_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM is not built for CPU")
+
 
 class TheirBackend(CPUAttentionBackend):
     """A plugin's, of which nobody has read whether it reads prefixes."""
@@ -94,6 +96,7 @@ def test_a_backend_that_ignores_a_prefix_beside_a_long_prompt_is_not_served(dtyp
     assert "--kv-cache-dtype" in reason
 
 
+@on_cpu
 def test_risc_v_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM turns both off there, whatever the operator says."""
     monkeypatch.setattr(type(current_platform), "get_cpu_architecture", classmethod(lambda _: CpuArchEnum.RISCV))
@@ -109,6 +112,7 @@ def test_where_results_must_not_depend_on_a_prefix_none_is_loaded(monkeypatch: p
     assert "TRITON_MLA" in reason
 
 
+@on_cpu
 def test_a_scheduler_that_has_not_built_the_model_knows_the_backend_of_this_cpu(tmp_path: Path) -> None:
     """With workers in other processes, among other connectors too, no request is told of a hit before they report."""
     latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -124,6 +128,7 @@ def test_a_scheduler_that_has_not_built_the_model_knows_the_backend_of_this_cpu(
     assert reasons(settings) == []
 
 
+@on_cpu
 def test_a_cpu_with_amx_is_served_though_chunked_prefill_is_switched_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
