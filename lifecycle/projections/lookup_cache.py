@@ -277,6 +277,9 @@ class LookupCache(Projection):
         cached = self.state.hits.get(ordinal)
         if cached is not None and event.first_chunk < cached.num_keys:
             del self.state.hits[ordinal]
+        counted = self._counted.get(ordinal)
+        if counted is not None and event.first_chunk < counted.num_keys:
+            del self._counted[ordinal]
 
     @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:

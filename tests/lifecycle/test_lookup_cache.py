@@ -108,6 +108,19 @@ def test_a_chunk_that_leaves_or_is_another_shortens_the_hit(event: e.Event, num_
     assert hit(driver) == truth(driver) == num_chunks
 
 
+def test_other_keys_of_the_same_number_are_counted() -> None:
+    """An embedder corrects the keys of a request that waits; the count that the contract made is of those before."""
+    driver = Driver(chunk_size=16)
+    driver.save_prefix("earlier", KEYS)
+    driver.arrive("a", 70, (*KEYS[:2], b"x", b"y"))
+    assert driver.lookup("a", 0, 70).num_hit_tokens == 32
+    ordinal = driver.record("a").ordinal
+    assert driver.projections.lookups.num_committed_chunks(ordinal) == 2
+    driver.keys("a", 2, KEYS[2:])
+    assert (driver.projections.lookups.num_committed_chunks(ordinal), hit(driver)) == (4, 4)
+    assert driver.lookup("a", 0, 70).num_hit_tokens == 64
+
+
 def test_a_reset_ends_the_hit() -> None:
     """And the answer that was pending."""
     driver = looked_up()
