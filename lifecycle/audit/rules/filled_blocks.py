@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.lives import NEVER, Life
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.marks import on
 
@@ -16,8 +19,9 @@ class LoadDstExclusive(Checker):
     computes nothing until an asynchronous load has ended.
 
     Verifies: a load's blocks are those of its tokens in the request's table, each once; no load in flight of a request
-    that still holds its blocks fills one of them; no other request's table has one of them when the load is issued; no
-    step computes tokens of a request while its asynchronous load is in flight.
+    that still holds its blocks fills one of them; no other request's table has one of them when the load is issued, and
+    no other request is given one until it has ended; no step computes tokens of a request while its asynchronous load
+    is in flight.
     Does not verify: tables of quarantined requests, of requests whose load has failed, and of groups with a window,
     whose blocks vLLM frees without a hook; that no forward in flight writes a block. A request can be preempted before
     its load is reported, and its blocks be filled for another one: then the order of the copies on the device decides,
@@ -31,10 +35,39 @@ class LoadDstExclusive(Checker):
         self._named: set[int] = set()
         """Loads in flight whose request has computed; reported once."""
 
+    @on(e.BlocksAllocated)
+    def _check_given(self, event: e.BlocksAllocated) -> None:
+        life = self.moment.life
+        if life is not None and self.jobs.filled_by:
+            # What precedes is the prefix cache's, where a load within the step may still be filling it.
+            num_shared = 0 if life.num_old == NEVER else life.num_old
+            self._check_filling(life, event.block_ids[num_shared:])
+            self._check_filling(life, event.block_ids[:num_shared], is_shared=True)
+
+    def _check_filling(self, life: Life, block_ids: Iterable[int], *, is_shared: bool = False) -> None:
+        """Name blocks that a request is given while a load of another one, which still has them, fills them."""
+        filled_by = self.jobs.filled_by
+        given: dict[int, int] = {}
+        for block_id in block_ids:
+            if block_id in filled_by:
+                given.setdefault(filled_by[block_id], block_id)
+        for job_id, block_id in given.items() if not life.quarantined else ():
+            job = self.jobs.get(job_id)
+            if job is None or job.ordinal == life.ordinal or job.lost_at or (is_shared and not job.is_async):
+                continue
+            holder = self.lives.of(job.ordinal)
+            if holder is not None and holder.generation == job.generation and not holder.quarantined:
+                detail = f"it is given block {block_id}, which load {job_id} of {holder.request_id!r} is still filling"
+                self.broken(detail, job.sequence, request_id=life.request_id)
+
     @on(e.StepScheduled)
     def _check_step(self, event: e.StepScheduled) -> None:
         if not self.jobs.loads:
             return
+        for ordinal, block_ids in event.extended:
+            extended = self.lives.of(ordinal)
+            if extended is not None:
+                self._check_filling(extended, block_ids)
         self._named &= self.jobs.loads
         for ordinal, _, num_scheduled_tokens, _ in event.advanced:
             life = self.lives.of(ordinal) if self.jobs.owes(ordinal) else None

@@ -432,6 +432,57 @@ def test_a_load_into_a_block_that_another_request_holds_is_named(shared: int, *,
     assert f"fills block {shared}, which 'running' holds" in violation.detail
 
 
+def loading(*, is_async: bool = True) -> Driver:
+    """A load fills blocks 0 to 3 of request `loads`, and nobody has reported it."""
+    driver = Driver(chunk_size=16, async_load_tokens=0 if is_async else None)
+    driver.save_prefix("first", keys_of("document", 4))
+    driver.admit("loads", keys_of("document", 4), 65, range(5), num_external=64)
+    return driver
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("how", ["allocated", "extended"])
+def test_a_block_that_a_load_fills_for_another_request_is_not_given(how: str, *, is_async: bool) -> None:
+    """The same as a load into a block that another one holds, in the other order: the log was sound."""
+    driver = loading(is_async=is_async)
+    driver.start("running", keys_of("other", 2), 40, (2 if how == "allocated" else 7, 8, 9))
+    driver.step(("running", 40, 1, 41), extended=[("running", (2,))] if how == "extended" else [])
+    (violation,) = driver.audited().violations
+    assert violation.rule == "LOAD_DST_EXCLUSIVE"
+    assert violation.request_id == "running"
+    assert violation.detail == "it is given block 2, which load 2 of 'loads' is still filling"
+
+
+def test_a_block_that_an_asynchronous_load_fills_is_not_shared() -> None:
+    """VLLM caches what such a load brings once it has ended; what is loaded within the step it caches at once."""
+    for is_async in (False, True):
+        driver = loading(is_async=is_async)
+        driver.start("shares", keys_of("document", 4), 65, (0, 1, 2, 3, 9), num_computed=64)
+        assert broken_rules(driver) == ({"LOAD_DST_EXCLUSIVE"} if is_async else set())
+
+
+@pytest.mark.parametrize("how", ["preempted", "ended", "reported", "failed"])
+def test_blocks_may_be_given_when_their_load_or_its_request_is_over(how: str) -> None:
+    """Then nobody waits for what it brings."""
+    driver = loading()
+    load = driver.all_of(e.LoadIssued)[-1].job_id
+    if how == "preempted":
+        driver.preempt("loads", 0)
+    elif how == "ended":
+        driver.finish("loads", 0, 65)
+    else:
+        driver.report(load, ok=how == "reported")
+    if how == "reported":
+        driver.step(("loads", 64, 1, 65))
+        driver.finish("loads", 64, 66)
+    if how == "failed":
+        driver.observe(e.LoadErrorsObserved(tuple(range(4)), 10**9))
+        driver.roll_back("loads", 0)
+    driver.step()
+    driver.start("running", keys_of("other", 2), 40, (2, 8, 9))
+    assert "LOAD_DST_EXCLUSIVE" not in broken_rules(driver)
+
+
 def test_a_load_behind_shared_blocks_is_sound() -> None:
     """Blocks of vLLM's prefix cache have several holders; the load fills others, also those that somebody let go."""
     driver = Driver()
