@@ -21,10 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvledger.adapters import vllm_plugin
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.description import described
+from kvledger.adapters.recorder.ends import WorkerEnds
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.forwarding import forwards_everything
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.page_digests import AskedPages, RecordedPages, taken_out
+from kvledger.adapters.recorder.page_digests import enveloped as enveloped_reports
 from kvledger.adapters.recorder.page_digests import opened as opened_pages
 from kvledger.adapters.recorder.recording import Recording
 from kvledger.adapters.recorder.settings import RecorderSettings
@@ -100,11 +102,14 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         """None in the scheduler's process, and where logs are kept in memory, where a worker's could not be read."""
         self.digests: RecordedPages | None = None
         """Makes digests on a worker; None where the configuration asks for none."""
+        self.ends: WorkerEnds | None = None
+        """Who reports which ends on a worker; None in the scheduler's process."""
         groups = describe_groups(vllm_config, kv_cache_config)
         configuration = _configuration(kv_cache_config, groups)
         if role is KVConnectorRole.SCHEDULER:
             self.recording = self._begin(vllm_config, kv_cache_config, settings, groups, configuration)
             return
+        self.ends = WorkerEnds(self.wrapped, vllm_config.parallel_config.rank, is_child())
         if settings.digest_share and not groups.declined:
             self.digests = RecordedPages(vllm_config.parallel_config.rank, kv_cache_config.num_blocks)
         if settings.log_dir is not None:
@@ -252,15 +257,19 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         results = self._on_worker("get_transfer_results", finished_req_ids)
         if self.digests is not None:
             self.digests.received(results.finished_recving or (), results.failed_recving or ())
+        if self.ends is not None:
+            self.ends.reported(results)
         return results
 
     def build_connector_worker_meta(self) -> Any:
-        """With the digests, where there are any."""
+        """With the digests and with who reported which ends, where there are any."""
         metadata = self._on_worker("build_connector_worker_meta")
-        if self.digests is None:
+        if self.digests is None and (self.ends is None or not self.ends.is_collecting):
             return metadata
-        self.digests.reported(metadata)
-        return self.digests.enveloped(metadata)
+        if self.digests is not None:
+            self.digests.reported(metadata)
+        found = () if self.digests is None else self.digests.taken()
+        return enveloped_reports(metadata, found, () if self.ends is None else self.ends.take())
 
     # --- scheduler ---------------------------------------------------------------------------------
 
@@ -298,6 +307,8 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were given."""
         self._recorded.allocated(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self._recorded.load_chosen(request, self.wrapped)
         self._called("update_state_after_alloc", request, request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -310,8 +321,8 @@ class KVLedgerRecorder(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers report."""
-        digests = taken_out(connector_output)
-        self._recorded.workers_report(connector_output, digests)
+        digests, ends = taken_out(connector_output)
+        self._recorded.workers_report(connector_output, digests, ends)
         _, duration_ns = self._timed("update_connector_output", None, connector_output)
         self._recorded.reported_to_vllm(connector_output, duration_ns)
 

@@ -64,6 +64,8 @@ class RecordedReports(KVConnectorWorkerMetadata):
 
     wrapped: KVConnectorWorkerMetadata | None
     digested: tuple[FoundDigests, ...]
+    ends: tuple[payloads.ReportedBy, ...] = ()
+    """Who has reported which ends; see `ends.py`."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RecordedReports:
         """Both ranks'; the wrapped connector's are put together as it does."""
@@ -71,10 +73,11 @@ class RecordedReports(KVConnectorWorkerMetadata):
             return self
         both = [each.wrapped for each in (self, other) if each.wrapped is not None]
         wrapped = both[0].aggregate(both[1]) if len(both) > 1 else next(iter(both), None)
-        return RecordedReports(wrapped, self.digested + other.digested)
+        return RecordedReports(wrapped, self.digested + other.digested, self.ends + other.ends)
 
 
 _NOTHING: tuple[FoundDigests, ...] = ()
+_Opened = tuple[tuple[FoundDigests, ...], tuple[payloads.ReportedBy, ...]]
 
 
 class RecordedPages:
@@ -125,13 +128,9 @@ class RecordedPages:
         jobs = {job for job, _ in decoders.completed(worker_metadata)} if self._loading else ()
         self._ended(lambda copied: copied.job in jobs, ())
 
-    def enveloped(self, worker_metadata: KVConnectorWorkerMetadata | None) -> RecordedReports | None:
-        """The wrapped connector's metadata, and what was found since the last call."""
-        found = self._taken()
-        return None if worker_metadata is None and not found else RecordedReports(worker_metadata, found)
-
     @guarded(default=_NOTHING)
-    def _taken(self) -> tuple[FoundDigests, ...]:
+    def taken(self) -> tuple[FoundDigests, ...]:
+        """What was found since the last call."""
         found, self._found = self._found, []
         return tuple(FoundDigests(copied, self._rank, tuple(digests.tolist())) for copied, digests in found)
 
@@ -151,10 +150,19 @@ def opened(metadata: KVConnectorMetadata) -> KVConnectorMetadata:
     return metadata.wrapped if isinstance(metadata, AskedPages) else metadata
 
 
-def taken_out(output: Any) -> tuple[FoundDigests, ...]:
-    """The digests in what the workers report, which then is what the wrapped connector's own workers said."""
+def enveloped(
+    worker_metadata: KVConnectorWorkerMetadata | None,
+    found: tuple[FoundDigests, ...],
+    ends: tuple[payloads.ReportedBy, ...],
+) -> RecordedReports | None:
+    """The wrapped connector's metadata, with what was found since the last call."""
+    return RecordedReports(worker_metadata, found, ends) if worker_metadata is not None or found or ends else None
+
+
+def taken_out(output: Any) -> _Opened:
+    """Digests and ends in what the workers report, which then is what the wrapped connector's own workers said."""
     reports = getattr(output, "kv_connector_worker_meta", None)
     if not isinstance(reports, RecordedReports):
-        return ()
+        return (), ()
     output.kv_connector_worker_meta = reports.wrapped
-    return reports.digested
+    return reports.digested, reports.ends

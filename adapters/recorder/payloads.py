@@ -103,6 +103,35 @@ class ReportedToVLLM(WorkersReported, frozen=True, omit_defaults=True):
     """The same after the hook, which may have changed it: what vLLM acts upon. Not written where nothing is in it."""
 
 
+OWN = -1
+"""In the place of a child: the recorded connector itself."""
+
+
+class ReportedBy(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which connector's worker reported ends: the recorded one's, or a child's of a recorded `MultiConnector`.
+
+    Written if there are siblings, whose reports vLLM does not tell apart; request ids.
+    """
+
+    child: int
+    """Place among the children; `OWN`: the recorded connector's own report."""
+    connector: str
+    """Its class."""
+    rank: int
+    finished_sending: tuple[str, ...] = ()
+    finished_recving: tuple[str, ...] = ()
+    failed_recving: tuple[str, ...] = ()
+
+
+class LoadChosen(msgspec.Struct, frozen=True):
+    """Whose answer a recorded `MultiConnector` has taken for a request that is given blocks to load into."""
+
+    child: int
+    """Place among the children."""
+    connector: str
+    """Its class."""
+
+
 class Sent(msgspec.Struct, frozen=True):
     """No copy reads the blocks of the ended request any more; vLLM frees them."""
 
@@ -183,6 +212,8 @@ class RecorderEvents(Extension):
         "workers_reported": WorkersReported,
         "reported_to_vllm": ReportedToVLLM,
         "sent": Sent,
+        "reported_by": ReportedBy,
+        "load_chosen": LoadChosen,
         "transferred": Transferred,
         "transferred_for": TransferredFor,
         "transfers_ended": TransfersEnded,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import msgspec
 
 from kvledger.adapters.recorder import decoders, payloads
+from kvledger.adapters.recorder.ends import children_of, name_of
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.transfers import Transfers
 from kvledger.adapters.vllm import versions
@@ -172,6 +173,14 @@ class Recording:
         self._transfers.given(request.request_id, block_ids)
 
     @_records
+    def load_chosen(self, request: Request, connector: object) -> None:
+        """Blocks were given to load into: which child of a `MultiConnector` loads."""
+        children = children_of(connector)
+        chosen = getattr(connector, "_requests_to_connector", {}).get(request.request_id) if children else None
+        if chosen is not None and self._tracker.get(request.request_id) is not None:
+            self.log.note(payloads.LoadChosen(chosen, name_of(children[chosen])), request.request_id)
+
+    @_records
     def finished(self, request: Request) -> None:
         """The request ends."""
         record = self._tracker.get(request.request_id)
@@ -225,7 +234,9 @@ class Recording:
             self._loads_of_steps.append(within)
 
     @_records
-    def workers_report(self, output: KVConnectorOutput, digests: Iterable[FoundDigests]) -> None:
+    def workers_report(
+        self, output: KVConnectorOutput, digests: Iterable[FoundDigests], ends: Iterable[payloads.ReportedBy] = ()
+    ) -> None:
         """What the workers report, before the wrapped connector has it."""
         invalid_block_ids = set(output.invalid_block_ids or ())
         for found in digests:
@@ -233,6 +244,8 @@ class Recording:
         metadata = output.kv_connector_worker_meta
         reported = _ends(payloads.WorkersReported, output)
         self.log.note(msgspec.structs.replace(reported, unread=decoders.unread(metadata)))
+        for reported_by in ends:
+            self.log.note(reported_by)
         self._transfers.reported(metadata)
 
     @_records

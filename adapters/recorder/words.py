@@ -50,6 +50,8 @@ _WORDS: Mapping[type[msgspec.Struct], Callable[[Any], str]] = MappingProxyType(
         payloads.TransfersEnded: lambda ended: f"the workers have done {', '.join(ended.jobs)}",
         payloads.TransfersAwaited: lambda awaited: f"the workers finish {', '.join(awaited.jobs)} before this step",
         payloads.WorkersReported: lambda ends: _ends("the workers report: ", ends),
+        payloads.ReportedBy: lambda ends: _ends(f"worker {ends.rank} of {ends.connector} reports: ", ends),
+        payloads.LoadChosen: lambda chosen: f"{chosen.connector} loads",
         payloads.ReportedToVLLM: lambda ends: _ends("reported to vLLM: ", ends),
     }
 )

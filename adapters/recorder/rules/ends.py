@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kvledger.adapters.recorder import payloads
 from kvledger.lifecycle import events as e
@@ -42,9 +42,11 @@ class CompletionOnce(RuleOfEnds):
 
     Verifies: each id in `finished_recving` and `failed_recving` is of a request that waits for a load, each in
     `finished_sending` of one whose blocks are kept; each of them once. A load that is reported of a request that has
-    ended frees its blocks, also those that were to be kept: nobody may name it after that.
-    Does not verify: ids of nobody who was ever owed anything, where the recorder stands in a `MultiConnector` or the
-    log does not begin at its beginning: they may be owed by others; that an end comes (LIVENESS).
+    ended frees its blocks, also those that were to be kept: nobody may name it after that. Under a `MultiConnector`:
+    the recorded child's own workers report only what it owes; if the `MultiConnector` is recorded, no child reports a
+    load that another one was chosen for.
+    Does not verify: ends that were owed where the log does not begin at its beginning; which child of a recorded
+    `MultiConnector` keeps blocks; that an end comes (LIVENESS).
     """
 
     rule = "COMPLETION_ONCE"
@@ -54,10 +56,17 @@ class CompletionOnce(RuleOfEnds):
         self._ended: dict[tuple[str, bool], int] = {}
         """(request id, whether it was kept) -> event by which vLLM had it, until the id arrives again."""
         self._is_alone = True
+        self._is_from_beginning = True
+        self._chosen: dict[str, payloads.LoadChosen] = {}
+        """Request id → child of a recorded `MultiConnector` that loads for it."""
+        self._named: set[tuple[str, bool, int]] = set()
+        """(request id, whether of kept blocks, child) of ends that are not owed; reported once in a life."""
+        self._reporters: dict[tuple[str, bool], dict[str, None]] = {}
+        """(request id, whether of kept blocks) → classes of the children that have reported it in this output."""
 
     def begin(self, _start: Start) -> None:
         """What is owed from before is not known."""
-        self._is_alone = False
+        self._is_alone = self._is_from_beginning = False
 
     @on(e.LogNote)
     def _noted(self, event: e.LogNote) -> None:
@@ -68,11 +77,44 @@ class CompletionOnce(RuleOfEnds):
     def _arrived(self, event: e.RequestArrived) -> None:
         for was_kept in (False, True):
             self._ended.pop((event.request_id, was_kept), None)
+        self._chosen.pop(event.request_id, None)
+        self._named = {named for named in self._named if named[0] != event.request_id} if self._named else self._named
 
     @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated) -> None:
         if not self._is_alone:  # another child may load into them
             self._ended.pop((event.request_id, False), None)
+
+    @on(payloads.LoadChosen)
+    def _load_chosen(self, chosen: payloads.LoadChosen) -> None:
+        if self.moment.life is not None:
+            self._chosen[self.moment.life.request_id] = chosen
+
+    @on(payloads.WorkersReported)
+    def _output_begins(self, _ends: payloads.WorkersReported) -> None:
+        self._reporters.clear()
+
+    @on(payloads.ReportedBy)
+    def _reported_by(self, ends: payloads.ReportedBy) -> None:
+        received = dict.fromkeys((*ends.finished_recving, *ends.failed_recving))
+        for ids, owed, was_kept in ((received, self.waiting, False), (ends.finished_sending, self.kept, True)):
+            for request_id in ids:
+                self._reporters.setdefault((request_id, was_kept), {})[ends.connector] = None
+                what = self._breach_of(request_id, ends, owed, was_kept=was_kept)
+                if what and (request_id, was_kept, ends.child) not in self._named:
+                    self._named.add((request_id, was_kept, ends.child))
+                    of = "blocks that are kept" if was_kept else "an asynchronous load"
+                    detail = f"{ends.connector} reports an end of {of} of {request_id!r}, {what}"
+                    self.broken(detail, owed.get(request_id, (0, 0))[0], request_id=request_id)
+
+    def _breach_of(
+        self, request_id: str, ends: payloads.ReportedBy, owed: Mapping[str, tuple[int, int]], *, was_kept: bool
+    ) -> str:
+        if ends.child == payloads.OWN:
+            is_owed = request_id in owed or (request_id, was_kept) in self._ended or not self._is_from_beginning
+            return "" if is_owed else "which it does not owe"
+        chosen = None if was_kept or request_id not in owed else self._chosen.get(request_id)
+        return "" if chosen is None or chosen.child == ends.child else f"which {chosen.connector} loads"
 
     @on(payloads.ReportedToVLLM)
     def _reported(self, ends: payloads.ReportedToVLLM) -> None:
@@ -93,7 +135,8 @@ class CompletionOnce(RuleOfEnds):
                     self._ended[request_id, was_kept] = self.moment.sequence
                 elif before or self._is_alone:
                     again = "a second time" if before else "who is owed none"
-                    detail = f"vLLM gets an end of {what} of {request_id!r}, {again}"
+                    who = ", ".join(self._reporters.get((request_id, was_kept), ()))
+                    detail = f"vLLM gets an end of {what} of {request_id!r}, {again}{f', from {who}' if who else ''}"
                     self.broken(detail, before, request_id=request_id)
 
 

@@ -204,9 +204,9 @@ def test_what_nixl_receives_is_digested_when_its_worker_reports_it(record: Recor
     worker = engine.worker.digests
     worker.step_begins(metadata)
     worker.step_has_computed()
-    assert worker.enveloped(None) is None
+    assert worker.taken() == ()
     worker.received({"a"}, ())
-    (found,) = worker.enveloped(None).digested
+    (found,) = worker.taken()
     assert (found.pages, len(found.digests)) == (pages, 2)
 
 
