@@ -188,19 +188,28 @@ class ConnectorUnderTest(SchedulerHalf):
     def _commit(self) -> None:
         self.connector.scheduler_side.journal.commit()
 
+    def note_reset(self) -> None:
+        """VLLM has reset its prefix cache, which the next hook notices."""
+        self.connector.scheduler_side.prefix_cache.note_reset()
+
     def update_connector_output(
         self,
         reports: Iterable[e.TransferReported] = (),
         load_errors: Iterable[int] = (),
         reported: Iterable[int] = (),
     ) -> None:
-        """What the workers report; and the ended requests, by ordinal, whose end they report to vLLM."""
-        ended = self.connector.scheduler_side.journal.obligations.state.to_report
-        finished = {ended[ordinal] for ordinal in reported if ordinal in ended}
+        """What the workers report; and the requests, by ordinal, whose end they report to vLLM."""
+        to_report = self.connector.scheduler_side.journal.obligations.state.to_report
+        finished = {to_report[ordinal] for ordinal in reported if ordinal in to_report}
+        received = finished & self.requests.keys()  # their load failed; of the others nothing is read any more
+        for request_id in received:
+            self.requests[request_id].status = RequestStatus.WAITING_FOR_REMOTE_KVS
         of_ranks: list[JobReport] = [of_rank for report in reports for of_rank in vllm_objects.job_reports(report)]
         self.connector.update_connector_output(
-            vllm_objects.connector_output(tuple(of_ranks), set(load_errors), finished)
+            vllm_objects.connector_output(tuple(of_ranks), set(load_errors), finished - received, received)
         )
+        for request_id in received:
+            self.requests[request_id].status = RequestStatus.WAITING
 
 
 class WrappedUnderTest(SchedulerHalf):

@@ -198,6 +198,8 @@ class LedgerRun(HookRun):
         super().__init__(recording, connector, is_async=is_async)
 
     def _calls_hook(self, make: Callable[[HookCall, Any], object], call: HookCall) -> bool:
+        if call.noticed(e.PrefixCacheReset):
+            self._ours.note_reset()
         self._ours.is_log_written = not any(could_not_be_written(event) for _, event in call.observed)
         make(call, call.main)
         self._ours.is_log_written = True

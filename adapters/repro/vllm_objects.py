@@ -84,11 +84,12 @@ def job_reports(report: e.TransferReported) -> list[JobReport]:
 
 
 def connector_output(
-    reports: tuple[JobReport, ...], load_errors: set[int], finished_sending: set[str]
+    reports: tuple[JobReport, ...], load_errors: set[int], finished_sending: set[str], finished_recving: set[str]
 ) -> KVConnectorOutput:
     """What comes back of a step."""
     return KVConnectorOutput(
         finished_sending=finished_sending or None,
+        finished_recving=finished_recving or None,
         invalid_block_ids=load_errors,
         kv_connector_worker_meta=WorkerReports(reports) if reports else None,
     )

@@ -29,6 +29,7 @@ class PrefixCache:
         self._manager: KVCacheManager | None = None
         self._hashes: list[object] = []
         """What vLLM finds blocks by; a reset replaces it."""
+        self._is_noted = False
 
     def bind(self, manager: KVCacheManager) -> None:
         """Called once, when the scheduler has made it."""
@@ -37,12 +38,19 @@ class PrefixCache:
 
     def take_reset(self) -> bool:
         """Whether vLLM has reset its prefix cache since the last call. vLLM calls no hook then."""
+        if self._is_noted:
+            self._is_noted = False
+            return True
         if self._manager is None:
             return False
         hashes = versions.prefix_hashes(self._manager)
         is_reset = len(hashes) != len(self._hashes) or any(map(is_not, hashes, self._hashes))
         self._hashes = hashes
         return is_reset
+
+    def note_reset(self) -> None:
+        """Let the next `take_reset` return True. For a rerun of a log, which has no block manager."""
+        self._is_noted = True
 
     def evict(self, block_ids: AbstractSet[int]) -> None:
         """Let nobody hit these blocks. Whoever holds them keeps them; one that has no hash is left as it is."""
