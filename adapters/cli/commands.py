@@ -10,10 +10,11 @@ from types import MappingProxyType
 
 import attrs
 
-from kvledger.adapters.exit_codes import ExitCode
+from kvledger.adapters.exit_codes import VERDICTS, ExitCode
 
 _UNREADABLE = "it cannot be read: damaged all through, forbidden, or written by a newer kvledger"
 _DAMAGED_TOO = "shown, also of a log that is damaged: stderr says so, `kvledger verify` judges"
+_NOTHING = "nothing could be checked: no event is selected, or what came before is missing and no snapshot is there"
 
 
 @attrs.frozen
@@ -38,6 +39,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             {
                 ExitCode.SOUND: "listed, also where one is damaged",
                 ExitCode.DAMAGED: "one of them cannot be read at all",
+                ExitCode.NOTHING_CHECKED: "one holds no event, or has lost its beginning and has no snapshot",
             },
             {
                 "the newest first": "kvledger ls logs",
@@ -47,13 +49,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         ),
         "verify": Command(
             "check a log in every way",
-            {
-                ExitCode.SOUND: "sound, as far as the log goes",
-                ExitCode.RULE_BROKEN: "a rule is broken",
-                ExitCode.DAMAGED: "damaged, unreadable, or written by a newer kvledger",
-                ExitCode.DIVERGED: "today's code decides otherwise than the log, or cannot fold it",
-                ExitCode.END_MISSING: "what is there is sound, and events are known to be missing at its end",
-            },
+            {code: VERDICTS[code] for code in sorted(VERDICTS)},
             {
                 "every log of a log_dir": "kvledger verify logs",
                 "the verdict on the last start, for a script": "kvledger verify logs --newest --json | tail -n 1",
@@ -62,7 +58,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         ),
         "show": Command(
             "show a log, or the timeline of a request",
-            {ExitCode.SOUND: _DAMAGED_TOO, ExitCode.DAMAGED: _UNREADABLE},
+            {ExitCode.SOUND: _DAMAGED_TOO, ExitCode.DAMAGED: _UNREADABLE, ExitCode.NOTHING_CHECKED: _NOTHING},
             {
                 "what happened since the last start": "kvledger show logs --newest",
                 "the life of one request": "kvledger show logs chat-17",
@@ -74,10 +70,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 ExitCode.SOUND: _DAMAGED_TOO,
                 ExitCode.DAMAGED: _UNREADABLE,
                 ExitCode.DIVERGED: "the reasons do not add up, which is a mistake in kvledger",
+                ExitCode.NOTHING_CHECKED: _NOTHING,
             },
             {
                 "why one request waited and computed again": "kvledger why logs chat-17",
-                "its causes from event 40 on, for a program": "kvledger why logs chat-17 --since 40 --json",
+                "its causes from event 10 on, for a program": "kvledger why logs chat-17 --since 10 --json",
             },
         ),
         "stats": Command(
@@ -86,6 +83,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 ExitCode.SOUND: _DAMAGED_TOO,
                 ExitCode.DAMAGED: _UNREADABLE,
                 ExitCode.DIVERGED: "the reasons do not add up, which is a mistake in kvledger",
+                ExitCode.NOTHING_CHECKED: _NOTHING,
             },
             {
                 "each log, and all together": "kvledger stats logs",
@@ -98,6 +96,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 ExitCode.SOUND: "today's code decides as the log does; with --diff: the same events",
                 ExitCode.DAMAGED: "damaged or unreadable",
                 ExitCode.DIVERGED: "a decision differs, or an event cannot be folded; with --diff: an event differs",
+                ExitCode.NOTHING_CHECKED: _NOTHING,
             },
             {
                 "a request as it stood at event 42": "kvledger replay logs/2026-01-05 chat-17 --until 42",
@@ -109,6 +108,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             {
                 ExitCode.SOUND: "written, also of a log that is damaged",
                 ExitCode.DAMAGED: _UNREADABLE,
+                ExitCode.NOTHING_CHECKED: f"written, but of one log {_NOTHING}",
                 ExitCode.TRY_AGAIN: "--otlp: the endpoint cannot be reached, or takes nothing now",
                 ExitCode.REFUSED: "--otlp: the endpoint refused the spans, or some of them",
             },
@@ -146,6 +146,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 ExitCode.SOUND: "written, and the test does what it should: it fails, and with --pin it passes",
                 ExitCode.DAMAGED: _UNREADABLE,
                 ExitCode.DIVERGED: "written, and the test does the opposite here",
+                ExitCode.NOTHING_CHECKED: "the log holds no event, or its beginning is missing",
                 ExitCode.NOT_VERIFIED: "written, and the test could not be run here",
                 ExitCode.USAGE: "wrong usage, or the log has no incident: --pin writes what it has",
             },
@@ -156,7 +157,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         ),
         "conformance": Command(
             "hold a connector of vLLM's against what vLLM relies on",
-            {ExitCode.SOUND: "no obligation is broken", ExitCode.RULE_BROKEN: "one is, or a rule that none names"},
+            {
+                ExitCode.SOUND: "no obligation is broken",
+                ExitCode.RULE_BROKEN: "one is, or a rule that none names",
+                ExitCode.NOTHING_CHECKED: "nothing could be checked: no run gave occasion to judge an obligation",
+            },
             {
                 "a connector that vLLM registers": "kvledger conformance OffloadingConnector --seeds 5",
                 "one world again": 'kvledger conformance connector:Mine --only "world 17"',
@@ -177,7 +182,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         ),
         "snapshot": Command(
             "write the snapshots that a log lacks",
-            {ExitCode.SOUND: "they are written, or none was missing", ExitCode.DAMAGED: "damaged or unreadable"},
+            {
+                ExitCode.SOUND: "they are written, or none was missing",
+                ExitCode.DAMAGED: "damaged or unreadable",
+                ExitCode.NOTHING_CHECKED: "the log has lost its beginning and has no snapshot to begin with",
+            },
             {
                 "before its oldest segments go": "kvledger snapshot logs/2026-01-05",
                 "of a log with handlers of its own": "kvledger snapshot logs/2026-01-05 --handlers handlers:Mine",

@@ -11,6 +11,7 @@ import logging
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,8 +108,7 @@ def _examine(arguments: argparse.Namespace, output: Output) -> ExitCode:
             output.record("unassigned", failed)
         else:
             output.field("unassigned", f"{failed['check']} in {failed['run']}: {failed['detail']}", "red")
-    is_broken = bool(unassigned) or any(finding.broken_in for finding in findings)
-    exit_code = ExitCode.RULE_BROKEN if is_broken else ExitCode.SOUND
+    exit_code = _exit_code(findings, is_broken=bool(unassigned))
     counts = {word: sum(finding.verdict == word for finding in findings) for word in _STYLES}
     if output.is_json:
         keys = {f"num_{word.replace(' ', '_')}": number for word, number in counts.items()}
@@ -116,8 +116,16 @@ def _examine(arguments: argparse.Namespace, output: Output) -> ExitCode:
         output.record("conformance", {**verdict, **keys})
     else:
         summary = ", ".join(f"{number} {word}" for word, number in counts.items())
-        output.field("verdict", summary, "bold red" if is_broken else "bold green")
+        summary = f"nothing could be checked: {summary}" if exit_code is ExitCode.NOTHING_CHECKED else summary
+        output.field("verdict", summary, "bold green" if exit_code is ExitCode.SOUND else "bold red")
     return exit_code
+
+
+def _exit_code(findings: Sequence[Finding], *, is_broken: bool) -> ExitCode:
+    if is_broken or any(finding.broken_in for finding in findings):
+        return ExitCode.RULE_BROKEN
+    is_judged = any(finding.verdict == "kept" for finding in findings)
+    return ExitCode.SOUND if is_judged else ExitCode.NOTHING_CHECKED
 
 
 def _failed(outcome: Outcome, failure: Failure) -> dict[str, object]:

@@ -14,6 +14,7 @@ from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.logs.amounts import plural
+from kvledger.adapters.logs.coverage import checked
 from kvledger.adapters.logs.describe import event_fields, event_text, plain
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
@@ -45,11 +46,23 @@ def compare(log: StoredLog, other: StoredLog, selection: Selection, output: Outp
     for read in (log, other):
         for damage in read.damage:
             output.remark(f"{read.path}: {damage}")
+    exit_code = ExitCode.DAMAGED if log.damage or other.damage else ExitCode.SOUND
+    if not last:
+        return exit_code or _nothing(log, other, selection, output)
     if output.is_json:
         output.record("equal", {"num_events": last, "path": str(log.path), "other_path": str(other.path)})
     else:
         output.line(f"{plural(last, 'event')} equal, but for times", "green")
-    return ExitCode.DAMAGED if log.damage or other.damage else ExitCode.SOUND
+    return exit_code
+
+
+def _nothing(log: StoredLog, other: StoredLog, selection: Selection, output: Output) -> ExitCode:
+    """Of two logs of which none has an event that can be compared."""
+    for read in (log, other):
+        reason = checked(read, selection, None, is_present=True).why_nothing
+        if reason:
+            output.nothing(read.path, f"{read.path}: nothing could be compared: {reason}")
+    return ExitCode.NOTHING_CHECKED
 
 
 def _compare_configurations(log: StoredLog, other: StoredLog, output: Output) -> None:

@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from kvledger.adapters.cli.export_otlp import export_spans
+from kvledger.adapters.cli.export_otlp import coverage_of_all, export_spans
 from kvledger.adapters.cli.finding import selected
 from kvledger.adapters.cli.options import add_handlers
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.streams import OutputFailed
 from kvledger.adapters.cli.target import open_target
-from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode, gravest
 from kvledger.adapters.export.perfetto import EngineTrace, TraceFile
 from kvledger.adapters.export.reading import read_trace
 from kvledger.adapters.export.tables import COLUMNS, EVENTS, Tables, WriteRow
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         raise CommandFailed("--json lists what was written, so name a file with -o")
     logs = list(_readable(selected(arguments, output), output))
     if not logs:
-        raise CommandFailed("no log could be read: see above", ExitCode.DAMAGED)
+        raise CommandFailed("no log could be read: see above", gravest(output.failures) or ExitCode.DAMAGED)
     if arguments.csv == _ALL_TABLES:
         paths = _export_all_tables(logs, path, output, overwrite=arguments.force)
     else:
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
             output.record("export", {"path": str(written), "num_bytes": num_bytes, "num_logs": len(logs)})
         else:
             output.remark(f"wrote {written}, {size(num_bytes)}, of {plural(len(logs), 'log')}")
-    return ExitCode.SOUND
+    return coverage_of_all(logs, output)
 
 
 def _readable(logs: Iterable[tuple[StoredLog, Selection]], output: Output) -> Iterator[tuple[StoredLog, Selection]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvledger.adapters.cli.finding import selected
+from kvledger.adapters.cli.finding import lives_in, selected
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.target import open_target
-from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode, gravest
 from kvledger.adapters.export.reading import read_trace
 from kvledger.adapters.export.request_sums import RequestSums
 from kvledger.adapters.logs.amounts import plural
@@ -52,7 +53,15 @@ def export_spans(arguments: argparse.Namespace, output: Output) -> ExitCode:
     elif path is not None:
         verb = "sent to" if target.is_endpoint else "wrote"
         output.remark(f"{verb} {target.name}: {plural(num_spans, 'span')} of {plural(len(logs), 'log')}")
-    return ExitCode.REFUSED if target.num_rejected else ExitCode.SOUND
+    code = coverage_of_all(logs, output)
+    return ExitCode.REFUSED if target.num_rejected else code
+
+
+def coverage_of_all(logs: Sequence[tuple[StoredLog, Selection]], output: Output) -> ExitCode:
+    """Name each exported log of which nothing is known in the selected part; returns the gravest exit code."""
+    return gravest(
+        output.coverage_of(log, selection, is_found=lives_in(log, selection, output)) for log, selection in logs
+    )
 
 
 def _export(log: StoredLog, selection: Selection, target: SpanTarget, output: Output) -> int:

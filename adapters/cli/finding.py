@@ -12,6 +12,7 @@ from kvledger.adapters.cli.fitting import CUT
 from kvledger.adapters.cli.options import chosen_core, selection_of
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import CommandFailed
+from kvledger.adapters.logs.coverage import RequestPresence
 from kvledger.adapters.logs.index import index_for
 from kvledger.adapters.logs.log import StoredLog, open_log
 from kvledger.adapters.logs.selection import Selection
@@ -35,6 +36,23 @@ def selected(arguments: argparse.Namespace, output: Output) -> Iterator[tuple[St
         with output.apart_from_others(path):
             log = opened_log(path, arguments, core)
             yield log, selection_of(arguments, log, output)
+
+
+def lives_in(log: StoredLog, selection: Selection, output: Output) -> bool:
+    """Whether the selected request lived in the selected part of the log; True if none is selected."""
+    if selection.request_id is None:
+        return True
+    index = index_for(log, output, selection.request_id)
+    if index is not None:
+        with contextlib.closing(index):
+            return any(
+                span.last_sequence >= selection.first_sequence and not selection.is_over(span.first_sequence)
+                for span in index.spans(selection.request_id)
+            )
+    presence = RequestPresence(selection)
+    for batch in log.batches(selection.last_sequence):
+        presence.take(batch.numbered())
+    return presence.is_found
 
 
 def selected_one(arguments: argparse.Namespace, output: Output) -> tuple[StoredLog, Selection]:

@@ -38,7 +38,7 @@ def show_following(log: StoredLog, selection: Selection, output: Output) -> Exit
         output.flush()
     log.look_at_end()
     show_ending(output, log, feed.num_open_requests)
-    return ExitCode.SOUND
+    return output.coverage_of(log, selection)
 
 
 def _show_under_way(output: Output, log: StoredLog, call: UnderWay, clock: Clock) -> None:

@@ -9,7 +9,7 @@ import attrs
 
 from kvledger.adapters.cli.default_log import LogArgument
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.exit_codes import ExitCode
+from kvledger.adapters.exit_codes import ExitCode, gravest
 from kvledger.adapters.logs.amounts import size
 from kvledger.adapters.logs.clock import iso
 from kvledger.adapters.logs.glance import Glance, glance_at
@@ -57,7 +57,15 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     for glance in glances:
         if glance.unreadable:
             output.remark(f"{glance.path}: {glance.unreadable}")
-    return ExitCode.DAMAGED if any(glance.unreadable for glance in glances) else ExitCode.SOUND
+        elif glance.nothing_checked:
+            output.remark(f"{glance.path}: nothing could be checked: {glance.nothing_checked}")
+    return gravest(map(_exit_code, glances))
+
+
+def _exit_code(glance: Glance) -> ExitCode:
+    if glance.unreadable:
+        return ExitCode.DAMAGED
+    return ExitCode.NOTHING_CHECKED if glance.nothing_checked else ExitCode.SOUND
 
 
 def _end_of(glance: Glance) -> HowEnded:
@@ -72,7 +80,8 @@ def ended(glance: Glance) -> str:
     how = _ENDS[_end_of(glance)]
     if glance.ending is not None and glance.ending.how is HowEnded.OPEN and glance.ending.detail:
         how += ", events wait for the disk"
-    return ", ".join([*(["damaged"] if glance.damage else []), *of_end, how])
+    nothing = [glance.nothing_checked] if glance.nothing_checked else []
+    return ", ".join([*nothing, *(["damaged"] if glance.damage else []), *of_end, how])
 
 
 def _row(glance: Glance) -> list[str]:

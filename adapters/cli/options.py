@@ -18,7 +18,7 @@ import attrs
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.quantities import duration_ns
 from kvledger.adapters.core import composed_core, installed_extensions
-from kvledger.adapters.exit_codes import CommandFailed
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.index import index_for
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
@@ -180,7 +180,10 @@ def selection_of(
             last = _last_until(log.events() if index is None else index.events_around(until_ns), until_ns)
     if last is not None and last < first:
         asked = " ".join(f"--{name} {value.text}" for name, value in (("since", since), ("until", until)) if value)
-        raise CommandFailed(f"{log.path}: {asked} selects no event")
+        # Where the second moment lies before the first, no log has an event between them.
+        is_reversed = since is not None and until is not None and since.kind == until.kind and until.value < since.value
+        message = f"{log.path}: {asked} selects no event"
+        raise CommandFailed(message, ExitCode.USAGE if is_reversed else ExitCode.NOTHING_CHECKED)
     return Selection(first, last, request_id)
 
 

@@ -18,10 +18,12 @@ from kvledger.adapters.cli.fitting import LEAST_PROSE, fitting
 from kvledger.adapters.cli.streams import notice_reader
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
 from kvledger.adapters.logs.clock import Clock
+from kvledger.adapters.logs.coverage import readable
 from kvledger.adapters.logs.describe import event_fields
 from kvledger.adapters.logs.ending import ending_text, under_way_text
 from kvledger.adapters.logs.facts import figures_in_words
 from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.under_way import last_under_way
 from kvledger.adapters.logs.visible import remark, visible
 from kvledger.lifecycle import Figures
@@ -91,11 +93,15 @@ class Output:
             line.rstrip()
             self._console.print(Text.assemble(Text(" " * indent) if number else before, line))
 
-    def figures(self, figures: Figures, *, has_own_copies: bool, num_deferrals: int | None = None) -> None:
-        """What the cache did, a field each."""
+    def figures(
+        self, figures: Figures, *, has_own_copies: bool, num_deferrals: int | None = None, has_requests: bool = True
+    ) -> None:
+        """What the cache did, a field each; of a log that holds no requests, a worker's, only the faults."""
         has_faults = figures.num_violations + figures.num_hook_failures > 0
         lines = figures_in_words(figures, has_own_copies=has_own_copies, num_deferrals=num_deferrals)
         for name, text in lines.items():
+            if not has_requests and name != "faults":
+                continue
             self.field(name, text, "red" if name == "faults" and has_faults else "")
 
     def table(
@@ -140,10 +146,13 @@ class Output:
         try:
             yield
         except (CommandFailed, OSError) as error:
-            is_unreadable = isinstance(error, OSError) or error.exit_code is ExitCode.DAMAGED
-            if not self.has_many_logs or not is_unreadable:
+            exit_code = ExitCode.DAMAGED if isinstance(error, OSError) else error.exit_code
+            if not self.has_many_logs or exit_code not in {ExitCode.DAMAGED, ExitCode.NOTHING_CHECKED}:
                 raise
-            self.unreadable(path, error)
+            if exit_code is ExitCode.DAMAGED:
+                self.unreadable(path, error)
+            else:
+                self.nothing(path, str(error))
 
     def unreadable(self, path: Path, error: Exception) -> None:
         """Name a log that cannot be read; it costs the exit code."""
@@ -152,6 +161,29 @@ class Output:
             self.record("unreadable", {"path": str(path), "reason": reason})
         self.remark(reason)
         self.failures.append(ExitCode.DAMAGED)
+
+    def nothing(self, path: Path, reason: str) -> None:
+        """Name a log that the command can say nothing about, and why; it costs the exit code."""
+        self._nothing(path, reason)
+        self.failures.append(ExitCode.NOTHING_CHECKED)
+
+    def _nothing(self, path: Path, reason: str) -> None:
+        if self.is_json:
+            self.record("nothing_checked", {"path": str(path), "reason": reason})
+        self.remark(reason)
+
+    def coverage_of(self, log: StoredLog, selection: Selection, *, is_found: bool = True) -> ExitCode:
+        """Say if the state in the selected part of a log that was read is not known, so that nothing can be said of it.
+
+        `is_found`: whether the selected request lived in that part. Returns the exit code.
+        """
+        reason = readable(log, selection).why_nothing
+        if not reason and not is_found:
+            reason = f"{selection.request_id} has no event in the selected part"
+        if not reason:
+            return ExitCode.SOUND
+        self._nothing(log.path, f"{log.path}: nothing could be checked: {reason}")
+        return ExitCode.DAMAGED if log.damage and not log.num_events else ExitCode.NOTHING_CHECKED
 
     def remark(self, text: str) -> None:
         """Something the reader should know that is no result; goes to stderr."""

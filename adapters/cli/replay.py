@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 
 from kvledger.adapters.cli.difference import compare
-from kvledger.adapters.cli.finding import selected_one
+from kvledger.adapters.cli.finding import lives_in, selected_one
 from kvledger.adapters.cli.options import add_handlers, add_request
 from kvledger.adapters.cli.output import Output, show_divergences
 from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.exit_codes import ExitCode
+from kvledger.adapters.logs.coverage import checked
 from kvledger.adapters.logs.log import StoredLog, open_log
+from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.sources import find_logs, one_of
 from kvledger.adapters.logs.streams import log_argument
 from kvledger.lifecycle.audit import Audit
@@ -38,6 +40,8 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     with output.progress(log, "replaying"):
         audit.run_frames(log.trusted_frames(), at=window.last_sequence)
     last = audit.last_sequence
+    if not audit.num_events:
+        return _nothing(log, window, output)
     if window.last_sequence is not None and last < window.last_sequence:
         output.remark(f"the log can be replayed up to event {last}, not to {window.last_sequence}")
     show_state(output, audit.projections, last, window.request_id)
@@ -46,7 +50,19 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     show_divergences(output, audit.judgement())
     if log.damage:
         return ExitCode.DAMAGED
-    return ExitCode.SOUND if audit.is_sound else ExitCode.DIVERGED
+    if not audit.is_sound:
+        return ExitCode.DIVERGED
+    return output.coverage_of(log, window, is_found=lives_in(log, window, output))
+
+
+def _nothing(log: StoredLog, window: Selection, output: Output) -> ExitCode:
+    """Of a log no event of which can be folded, or none up to the moment that was asked for."""
+    output.damage_of(log)
+    for remark in (*log.start_remarks, *log.other_code_remarks):
+        output.remark(remark)
+    reason = checked(log, window, None, is_present=True).why_nothing or "no event was replayed"
+    output.nothing(log.path, f"{log.path}: nothing could be replayed: {reason}")
+    return ExitCode.DAMAGED if log.damage else ExitCode.NOTHING_CHECKED
 
 
 def _remark_beginning(log: StoredLog, output: Output) -> None:

@@ -20,6 +20,7 @@ from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
+from kvledger.adapters.logs.sources import start_of
 from kvledger.adapters.repro.calls import end_of_call, hook_calls
 from kvledger.adapters.repro.core import CoreRun
 from kvledger.adapters.repro.incidents import Findings, find_incidents
@@ -62,8 +63,14 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         raise CommandFailed(f"{arguments.output} is no Python file; name one such as test_incident.py")
     log, selection = selected_one(arguments, output)
     if log.worker_rank is not None:
-        message = f"{log.path} is worker {log.worker_rank}'s log of its calls; give the scheduler's log next to it"
-        raise CommandFailed(message)
+        scheduler = start_of(log.path).scheduler
+        remedy = (
+            f"give the scheduler's log: {scheduler}"
+            if scheduler is not None
+            else "no scheduler's log of that engine is in the same directory: its start failed before the scheduler "
+            "was made, and there is no request to run again"
+        )
+        raise CommandFailed(f"{log.path} is worker {log.worker_rank}'s log of its calls; {remedy}")
     if arguments.pin and selection.request_id is None:
         raise CommandFailed("--pin needs a REQUEST: whose answers are to be pinned?")
     findings = _look(log, selection, output)
@@ -209,12 +216,19 @@ def _look(log: StoredLog, selection: Selection, output: Output) -> Findings:
         # What is behind it is read all the same, for the log's damage.
         events = (entry for entry in log.trusted_events() if not selection.is_over(entry[0]))
         findings = find_incidents(log.configuration, with_numbered_keys(events), selection.request_id, log.core)
-    if log.begins_late:
+    if log.begins_late or not log.num_events:
+        reason = f"it begins with event {log.first_sequence}" if log.num_events else "it holds no event"
         message = (
-            f"{log.path} begins with event {log.first_sequence}; without those before, nothing can be run again: give "
-            "the whole log directory, or a log that was not cut by retention"
+            f"{log.path}: nothing can be run again: {reason}; give the whole log directory, or a log that was not cut "
+            "by retention"
         )
-        raise CommandFailed(message)
+        has_damage = bool(log.damage) and not log.num_events
+        raise CommandFailed(message, ExitCode.DAMAGED if has_damage else ExitCode.NOTHING_CHECKED)
+    if selection.first_sequence > log.last_sequence:
+        message = (
+            f"{log.path}: nothing can be run again: it ends with event {log.last_sequence}, before the selected part"
+        )
+        raise CommandFailed(message, ExitCode.NOTHING_CHECKED)
     if log.skipped:
         message = f"{log.path} has events that are not known here ({', '.join(log.skipped)}): use a newer kvledger"
         raise CommandFailed(message)

@@ -14,9 +14,10 @@ from kvledger.adapters.cli.fitting import cut_short, needed
 from kvledger.adapters.cli.following import show_following
 from kvledger.adapters.cli.options import add_request, count
 from kvledger.adapters.cli.output import Output, show_ending, show_title
-from kvledger.adapters.exit_codes import ExitCode
+from kvledger.adapters.exit_codes import ExitCode, gravest
 from kvledger.adapters.logs.amounts import event_range, milliseconds, plural
 from kvledger.adapters.logs.clock import Clock
+from kvledger.adapters.logs.coverage import readable
 from kvledger.adapters.logs.describe import plain, state_change
 from kvledger.adapters.logs.facts import facts_of
 from kvledger.adapters.logs.index import index_for
@@ -98,16 +99,19 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Show logs, or a request."""
     if arguments.follow:
         return show_following(*selected_one(arguments, output), output)
-    for number, (log, selection) in enumerate(selected(arguments, output)):
-        if number and not output.is_json:
+    codes: list[ExitCode] = []
+    for log, selection in selected(arguments, output):
+        if codes and not output.is_json:
             output.line()
         with output.apart_from_others(log.path):
             if selection.request_id is not None:
-                _show_request(log, selection, selection.request_id, output)
+                is_found = _show_request(log, selection, selection.request_id, output)
             else:
                 _show_log(log, selection, Listing(arguments.limit, arguments.failed), output)
+                is_found = True
             output.damage_of(log)
-    return ExitCode.SOUND
+            codes.append(output.coverage_of(log, selection, is_found=is_found))
+    return gravest(codes)
 
 
 def _unfoldable(sequence: int, event: e.Event, error: Exception) -> str:
@@ -117,7 +121,8 @@ def _unfoldable(sequence: int, event: e.Event, error: Exception) -> str:
 # --- one request --------------------------------------------------------------------------------
 
 
-def _show_request(log: StoredLog, selection: Selection, request_id: str, output: Output) -> None:
+def _show_request(log: StoredLog, selection: Selection, request_id: str, output: Output) -> bool:
+    """Show its timeline; returns whether it has an event in the selected part."""
     timelines = Timelines(log.core, log.configuration, [request_id])
     index = index_for(log, output, request_id)
     if index is not None and index.contents.is_whole:
@@ -126,12 +131,13 @@ def _show_request(log: StoredLog, selection: Selection, request_id: str, output:
                 events = index.events_between(span.first_sequence, span.last_sequence)
                 for observation in observations(event for event in events if not selection.is_over(event[0])):
                     timelines.take(observation)
-            log.damage[:] = index.contents.damage
+            index.contents.copy_counts(log)
     else:
         with output.progress(log, "reading"):
             _take_observations(log.batches(selection.last_sequence), timelines, output)
     groups = [each for each in timelines.groups[request_id] if each.last_sequence >= selection.first_sequence]
     _show_timeline(output, log, request_id, groups)
+    return bool(groups)
 
 
 def _take_observations(batches: Iterator[Batch], timelines: Timelines, output: Output) -> None:
@@ -192,13 +198,12 @@ def _show_log(log: StoredLog, selection: Selection, listing: Listing, output: Ou
     if index is not None:
         with contextlib.closing(index):
             contents = index.contents
-            log.num_events, log.num_frames, log.num_bytes = contents.num_events, contents.num_frames, contents.num_bytes
-            log.damage[:] = contents.damage
+            contents.copy_counts(log)
             log.judge_ending(contents.last_sequence, contents.head_hash)
             first = max(1, contents.last_sequence - _MAX_IN_FRAME)
             log.last_events = tuple(index.events_between(first, contents.last_sequence))
             summaries = list(index.summaries(selection.first_sequence))
-            _show_summary(output, log, summaries, contents.figures, contents.last_time_ns, listing)
+            _show_summary(output, log, selection, summaries, contents.figures, contents.last_time_ns, listing)
         return
     ended: list[RequestSummary] = []
     requests = Requests(ended.append)
@@ -220,20 +225,25 @@ def _show_log(log: StoredLog, selection: Selection, listing: Listing, output: Ou
     summaries = sorted((*ended, *requests.current.values()), key=lambda summary: summary.first_sequence)
     summaries = [summary for summary in summaries if summary.last_sequence >= selection.first_sequence]
     if projections is None:
-        _show_summary(output, log, summaries, None, 0, listing)
+        _show_summary(output, log, selection, summaries, None, 0, listing)
     else:
-        _show_summary(output, log, summaries, projections.totals.figures, projections.tracker.time_ns, listing)
+        figures, time_ns = projections.totals.figures, projections.tracker.time_ns
+        _show_summary(output, log, selection, summaries, figures, time_ns, listing)
 
 
 def _show_summary(
     output: Output,
     log: StoredLog,
+    selection: Selection,
     summaries: Sequence[RequestSummary],
     figures: Figures | None,
     duration_ns: int,
     listing: Listing,
 ) -> None:
-    """Without figures: of a log whose configuration is lost."""
+    """Without figures: of a log whose configuration is lost, or at no event of which the state is known."""
+    why_nothing = readable(log, selection).why_nothing
+    if why_nothing:
+        figures = None
     clock = Clock(log.header)
     outcomes = Counter(summary.outcome or "unknown" for summary in summaries)
     num_open = sum(summary.finished_ns is None for summary in summaries)
@@ -249,9 +259,10 @@ def _show_summary(
                 "duration_ns": duration_ns,
                 "outcomes": dict(outcomes),
                 "figures": None if figures is None else attrs.asdict(figures),
+                "nothing_checked": why_nothing,
             },
         )
-        show_ending(output, log, num_open)
+        show_ending(output, log, None if why_nothing else num_open)
         for summary in listing.chosen(summaries):
             unix = {"arrived_unix_ns": summary.arrived_ns, "finished_unix_ns": summary.finished_ns}
             times = {name: clock.unix_ns(time_ns) for name, time_ns in unix.items()}
@@ -259,11 +270,10 @@ def _show_summary(
         return
     for name, text in facts_of(log, duration_ns).items():
         output.field(name, text, "red" if name == "sizes" and not log.header else "")
-    show_ending(output, log, num_open)
-    outcome_words = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
-    output.field("requests", f"{len(summaries)}: {outcome_words}" if outcomes else "none")
+    show_ending(output, log, None if why_nothing else num_open)
+    output.field("requests", _requests(log, outcomes, why_nothing), "yellow" if why_nothing else "")
     if figures is not None:
-        output.figures(figures, has_own_copies=not log.decides_elsewhere)
+        output.figures(figures, has_own_copies=not log.decides_elsewhere, has_requests=log.worker_rank is None)
     if summaries:
         output.line()
         listed = listing.chosen(summaries)[-listing.limit :]
@@ -276,6 +286,15 @@ def _show_summary(
             rows = [[names[name], *others] for name, *others in rows]
         if rows:
             output.table(_COLUMNS, rows, spare=_SPARE, hidden=hidden)
+
+
+def _requests(log: StoredLog, outcomes: Counter[str], why_nothing: str) -> str:
+    """How many requests there are and what became of them, in words."""
+    if why_nothing:
+        return f"{f'{outcomes.total()} in what is left; all: ' if outcomes else ''}not known: {why_nothing}"
+    if outcomes:
+        return f"{outcomes.total()}: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.most_common())}"
+    return "none" if log.worker_rank is None else "none in a worker's log; the scheduler's log has them"
 
 
 def _request_row(summary: RequestSummary, clock: Clock) -> list[str]:

@@ -10,8 +10,9 @@ from kvledger.adapters.cli.finding import selected
 from kvledger.adapters.cli.output import Output, show_ending
 from kvledger.adapters.cli.statistics import Counting, Statistics
 from kvledger.adapters.cli.why import show_total, total
-from kvledger.adapters.exit_codes import ExitCode
+from kvledger.adapters.exit_codes import ExitCode, gravest
 from kvledger.adapters.logs.amounts import duration, plural, size
+from kvledger.adapters.logs.coverage import readable
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
 
@@ -36,19 +37,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Sum up each log, and all of them."""
     whole = Statistics()
+    codes: list[ExitCode] = []
     for log, selection in selected(arguments, output):
-        if whole.num_logs and not output.is_json:
+        if codes and not output.is_json:
             output.line()
         with output.apart_from_others(log.path):
             statistics = _count(log, selection, output)
-            _show(output, log, statistics, arguments.sort)
+            _show(output, log, statistics, arguments.sort, _incomplete(log, selection))
             whole.add(statistics)
             output.damage_of(log)
+            codes.append(output.coverage_of(log, selection, is_found=statistics.num_events > 0))
     if whole.num_logs > 1:
         if not output.is_json:
             output.line()
         _show(output, None, whole, arguments.sort)
-    return ExitCode.DIVERGED if whole.differences else ExitCode.SOUND
+    return gravest([*codes, *([ExitCode.DIVERGED] if whole.differences else [])])
 
 
 def _count(log: StoredLog, selection: Selection, output: Output) -> Statistics:
@@ -62,18 +65,31 @@ def _count(log: StoredLog, selection: Selection, output: Output) -> Statistics:
     return statistics
 
 
-def _show(output: Output, log: StoredLog | None, statistics: Statistics, sort: str) -> None:
+def _incomplete(log: StoredLog, selection: Selection) -> str:
+    """What the figures leave out, in words; empty: nothing of what was selected."""
+    reason = readable(log, selection).why_nothing
+    if reason:
+        return f"nothing could be checked: {reason}"
+    if log.begins_late:
+        return f"counted from event {log.first_sequence} on; the log does not hold what came before"
+    return ""
+
+
+def _show(output: Output, log: StoredLog | None, statistics: Statistics, sort: str, incomplete: str = "") -> None:
     """Of one log, or of all together."""
     if output.is_json:
-        _show_json(output, log, statistics, sort)
+        _show_json(output, log, statistics, sort, incomplete)
+    elif log is not None and not statistics.num_events:
+        output.field("log", str(log.path), "bold")
+        output.field("note", incomplete or "no event is selected", "yellow")
     else:
-        _show_text(output, log, statistics, sort)
+        _show_text(output, log, statistics, sort, incomplete)
 
 
 # --- for programs -------------------------------------------------------------------------------
 
 
-def _show_json(output: Output, log: StoredLog | None, statistics: Statistics, sort: str) -> None:
+def _show_json(output: Output, log: StoredLog | None, statistics: Statistics, sort: str, incomplete: str) -> None:
     path = None if log is None else str(log.path)
     output.record(
         "statistics",
@@ -82,6 +98,7 @@ def _show_json(output: Output, log: StoredLog | None, statistics: Statistics, so
             **attrs.asdict(statistics, recurse=False, filter=attrs.filters.include(int)),
             "rates": _rates(statistics),
             "figures": attrs.asdict(statistics.figures),
+            "incomplete": incomplete,
         },
     )
     if log is not None:
@@ -121,10 +138,12 @@ def _rates(statistics: Statistics) -> dict[str, float]:
 # --- for people ---------------------------------------------------------------------------------
 
 
-def _show_text(output: Output, log: StoredLog | None, statistics: Statistics, sort: str) -> None:
+def _show_text(output: Output, log: StoredLog | None, statistics: Statistics, sort: str, incomplete: str) -> None:
     figures = statistics.figures
     rates = _rates(statistics)
     output.field("log", f"all {statistics.num_logs} logs" if log is None else str(log.path), "bold")
+    if incomplete:
+        output.field("note", incomplete, "yellow")
     steps = plural(statistics.num_steps, "step")
     output.field("covers", f"{duration(statistics.duration_ns)}, {plural(figures.num_requests, 'request')}, {steps}")
     if log is not None:

@@ -18,7 +18,6 @@ from kvledger.adapters.cli.several import num_bytes, side_by_side
 from kvledger.adapters.exit_codes import ExitCode, gravest
 from kvledger.adapters.logs.amounts import plural, size
 from kvledger.adapters.logs.describe import event_text, plain, violation_place
-from kvledger.adapters.logs.ending import sound_text
 from kvledger.adapters.logs.log import StoredLog, open_log
 from kvledger.adapters.logs.parts import verify_in_parts
 from kvledger.adapters.logs.processes import num_cores, processes
@@ -52,14 +51,15 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     else:
         codes = _verify_each(arguments, output)
     if output.has_many_logs and not output.is_json:
-        num_sound, num_logs, num_unreadable = codes.count(ExitCode.SOUND), len(arguments.logs), len(output.failures)
-        unreadable = f", {num_unreadable} unreadable" if num_unreadable else ""
+        every_code, num_logs = [*codes, *output.failures], len(arguments.logs)
+        words = {ExitCode.SOUND: "sound"}
+        words |= {ExitCode.NOTHING_CHECKED: "without anything to check", ExitCode.NOT_VERIFIED: "not verified"}
+        counts = [f"{every_code.count(code)} {word}" for code, word in words.items() if code in (*every_code, 0)]
+        num_unreadable = output.failures.count(ExitCode.DAMAGED)
+        counts += [f"{num_unreadable} unreadable"] if num_unreadable else []
+        style = "bold green" if every_code.count(ExitCode.SOUND) == num_logs else "bold red"
         output.line()
-        output.field(
-            "logs",
-            f"{num_logs}, {num_sound} sound{unreadable}",
-            "bold green" if num_sound == num_logs else "bold red",
-        )
+        output.field("logs", f"{num_logs}, {', '.join(counts)}", style)
     return gravest(codes)
 
 
@@ -144,6 +144,9 @@ def _show_json(output: Output, log: StoredLog, findings: Findings) -> None:
             "end": log.ending.how.value,
             "num_events": log.num_events,
             "num_events_checked": held.num_events,
+            "first_event_checked": findings.checked.first_sequence or None,
+            "last_event_checked": findings.checked.last_sequence or None,
+            "text": findings.verdict,
             "num_frames": log.num_frames,
             "num_bytes": log.num_bytes,
             "head_hash": log.head_hash,
@@ -173,14 +176,16 @@ def _show_text(output: Output, log: StoredLog, findings: Findings, *, verbose: b
     show_ending(output, log, findings.end_state.num_open_requests)
     num_broken = len(held.num_violations)
     rules = f"{len(judgement.judged)} checked over {plural(held.num_events, 'event')}, {num_broken or 'none'} broken"
-    rules = rules if log.header else "not checked"
-    output.field("rules", rules, "red" if num_broken else "green")
+    is_checked = not findings.checked.why_nothing or num_broken > 0
+    output.field("rules", rules if is_checked else "not checked", _style(is_checked, num_broken))
     evidence = _evidence(log, held.violations[:_MAX_SHOWN])
     for violation in held.violations[:_MAX_SHOWN]:
         _show_violation(output, violation, evidence)
     _show_more(output, sum(held.num_violations.values()))
-    if log.header:
+    if is_checked or not judgement.is_sound:
         show_divergences(output, judgement)
+    elif log.header:
+        output.field("decisions", "not made again", "yellow")
     if verbose:
         output.field("not checked", plural(len(log.core.not_checked), "rule"))
         for rule, reason in log.core.not_checked.items():
@@ -193,12 +198,19 @@ def _show_text(output: Output, log: StoredLog, findings: Findings, *, verbose: b
         output.field("note", remark, "yellow")
     for trouble in findings.of_workers:
         output.field("worker", trouble, "red")
-    is_sound = findings.exit_code in {ExitCode.SOUND, ExitCode.END_MISSING}
-    verdict = sound_text(log.ending) if is_sound else findings.exit_code.name.lower().replace("_", " ")
-    if is_sound and findings.of_workers:
-        verdict += f", but {plural(len(findings.of_workers), 'worker')} raised in a hook or did not return from it"
+    verdict = findings.verdict
+    if findings.of_workers and findings.exit_code in {ExitCode.SOUND, ExitCode.END_MISSING}:
+        head, separator, part = verdict.partition("; ")
+        raised = f"but {plural(len(findings.of_workers), 'worker')} raised in a hook or did not return from it"
+        verdict = f"{head}, {raised}{separator}{part}"
     is_well = not findings.exit_code and not findings.of_workers
     output.field("verdict", verdict, "bold green" if is_well else "bold red")
+
+
+def _style(is_checked: bool, num_broken: int) -> str:  # noqa: FBT001
+    if num_broken:
+        return "red"
+    return "green" if is_checked else "yellow"
 
 
 def _show_more(output: Output, total: int) -> None:

@@ -10,7 +10,7 @@ import attrs
 from kvledger.adapters.cli.finding import selected_one
 from kvledger.adapters.cli.options import add_request
 from kvledger.adapters.cli.output import Output, show_title
-from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode, gravest
 from kvledger.adapters.logs.amounts import event_range, milliseconds, plural
 from kvledger.adapters.logs.clock import Clock
 from kvledger.adapters.logs.explanation import Cause, balance, causes_of, reason_text, sums_by_reason
@@ -56,8 +56,9 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         show_title(output, selection.request_id or "", clock, arrived_ns)
         _show_text(output, chains, clock)
     output.damage_of(log)
+    code = output.coverage_of(log, selection, is_found=any(causes for _, causes in chains))
     is_balanced = not any(history.sums.differences() for history in histories.of_incarnations)
-    return ExitCode.SOUND if is_balanced else ExitCode.DIVERGED
+    return code if is_balanced else gravest([code, ExitCode.DIVERGED])
 
 
 # --- for programs -------------------------------------------------------------------------------

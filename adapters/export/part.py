@@ -36,6 +36,9 @@ _VERDICTS = {
     ExitCode.DAMAGED: ("the log is damaged", "bad"),
     ExitCode.DIVERGED: ("today's code decides otherwise", "warn"),
     ExitCode.END_MISSING: ("", "warn"),
+    ExitCode.EXTENSION_STOPPED: ("", "warn"),
+    ExitCode.NOTHING_CHECKED: ("nothing could be checked", "warn"),
+    ExitCode.NOT_VERIFIED: ("not verified", "warn"),
 }
 _ENDINGS = {
     HowEnded.CLOSED: ("closed", "plain"),
@@ -127,7 +130,9 @@ class Part:
         findings, num_findings_left_out = listed(found, named.events)
         histories = Histories(reading.accounts.histories, named.events, named.names)
         verdict, verdict_style = _VERDICTS[found.exit_code]
-        if found.exit_code in {ExitCode.SOUND, ExitCode.END_MISSING}:
+        if found.checked.why_nothing or not found.checked.is_whole or found.exit_code is ExitCode.EXTENSION_STOPPED:
+            verdict = found.verdict
+        elif found.exit_code in {ExitCode.SOUND, ExitCode.END_MISSING}:
             verdict = sound_text(log.ending) + verdict
         ending, ending_style = _ENDINGS[log.ending.how] if log.ending.missing is None else ("end missing", "bad")
         return cls(
@@ -171,12 +176,17 @@ def _figures(reading: Reading) -> dict[str, str]:
     shown = reading.shown
     outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in shown.outcomes.most_common())
     requests = f"{shown.num_requests:,}: {outcomes}" if outcomes else "none"
+    why_nothing = reading.found.checked.why_nothing
+    if why_nothing:
+        return {"requests in this part": f"not known: {why_nothing}" if not outcomes else requests}
     has_own_copies = not reading.log.decides_elsewhere
     return {"requests in this part": requests, **figures_in_words(reading.figures, has_own_copies=has_own_copies)}
 
 
 def _checked(reading: Reading) -> str:
-    judgement = reading.found.judgement
+    judgement, why_nothing = reading.found.judgement, reading.found.checked.why_nothing
+    if why_nothing:
+        return f"Neither rules nor decisions could be checked: {why_nothing}."
     return (
         f"{len(judgement.judged)} rules were held against {plural(judgement.held.num_events, 'event')}, and every "
         f"decision was made again; {len(reading.log.core.not_checked)} rules cannot be decided from a log: kvledger "

@@ -16,7 +16,7 @@ from kvledger.lifecycle import Core, CoreError
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import CodecError, EventDecoder
 from kvledger.storage.events import FrameKind, LogEnding, LogError, LogReader, is_being_written, judge_ending
-from kvledger.storage.events.segment_file import first_sequence_of, segment_paths
+from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX, first_sequence_of, segment_paths
 
 _COUNTED_BYTES = 4 << 20
 """The requests of a smaller log are counted; for those of a larger one `kvledger show` keeps an index."""
@@ -37,7 +37,10 @@ class Glance:
     num_events: int = 0
     """That were written; the oldest may be retired."""
     num_requests: int | None = None
-    """That arrived, of a log that is small enough to count them."""
+    """Requests that arrived; None: not known, because the log is large, lacks its beginning or is damaged, or a worker
+    wrote it."""
+    nothing_checked: str = ""
+    """Reason why nothing of the log can be checked, as far as a glance tells; empty: something can."""
     num_bytes: int = 0
     ending: LogEnding | None = None
     damage: tuple[str, ...] = ()
@@ -76,6 +79,13 @@ def _glance_at(path: Path) -> Glance:
         times = [getattr(event, "time_ns", None) for event in decoder.decode_frame(last).events]
         ended_ns = max((time_ns for time_ns in times if time_ns is not None), default=None)
     clock = Clock(header)
+    first = (files and first_sequence_of(files[0])) or 1
+    nothing_checked = ""
+    if reader.next_sequence == 1:
+        nothing_checked = "no event"
+    elif first > 1 and not (path.is_dir() and any(path.glob(f"*{SNAPSHOT_SUFFIX}"))):
+        nothing_checked = "beginning missing"
+    is_counted = counts and decoder is not None and first == 1 and not reader.damage and "worker_rank" not in header
     return Glance(
         path,
         log_id=str(header.get("log_id", "")),
@@ -84,7 +94,8 @@ def _glance_at(path: Path) -> Glance:
         opened_at_unix_ns=clock.unix_ns(0),
         ended_at_unix_ns=clock.unix_ns(ended_ns),
         num_events=reader.next_sequence - 1,
-        num_requests=None if decoder is None or not counts else arrivals,
+        num_requests=arrivals if is_counted and reader.next_sequence > 1 else None,
+        nothing_checked=nothing_checked,
         num_bytes=num_bytes,
         ending=judge_ending(path, header.get("log_id"), reader.next_sequence, reader.head_hash, was_open=was_open)
         if path.is_dir()

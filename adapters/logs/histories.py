@@ -49,7 +49,7 @@ def read_histories(log: StoredLog, selection: Selection, request_id: str, output
     if index is not None:
         with contextlib.closing(index):
             if index.contents.is_whole:
-                log.damage[:] = index.contents.damage
+                index.contents.copy_counts(log)
                 return _from_index(index, request_id)
     with output.progress(log, "finding the reasons"):
         histories: list[RequestHistory] = []

@@ -93,6 +93,13 @@ class Contents:
             return False
         return files[last].stat().st_size >= num_bytes
 
+    def copy_counts(self, log: StoredLog) -> None:
+        """Give the opened log the counts and the damage that a reading of it would have."""
+        log.num_events, log.num_frames, log.num_bytes = self.num_events, self.num_frames, self.num_bytes
+        log.first_sequence, log.last_sequence = self.first_sequence, self.last_sequence
+        log.trusted_sequence = self.trusted_sequence
+        log.damage[:] = self.damage
+
     @property
     def is_whole(self) -> bool:
         """Whether no event is missing between the first and the last."""

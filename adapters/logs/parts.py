@@ -14,6 +14,7 @@ from pathlib import Path
 
 import attrs
 
+from kvledger.adapters.logs.coverage import RequestPresence
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.processes import Processes
 from kvledger.adapters.logs.selection import Selection
@@ -85,7 +86,8 @@ def _verify(
     parts = list(pairwise([None, *_cuts(log, selection), None]))
     others = [processes.submit(_hold_again, open_log, selection, rules) for rules in elsewhere]
     deciding = [processes.submit(decide_part, open_log, selection, *part) for part in parts]
-    held = [hold(log, selection, here, start)]
+    presence = RequestPresence(selection, start)
+    held = [hold(log, selection, here, start, presence)]
     decided = {
         number: decide_part(open_log, selection, *parts[number])
         for number in reversed(range(len(parts)))
@@ -103,7 +105,7 @@ def _verify(
     if last.missing is not None and not selection.is_over(log.last_sequence):
         last.decided.divergences.append(last.missing)
     judgement = Judgement.of(log.core.rules, [each for each, _ in held], [part.decided for part in fitting])
-    return Findings.of(log, selection, judgement, last.end_state)
+    return Findings.of(log, selection, judgement, last.end_state, is_present=presence.is_found)
 
 
 def _cuts(log: StoredLog, selection: Selection) -> Iterator[Cut]:
@@ -122,9 +124,16 @@ def _snapshot(path: Path, log: StoredLog) -> Snapshot | str:
 
 
 def hold(
-    log: StoredLog, selection: Selection, rules: Sequence[str], start: Projections | None
+    log: StoredLog,
+    selection: Selection,
+    rules: Sequence[str],
+    start: Projections | None,
+    presence: RequestPresence | None = None,
 ) -> tuple[RulesHeld, tuple[int, bytes]]:
-    """Hold these rules against the log; returns what was found, the last event that was taken, and its chain hash."""
+    """Hold these rules against the log; returns what was found, the last event that was taken, and its chain hash.
+
+    `presence` is given every event that is taken.
+    """
     makers = checkers_of(log.core)
     checks = make_rule_checks(
         log.core, log.configuration, [makers[rule] for rule in rules], keeps=selection.concerns_violation, start=start
@@ -133,6 +142,8 @@ def hold(
     for batch in log.batches(selection.last_sequence):
         if log.is_trusted:
             checks.take(batch.numbered())
+            if presence is not None:
+                presence.take(batch.numbered())
             last = batch.last_sequence, batch.chain_hash
     return checks.held(), last
 

@@ -49,7 +49,7 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
             raise CommandFailed(
                 f"{log.path}: events before event {batch.first_sequence} are missing or damaged, so the state there is "
                 "not known",
-                ExitCode.DAMAGED,
+                ExitCode.DAMAGED if log.damage else ExitCode.NOTHING_CHECKED,
             )
         for sequence, event in batch.numbered():
             projections.fold(event, sequence)

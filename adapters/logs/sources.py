@@ -125,10 +125,15 @@ def engine_starts(logs: Iterable[Path]) -> list[EngineStart]:
     return sorted(starts, key=lambda start: (start.opened_at, start.main.name))
 
 
+def start_of(log: Path) -> EngineStart:
+    """The engine start that wrote this log, as far as its logs lie in the same directory."""
+    siblings = [path for path in log.parent.iterdir() if path != log and path.is_dir()]
+    return next(start for start in engine_starts([log, *siblings]) if log in start.logs)
+
+
 def workers_of(scheduler: Path) -> dict[int, Path]:
     """Rank → log of each worker of the engine start whose scheduler wrote this log, from the same directory."""
-    siblings = [path for path in scheduler.parent.iterdir() if path != scheduler and path.is_dir()]
-    own = next(start for start in engine_starts([scheduler, *siblings]) if scheduler in start.logs)
+    own = start_of(scheduler)
     ranks = {_looked_at(path).rank: path for path in own.workers if own.scheduler == scheduler}
     return dict(sorted((rank or 0, path) for rank, path in ranks.items()))
 

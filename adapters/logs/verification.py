@@ -13,9 +13,11 @@ import attrs
 
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.logs.amounts import plural
-from kvledger.adapters.logs.ending import num_open_requests
+from kvledger.adapters.logs.coverage import Coverage, RequestPresence, checked
+from kvledger.adapters.logs.ending import num_open_requests, sound_text
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.selection import Selection
+from kvledger.adapters.logs.sources import start_of
 from kvledger.adapters.logs.workers import WorkerCalls, troubles_of_workers
 from kvledger.lifecycle import Extension, LedgerConfiguration, Projections
 from kvledger.lifecycle.audit import Audit, Judgement
@@ -46,6 +48,7 @@ class Verification:
         self.audit = Audit(log.core, configuration, keeps=selection.concerns_violation, start=start)
         self.audit.divergences.keeps = self.audit.reference_differences.keeps = selection.concerns
         self._calls = None if log.worker_rank is None else WorkerCalls()
+        self._presence = RequestPresence(selection, start)
 
     def take(self, batch: Batch, around: Around | None = None) -> bool:
         """Take up the batch that was just read; False where it cannot be judged, because events before it are missing.
@@ -55,6 +58,7 @@ class Verification:
         if not self._log.header or not self._log.is_trusted:
             return False
         events = list(batch.numbered())
+        self._presence.take(events)
         self.audit.take_frame(events, around)
         if self._calls is not None:
             self._calls.take(events)
@@ -66,7 +70,8 @@ class Verification:
             # Else a decision that the next event would show to be missing is still part of what was asked for.
             self.audit.finish()
         end_state = EndState.of(self.audit.projections)
-        return Findings.of(self._log, self._selection, self.audit.judgement(), end_state, self._calls)
+        is_present, judgement = self._presence.is_found, self.audit.judgement()
+        return Findings.of(self._log, self._selection, judgement, end_state, self._calls, is_present=is_present)
 
 
 @attrs.frozen
@@ -76,11 +81,13 @@ class EndState:
     num_open_requests: int | None
     """That had arrived and not finished; None: nobody knows, because events before the end are missing."""
     num_extension_events: int
+    num_extensions_stopped: int = 0
 
     @classmethod
     def of(cls, projections: Projections) -> EndState:
         """Of these."""
-        return cls(num_open_requests(projections), projections.totals.figures.num_extension_events)
+        figures = projections.totals.figures
+        return cls(num_open_requests(projections), figures.num_extension_events, figures.num_extensions_stopped)
 
 
 @attrs.frozen
@@ -94,6 +101,10 @@ class Findings:
     of_workers: tuple[str, ...]
     """Where a worker failed or stayed; no fault of the log."""
     exit_code: ExitCode
+    checked: Coverage
+    """The events that the verdict covers."""
+    verdict: str
+    """The verdict in words, with the part that it covers if that is not the whole log."""
 
     @classmethod
     def of(
@@ -103,8 +114,16 @@ class Findings:
         judgement: Judgement,
         end_state: EndState,
         calls: WorkerCalls | None = None,
+        *,
+        is_present: bool,
     ) -> Findings:
-        """Those of a log that was read to its end, and judged; of a worker's log, with the calls that it made."""
+        """Those of a log that was read to its end, and judged; of a worker's log, with the calls that it made.
+
+        `is_present`: whether the selected request lived in the selected part.
+        """
+        unfoldable = judgement.unfoldable
+        last_foldable = None if unfoldable is None else unfoldable.sequence - 1
+        covered = checked(log, selection, last_foldable, is_present=is_present)
         damage = tuple(d for d in log.damage if d.sequence is None or selection.holds(d.sequence))
         if damage:
             exit_code = ExitCode.DAMAGED
@@ -112,14 +131,49 @@ class Findings:
             exit_code = ExitCode.RULE_BROKEN
         elif not judgement.is_sound:
             exit_code = ExitCode.DIVERGED
+        elif log.skipped:
+            exit_code = ExitCode.NOT_VERIFIED
+        elif covered.why_nothing:
+            exit_code = ExitCode.NOTHING_CHECKED
         elif log.ending.missing is not None:
             exit_code = ExitCode.END_MISSING
+        elif end_state.num_extensions_stopped:
+            exit_code = ExitCode.EXTENSION_STOPPED
         else:
             exit_code = ExitCode.SOUND
-        remarks = tuple(_remarks(log, selection, judgement, end_state))
+        remarks = tuple(_remarks(log, selection, judgement, end_state, covered))
         if log.trusted_sequence < log.last_sequence:
             end_state = attrs.evolve(end_state, num_open_requests=None)
-        return cls(judgement, end_state, damage, remarks, _of_workers(log, calls), exit_code)
+        verdict = _verdict(log, selection, judgement, exit_code, covered)
+        return cls(judgement, end_state, damage, remarks, _of_workers(log, calls), exit_code, covered, verdict)
+
+
+def _verdict(log: StoredLog, selection: Selection, judgement: Judgement, exit_code: ExitCode, covered: Coverage) -> str:
+    words = {
+        ExitCode.NOT_VERIFIED: "not verified: events that this version does not know were skipped",
+        ExitCode.NOTHING_CHECKED: "nothing could be checked",
+        ExitCode.EXTENSION_STOPPED: f"{sound_text(log.ending)}, but an extension was stopped",
+        ExitCode.END_MISSING: sound_text(log.ending),
+        ExitCode.SOUND: sound_text(log.ending),
+    }
+    verdict = words.get(exit_code, exit_code.name.lower().replace("_", " "))
+    is_rule_broken = exit_code is ExitCode.RULE_BROKEN
+    if log.worker_rank is not None and is_rule_broken and list(judgement.held.num_violations) == ["RECORDED"]:
+        verdict += f": a hook of worker {log.worker_rank} raised"
+    if exit_code is ExitCode.NOTHING_CHECKED:
+        return verdict if log.ending.missing is None else f"{verdict}, and the log's end is missing"
+    if covered.why_nothing:
+        return f"{verdict}, and nothing could be checked"
+    part = "" if covered.is_whole else covered.text
+    if log.worker_rank is not None:
+        part = f"the calls of worker {log.worker_rank}{f' in {part}' if part else ''}"
+    elif selection.request_id is not None:
+        part = f"{part or covered.text} of {selection.request_id}"
+    verdict += f"; only {part} {'was' if part.startswith('event ') else 'were'} checked" if part else ""
+    unjudged = [f"rules of extension {extension.name}" for extension in log.core.absent]
+    if exit_code is not ExitCode.EXTENSION_STOPPED:
+        unjudged += [f"rule {rule}" for rule in judgement.held.not_judged]
+    return f"{verdict}; not checked: {', '.join(unjudged)}" if unjudged else verdict
 
 
 def _of_workers(log: StoredLog, calls: WorkerCalls | None) -> tuple[str, ...]:
@@ -130,13 +184,20 @@ def _of_workers(log: StoredLog, calls: WorkerCalls | None) -> tuple[str, ...]:
     return (f"worker {log.worker_rank} {trouble}",) if trouble else ()
 
 
-def _remarks(log: StoredLog, selection: Selection, judgement: Judgement, end_state: EndState) -> list[str]:
+def _remarks(
+    log: StoredLog, selection: Selection, judgement: Judgement, end_state: EndState, covered: Coverage
+) -> list[str]:
     remarks = []
     if not selection.is_everything:
         end = "the end" if selection.last_sequence is None else f"event {selection.last_sequence}"
         whose = "" if selection.request_id is None else f" that concerns {selection.request_id}"
         remarks.append(f"only what was found from event {selection.first_sequence} to {end}{whose} is reported")
     remarks += _retired(log.retired)
+    if log.worker_rank is not None and log.path.is_dir() and start_of(log.path).scheduler is None:
+        remarks.append(
+            "no log of this engine's scheduler is in the same directory: the engine start failed before its scheduler "
+            "was made, or that log is elsewhere; no request is in this log"
+        )
     if log.skipped:
         skipped = ", ".join(f"{count} {event_id}" for event_id, count in sorted(log.skipped.items()))
         remarks.append(
@@ -149,11 +210,6 @@ def _remarks(log: StoredLog, selection: Selection, judgement: Judgement, end_sta
             f"rules and decisions were checked from event {log.start_sequence + 1} on, from a snapshot, whose state is "
             "trusted"
         )
-    elif log.header and log.begins_late:
-        remarks.append(
-            f"the log begins with event {log.first_sequence}: what came before was retired or is in another file, "
-            "so neither rules nor decisions could be checked"
-        )
     if not log.header:
         remarks.append(_HEADER_LOST)
     is_told = log.header and (log.start_sequence > 0 or not log.begins_late)
@@ -161,6 +217,8 @@ def _remarks(log: StoredLog, selection: Selection, judgement: Judgement, end_sta
         remarks.append(
             f"rules and decisions were checked up to event {log.trusted_sequence}; the next ones are missing"
         )
+    if covered.why_nothing and log.header:
+        remarks.append(f"neither rules nor decisions could be checked: {covered.why_nothing}")
     remarks += _of_extensions(log, judgement, end_state)
     table = log.core.table_fingerprint()
     if log.header.get("table_fingerprint", table) != table:

@@ -83,3 +83,11 @@ def test_the_directory_of_a_broken_run_is_judged_by_its_schedulers_log(run: Any)
     assert len(list(directory.glob("*-worker-*"))) == 1
     assert run("verify", directory).exit_code == run("verify", directory, "--newest").exit_code == 1
     assert run("repro", directory).exit_code == 0
+
+
+def test_runs_that_judge_no_obligation_are_no_verdict(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero of them broken is not "none broken"."""
+    monkeypatch.setattr("kvledger.adapters.conformance.runs.findings", lambda _outcomes: [])
+    result = run("conformance", "small_cache:SmallCache", *ONE_RUN)
+    assert result.exit_code == 5
+    assert "verdict     nothing could be checked" in result.out

@@ -28,7 +28,7 @@ class Writer:
         if broken:
             events = replaced(events, e.BlocksAllocated, 1, num_external_tokens=80)
         if "worker_rank" in header:
-            events = [e.HookFailed("", "Broken in wait_for_save", 3)] if broken else []
+            events = [e.HookFailed("register_kv_caches", "", "RuntimeError: no device", 3)] if broken else events[:0]
         more = {"opened_at_unix_ns": OPENED_AT + round(opened_s * 1e9), "engine_id": engine_id, **header}
         return write_log(self.log_dir / name, events, self._story.configuration, header=more)
 
@@ -114,8 +114,18 @@ def test_a_start_that_left_only_logs_of_workers_is_the_newest_and_is_named_so(ru
     """It failed before its scheduler was made. The start before it is not judged in its place."""
     write("scheduler", 0, "first")
     write("worker-of-first", 1, "first", worker_rank=0)
-    write("worker-of-second", 50, "second", worker_rank=0)
+    failed = write("worker-of-second", 50, "second", worker_rank=0, broken=True)
     result = run("verify", write.log_dir, "--newest")
+    assert result.exit_code == 1
+    assert "verdict     rule broken: a hook of worker 0 raised; only the calls of worker 0 were checked" in result.out
+    assert "no log of this engine's scheduler is in the same directory" in result.out
+    repro = run("repro", failed)
+    assert repro.exit_code == 64
+    assert "its start failed before the scheduler was made" in repro.err
+    assert (
+        f"give the scheduler's log: {write.log_dir / 'scheduler'}"
+        in run("repro", failed.parent / "worker-of-first").err
+    )
     assert "the newest of 2 engine starts" in result.err
     assert "has no scheduler log" in result.err
     assert read_by(run, "verify", write.log_dir, "--newest") == ["worker-of-second"]

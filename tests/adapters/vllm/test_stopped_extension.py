@@ -135,7 +135,9 @@ def test_an_extension_that_raises_is_stopped_and_everybody_is_served(
         assert code == 0, said
         assert f"extension starvation 1 is STOPPED, it takes no part from here on: {where} raised" in said, command
     assert f"its code is not here, stopped at event {number}" in told(capsys, "core", log)[1]
-    assert told(capsys, "verify", log)[0] == 0
+    code, said = told(capsys, "verify", log)
+    assert code == 6
+    assert "but an extension was stopped" in said
 
 
 def test_what_an_extension_decides_behind_an_answer_does_not_cost_the_answer(tmp_path: Path) -> None:
