@@ -13,7 +13,14 @@ from kvledger.adapters.cli.output import Output, show_title
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, gravest
 from kvledger.adapters.logs.amounts import event_range, milliseconds, plural
 from kvledger.adapters.logs.clock import Clock
-from kvledger.adapters.logs.explanation import Cause, balance, causes_of, reason_text, sums_by_reason
+from kvledger.adapters.logs.explanation import (
+    Cause,
+    balance,
+    causes_of,
+    duplicated_text,
+    reason_text,
+    sums_by_reason,
+)
 from kvledger.adapters.logs.histories import Histories, read_histories
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.reasons import LoadFate, RequestHistory, Sums
@@ -102,6 +109,8 @@ def total(sums: Sums) -> dict[str, object]:
         "num_tokens_offered": sums.num_offered,
         "offered": +sums.offered,
         "to_load": +sums.to_load,
+        "num_tokens_duplicated": sums.num_duplicated,
+        "duplicated": +sums.duplicated,
         "differences": sums.differences(),
     }
 
@@ -152,5 +161,7 @@ def show_total(output: Output, sums: Sums, differences: Sequence[str]) -> None:
     rows.append(["all", str(sum(missed for _, missed, _ in found)), str(sum(again for *_, again in found)), ""])
     output.table(columns, rows)
     output.line(balance(sums))
+    if sums.num_duplicated:
+        output.line(duplicated_text(sums))
     for difference in differences:
         output.line(f"THIS DOES NOT ADD UP, which is a fault of kvledger: {difference}", style="bold red")

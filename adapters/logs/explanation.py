@@ -24,6 +24,7 @@ from kvledger.adapters.reasons import (
     Reason,
     Recomputation,
     RequestHistory,
+    SharedLoad,
     Span,
     Sums,
 )
@@ -51,6 +52,8 @@ _PROVEN = frozenset(
 _WITHOUT_CHUNKS = BY_DESIGN | {Reason.RECORDED}
 _SINCE_LOOKUP = frozenset({Reason.LOAD_FAILED, Reason.NOT_DELIVERED, Reason.ROLLED_BACK, Reason.UNKNOWN})
 """What a lookup cannot know."""
+_MAX_PREFIXES = 3
+"""Duplicated prefixes that are named; --json has all."""
 _COMPUTED_AGAIN = {"recomputed": "", "computed_twice": " after a rollback"}
 _ONLY_IF_ANY = frozenset({"still to be loaded", "from elsewhere"})
 _WHY_DECLINED = {
@@ -108,6 +111,15 @@ def balance(sums: Sums) -> str:
     }
     shown = [f"{count:,} {name}" for name, count in parts.items() if count or name not in _ONLY_IF_ANY]
     return f"{sums.num_needed:,} tokens at {plural(sums.num_admissions, 'admission')} = {' + '.join(shown)}"
+
+
+def duplicated_text(sums: Sums) -> str:
+    """How many tokens were duplicated, and which prefixes they are of."""
+    prefixes = sums.duplicated.most_common(_MAX_PREFIXES)
+    named = [f"{plural(count, 'token')} of the prefix that ends with chunk {key}" for key, count in prefixes]
+    num_others = len(sums.duplicated) - len(prefixes)
+    others = [f"{num_others} more"] if num_others else []
+    return f"duplicated, loaded while another load brought them: {', '.join((*named, *others))}"
 
 
 @attrs.frozen
@@ -214,6 +226,8 @@ class _Chain:
         arrived = self.histories.events.get(self.history.moments[0]) if is_first and self.history.moments else None
         waited_ns = time_ns - arrived.time_ns if arrived and isinstance(arrived.event, e.RequestArrived) else 0
         text += lookups_in_a_row(lookup.num_times, until_ns - time_ns, waited_ns)
+        if lookup.awaited is not None:
+            text += _awaited_text(lookup.awaited)
         asked = lookup.first_sequence if answered is None else getattr(answered.event, "cause", 0)
         cause = Cause("lookup", asked, lookup.last_sequence, time_ns, text, lookup.num_times)
         cause.until_ns, cause.waited_ns, cause.spans = until_ns, waited_ns, lookup.spans
@@ -234,7 +248,14 @@ class _Chain:
         explained = {(span.end_token, span.reason) for lookup in answers for span in lookup.spans}
         new = [span for span in admission.missed if (span.end_token, span.reason) not in explained]
         cause.reasons = self._texts(new, time_ns)
+        if admission.duplicated is not None:
+            cause.reasons.append(self._duplicated_text(admission.duplicated))
         return cause
+
+    def _duplicated_text(self, other: SharedLoad) -> str:
+        where = _where(other.first_token, other.end_token, self.configuration.chunk_size)
+        which = f"load {other.job_id} of {other.request_id} (event {other.sequence})"
+        return f"{where}: duplicated, because {which} was bringing them at the time"
 
     def _recomputed(self, again: Recomputation) -> Cause:
         time_ns = self.histories.time_ns(again.sequence) or 0
@@ -258,6 +279,11 @@ def _dated(admission: Admission) -> str:
         f" event {admission.reset_sequence}, "
         "that spared the connector: right only if the weights have not changed since)"
     )
+
+
+def _awaited_text(load: SharedLoad) -> str:
+    where = _where(load.first_token, load.end_token, None)
+    return f"; it waits, because load {load.job_id} of {load.request_id} (event {load.sequence}) brings {where} already"
 
 
 def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]:

@@ -10,7 +10,7 @@ from kvledger.adapters.reasons.admissions import is_same_answer
 from kvledger.adapters.reasons.chunk_history import ChunkFact, ChunkStatus
 from kvledger.adapters.reasons.memory import State
 from kvledger.adapters.reasons.reason import BY_DESIGN, Reason
-from kvledger.adapters.reasons.request_history import Admission, Lookup, Recomputation, RequestHistory
+from kvledger.adapters.reasons.request_history import Admission, Lookup, Recomputation, RequestHistory, SharedLoad
 from kvledger.adapters.reasons.spans import Span
 from kvledger.adapters.reasons.sums import LoadFate, OfferFate, Sums
 
@@ -26,6 +26,7 @@ __all__ = [
     "Reason",
     "Recomputation",
     "RequestHistory",
+    "SharedLoad",
     "Span",
     "State",
     "Sums",

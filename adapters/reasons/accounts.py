@@ -51,7 +51,7 @@ class Accounts(Projection):
         memory = Memory(self.state, request_id, keeps_histories=keeps_histories)
         self._lives, self._chunks = memory.lives, memory.chunks
         self._chunk_events = ChunkEvents(configuration.chunk_size, self._lives, self._chunks)
-        self._admissions = Admissions(memory, Explainer(configuration, memory))
+        self._admissions = Admissions(memory, Explainer(configuration, memory), configuration.chunk_size)
         self._moments = Moments(memory) if keeps_histories else None
         self._folds: Mapping[type[e.Event], Callable[..., None]] = {
             **self._chunk_events.folds(),
@@ -72,6 +72,7 @@ class Accounts(Projection):
         """Events are missing here, or the log begins late: what was remembered cannot be relied upon."""
         self._chunks.forget()
         self.state.is_blind = True
+        self.state.loading.clear()
         for life in self._lives:
             was_computing = life.is_computing
             self._admissions.leave(life, OfferFate.LOST)

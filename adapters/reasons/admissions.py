@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter
 
 from kvledger.adapters.reasons.explain import Explainer
 from kvledger.adapters.reasons.life import Answer, Life
-from kvledger.adapters.reasons.memory import Load, Memory
+from kvledger.adapters.reasons.memory import Load, Loading, Memory
 from kvledger.adapters.reasons.reason import Reason
-from kvledger.adapters.reasons.request_history import Admission, Lookup
+from kvledger.adapters.reasons.request_history import MAX_KEPT, Admission, Lookup, SharedLoad
 from kvledger.adapters.reasons.spans import Span, joined, replaced, within
 from kvledger.adapters.reasons.sums import LoadFate, OfferFate, Sums
 from kvledger.lifecycle import Projection, on
@@ -20,10 +21,11 @@ _Spans = tuple[Span, ...]
 class Admissions(Projection):
     """Folds lookups, allocations and loads."""
 
-    def __init__(self, memory: Memory, explainer: Explainer) -> None:
+    def __init__(self, memory: Memory, explainer: Explainer, chunk_size: int) -> None:
+        self._chunk_size = chunk_size
         self._memory, self._lives = memory, memory.lives
         self._explainer = explainer
-        self._loads = memory.state.loads
+        self._loads, self._loading = memory.state.loads, memory.state.loading
 
     def undecided(self, life: Life | None = None) -> Sums:
         """What is pending and under way, of one life or of all."""
@@ -109,7 +111,12 @@ class Admissions(Projection):
             lookups[-1].last_sequence, lookups[-1].num_times = sequence, lookups[-1].num_times + 1
             return
         spans = () if isinstance(event, e.LookupDeferred) else self._explainer.explain(event, sequence, life)
-        life.history.keep(lookups, Lookup(sequence, sequence, spans))
+        awaited = None
+        if isinstance(event, e.LookupDeferred) and (loading := self._loading.get(event.job_id)) is not None:
+            first, end = self._shared(life.keys, loading, event.num_computed_tokens, event.num_tokens)
+            if first < end:  # else it is another one's, where there is one load at a time
+                awaited = SharedLoad(event.job_id, loading.request_id, loading.sequence, first, end)
+        life.history.keep(lookups, Lookup(sequence, sequence, spans, awaited=awaited))
 
     # --- allocations -----------------------------------------------------------------------------
 
@@ -217,7 +224,8 @@ class Admissions(Projection):
     # --- loads -----------------------------------------------------------------------------------
 
     @on(e.LoadIssued)
-    def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
+    def _load_issued(self, event: e.LoadIssued, sequence: int) -> None:
+        duplicated = self._note_loading(event, sequence)
         life = self._lives.kept(event.request_id)
         if life is None:
             return
@@ -229,15 +237,51 @@ class Admissions(Projection):
         admission = 0 if life.admission is None else life.admission.sequence
         self._loads[event.job_id] = Load(event.request_id, admission, event.first_token, event.num_tokens)
         life.sums.num_to_load += event.num_tokens
+        if duplicated is not None:
+            self._count_duplicated(life, duplicated)
+
+    def _note_loading(self, event: e.LoadIssued, sequence: int) -> SharedLoad | None:
+        """Remember what is being loaded; return the load that brings most of the same tokens, if there is one."""
+        life, size = self._lives.get(event.request_id), self._chunk_size
+        end_token = event.first_token + event.num_tokens
+        chunks = range(event.first_token // size, -(-end_token // size))
+        keys = {} if life is None else {chunk: life.keys[chunk] for chunk in chunks if chunk in life.keys}
+        most = None
+        for job_id, other in self._loading.items():
+            first, end = self._shared(keys, other, event.first_token, end_token)
+            if end - first > (0 if most is None else most.end_token - most.first_token):
+                most = SharedLoad(job_id, other.request_id, other.sequence, first, end)
+        self._loading[event.job_id] = Loading(event.request_id, sequence, keys)
+        return most
+
+    def _shared(self, keys: Mapping[int, bytes], load: Loading, first_token: int, end_token: int) -> tuple[int, int]:
+        """First and end of the tokens from `first_token` to `end_token` that the load brings, too; zeros if none."""
+        shared = [chunk for chunk, key in load.keys.items() if keys.get(chunk) == key]
+        if not shared:
+            return 0, 0
+        first = max(shared[0] * self._chunk_size, first_token)
+        end = min((shared[-1] + 1) * self._chunk_size, end_token)
+        return (first, end) if first < end else (0, 0)
+
+    def _count_duplicated(self, life: Life, duplicated: SharedLoad) -> None:
+        num_tokens = duplicated.end_token - duplicated.first_token
+        life.sums.num_duplicated += num_tokens
+        key = life.keys[(duplicated.end_token - 1) // self._chunk_size].hex()
+        if key in life.sums.duplicated or len(life.sums.duplicated) < MAX_KEPT:
+            life.sums.duplicated[key] += num_tokens
+        if life.admission is not None:
+            life.admission.duplicated = duplicated
 
     @on(e.LoadCompleted)
     def _load_completed(self, event: e.LoadCompleted, _sequence: int) -> None:
+        self._loading.pop(event.job_id, None)
         load = self._loads.pop(event.job_id, None)
         if load is not None:
             self._settle(load, LoadFate.LOADED)
 
     @on(e.LoadFailed)
     def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
+        self._loading.pop(event.job_id, None)
         life = self._lives.kept(event.request_id)
         evidence = (sequence, event.cause)
         if life is not None:

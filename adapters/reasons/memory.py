@@ -25,6 +25,17 @@ class Load:
     """Then what becomes of it is counted for the whole log."""
 
 
+@attrs.define
+class Loading:
+    """What a load in flight brings, of any request."""
+
+    request_id: str
+    sequence: int
+    """Of `load.issued`."""
+    keys: dict[int, bytes]
+    """Chunk → key, as far as the keys are known."""
+
+
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """Plain values that name one another: what is found by pointing is made anew from it."""
 
@@ -35,6 +46,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """Of all lives that are over."""
     loads: dict[int, Load] = {}
     """By job id."""
+    loading: dict[int, Loading] = {}
+    """Job id → load, of all requests."""
     preempted: list[str] = []
     """The requests that were preempted since the last step."""
     is_blind: bool = False

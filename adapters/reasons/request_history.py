@@ -18,6 +18,19 @@ MAX_KEPT = 512
 _Entry = TypeVar("_Entry")
 
 
+@attrs.frozen
+class SharedLoad:
+    """Another request's load in flight of the same tokens."""
+
+    job_id: int
+    request_id: str
+    sequence: int
+    """Of its `load.issued`."""
+    first_token: int = 0
+    end_token: int = 0
+    """Of the tokens that both requests need."""
+
+
 @attrs.define
 class Lookup:
     """Equal lookups in a row, as one. `spans`: the tokens that the first of them left to compute, and why."""
@@ -27,6 +40,8 @@ class Lookup:
     """Of the answers, or of the deferrals."""
     spans: tuple[Span, ...]
     num_times: int = 1
+    awaited: SharedLoad | None = None
+    """The load of the same tokens for which it was deferred."""
 
 
 @attrs.define
@@ -50,6 +65,8 @@ class Admission:
     """There already when the first step began, and not by this connector's doing."""
     is_started: bool = False
     job_id: int = 0
+    duplicated: SharedLoad | None = None
+    """The load that was bringing most of the same tokens when this one was issued."""
     num_before_reset: int = 0
     """Claimed tokens that were computed before vLLM reset its prefix cache and spared the connector."""
     reset_sequence: int = 0

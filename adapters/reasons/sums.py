@@ -59,6 +59,11 @@ class Sums:
     num_to_load: int = 0
     """To be loaded, by jobs and undelivered admissions."""
     to_load: Counter[LoadFate] = attrs.field(factory=Counter)
+    num_duplicated: int = 0
+    """Of them tokens that another load was bringing at the same time."""
+    duplicated: Counter[str] = attrs.field(factory=Counter)
+    """Key of the last such chunk, in hexadecimal → these tokens, by the prefix that ends there. A bounded number of a
+    life."""
     num_recomputed: int = 0
     """Computed before a preemption and again after it."""
     recomputed: Counter[Reason] = attrs.field(factory=Counter)

@@ -15,6 +15,9 @@ _OF_SHARERS = (
     e.SaveCompleted,
     e.SaveFailed,
     e.SaveDeclined,
+    e.LoadIssued,
+    e.LoadCompleted,
+    e.LoadFailed,
     e.SessionContinued,
     e.RequestPreempted,
     e.RequestFinished,
@@ -89,7 +92,7 @@ def concerning(events: Sequence[tuple[int, e.Event]], request_id: str) -> list[t
             whose == request_id
             or (whose in sharers and isinstance(event, _OF_SHARERS))
             or (isinstance(event, e.ChunkEvicted | e.ChunkTainted) and event.key in keys)
-            or isinstance(event, e.CacheReset)
+            or isinstance(event, e.CacheReset | e.PrefixCacheReset)
             or (isinstance(event, e.HookFailed) and not whose)
         )
         if isinstance(event, e.StepScheduled):
