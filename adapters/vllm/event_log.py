@@ -200,8 +200,8 @@ def _limit_on_full_disk(log_dir: Path, settings: LogSettings) -> int | None:
     """`max_log_bytes`, or less, so that the logs do not fill the disk again while they exceed their limit."""
     with contextlib.suppress(OSError):
         fitting = num_log_bytes(log_dir) + free_bytes(log_dir) - (MAX_EXCESS_SEGMENTS + 1) * settings.segment_bytes
-        least = MIN_LOG_SEGMENTS * settings.segment_bytes
-        return min(settings.max_log_bytes or fitting, max(fitting, least))
+        fitting = max(fitting, MIN_LOG_SEGMENTS * settings.segment_bytes)
+        return fitting if settings.max_log_bytes is None else min(settings.max_log_bytes, fitting)
     return settings.max_log_bytes
 
 

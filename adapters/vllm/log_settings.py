@@ -162,8 +162,8 @@ class LogSettings(pydantic.BaseModel):
             if is_full(error):
                 return (
                     f"the disk of log_dir {str(folder)!r} is full ({error.strerror}): at start kvledger deletes the "
-                    "oldest segments there; if this gives no room, requests are served without a log file, hits and "
-                    "new copies until there is some; lower max_log_bytes, or delete other files"
+                    "oldest segments there; if this gives no room, it serves requests without a log file, without "
+                    "hits and without new copies until there is some; lower max_log_bytes, or delete other files"
                 )
             raise unwritable(folder, error) from error
         return ""

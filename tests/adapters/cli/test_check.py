@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from log_torture.mounts import fill, run_on_small_disk
 
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.demo.model import make_model
@@ -363,3 +364,34 @@ def test_what_is_no_object_is_wrong_usage(capsys: pytest.CaptureFixture[str], gi
     """With what was read."""
     assert main(["check", given]) == 64
     assert words in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named_and_not_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Old segments are deleted at start; without any the log begins later."""
+
+    def work() -> None:
+        fill(tmp_path / "disk")
+        assert main(["check", json.dumps({"log_dir": str(tmp_path / "disk" / "logs")}), "--json"]) == 0
+        assert "is full (No space left on device): at start kvledger deletes the oldest" in capsys.readouterr().out
+
+    run_on_small_disk(tmp_path / "disk", 1 << 16, work)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "options", "reason"),
+    [
+        ({"max_log_bytes": "64MiB"}, (), "a log needs 3 segments of 64MiB to be read"),
+        (
+            {"connector": {"kv_connector": "OffloadingConnector"}, "max_log_bytes": "300MiB"},
+            ("-tp", "2"),
+            "this server writes 3 logs at once, and each needs 3 segments of 64MiB",
+        ),
+    ],
+)
+def test_a_size_of_logs_that_is_too_small_for_a_reader_is_refused(
+    check: Any, configuration: object, options: tuple[str, ...], reason: str
+) -> None:
+    """Of one log, and of those that a recorded engine and its workers write at once."""
+    exit_code, records = check(configuration, *options)
+    assert exit_code == 77
+    assert reason in records["refused"]["reason"]

@@ -74,9 +74,9 @@ def fill_with_own_log(log_dir: Path) -> None:
     fill(log_dir.parent)
 
 
-@pytest.mark.parametrize("max_log_bytes", ["256KiB", "16GiB"])
+@pytest.mark.parametrize("max_log_bytes", ["256KiB", "16GiB", None])
 def test_a_disk_that_the_log_itself_filled_does_not_keep_an_engine_from_starting(
-    tmp_path: Path, told: pytest.LogCaptureFixture, max_log_bytes: str
+    tmp_path: Path, told: pytest.LogCaptureFixture, max_log_bytes: str | None
 ) -> None:
     """After `kill -9` vLLM did not start, even with a lower `max_log_bytes`. The oldest segments go, with a record."""
     disk = tmp_path / "disk"
