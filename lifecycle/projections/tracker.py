@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         | e.LogNote
         | e.DecisionWithheld
         | e.LoadRefused
+        | e.PrefixCacheReset
+        | e.EndRefused
         | e.ExtensionNoted
         | e.PagesDigested
     )
@@ -162,6 +164,7 @@ class RequestTracker(Projection):
 
     @on(
         *(e.TransferReported, e.LoadErrorsObserved, e.HookFailed, e.LogNote, e.DecisionWithheld, e.LoadRefused),
+        *(e.PrefixCacheReset, e.EndRefused),
         *(e.ExtensionNoted, e.PagesDigested),
     )
     def _advance_time(self, event: _Timed, _sequence: int) -> None:

@@ -72,9 +72,8 @@ NOT_FOLDED: dict[str, dict[str, str]] = {
         "extension_version": "one version of an extension is loaded at a time",
         **dict.fromkeys(("where", "error"), _PEOPLE),
     },
-    "prefix_cache.reset": {"time_ns": "vLLM's own cache; nothing that was saved is lost"},
     "end.refused": dict.fromkeys(
-        ("request_id", "ordinal", "field", "time_ns"), "vLLM never had it; COMPLETION_ONCE reads the event itself"
+        ("request_id", "ordinal", "field"), "vLLM never had it; COMPLETION_ONCE reads the event itself"
     ),
     "pages.digested": dict.fromkeys(
         ("request_id", "ordinal", "generation", "rank", "is_load", "group", "first_block", "digests", "stored"),
