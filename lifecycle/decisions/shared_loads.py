@@ -19,9 +19,10 @@ from kvledger.lifecycle.states import RequestState
 def shared_load(
     end_token: int, num_computed_tokens: int, record: RequestRecord, projections: Projections
 ) -> Job | None:
-    """Return another request's load that brings at least half of what this request would load, or None.
+    """Return another request's load that brings blocks which this request would load, or None.
 
-    Waiting for less than half would delay the request more than it saves.
+    A short common beginning counts, too. If it is not shared, each conversation of a burst holds a system prompt of its
+    own, and a burst that fits without a connector causes preemptions.
 
     Args:
         end_token: tokens that the request would have after a load of its own.
@@ -32,11 +33,11 @@ def shared_load(
     loads = projections.transfers.async_loads
     if not loads or not projections.configuration.awaits_shared_loads or end_token <= num_computed_tokens:
         return None
-    best, best_end = None, 0
+    best, best_end = None, num_computed_tokens
     for job in loads.values():
         if job.ordinal != record.ordinal and _will_be_shared(job, projections):
             shared_end = min(_shared_end(job, num_computed_tokens, record, projections), end_token)
-            if shared_end > best_end and 2 * shared_end >= num_computed_tokens + end_token:
+            if shared_end > best_end:
                 best, best_end = job, shared_end
     return best
 

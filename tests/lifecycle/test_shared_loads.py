@@ -117,10 +117,10 @@ def test_who_shares_nothing_is_answered_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_shared", "num_chunks", "waits"), [(1, 4, False), (2, 4, True), (3, 8, False), (4, 8, True), (4, 4, True)]
+    ("num_shared", "num_chunks", "waits"), [(0, 4, False), (1, 4, True), (2, 4, True), (1, 8, True), (4, 4, True)]
 )
-def test_it_waits_for_half_of_what_it_would_load_or_more(num_shared: int, num_chunks: int, *, waits: bool) -> None:
-    """A short common beginning is loaded twice; that costs less than waiting."""
+def test_it_waits_for_whatever_it_shares(num_shared: int, num_chunks: int, *, waits: bool) -> None:
+    """Conversations with one system prompt and long histories loaded it once each when only half or more counted."""
     mine = PREFIX[:num_shared] + keys_of("mine", num_chunks - num_shared, num_shared)
     driver, _ = loading(mine)
     assert isinstance(asks(driver, mine), e.LookupDeferred if waits else e.LookupAnswered)
