@@ -43,6 +43,8 @@ MAY_STAY = frozenset(
         "CacheEvents._stored",
         "CacheEvents._published",
         "CacheEvents._num_chunks",
+        # vLLM asks for KV events after a step's output, so what a later reset removes waits for the next step.
+        "CacheEvents._removed",
     }
 )
 
