@@ -237,8 +237,11 @@ class _Chain:
     def _admission(self, admission: Admission) -> Cause:
         time_ns = self.histories.time_ns(admission.sequence) or 0
         num_left = sum(span.num_tokens for span in admission.missed)
-        parts = [f"{admission.num_retained} of them from vLLM's prefix cache"] if admission.num_retained else []
-        parts += [f"{admission.num_claimed} to be loaded{_dated(admission)}"] if admission.num_claimed else []
+        reset, of_retained = admission.reset_sequence, admission.num_retained_before_reset
+        retained = f"{admission.num_retained} of them from vLLM's prefix cache{_dated(of_retained, reset)}"
+        parts = [retained] if admission.num_retained else []
+        claimed = f"{admission.num_claimed} to be loaded{_dated(admission.num_before_reset, reset)}"
+        parts += [claimed] if admission.num_claimed else []
         parts += [f"{admission.num_elsewhere} from elsewhere"] if admission.num_elsewhere else []
         parts.append(f"{num_left} left to compute")
         text = f"admitted with {plural(admission.num_tokens, 'token')}: {', '.join(parts)}"
@@ -270,13 +273,12 @@ class _Chain:
         ]
 
 
-def _dated(admission: Admission) -> str:
-    """How many of the claimed tokens are older than a reset of vLLM's cache."""
-    if not admission.num_before_reset:
+def _dated(num_tokens: int, reset_sequence: int) -> str:
+    """How many of the tokens are older than a reset of vLLM's cache."""
+    if not num_tokens:
         return ""
     return (
-        f" ({admission.num_before_reset} of these from before a reset of vLLM's cache,"
-        f" event {admission.reset_sequence}, "
+        f" ({num_tokens} of these from before a reset of vLLM's cache, event {reset_sequence}, "
         "that spared the connector: right only if the weights have not changed since)"
     )
 

@@ -16,7 +16,7 @@ from kvledger.adapters.logs.log import StoredLog
 from kvledger.lifecycle import Figures
 from kvledger.storage.events import Damage
 
-INDEX_FORMAT = 11
+INDEX_FORMAT = 12
 """Grows with every change of what is in an index; another one is built anew."""
 
 SCHEMA = """

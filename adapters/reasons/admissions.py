@@ -176,8 +176,7 @@ class Admissions(Projection):
         admission = life.admission = Admission(
             sequence, answer_sequence, num_tokens, num_retained, num_claimed, life.mark, missed, missed
         )
-        if num_claimed:
-            self._date(admission, life)
+        self._date(admission, life)
         life.computed_end = 0
         sums = life.sums
         sums.num_admissions += 1
@@ -191,13 +190,22 @@ class Admissions(Projection):
         return admission
 
     def _date(self, admission: Admission, life: Life) -> None:
-        """Count what is claimed and was computed before a reset of vLLM's prefix cache that spared the connector."""
-        size = self._explainer.configuration.chunk_size
+        """Count what was computed before a reset of vLLM's prefix cache that spared the connector.
+
+        That is what is claimed, and what vLLM's prefix cache has because another request loaded it.
+        """
+        size, chunks = self._explainer.configuration.chunk_size, self._memory.chunks
+        for chunk in range(-(-admission.num_retained // size)):
+            key = life.keys.get(chunk)
+            reset = 0 if key is None else chunks.reset_before_load(key)
+            if reset:
+                admission.num_retained_before_reset += min(size, admission.num_retained - chunk * size)
+                admission.reset_sequence = max(admission.reset_sequence, reset)
         at, end = admission.num_retained, admission.num_retained + admission.num_claimed
         while at < end:
             until = min(end, (at // size + 1) * size)
             key, tail = life.keys.get(at // size), life.tail
-            reset = 0 if key is None else self._memory.chunks.reset_after(key)
+            reset = 0 if key is None else chunks.reset_after(key)
             if not reset and tail is not None and tail.first_token <= at < tail.end_token:
                 reset = tail.before_reset
             if reset:
@@ -252,6 +260,7 @@ class Admissions(Projection):
             if end - first > (0 if most is None else most.end_token - most.first_token):
                 most = SharedLoad(job_id, other.request_id, other.sequence, first, end)
         self._loading[event.job_id] = Loading(event.request_id, sequence, keys)
+        self._memory.chunks.loaded(keys.values())
         return most
 
     def _shared(self, keys: Mapping[int, bytes], load: Loading, first_token: int, end_token: int) -> tuple[int, int]:

@@ -82,6 +82,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     num_resets: int = 0
     before_reset: dict[bytes, int] = {}
     """Chunk in the pool, or on its way there, when vLLM reset its prefix cache alone -> the last such reset."""
+    loaded_since: dict[bytes, int] = {}
+    """Such a chunk that was loaded since vLLM's last reset, so that its prefix cache may have it -> that reset."""
 
 
 class ChunkHistory:
@@ -116,6 +118,8 @@ class ChunkHistory:
             before = self.get(key)
             if before is None or before.status is not ChunkStatus.SAVED:  # pages of windows may be added to a chunk
                 self._put(key, fact.after(_request_history(before)))
+                if key in self._state.loaded_since:  # saved again from the blocks into which it was loaded
+                    self._state.before_reset[key] = self._state.loaded_since[key]
 
     def save_settled(self, job_id: int, sequence: int, cause: int, error: str | None) -> None:
         """A save is done, or failed with `error`."""
@@ -151,6 +155,7 @@ class ChunkHistory:
     def reset(self, sequence: int) -> None:
         """Everything in the pool, and on its way there, is stale."""
         self._state.num_resets += 1
+        self._state.loaded_since.clear()
         for key, before in tuple(self._state.in_pool.items()):
             earlier = before.after(None)
             self._put(key, ChunkFact(ChunkStatus.RESET, sequence, cause=sequence, earlier=earlier))
@@ -158,10 +163,20 @@ class ChunkHistory:
     def spared(self, sequence: int) -> None:
         """VLLM reset its prefix cache alone: everything in the pool, and on its way there, is from before that."""
         self._state.before_reset = dict.fromkeys(self._state.in_pool, sequence)
+        self._state.loaded_since.clear()
 
     def reset_after(self, key: bytes) -> int:
         """The last reset of vLLM's prefix cache that this chunk in the pool has survived; 0 if there is none."""
         return self._state.before_reset.get(key, 0)
+
+    def loaded(self, keys: Iterable[bytes]) -> None:
+        """Chunks are loaded; other requests may find their blocks in vLLM's prefix cache."""
+        before_reset = self._state.before_reset
+        self._state.loaded_since.update((key, before_reset[key]) for key in keys if key in before_reset)
+
+    def reset_before_load(self, key: bytes) -> int:
+        """The last reset that this chunk survived in the pool before it was loaded; 0 if there is none."""
+        return self._state.loaded_since.get(key, 0)
 
     def forget(self) -> None:
         """Events are lost: nothing that is remembered can be relied upon."""
@@ -169,6 +184,7 @@ class ChunkHistory:
         self._state.gone.clear()
         self._state.saves.clear()
         self._state.before_reset.clear()
+        self._state.loaded_since.clear()
 
     def _put(self, key: bytes, fact: ChunkFact) -> None:
         in_pool, gone = self._state.in_pool, self._state.gone

@@ -69,6 +69,8 @@ class Admission:
     """The load that was bringing most of the same tokens when this one was issued."""
     num_before_reset: int = 0
     """Claimed tokens that were computed before vLLM reset its prefix cache and spared the connector."""
+    num_retained_before_reset: int = 0
+    """Tokens of vLLM's prefix cache that another request had loaded, and that were computed before such a reset."""
     reset_sequence: int = 0
     """The last such reset; 0 if there is none."""
 

@@ -17,6 +17,7 @@ from kvledger.adapters.cli.main import main
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.simulation.connectors import Offloading
 from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.simulation.hashed_model import block_bytes
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -110,6 +111,38 @@ def test_why_says_that_loaded_tokens_are_from_before_a_reset(
     assert "64 of these from before a reset of vLLM's cache" in " ".join(texts["long"].split())
     assert main(["verify", str(path)]) == 0
     assert len([event for _, event in open_log(path).trusted_events() if isinstance(event, e.PrefixCacheReset)]) == 2
+
+
+def test_why_says_that_vllm_s_cache_has_tokens_from_before_a_reset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A request that found them there, because another one had loaded them, answered with KV of the old weights, too.
+
+    The same after the host pool had evicted them and saved them again from those blocks.
+    """
+    engine = SimulatedEngine(num_blocks=60, host_bytes=8 * block_bytes(16), chunk_size=16, log_dir=str(tmp_path))
+
+    def serve(name: str, prompt: Any) -> None:
+        engine.add(name, prompt, 4)
+        engine.run()
+
+    serve("before", range(64))
+    engine.scheduler.reset_prefix_cache()
+    serve("loads", [*range(64), 7])
+    serve("shares", [*range(64), 8])
+    serve("stranger", range(200, 330))
+    serve("saves again", [*range(64), 9])
+    engine.scheduler.reset_prefix_cache()
+    serve("loads again", [*range(64), 9])
+    engine.shutdown()
+    (path,) = tmp_path.iterdir()
+    for name in ("shares", "saves again", "loads again"):
+        assert main(["why", str(path), name]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert "64 of these from before a reset of vLLM's cache" in text, name
+    assert main(["why", str(path), "stranger"]) == 0
+    assert "before a reset" not in capsys.readouterr().out
+    assert main(["verify", str(path)]) == 0
 
 
 def test_a_recorder_records_a_reset_that_spared_the_connector_it_wraps() -> None:
