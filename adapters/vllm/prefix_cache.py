@@ -52,6 +52,10 @@ class PrefixCache:
         """Let the next `take_reset` return True. For a rerun of a log, which has no block manager."""
         self._is_noted = True
 
+    def is_freed(self, request_id: str) -> bool:
+        """Whether vLLM keeps no blocks of the request. If it has ended, vLLM does not know it any more."""
+        return self._manager is not None and not any(self._manager.get_block_ids(request_id))
+
     def evict(self, block_ids: AbstractSet[int]) -> None:
         """Let nobody hit these blocks. Whoever holds them keeps them; one that has no hash is left as it is."""
         if self._manager is not None and block_ids:

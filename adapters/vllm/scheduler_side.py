@@ -333,17 +333,21 @@ class SchedulerSide:
         """Remove ends that another child of a `MultiConnector` reports and that vLLM must not have yet.
 
         vLLM would compute on blocks that a load still fills, free blocks that a copy still uses, or fail an assertion
-        because it waits for no end of that request.
+        because it waits for no end of that request or does not know it any more.
         """
         early_receipts = {
             request_id: life
             for request_id in connector_output.finished_recving or ()
-            if (life := self.journal.obligations.early_receipt(request_id)) != e.NO_LIFE or self._is_present(request_id)
+            if (life := self.journal.obligations.early_receipt(request_id)) != e.NO_LIFE
+            or self._is_present(request_id)
+            or self._is_gone(request_id)
         }
         early_releases = {
             request_id: life
             for request_id in connector_output.finished_sending or ()
-            if (life := self.journal.obligations.early_release(request_id)) != e.NO_LIFE or request_id in self._requests
+            if (life := self.journal.obligations.early_release(request_id)) != e.NO_LIFE
+            or request_id in self._requests
+            or self._is_gone(request_id)
         }
         if early_receipts:
             connector_output.finished_recving = set(connector_output.finished_recving or ()) - early_receipts.keys()
@@ -357,6 +361,10 @@ class SchedulerSide:
                     field=field,
                 )
                 self.journal.observe(e.EndRefused(request_id, lives[request_id], field, self.journal.now()))
+
+    def _is_gone(self, request_id: str) -> bool:
+        """Whether vLLM has freed the request's blocks, and forgot it with them."""
+        return request_id not in self._requests and self.prefix_cache.is_freed(request_id)
 
     def _is_present(self, request_id: str) -> bool:
         """Whether vLLM has the request and waits for no load of it."""

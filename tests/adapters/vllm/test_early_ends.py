@@ -110,6 +110,22 @@ def test_blocks_of_an_ended_request_are_kept_until_our_copy_has_ended(tmp_path: 
     assert {event.field for event in events if isinstance(event, e.EndRefused)} == {field}
 
 
+@pytest.mark.parametrize("field", ["finished_recving", "failed_recving", "finished_sending"])
+def test_an_end_of_a_request_that_vllm_has_forgotten_is_removed(tmp_path: Path, field: str) -> None:
+    """vllm#53049: a child went on reporting ends of a request that had ended, and vLLM's assertion ended the engine."""
+    engine = engine_with(tmp_path, ours_first=True, field=field, num_steps=12, num_questions=1)
+    serve_twice(engine)
+    engine.add("victim that ends soon", range(100), 1)
+    for number in range(20):
+        engine.add(f"later {number}", range(300, 340), 2)
+        engine.run(20)
+    assert engine.outputs["later 19"] == Expected(range(300, 340)).output(2)
+    engine.shutdown()
+    audit, events = audit_of(tmp_path)
+    assert {violation.rule for violation in audit.violations} == {"COMPLETION_ONCE"}
+    assert e.NO_LIFE in {event.ordinal for event in events if isinstance(event, e.EndRefused)}
+
+
 def test_an_end_that_a_later_child_adds_is_named_by_the_tokens_that_are_computed(tmp_path: Path) -> None:
     """The output that a child after it has changed is not shown to kvledger; then the next step shows it."""
     engine = engine_with(tmp_path, ours_first=True, field="finished_recving", num_steps=0)
