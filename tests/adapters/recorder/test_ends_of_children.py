@@ -79,8 +79,8 @@ def test_the_recorder_around_the_parent_names_the_child_that_reports_another_one
 
 
 @pytest.mark.parametrize("inner", [False, True])
-def test_a_phantom_end_of_kept_blocks_is_named_although_the_engine_dies(*, inner: bool) -> None:
-    """vllm#52954: vLLM asserts on an end of a request that it has forgotten; the log has it before that."""
+def test_a_phantom_end_of_kept_blocks_is_named_and_the_engine_lives(*, inner: bool) -> None:
+    """vllm#52954: vLLM asserts on an end of a request that it has forgotten; kvledger removes it."""
     phantom: ConnectorSetup = meddler("finished_sending", 1, after="request_finished")
     setup = Several(children=(KVLEDGER, Recorded(inner=phantom) if inner else phantom))
     engine = SimulatedEngine(
@@ -91,8 +91,7 @@ def test_a_phantom_end_of_kept_blocks_is_named_although_the_engine_dies(*, inner
         save_mode="sync",
     )
     engine.add("victim", range(100), 2)
-    with pytest.raises(AssertionError):
-        engine.run(100)
+    engine.run(100)
     details = [v.detail for each in recordings(engine.scheduler.connector) for v in audited(each).violations]
     engine.shutdown()
     assert details
