@@ -44,7 +44,7 @@ class CompletionOnce(RuleOfEnds):
     `finished_sending` of one whose blocks are kept; each of them once. A load that is reported of a request that has
     ended frees its blocks, also those that were to be kept: nobody may name it after that. Under a `MultiConnector`:
     the recorded child's own workers report only what it owes; if the `MultiConnector` is recorded, no child reports a
-    load that another one was chosen for.
+    load that another one was chosen for, or kept blocks where none are kept.
     Does not verify: ends that were owed where the log does not begin at its beginning; which child of a recorded
     `MultiConnector` keeps blocks; that an end comes (LIVENESS).
     """
@@ -110,9 +110,11 @@ class CompletionOnce(RuleOfEnds):
     def _breach_of(
         self, request_id: str, ends: payloads.ReportedBy, owed: Mapping[str, tuple[int, int]], *, was_kept: bool
     ) -> str:
+        is_owed = request_id in owed or (request_id, was_kept) in self._ended or not self._is_from_beginning
         if ends.child == payloads.OWN:
-            is_owed = request_id in owed or (request_id, was_kept) in self._ended or not self._is_from_beginning
             return "" if is_owed else "which it does not owe"
+        if was_kept and not is_owed:  # kvledger, if it is a child, removes it before vLLM gets it
+            return "which no child owes"
         chosen = None if was_kept or request_id not in owed else self._chosen.get(request_id)
         return "" if chosen is None or chosen.child == ends.child else f"which {chosen.connector} loads"
 
