@@ -26,7 +26,8 @@ from vllm.v1.request import Request, RequestStatus
 from kvledger.adapters.core import composed_core
 from kvledger.adapters.recorder.connector import KVLedgerRecorder, KVLedgerRecorderHMA
 from kvledger.adapters.recorder.extension import Recorder
-from kvledger.adapters.recorder.payloads import RecordingStarted, WorkersReported
+from kvledger.adapters.recorder.page_digests import enveloped
+from kvledger.adapters.recorder.payloads import RecordingStarted, ReportedBy, WorkersReported
 from kvledger.adapters.repro import vllm_objects
 from kvledger.adapters.repro.outcome import RECENT_BYTES, Written
 from kvledger.adapters.repro.recording import NotRerunnable
@@ -275,10 +276,20 @@ class WrappedUnderTest(SchedulerHalf):
     def _commit(self) -> None:
         self.connector.recording.log.commit()
 
-    def workers_report(self, reported: WorkersReported, completed: Iterable[str]) -> None:
-        """What the workers said, with today's names of the copies that they completed."""
+    def workers_report(
+        self, reported: WorkersReported, completed: Iterable[str], ends: tuple[ReportedBy, ...] = ()
+    ) -> None:
+        """Pass on what the workers reported.
+
+        Args:
+            reported: requests and blocks.
+            completed: today's names of the copies that they completed.
+            ends: the same requests by the connector that reported them.
+        """
         by_all = dict.fromkeys(completed, self._num_ranks)
-        self.connector.update_connector_output(vllm_objects.workers_output(reported, by_all, self.connector.wrapped))
+        output = vllm_objects.workers_output(reported, by_all, self.connector.wrapped)
+        output.kv_connector_worker_meta = enveloped(output.kv_connector_worker_meta, (), ends)
+        self.connector.update_connector_output(output)
 
 
 def _cache_config(configuration: LedgerConfiguration, wrapped: RecordingStarted) -> KVCacheConfig:

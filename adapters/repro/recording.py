@@ -19,6 +19,7 @@ from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.payloads import (
     CHILD,
     RecordingStarted,
+    ReportedBy,
     Transferred,
     TransferredFor,
     TransfersEnded,
@@ -158,7 +159,7 @@ def _is_of_workers(sequence: int, event: e.Event) -> bool:
             f"what the workers reported in event {sequence} is not known: {reported.unread}; add its decoder to "
             "kvledger.adapters.recorder.decoders, and the way back to kvledger.adapters.repro.vllm_objects"
         )
-    return reported is not None or bool(ended_transfers(event))
+    return reported is not None or ends_of_connector(event) is not None or bool(ended_transfers(event))
 
 
 def changed(event: _Event, **fields: object) -> _Event:
@@ -185,6 +186,11 @@ def ended_transfers(event: e.Event) -> tuple[str, ...]:
 def reported_by_workers(event: e.Event) -> WorkersReported | None:
     """What an event says that the workers of a recorded connector reported; None of any other event."""
     return _payload(event, WorkersReported)
+
+
+def ends_of_connector(event: e.Event) -> ReportedBy | None:
+    """Which ends an event says that one connector's worker reported; None of any other event."""
+    return _payload(event, ReportedBy)
 
 
 def transferred(event: e.Event) -> tuple[str, Transferred] | None:

@@ -7,15 +7,26 @@ recorded one was. Workers are not made: what they reported is part of the record
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from kvledger.adapters.recorder.payloads import RecordingStarted, WorkersReported
+import msgspec
+
+from kvledger.adapters.recorder.payloads import RecordingStarted, ReportedBy, WorkersReported
 from kvledger.adapters.repro.calls import HookCall
 from kvledger.adapters.repro.connector import WrappedUnderTest
 from kvledger.adapters.repro.hooks import HookRun
-from kvledger.adapters.repro.recording import Recording, ended_transfers, reported_by_workers, transferred
+from kvledger.adapters.repro.recording import (
+    Recording,
+    ended_transfers,
+    ends_of_connector,
+    reported_by_workers,
+    transferred,
+)
 from kvledger.lifecycle import events as e
+
+_Ends = TypeVar("_Ends", WorkersReported, ReportedBy)
+_FIELDS_OF_ENDS = ("finished_sending", "finished_recving", "failed_recving")
 
 
 class WrappedRun(HookRun):
@@ -59,16 +70,15 @@ class WrappedRun(HookRun):
             return
         if call.noticed(e.LoadErrorsObserved):
             self._live.take_back(call.noticed(e.TokensRolledBack))
-        self._wrapped.workers_report(self._of_who_is_here(reported), self._completed(call))
+        found = [ends_of_connector(event) for _, event in call.observed]
+        by_connector = [self._of_arrived(ends) for ends in found if ends is not None]
+        ends = tuple(each for each in by_connector if any(_ends(each)))
+        self._wrapped.workers_report(self._of_arrived(reported), self._completed(call), ends)
 
-    def _of_who_is_here(self, reported: WorkersReported) -> WorkersReported:
-        """Without requests that were left out."""
-
-        def here(ids: Iterable[str]) -> tuple[str, ...]:
-            return tuple(who for who in ids if who in self._arrived)
-
-        sent, received, failed = reported.finished_sending, reported.finished_recving, reported.failed_recving
-        return WorkersReported(here(sent), here(received), here(failed), reported.invalid_block_ids)
+    def _of_arrived(self, reported: _Ends) -> _Ends:
+        """The report without requests that were left out."""
+        kept = [tuple(each for each in ids if each in self._arrived) for ids in _ends(reported)]
+        return msgspec.structs.replace(reported, **dict(zip(_FIELDS_OF_ENDS, kept, strict=True)))
 
     def _completed(self, call: HookCall) -> list[str]:
         """What the completed copies are called now; without those that are not made any more."""
@@ -76,3 +86,8 @@ class WrappedRun(HookRun):
         ended = [job for _, event in call.observed for job in ended_transfers(event)]
         names = [self._now.get(copies[job]) if job in copies else job for job in ended]
         return [name for name in names if name is not None]
+
+
+def _ends(reported: WorkersReported | ReportedBy) -> tuple[tuple[str, ...], ...]:
+    """The ids of the requests in each of `_FIELDS_OF_ENDS`."""
+    return reported.finished_sending, reported.finished_recving, reported.failed_recving

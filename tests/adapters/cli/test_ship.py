@@ -40,6 +40,7 @@ def verdict_of(run: Run, log: object) -> dict[str, object]:
         item.pop("path", None)
         item.pop("log", None)
         item.pop("end", None)
+        item.pop("text", None)  # names how the log ended
     return {"exit_code": result.exit_code, "objects": found}
 
 
