@@ -7,6 +7,7 @@ later hook. Nothing here may raise into vLLM (`guard.py`).
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,8 @@ _REMEDY = (
     "kvledger that its log and this line describe"
 )
 _NOTHING_FOUND = (NO_HIT, False)
+_MAX_ENDED = 1024
+"""Ended requests of which another child's late report of an end is recognized."""
 _NOBODY: tuple[str, ...] = ()
 _NO_EVENTS: Sequence[KVCacheEvent] = ()
 _UNKNOWN_RANGE: range | None = None
@@ -80,6 +83,7 @@ class SchedulerSide:
         self._tracker = self.journal.tracker
         self._block_size = configuration.block_size
         self._requests: dict[str, Request] = {}
+        self._ended_with_blocks: deque[str] = deque(maxlen=_MAX_ENDED)
         self.prefix_cache = PrefixCache(configuration.block_size)
         self._num_failures_seen = 0
         self.digested = DigestedPages(self._projections)
@@ -363,8 +367,15 @@ class SchedulerSide:
                 self.journal.observe(e.EndRefused(request_id, lives[request_id], field, self.journal.now()))
 
     def _is_gone(self, request_id: str) -> bool:
-        """Whether vLLM has freed the request's blocks, and forgot it with them."""
-        return request_id not in self._requests and self.prefix_cache.is_freed(request_id)
+        """Whether vLLM has freed the request's blocks, and forgot it with them.
+
+        False if it ended without blocks: another child may have kept it, and nothing shows whether vLLM knows it still.
+        """
+        return (
+            request_id in self._ended_with_blocks
+            and request_id not in self._requests
+            and self.prefix_cache.is_freed(request_id)
+        )
 
     def _is_present(self, request_id: str) -> bool:
         """Whether vLLM has the request and waits for no load of it."""
@@ -458,7 +469,8 @@ class SchedulerSide:
         life = self.journal.obligations.present(request.request_id)
         if not self._finish(request, num_blocks):
             self._finish(request, 0)  # with nothing to save, so that at least nobody remembers it for ever
-        self._requests.pop(request.request_id, None)
+        if self._requests.pop(request.request_id, None) is not None and num_blocks:
+            self._ended_with_blocks.append(request.request_id)
         is_held = self.journal.obligations.is_held(life)  # and what is withheld by the commit is reported as sent
         self.journal.commit()
         return is_held, None

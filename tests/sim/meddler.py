@@ -30,7 +30,7 @@ class Meddler(KVConnectorBase_V1, SupportsHMA):
 
     Options: `field`: what it reports (`finished_recving`, `failed_recving`, `finished_sending`, `invalid_block_ids`);
     `after`: the hook behind which it begins, `update_state_after_alloc` or `request_finished`; `num_steps`: it reports
-    so often, once in each step.
+    so often, once in each step; `keeps`: whether it keeps requests that end, so that it does owe their end.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -39,6 +39,7 @@ class Meddler(KVConnectorBase_V1, SupportsHMA):
         self._field: str = options["field"]
         self._after: str = options.get("after", "update_state_after_alloc")
         self._num_steps: int = options.get("num_steps", 1)
+        self._keeps: bool = options.get("keeps", False)
         self._planned: list[Ends] = []
         self._seen: set[tuple[str, int]] = set()
 
@@ -62,10 +63,10 @@ class Meddler(KVConnectorBase_V1, SupportsHMA):
         return self._planned.pop(0) if self._planned else Ends()
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        """It keeps nothing."""
+        """It keeps nothing, unless it was told to."""
         if self._after == "request_finished":
             self._plan(request, block_ids)
-        return False, None
+        return self._keeps and request.request_id.startswith("victim"), None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """It loads nothing."""

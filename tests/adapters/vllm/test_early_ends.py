@@ -126,6 +126,23 @@ def test_an_end_of_a_request_that_vllm_has_forgotten_is_removed(tmp_path: Path, 
     assert e.NO_LIFE in {event.ordinal for event in events if isinstance(event, e.EndRefused)}
 
 
+@pytest.mark.parametrize("is_aborted_early", [True, False])
+def test_an_end_that_another_child_does_owe_reaches_vllm(tmp_path: Path, *, is_aborted_early: bool) -> None:
+    """A child may keep a request that ends, also one that never had a block; vLLM waits for its end for ever."""
+    engine = engine_with(
+        tmp_path, ours_first=True, field="finished_sending", after="request_finished", keeps=True, num_questions=1
+    )
+    engine.add("victim", range(100), 2)
+    if is_aborted_early:
+        engine.abort("victim")
+    engine.add("other", range(200, 260), 8)
+    engine.run(100)
+    assert not engine.scheduler.requests
+    engine.shutdown()
+    audit, _ = audit_of(tmp_path)
+    assert not audit.violations
+
+
 def test_an_end_that_a_later_child_adds_is_named_by_the_tokens_that_are_computed(tmp_path: Path) -> None:
     """The output that a child after it has changed is not shown to kvledger; then the next step shows it."""
     engine = engine_with(tmp_path, ours_first=True, field="finished_recving", num_steps=0)
