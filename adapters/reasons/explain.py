@@ -193,7 +193,9 @@ class _Behind:
         recorded = None if answer is None else _RECORDED.get(answer.miss_reason)
         span = self._from_fact(first_token, end_token, fact)
         if recorded is not None:
-            agrees = span.reason in {recorded, Reason.DEFERRAL_EXHAUSTED}
+            # A save that was under way at the answer may have failed before vLLM allocated blocks.
+            has_failed_since = recorded is Reason.SAVING and span.reason is Reason.SAVE_FAILED
+            agrees = span.reason in {recorded, Reason.DEFERRAL_EXHAUSTED} or has_failed_since
             cause = answer.miss_cause if answer is not None else 0
             evidence = (cause, self.sequence) if cause else (self.sequence,)
             return span if agrees else Span(first_token, end_token, recorded, evidence)

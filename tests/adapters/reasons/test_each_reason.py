@@ -116,6 +116,20 @@ def test_a_save_that_failed_is_named_with_its_error() -> None:
     assert (fact.status, fact.job_id, fact.detail) == (ChunkStatus.SAVE_FAILED, 1, "the disk is full")
 
 
+def test_a_save_that_fails_between_lookup_and_allocation_is_named_with_its_error() -> None:
+    """World 5988: the log could not be written in the step of the preemption, so the save was withheld and failed."""
+    driver = Driver()
+    preempted(driver)
+    driver.lookup("a", 0, 33)
+    driver.report(1, ok=False, error="not handed out")
+    driver.allocate("a", range(40, 43), 0)
+    driver.step(("a", 0, 33, 33))
+    story = story_of(driver)
+    check_proofs(driver.sink.events(), [story])
+    assert story.lookups[-1].spans[0].reason is Reason.SAVING
+    assert story.sums.recomputed == {Reason.SAVE_FAILED: 32}
+
+
 def test_chunks_without_room_in_the_pool_are_declined_and_those_that_fit_are_not() -> None:
     """Two slots hold the first four chunks of 8; the others are refused at the preemption."""
     driver = Driver(num_slots=2)
