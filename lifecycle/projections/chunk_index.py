@@ -178,6 +178,11 @@ class ChunkIndex(Projection):
                 _count_up(self._pins, keys)
                 self.state.pinned_by[event.ordinal] = keys
 
+    @on(e.LookupDeferred)
+    def _deferred(self, event: e.LookupDeferred, _sequence: int) -> None:
+        if self._tracker.in_generation(event) is not None:
+            self._unpin(event.ordinal)
+
     def _unpin(self, ordinal: int) -> None:
         keys = self.state.pinned_by.pop(ordinal, None)
         if keys is not None:

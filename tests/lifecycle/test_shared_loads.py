@@ -57,6 +57,22 @@ def test_a_lookup_waits_while_another_request_loads_the_same_chunks() -> None:
     replayed(driver)
 
 
+def test_a_lookup_that_waits_keeps_nothing_that_the_answer_before_it_promised() -> None:
+    """World 1700: the promise stayed, and an audit that began after it did not know why a save was declined."""
+    settings = {"awaits_shared_loads": True, "async_load_tokens": 0, "max_deferred_lookups": 2}
+    driver, beginning = Driver(chunk_size=16, num_slots=6, **settings), PREFIX[:2]
+    driver.save_prefix("earlier", PREFIX, first_block=800)
+    driver.arrive("b", 74, PREFIX)
+    assert driver.lookup("b", 0, 74).num_external_tokens == 64
+    driver.arrive("a", 42, beginning)
+    driver.allocate("a", range(3), driver.lookup("a", 0, 42).num_external_tokens)
+    assert isinstance(driver.poll("b", 0, 74), e.LookupDeferred)
+    assert driver.projections.chunks.promised == {}
+    driver.save_prefix("later", keys_of("later", 3), first_block=850)
+    assert any(isinstance(event, e.ChunkEvicted) and event.key in PREFIX for event in driver.observed)
+    replayed(driver)
+
+
 @pytest.mark.parametrize("why", ["failed", "aborted", "preempted", "reset"])
 def test_a_load_that_will_not_be_shared_is_not_waited_for(why: str) -> None:
     """Its blocks do not come into vLLM's prefix cache."""

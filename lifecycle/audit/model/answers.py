@@ -94,6 +94,11 @@ class Answers:
         promised = frozenset(self._promised_by(event))
         self._pending[event.request_id] = Answer(self._moment.sequence, event, promised)
 
+    @on(e.LookupDeferred)
+    def _deferred(self, event: e.LookupDeferred) -> None:
+        if self._lives.in_generation(event) is not None:
+            self._pending.pop(event.request_id, None)
+
     def _promised_by(self, event: e.LookupAnswered) -> Sequence[bytes]:
         life = self._lives.in_generation(event)
         if life is None or not event.num_external_tokens:
