@@ -150,7 +150,8 @@ class Maintenance:
                     wait=wait,
                 )
         except (OSError, LogError) as error:
-            self._on_trouble(error)
+            if directory.parent.exists():  # else no log is left that takes room
+                self._on_trouble(error)
         return None if wait is None else wait.waits_for
 
 
