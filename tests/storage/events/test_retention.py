@@ -270,9 +270,11 @@ def test_a_directory_that_cannot_be_listed_is_told_and_nothing_is_raised(tmp_pat
     store = _write(logs / "log", 5, maintenance)
     maintenance.wait()
     logs.rename(hidden)
+    logs.touch()
     maintenance.start(logs / "log", 1)
     maintenance.wait()
-    assert [type(trouble) for trouble in troubles] == [FileNotFoundError]
+    assert [type(trouble) for trouble in troubles] == [NotADirectoryError]
+    logs.unlink()
     hidden.rename(logs)
     store.append(b"goes on", 1)
     store.close()
