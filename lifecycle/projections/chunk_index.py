@@ -183,6 +183,10 @@ class ChunkIndex(Projection):
         if self._tracker.in_generation(event) is not None:
             self._unpin(event.ordinal)
 
+    @on(e.DecisionWithheld)
+    def _withheld(self, event: e.DecisionWithheld, _sequence: int) -> None:
+        self._unpin(self._tracker.ordinal(event.request_id))
+
     def _unpin(self, ordinal: int) -> None:
         keys = self.state.pinned_by.pop(ordinal, None)
         if keys is not None:

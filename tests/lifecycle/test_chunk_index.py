@@ -159,6 +159,16 @@ def can_be_evicted(driver: Driver) -> bool:
     return bool(driver.all_of(e.ChunkEvicted))
 
 
+def test_an_answer_that_is_withheld_promises_nothing() -> None:
+    """World 3152: the promise stayed, and an audit that began after it did not know why a save was declined."""
+    driver = promised()
+    driver.observe(e.DecisionWithheld("b", "", "the event log could not be written", 9))
+    assert driver.projections.chunks.promised == {}
+    assert can_be_evicted(driver)
+    driver.ledger.commit()
+    assert driver.audited().violations == []
+
+
 def test_promised_chunks_stay() -> None:
     """From the answer to the allocation."""
     assert not can_be_evicted(promised())

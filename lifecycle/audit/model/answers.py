@@ -99,6 +99,10 @@ class Answers:
         if self._lives.in_generation(event) is not None:
             self._pending.pop(event.request_id, None)
 
+    @on(e.DecisionWithheld)
+    def _withheld(self, event: e.DecisionWithheld) -> None:
+        self._pending.pop(event.request_id, None)
+
     def _promised_by(self, event: e.LookupAnswered) -> Sequence[bytes]:
         life = self._lives.in_generation(event)
         if life is None or not event.num_external_tokens:
