@@ -39,8 +39,9 @@ class LoadDstExclusive(Checker):
     def _check_given(self, event: e.BlocksAllocated) -> None:
         life = self.moment.life
         if life is not None and self.jobs.filled_by:
-            # What precedes is the prefix cache's, where a load within the step may still be filling it.
-            num_shared = 0 if life.num_old == NEVER else life.num_old
+            # These are the prefix cache's, where a load within the step may still be filling them. How many they are is
+            # not known if the audit began between lookup and allocation.
+            num_shared = len(event.block_ids) if life.num_old == NEVER else life.num_old
             self._check_filling(life, event.block_ids[num_shared:])
             self._check_filling(life, event.block_ids[:num_shared], is_shared=True)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from lifecycle_driver import MemorySink, Walk
+from lifecycle_driver import Driver, MemorySink, Walk, keys_of
 
 from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
@@ -150,3 +150,17 @@ def test_every_checker_takes_over_what_is_in_flight_or_has_a_reason_not_to() -> 
     """A new checker that remembers something and is not told where it begins would raise false alarms."""
     without = {rule for rule, checker in Core.standard().rules.items() if checker.begin is Checker.begin}
     assert without == _NOTHING_TO_TAKE_OVER
+
+
+def test_shared_blocks_are_not_named_if_the_audit_begins_between_lookup_and_allocation() -> None:
+    """World 3467: such an audit does not know how many of the blocks vLLM found in its prefix cache."""
+    driver, keys = Driver(), keys_of("document", 4)
+    driver.save_prefix("first", keys)
+    driver.arrive("loads", 65, keys)
+    driver.allocate("loads", range(5), driver.lookup("loads", 0, 65).num_external_tokens)
+    driver.arrive("shares", 65, keys)
+    driver.lookup("shares", 64, 65)
+    cut, state = len(driver.observed), capture(driver.projections)
+    driver.allocate("shares", (0, 1, 2, 3, 9), 0)
+    for at, start in ((0, None), (cut, restore(Core.standard(), state, driver.configuration))):
+        assert _audit(driver.observed, driver.configuration, at, start).violations == []
