@@ -56,8 +56,10 @@ def _has_no_excuse(world: World) -> bool:
     saves_all = connector["save_tails"] and connector["max_hit_share"] == 1.0
     # MultiConnector takes the first child that has anything, also where another one has more.
     is_asked_first = world.settings.neighbour is None or not world.settings.neighbour.is_first
-    # With asynchronous copies, or two steps in flight, a request may be back before its own save is known to be done.
-    waits = not world.settings.async_scheduling and connector.get("save_mode") == "sync"
+    # With asynchronous copies, late reports, or two steps in flight, a request may be back before its own save is known
+    # to be done.
+    is_late = world.settings.async_scheduling or world.settings.late_reports
+    waits = not is_late and connector.get("save_mode") == "sync"
     return bool(
         is_calm
         and has_room
