@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from kvledger.adapters.vllm import versions
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
@@ -27,6 +28,7 @@ class PrefixCache:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._manager: KVCacheManager | None = None
+        self._pools: tuple[BlockPool, ...] = ()
         self._hashes: list[object] = []
         """What vLLM finds blocks by; a reset replaces it."""
         self._is_noted = False
@@ -34,19 +36,16 @@ class PrefixCache:
     def bind(self, manager: KVCacheManager) -> None:
         """Called once, when the scheduler has made it."""
         self._manager = manager
-        self._hashes = versions.prefix_hashes(manager)
+        self._pools = versions.block_pools(manager)
+        self._hashes = versions.prefix_hashes(self._pools)
 
     def take_reset(self) -> bool:
         """Whether vLLM has reset its prefix cache since the last call. vLLM calls no hook then."""
         if self._is_noted:
             self._is_noted = False
             return True
-        if self._manager is None:
-            return False
-        hashes = versions.prefix_hashes(self._manager)
-        is_reset = len(hashes) != len(self._hashes) or any(map(is_not, hashes, self._hashes))
-        self._hashes = hashes
-        return is_reset
+        before, self._hashes = self._hashes, versions.prefix_hashes(self._pools)
+        return any(map(is_not, self._hashes, before))
 
     def note_reset(self) -> None:
         """Let the next `take_reset` return True. For a rerun of a log, which has no block manager."""

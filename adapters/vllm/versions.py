@@ -19,6 +19,7 @@ from kvledger.lifecycle.windows import interleave
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -264,14 +265,18 @@ def is_waiting_for_load(request: Request) -> bool:
     return request.status.name == "WAITING_FOR_REMOTE_KVS"
 
 
-def prefix_hashes(manager: KVCacheManager) -> list[object]:
-    """The objects in which vLLM's block pools find blocks by their hashes, one for each pool.
-
-    A successful reset puts a new one in the place of each, also where prefix caching is off (`v1/core/block_pool.py`,
-    reset_prefix_cache, 0.32). A refused reset leaves them. Whoever holds one can tell it from its successor.
-    """
+def block_pools(manager: KVCacheManager) -> tuple[BlockPool, ...]:
+    """Return vLLM's block pools; the same ones for as long as the engine runs."""
     managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
-    pools = dict.fromkeys(each.block_pool for each in managers)
+    return tuple(dict.fromkeys(each.block_pool for each in managers))
+
+
+def prefix_hashes(pools: Sequence[BlockPool]) -> list[object]:
+    """Return the object in which each pool finds blocks by their hashes.
+
+    A successful reset replaces each of them, also if prefix caching is off (`v1/core/block_pool.py`,
+    reset_prefix_cache, 0.32). A refused reset leaves them.
+    """
     return [pool.cached_block_hash_to_block for pool in pools]
 
 
