@@ -50,6 +50,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", metavar="NAME", help="as vLLM is given it, such as bfloat16")
     parser.add_argument("--kv-cache-dtype", metavar="NAME", help="as vLLM is given it, such as fp8")
     parser.add_argument("--enforce-eager", action="store_true", help="as vLLM is given it")
+    parser.add_argument(
+        "--prefix-caching-hash-algo",
+        metavar="NAME",
+        choices=("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
+        help="as vLLM is given it; sha256",
+    )
 
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
@@ -119,21 +125,26 @@ def _parts(transfer: dict[str, Any]) -> list[KVTransferConfig]:
 def _check(transfer: KVTransferConfig, whole: dict[str, Any], arguments: argparse.Namespace, output: Output) -> None:
     from kvledger.adapters.recorder.settings import refuse_recorder
     from kvledger.adapters.vllm.before_weights import refuse_beyond_machine, refuse_connector
+    from kvledger.adapters.vllm.key_secrecy import DEFAULT_ALGORITHM, refuse_weak_hash, why_guessable
     from kvledger.adapters.vllm.without_weights import platform
 
     output_of = _Shown(output, str(transfer.kv_connector))
+    algorithm = arguments.prefix_caching_hash_algo or DEFAULT_ALGORITHM
     if transfer.kv_connector != _OURS:
         of_recorder, wrapped = refuse_recorder(transfer, None)
         of_recorder.refuse_few_segments(1 + arguments.tensor_parallel_size)
         full_disk = of_recorder.refuse_log_dir()
         output_of.recorder(of_recorder, wrapped.__name__)
+        output_of.keys(algorithm, why_guessable(algorithm))
         if full_disk:
             output_of.note(full_disk)
         return
     settings = refuse_connector(transfer, None)
+    refuse_weak_hash(algorithm)
     full_disk = settings.refuse_log_dir()
     refuse_beyond_machine(settings, arguments.tensor_parallel_size)
     output_of.settings(settings)
+    output_of.keys(algorithm, why_guessable(algorithm))
     if full_disk:
         output_of.note(full_disk)
     if arguments.model is None:
@@ -160,6 +171,7 @@ def _planned(settings: ConnectorSettings, transfer: dict[str, Any], arguments: a
         dtype=arguments.dtype,
         kv_cache_dtype=arguments.kv_cache_dtype,
         enforce_eager=arguments.enforce_eager,
+        prefix_caching_hash_algo=arguments.prefix_caching_hash_algo,
     )
     try:
         vllm_config = configured(arguments.model, options, transfer)
@@ -202,6 +214,16 @@ class _Shown:
             self._output.record("note", {"connector": self._name, "text": text})
         else:
             self._output.field("note", text)
+
+    def keys(self, algorithm: str, why_guessable: str) -> None:
+        """How chunk keys are made, and why a reader of the log could guess prompts by them."""
+        if self._output.is_json:
+            why = why_guessable or None
+            self._output.record("keys", {"connector": self._name, "algorithm": algorithm, "guessable": why})
+        elif why_guessable:
+            self._output.field("keys", f"{algorithm}; here {why_guessable}", "yellow")
+        else:
+            self._output.field("keys", f"{algorithm}, from the seed in PYTHONHASHSEED")
 
     def plan(self, planned: Plan) -> None:
         """What comes of it with the model."""

@@ -43,6 +43,7 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.event_log import WorkerOfLog, open_event_log
 from kvledger.adapters.vllm.groups import Groups, describe_groups
+from kvledger.adapters.vllm.key_secrecy import note_guessable_keys
 from kvledger.lifecycle import Core, LedgerConfiguration
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         versions.warn_of_unknown()
         whose = {"engine_id": transfer_of(vllm_config).engine_id, "model": vllm_config.model_config.model}
         log = self._open_log(settings, configuration, **whose)
+        note_guessable_keys(vllm_config, log.log.directory)
         keys = ChunkKeySource(
             chunk_size=configuration.chunk_size,
             hash_block_size=versions.hash_block_size(kv_cache_config),

@@ -1,8 +1,9 @@
 """Chunk keys: a hash over a chunk's tokens and everything before them, with salt, adapter and media in it.
 
 Where a chunk is a multiple of vLLM's hash block, its key is vLLM's own chained block hash. Smaller chunks get a
-chained hash of their own, made with the same function over the same extra keys. Two tenants with different
-`cache_salt` therefore never share a chunk. Keys are cut to 16 bytes: 128 bits are enough to be distinct.
+chained hash of their own, made with the same function over the same extra keys, from the same first hash. Two tenants
+with different `cache_salt` therefore never share a chunk, and every key depends on `PYTHONHASHSEED` if that is set.
+Keys are cut to 16 bytes: 128 bits are enough to be distinct.
 
 vLLM's hash leaves out some inputs that the KV depends on (`versions.unhashed_inputs`). kvledger hashes them into the
 keys of the requests that have them. A request whose KV no key can identify gets no keys, so nothing of it is cached.
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 KEY_BYTES = 16
-_ROOT = b"kvledger"
 
 
 class ChunkKeySource:
@@ -73,7 +73,7 @@ class ChunkKeySource:
         if self._hashes_per_chunk:
             return self._keys_of_blocks(request, first_chunk, parent)
         keys = []
-        previous = parent or _ROOT
+        previous = parent or versions.root_hash()
         for chunk in range(first_chunk, request.num_tokens // self._chunk_size):
             start = chunk * self._chunk_size
             end = start + self._chunk_size
@@ -89,7 +89,7 @@ class ChunkKeySource:
         if not versions.has_prompt_embeds(request):
             return tuple([key_of_hash(request, block_hash) for block_hash in hashes])
         keys = []
-        previous = parent or _ROOT
+        previous = parent or versions.root_hash()
         for chunk, block_hash in enumerate(hashes, first_chunk):
             # Chained: where an embedding is placed changes all KV after it.
             start = chunk * self._chunk_size

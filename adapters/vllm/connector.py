@@ -21,6 +21,7 @@ from kvledger.adapters.vllm.cache_events import chunk_blocks
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import open_event_log
+from kvledger.adapters.vllm.key_secrecy import note_guessable_keys
 from kvledger.adapters.vllm.messages import messages, refusals_are_said
 from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports, WorkerStart
 from kvledger.adapters.vllm.metrics import ConnectorPrometheus
@@ -84,6 +85,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         core = settings.core()
         engine_id, model = self._kv_transfer_config.engine_id, vllm_config.model_config.model
         log = open_event_log(core, settings, configuration, engine_id=engine_id, model=model)
+        note_guessable_keys(vllm_config, log.directory)
         keys = ChunkKeySource(
             chunk_size=configuration.chunk_size,
             hash_block_size=versions.hash_block_size(kv_cache_config),

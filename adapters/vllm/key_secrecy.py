@@ -1,0 +1,67 @@
+"""What chunk keys reveal: which hash algorithms kvledger refuses, and why a reader of a log could test guesses.
+
+It only reads vLLM's configuration and `PYTHONHASHSEED`. It must not hash anything.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvledger.adapters.vllm.messages import messages
+from kvledger.lifecycle import ConfigurationError, Refusal
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+COLLISION_RESISTANT: Final = ("sha256", "sha256_cbor")
+"""Values of `prefix_caching_hash_algo` for which nobody can construct two prompts with the same key."""
+DEFAULT_ALGORITHM: Final = "sha256"
+_NOT_SECRET: Final = ("", "random")
+"""Values of `PYTHONHASHSEED` that are the same everywhere. vLLM hashes the text, so "random" is a constant to it."""
+
+
+def hash_algorithm(vllm_config: VllmConfig) -> str:
+    """The algorithm that vLLM hashes blocks with (`config/cache.py`, prefix_caching_hash_algo, 0.32)."""
+    return str(vllm_config.cache_config.prefix_caching_hash_algo)
+
+
+def refuse_weak_hash(algorithm: str) -> None:
+    """Refuse an algorithm for which a client can construct two prompts with the same key.
+
+    Raises:
+        ConfigurationError: naming the option and the remedy.
+    """
+    if algorithm not in COLLISION_RESISTANT:
+        reason = (
+            "is not known to resist crafted collisions; a client could write a prompt that has the key of another "
+            "prompt, so that one request gets another tenant's KV"
+        )
+        remedy = "start vLLM with --prefix-caching-hash-algo sha256, its default, or sha256_cbor"
+        raise ConfigurationError(Refusal(reason, remedy, "prefix_caching_hash_algo", algorithm))
+
+
+def note_guessable_keys(vllm_config: VllmConfig, log_directory: Path | None) -> None:
+    """Log at start why a reader of this log can test guesses. A log in memory has no readers."""
+    reason = why_guessable(hash_algorithm(vllm_config))
+    if reason and log_directory is not None:
+        messages.info("a reader of the log can guess prompts", reason=reason)
+
+
+def why_guessable(algorithm: str) -> str:
+    """Why a reader of the log can test whether a guessed prompt is in it, with the remedy; empty if nothing is known.
+
+    vLLM 0.32 and 0.33 derive the first hash from `PYTHONHASHSEED`. Without it they use a constant, except for xxhash,
+    for which they draw 32 random bytes in each process (`v1/core/kv_cache_utils.py`, resolve_none_hash_seed).
+    """
+    if algorithm not in COLLISION_RESISTANT:
+        return f"{algorithm} is no cryptographic hash, so keys do not hide prompts; use sha256"
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is not None and seed not in _NOT_SECRET:
+        return ""
+    what = "is not set" if seed is None else f"is {seed!r}"
+    return (
+        f"PYTHONHASHSEED {what}, so vLLM's hashes start from a public value: whoever reads the log can test whether a "
+        "guessed prompt is in it; set PYTHONHASHSEED to a secret number, and send a secret cache_salt for each tenant"
+    )
