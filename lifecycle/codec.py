@@ -20,6 +20,7 @@ import msgspec
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.events import Event, field_names, wire_code
+from kvledger.lifecycle.untrusted import Undecodable, converted, msgpack_decoder
 from kvledger.lifecycle.upcasters import upcast
 from kvledger.lifecycle.version import __version__
 
@@ -138,9 +139,9 @@ class EventDecoder:
         wire_classes = [
             self._wire_class(code, declared, lenient=lenient) for code, declared in enumerate(self._declared(header))
         ]
-        self._decoder: msgspec.msgpack.Decoder[list[Any]] | None = None
+        self._decode: Callable[[bytes], list[Any]] = _no_events
         if wire_classes:
-            self._decoder = msgspec.msgpack.Decoder(list[Union[tuple(wire_classes)]])  # type: ignore[misc] # noqa: UP007
+            self._decode = msgpack_decoder(list[Union[tuple(wire_classes)]])  # type: ignore[misc] # noqa: UP007
 
     def decode(self, payload: bytes) -> list[Event]:
         """The events of one payload that are known; all of them, unless the decoder is lenient.
@@ -175,16 +176,13 @@ class EventDecoder:
 
     def _decoded(self, payload: bytes) -> list[Any]:
         try:
-            if self._decoder is None:
-                message = "the header lists no events"
-                raise msgspec.ValidationError(message)
-            return self._decoder.decode(payload)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            return self._decode(payload)
+        except Undecodable as error:
             raise _broken_promise(payload, error) from error
 
     def _declared(self, header: Mapping[str, Any]) -> list[_Declared]:
         try:
-            schema_version = msgspec.convert(header.get("schema_version"), int)
+            schema_version: int = converted(header.get("schema_version"), int)
             if schema_version > SCHEMA_VERSION:
                 message = (
                     f"the log has schema version {schema_version}, this kvledger reads {SCHEMA_VERSION}; "
@@ -195,8 +193,8 @@ class EventDecoder:
                 version = header.get("kvledger_version", "unknown")
                 message = f"written with schema {schema_version} by kvledger {version}; read it with that version"
                 raise CodecError(message)
-            return msgspec.convert(header.get("vocabulary"), list[_Declared])
-        except msgspec.ValidationError as error:
+            return converted(header.get("vocabulary"), list[_Declared])
+        except Undecodable as error:
             message = f"the log's header names no vocabulary ({error}); it was not written by kvledger's connector"
             raise CodecError(message) from error
 
@@ -266,5 +264,10 @@ def _stand_in(code: int, types: Sequence[Any]) -> type:
     )
 
 
+def _no_events(_payload: bytes) -> list[Any]:
+    raise Undecodable("the header lists no events")
+
+
 def _broken_promise(payload: bytes, error: Exception) -> CodecError:
-    return CodecError(f"a payload of {len(payload)} bytes is not what the log's header promises: {error!r}")
+    text = str(error) if isinstance(error, Undecodable) else repr(error)
+    return CodecError(f"a payload of {len(payload)} bytes is not what the log's header promises: {text}")

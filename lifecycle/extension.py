@@ -24,6 +24,7 @@ from kvledger.lifecycle.projections import Projection, Projections, ProjectionSp
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.table import State
 from kvledger.lifecycle.turn import Turn
+from kvledger.lifecycle.untrusted import Undecodable, converted, from_msgpack
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.checker import Checker
@@ -133,8 +134,8 @@ class Extension:
         if event.extension != cls.name or event.extension_version != cls.version or kind is None:
             return None
         try:
-            return msgspec.msgpack.decode(event.payload, type=kind)
-        except msgspec.MsgspecError:
+            return from_msgpack(event.payload, kind)
+        except Undecodable:
             return None
 
     @classmethod
@@ -271,8 +272,8 @@ def declared_in(header: Mapping[str, Any]) -> tuple[Declaration, ...]:
         ExtensionError: the header says something else there.
     """
     try:
-        return msgspec.convert(header.get("extensions", ()), tuple[Declaration, ...])
-    except msgspec.ValidationError as error:
+        return converted(header.get("extensions", ()), tuple[Declaration, ...])
+    except Undecodable as error:
         raise ExtensionError(f"the log's header does not say which extensions it has: {error}") from error
 
 

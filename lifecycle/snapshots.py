@@ -19,6 +19,7 @@ import msgspec
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.recency import Recency
+from kvledger.lifecycle.untrusted import converted, from_msgpack
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.core import Core
@@ -46,13 +47,13 @@ def restore(core: Core, state: bytes, configuration: LedgerConfiguration) -> Pro
     """
     projections = Projections(core, configuration)
     try:
-        parts = msgspec.msgpack.decode(state, type=dict[str, msgspec.Raw])
+        parts: dict[str, msgspec.Raw] = from_msgpack(state, dict[str, msgspec.Raw])
         named: dict[str, Any] = dict(projections.named())
         for name, there in projections.states().items():
-            named[name].state = msgspec.msgpack.decode(parts[name], type=type(there), dec_hook=_decoded)
+            named[name].state = from_msgpack(bytes(parts[name]), type(there), _decoded)
         for name, projection in named.items():
             _index(projections, name, projection.index)
-    except (msgspec.MsgspecError, KeyError, OverflowError) as error:
+    except Exception as error:  # an index may stumble over a state that no fold leads to
         raise SnapshotError(f"the state cannot be used: {type(error).__name__}: {error}") from error
     return projections
 
@@ -67,8 +68,8 @@ def _index(projections: Projections, name: str, index: Callable[[], None]) -> No
 
 def _decoded(kind: type, value: Any) -> object:  # noqa: ANN401 -- what was read
     if kind is array:
-        return array("I", msgspec.convert(value, list[int]))
-    return Recency(msgspec.convert(value, list[bytes]))
+        return array("I", converted(value, list[int]))
+    return Recency(converted(value, list[bytes]))
 
 
 def state_fingerprint(core: Core, configuration: LedgerConfiguration) -> str:

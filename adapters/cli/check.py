@@ -97,7 +97,7 @@ def _transfer(text: str) -> dict[str, Any]:
     """As vLLM is given it; where only the extra configuration is, what stands around it is added."""
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CommandFailed(f"this is no JSON ({error}); quote it with ' in a shell") from error
     if not isinstance(given, dict):
         raise CommandFailed(f"a JSON object is asked for, this is {type(given).__name__}")

@@ -221,7 +221,7 @@ def _again(arguments: argparse.Namespace, run_name: str) -> str:
 def _json_object(text: str) -> dict[str, object]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")

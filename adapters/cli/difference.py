@@ -8,7 +8,6 @@ from __future__ import annotations
 from itertools import zip_longest
 
 import attrs
-import msgspec
 
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.state import show_state
@@ -20,6 +19,7 @@ from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
 from kvledger.lifecycle import Projections
 from kvledger.lifecycle.events import Event, field_names
+from kvledger.lifecycle.untrusted import Undecodable, from_msgpack
 
 _TIMES = frozenset({"time_ns", "duration_ns"})
 
@@ -84,8 +84,8 @@ def _without_times(value: object) -> object:
     if not isinstance(value, bytes):
         return value
     try:
-        fields = msgspec.msgpack.decode(value)
-    except msgspec.DecodeError:
+        fields: object = from_msgpack(value)
+    except Undecodable:
         return value
     return {name: each for name, each in fields.items() if name not in _TIMES} if isinstance(fields, dict) else value
 

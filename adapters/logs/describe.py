@@ -13,6 +13,7 @@ from kvledger.adapters.logs.amounts import duration, plural, ranges
 from kvledger.lifecycle import Core, Extension, MissReason
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Violation
+from kvledger.lifecycle.untrusted import Undecodable, from_msgpack
 
 MISS_REASONS: dict[str, str] = {
     MissReason.COMPLETE: "nothing is missing",
@@ -124,9 +125,9 @@ def _of_extension(event: e.ExtensionEvent, core: Core) -> str:
 
 def _payload_text(payload: bytes) -> str:
     try:
-        fields = msgspec.msgpack.decode(payload)
-    except msgspec.DecodeError:
-        return f", {plural(len(payload), 'byte')} that are no msgpack"
+        fields: object = from_msgpack(payload)
+    except Undecodable:
+        return f", {plural(len(payload), 'byte')} that cannot be decoded"
     if not isinstance(fields, dict):
         return f" ({fields})"
     return f" ({', '.join(f'{name} {value}' for name, value in fields.items())})" if fields else ""
@@ -270,8 +271,8 @@ def plain_fields(event: e.Event) -> dict[str, object]:
 def _fields(event: e.Event) -> dict[str, object]:
     fields = msgspec.structs.asdict(event)
     if isinstance(event, e.ExtensionEvent):
-        with contextlib.suppress(msgspec.DecodeError):
-            fields["payload"] = msgspec.msgpack.decode(event.payload)
+        with contextlib.suppress(Undecodable):
+            fields["payload"] = from_msgpack(event.payload)
     return fields
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import attrs
-import msgspec
 
 from kvledger.adapters.logs.index_builder import BATCHES_PER_PLACE, earlier_contents, write_index
 from kvledger.adapters.logs.index_file import Contents, index_path, unpacked
@@ -21,6 +20,7 @@ from kvledger.adapters.logs.progress import Progress
 from kvledger.adapters.logs.requests import RequestSummary
 from kvledger.adapters.reasons import RequestHistory
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.untrusted import from_msgpack, msgpack_decoder
 
 INDEX_FROM_BYTES = 32 << 20
 """A smaller log is read in about a second."""
@@ -39,11 +39,11 @@ class LogIndex:
     """Answers without reading the log, or by reading little of it."""
 
     def __init__(self, path: Path, log: StoredLog) -> None:
-        """Open the index at `path`. Raises `sqlite3.Error` and `msgspec.MsgspecError` for what is no index."""
+        """Open the index at `path`. Raises `sqlite3.Error` and `Undecodable` for what is no index."""
         self._connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
         self._log = log
         ((contents,),) = self._connection.execute("SELECT contents FROM log")
-        self.contents = msgspec.msgpack.decode(contents, type=Contents)
+        self.contents: Contents = from_msgpack(contents, Contents)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -68,8 +68,8 @@ class LogIndex:
         rows = self._connection.execute(
             "SELECT summary FROM lives WHERE last_sequence >= ? ORDER BY first_sequence", (since_sequence,)
         )
-        decoder = msgspec.msgpack.Decoder(RequestSummary)
-        return (decoder.decode(summary) for (summary,) in rows)
+        decode = msgpack_decoder(RequestSummary)
+        return (decode(summary) for (summary,) in rows)
 
     def spans(self, request_id: str) -> list[Span]:
         """The lives of an id, in order."""
@@ -157,7 +157,7 @@ def open_index(log: StoredLog, request: str | None = None) -> LogIndex | None:
             return index
         if request is not None and index.contents.describes_beginning(log) and index.has_ended(request):
             return index
-    except (sqlite3.Error, msgspec.MsgspecError, ValueError, OSError):
+    except (sqlite3.Error, ValueError, OSError):
         return None
     index.close()
     return None

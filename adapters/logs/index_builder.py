@@ -37,6 +37,7 @@ from kvledger.adapters.reasons import Accounts, RequestHistory
 from kvledger.lifecycle import Projections
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.snapshots import capture, restore
+from kvledger.lifecycle.untrusted import from_msgpack
 
 BATCHES_PER_PLACE = 64
 """Frames between two places at which reading can begin."""
@@ -71,11 +72,11 @@ def earlier_contents(log: StoredLog) -> Contents | None:
     try:
         with _opened(f"{index_path(log).absolute().as_uri()}?mode=ro") as connection:
             ((stored, fingerprint),) = connection.execute("SELECT contents, fingerprint FROM log, memory")
-            contents = msgspec.msgpack.decode(stored, type=Contents)
+            contents: Contents = from_msgpack(stored, Contents)
         is_foldable = contents.first_sequence == 1 and contents.trusted_sequence == contents.last_sequence
         may_go_on = is_foldable and contents.is_whole and contents.describes_beginning(log)
         return contents if may_go_on and fingerprint == memory_fingerprint(log.core, log.configuration) else None
-    except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError):
+    except (OSError, sqlite3.Error, ValueError):
         return None
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.lifecycle import Figures
+from kvledger.lifecycle.untrusted import from_msgpack
 from kvledger.storage.events import Damage
 
 INDEX_FORMAT = 12
@@ -45,9 +46,9 @@ def unpacked(stored: bytes, value_type: type[_Value]) -> _Value:
 
     Raises:
         zlib.error: it is something else.
-        msgspec.MsgspecError: likewise.
+        Undecodable: likewise.
     """
-    return msgspec.msgpack.decode(zlib.decompress(stored), type=value_type, dec_hook=_counter)
+    return from_msgpack(zlib.decompress(stored), value_type, _counter)
 
 
 def _counter(counter_type: type, counts: dict[str, int]) -> Counter[Any]:

@@ -16,8 +16,9 @@ from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_tex
 from kvledger.adapters.logs.amounts import plural
 from kvledger.lifecycle import Core, CoreError, LedgerConfiguration, Projections, SequencedEvent
 from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew, vocabulary_header
-from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.events import Event, ExtensionEvent
 from kvledger.lifecycle.snapshots import SnapshotError, restore, state_fingerprint
+from kvledger.lifecycle.untrusted import Undecodable, converted, from_msgpack
 from kvledger.storage.events import (
     Damage,
     Frame,
@@ -118,7 +119,8 @@ class StoredLog:
     """Whether one is used that other code has folded."""
     damage: list[Damage] = attrs.field(factory=list, init=False)
     """Also `lost_events` (the writer could not write them, as the log says), `undecodable` (an intact frame that is not
-    what the header promises), `miscounted` (it holds another number of events than it says).
+    what the header promises, or a payload that its extension cannot decode), `miscounted` (it holds another number of
+    events than it says).
     """
     num_bytes: int = attrs.field(default=0, init=False)
     num_frames: int = attrs.field(default=0, init=False)
@@ -139,6 +141,8 @@ class StoredLog:
     """Told the number of bytes of each frame, for whoever shows progress."""
     _decoder: EventDecoder = attrs.field(alias="decoder")
     _reader: LogReader = attrs.field(alias="reader")
+    _kinds: Mapping[tuple[str, int, str], type[msgspec.Struct]] = attrs.field(init=False)
+    """(Extension, version, event) → type of the payload, of the extensions whose code is here."""
     _was_open: bool = attrs.field(init=False)
     """Whether somebody was writing the log when reading began: what came to its end since, came too late to be read."""
 
@@ -231,6 +235,15 @@ class StoredLog:
     def head_hash(self) -> str:
         """The chain hash (hex) of the last frame read; noted elsewhere, it makes a rewritten log detectable."""
         return "" if self._reader.head_hash is None else self._reader.head_hash.hex()
+
+    @_kinds.default
+    def _payloads_of_extensions(self) -> dict[tuple[str, int, str], type[msgspec.Struct]]:
+        return {
+            (extension.name, extension.version, name): kind
+            for extension in self.core.extensions
+            if extension not in self.core.absent
+            for name, kind in extension.events.items()
+        }
 
     @_was_open.default
     def _look_for_writer(self) -> bool:
@@ -351,6 +364,7 @@ class StoredLog:
                 self.trusted_sequence += frame.num_events
             if last is None and head_hash and next_chain_hash(bytes.fromhex(head_hash), frame) != frame.chain_hash:
                 raise LogError(f"{self.path}: event {frame.first_sequence} does not follow from chain hash {head_hash}")
+            self._check_payloads(frame, decoded)
             gap = None if frame.first_sequence == expected else Gap(expected, frame.first_sequence - 1)
             expected = frame.next_sequence
             segment, offset = self._reader.place
@@ -365,6 +379,22 @@ class StoredLog:
             place, offset = self._reader.tail or (self.path, 0)
             sequence, detail = self._reader.next_sequence - 1, self.ending.contradiction
             self.damage.append(Damage("chain_broken", place.name, offset, sequence, detail, 0))
+
+    def _check_payloads(self, frame: Frame, decoded: DecodedFrame) -> None:
+        """Report what an extension that is here cannot decode of its own events; the rest of the frame is sound."""
+        if not self._kinds:
+            return
+        for sequence, event in decoded.numbered(frame.first_sequence):
+            if not isinstance(event, ExtensionEvent):
+                continue
+            kind = self._kinds.get((event.extension, event.extension_version, event.name))
+            if kind is not None:
+                try:
+                    from_msgpack(event.payload, kind)
+                except Undecodable as error:
+                    detail = f"event {sequence}: extension {event.extension} cannot decode its {event.name}: {error}"
+                    segment, offset = self._reader.place
+                    self.damage.append(Damage("undecodable", segment, offset, sequence, detail, 0))
 
     def _count(self, frame: Frame) -> None:
         num_bytes = frame_bytes(frame)
@@ -458,6 +488,6 @@ def _configuration(header: Mapping[str, object]) -> LedgerConfiguration:
             f"it was written by kvledger {header.get('kvledger_version', 'unknown')}: use that version or a later one"
         )
     try:
-        return msgspec.convert(given, LedgerConfiguration)
-    except msgspec.ValidationError as error:
+        return converted(given, LedgerConfiguration)
+    except Undecodable as error:
         raise CodecError(f"the log's configuration cannot be used: {error}") from error

@@ -15,6 +15,7 @@ import attrs
 import msgspec
 from google_crc32c import value as crc32c
 
+from kvledger.lifecycle.untrusted import from_json
 from kvledger.storage.events.files import read_file, sync_directory
 
 if TYPE_CHECKING:
@@ -88,8 +89,8 @@ def read_end_record(directory: Path) -> RecordedEnd | None:
         name, crc, body = read_file(directory / END_RECORD_NAME).split(b" ", 2)
         if name != _NAME or crc != _checksum(body):
             return None
-        return msgspec.json.decode(body, type=RecordedEnd)
-    except (OSError, ValueError, msgspec.MsgspecError):
+        return from_json(body, RecordedEnd)
+    except (OSError, ValueError):
         return None
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import attrs
 import msgspec
 
+from kvledger.lifecycle.untrusted import Undecodable, from_json
 from kvledger.storage.events.end_record import read_end_record
 from kvledger.storage.events.files import append_line, is_full, read_file, write_file
 
@@ -113,8 +114,8 @@ def read_retirements(directory: Path) -> list[Retirement]:
     found = []
     for line in lines:
         try:
-            found.append(msgspec.json.decode(line.strip(), type=Retirement))
-        except msgspec.MsgspecError:
+            found.append(from_json(line.strip(), Retirement))
+        except Undecodable:
             continue
     return found
 

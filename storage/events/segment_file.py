@@ -30,6 +30,7 @@ import msgspec
 from google_crc32c import extend as extend_crc32c
 from google_crc32c import value as crc32c
 
+from kvledger.lifecycle.untrusted import MAX_DEPTH, Undecodable, from_msgpack, is_too_deep
 from kvledger.storage.events.files import open_for_reading, sync_directory, write_file
 from kvledger.storage.events.frames import CHAIN_HASH_BYTES
 from kvledger.storage.events.store import LogDamaged, LogError, LogTooNew
@@ -81,7 +82,6 @@ class _Body:
 
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
-_decoder = msgspec.msgpack.Decoder(_Body)
 
 
 @attrs.frozen
@@ -111,6 +111,9 @@ def encode_header(
     """Return a header block. Raises `LogError` for a mapping that msgpack cannot hold."""
     if "log_id" in header:
         msg = "the header mapping has a key 'log_id', which the log writes itself; use another key"
+        raise LogError(msg)
+    if is_too_deep(header):
+        msg = f"the header mapping is nested more than {MAX_DEPTH} deep, which no reader takes; make it flatter"
         raise LogError(msg)
     try:
         fields = attrs.asdict(
@@ -176,8 +179,8 @@ def _decode_copy(data: bytes, at: int, name: str) -> SegmentHeader | str:
         )
         raise LogTooNew(msg)
     try:
-        fields = _decoder.decode(body)
-    except msgspec.MsgspecError as error:
+        fields: _Body = from_msgpack(body, _Body)
+    except Undecodable as error:
         return f"{name}: the segment header holds something else than a log writes: {error}"
     chain_hash = blake2b(data[at : at + size], digest_size=CHAIN_HASH_BYTES).digest()
     return SegmentHeader(

@@ -18,6 +18,7 @@ import attrs
 import msgspec
 from google_crc32c import value as crc32c
 
+from kvledger.lifecycle.untrusted import Undecodable, from_msgpack
 from kvledger.storage.events.files import read_file, write_file
 from kvledger.storage.events.segment_file import SEGMENT_SUFFIX, SNAPSHOT_SUFFIX, read_header, segment_paths
 from kvledger.storage.events.store import LogError
@@ -106,8 +107,8 @@ def _read_snapshot(path: Path) -> Snapshot | str:
     if not is_intact or _CRC.unpack_from(data, len(_MAGIC))[0] != crc32c(body):
         return f"{path.name}: damaged, or no snapshot"
     try:
-        return msgspec.msgpack.decode(body, type=Snapshot)
-    except msgspec.MsgspecError as error:
+        return from_msgpack(body, Snapshot)
+    except Undecodable as error:
         return f"{path.name}: holds something else than a snapshot: {error}"
 
 

@@ -54,7 +54,8 @@ _SEGMENT: Final = "Kvledger-Segment"
 _OFFSET: Final = "Kvledger-Offset"
 _SEQUENCE: Final = "Kvledger-Sequence"
 _NO_LABEL_LETTERS: Final = re.compile(r"[^A-Za-z0-9_-]+")
-_SEGMENT_NAME: Final = re.compile(r"\d{20}\.kvlog")
+_SEGMENT_NAME: Final = re.compile(r"[0-9]{20}\.kvlog")
+_OFFSET_TEXT: Final = re.compile(r"[0-9]{1,20}")
 
 
 @attrs.frozen
@@ -129,7 +130,7 @@ def record_of_message(headers: Mapping[str, str] | None, data: bytes) -> Record 
     """Return what a stored message carries, or the reason why it is none of ours."""
     segment = (headers or {}).get(_SEGMENT, "")
     offset = (headers or {}).get(_OFFSET, "")
-    if not _SEGMENT_NAME.fullmatch(segment) or not offset.isdecimal():
+    if not _SEGMENT_NAME.fullmatch(segment) or not _OFFSET_TEXT.fullmatch(offset):
         return f"its headers name no place in a log ({_SEGMENT}: {segment!r}, {_OFFSET}: {offset!r})"
     if int(offset) == 0:
         try:

@@ -23,6 +23,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, DiscardPolicy, StreamConfig
 from nats.js.errors import NotFoundError
 
+from kvledger.lifecycle.untrusted import Undecodable, from_json
 from kvledger.storage.events.nats.address import Access, StreamAddress
 from kvledger.storage.events.nats.connection import connect
 from kvledger.storage.events.nats.errors import NothingToRead
@@ -201,8 +202,8 @@ class _LogMirror:
     async def _confirmed_end(self) -> int:
         """The stream sequence up to which the mirror holds the stream; 0 if that is not known to be so."""
         try:
-            note = msgspec.json.decode((self.directory / _NOTE_NAME).read_bytes(), type=_Note)
-        except (OSError, msgspec.MsgspecError):
+            note = from_json((self.directory / _NOTE_NAME).read_bytes(), _Note)
+        except (OSError, Undecodable):
             return 0
         try:
             message = await self.connection.jetstream.get_msg(self.connection.address.stream, seq=note.stream_sequence)
@@ -295,9 +296,9 @@ class _LogMirror:
         """Write down why sequences before this header block are missing, as far as that is known."""
         header = decode_header(message.data, self.subject)
         try:
-            retirement = msgspec.json.decode((message.headers or {}).get(RETIRED, ""), type=Retirement)
+            retirement = from_json((message.headers or {}).get(RETIRED, ""), Retirement)
             known = retirement if retirement.log_id == header.log_id else None
-        except msgspec.MsgspecError:
+        except Undecodable:
             known = None
         is_beginning = not self._segments and header.first_sequence > 1
         reason = _reason_to_drop(self.configuration)

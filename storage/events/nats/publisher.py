@@ -20,6 +20,7 @@ import attrs
 import msgspec
 from nats.errors import Error as NatsError
 
+from kvledger.lifecycle.untrusted import Undecodable, from_json
 from kvledger.storage.events.nats.errors import StreamError, StreamRefused, StreamUnavailable
 from kvledger.storage.events.nats.messages import (
     EXPECTED_LAST_ID,
@@ -51,9 +52,6 @@ class _Answer(msgspec.Struct):
     seq: int = 0
     duplicate: bool = False
     error: _Refusal | None = None
-
-
-_decoder = msgspec.json.Decoder(_Answer)
 
 
 @attrs.frozen
@@ -144,8 +142,8 @@ def _answer(message: Msg) -> _Answer:
     if message.headers and message.headers.get("Status"):
         return _Answer(error=_Refusal(0, "no stream takes the subject, or the cluster has no leader now"))
     try:
-        return _decoder.decode(message.data)
-    except msgspec.MsgspecError as error:
+        return from_json(message.data, _Answer)
+    except Undecodable as error:
         return _Answer(error=_Refusal(0, f"the acknowledgement cannot be read: {error}"))
 
 

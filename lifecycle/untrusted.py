@@ -1,0 +1,109 @@
+"""Decoding bytes that another program may have written: files of a log directory, payloads, messages of a stream.
+
+Whatever is wrong with the bytes, these functions raise `Undecodable`, so that a reader can report damage. They also
+refuse values nested deeper than `MAX_DEPTH`: Python raises RecursionError for those, here or later, where the value is
+printed or compared. Every decoder of the project is made here; only the module that encodes a format knows its types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+__all__ = ["MAX_DEPTH", "Undecodable", "converted", "from_json", "from_msgpack", "is_too_deep", "msgpack_decoder"]
+
+MAX_DEPTH: Final = 64
+"""Containers within one another that a decoded value may have. kvledger itself writes fewer than ten."""
+
+_T = TypeVar("_T")
+Hook = Callable[[type, Any], Any]
+"""Makes a value of a type that msgspec does not know, as `dec_hook` of msgspec."""
+
+
+class Undecodable(ValueError):
+    """Bytes or values that are not what they should be; the message says why."""
+
+
+def from_msgpack(data: bytes, kind: type[_T] | Any = Any, hook: Hook | None = None) -> _T:  # noqa: ANN401 -- a union is no type
+    """Return `data` as a value of the type `kind`. Raises `Undecodable`."""
+    try:
+        value: _T = msgspec.msgpack.decode(data, type=kind, dec_hook=hook)
+    except Exception as error:  # whatever a hook, a constructor or the decoder makes of foreign bytes
+        raise _undecodable(error) from error
+    # A container takes at least one byte.
+    return _shallow(value) if len(data) > MAX_DEPTH else value
+
+
+def from_json(data: bytes | str, kind: type[_T]) -> _T:
+    """Return `data` as a value of the type `kind`. Raises `Undecodable`."""
+    try:
+        value = msgspec.json.decode(data, type=kind)
+    except Exception as error:
+        raise _undecodable(error) from error
+    return _shallow(value) if len(data) > MAX_DEPTH else value
+
+
+def converted(value: object, kind: type[_T] | Any, hook: Hook | None = None) -> _T:  # noqa: ANN401 -- a union is no type
+    """Return a decoded `value` as one of the type `kind`. Raises `Undecodable`."""
+    try:
+        result: _T = msgspec.convert(value, kind, dec_hook=hook)
+    except Exception as error:
+        raise _undecodable(error) from error
+    return result
+
+
+def msgpack_decoder(kind: Any) -> Callable[[bytes], Any]:  # noqa: ANN401 -- a union is no type
+    """Return a function that decodes values of one type, quickly and often. It raises `Undecodable`.
+
+    It does not look for nesting: `kind` must be a type without `Any` in what is printed or compared.
+    """
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def decode_untrusted(data: bytes) -> Any:  # noqa: ANN401 -- of the kind
+        try:
+            return decode(data)
+        except Exception as error:
+            raise _undecodable(error) from error
+
+    return decode_untrusted
+
+
+def is_too_deep(value: object) -> bool:
+    """Whether `value` has more than `MAX_DEPTH` containers within one another."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [inner for outer in level for inner in _parts(outer) if not isinstance(inner, _PLAIN)]
+        if not level:
+            return False
+    return True
+
+
+_PLAIN: Final = (str, int, float, bytes, type(None))
+
+
+def _parts(value: object) -> Iterable[object]:
+    if isinstance(value, msgspec.Struct):
+        return msgspec.structs.astuple(value)
+    if isinstance(value, Mapping):
+        return (*value, *value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    fields = getattr(type(value), "__attrs_attrs__", ())
+    return [getattr(value, field.name) for field in fields]
+
+
+def _shallow(value: _T) -> _T:
+    if is_too_deep(value):
+        raise Undecodable(_TOO_DEEP)
+    return value
+
+
+_TOO_DEEP: Final = f"nested more than {MAX_DEPTH} deep"
+
+
+def _undecodable(error: Exception) -> Undecodable:
+    if isinstance(error, MemoryError):
+        raise error
+    return Undecodable(_TOO_DEEP if isinstance(error, RecursionError) else f"{type(error).__name__}: {error}")

@@ -1,0 +1,1 @@
+"""A fuzz test of everything that reads a log: foreign bytes, extreme numbers, hostile texts, and every command."""
