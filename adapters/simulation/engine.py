@@ -7,10 +7,8 @@ It calls the hooks in the order in which vLLM 0.32 and 0.33 do (`v1/engine/core.
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -58,7 +56,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvledger.adapters.simulation.connectors import KVLEDGER, ConnectorSetup
 from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE, NUM_LAYERS, HashedModel, layer_names
 from kvledger.adapters.simulation.order import put_in_order
-from kvledger.adapters.simulation.tiny_model import write_configuration
+from kvledger.adapters.simulation.tiny_model import tiny_configuration
 from kvledger.adapters.simulation.versions import kv_cache_configs
 from kvledger.adapters.vllm import KVLedgerConnector
 
@@ -108,12 +106,15 @@ def vllm_config(
     kv_events: bool = False,
 ) -> VllmConfig:
     """The configuration of a vLLM that schedules for a tiny model on CPU."""
-    model = write_configuration(Path(tempfile.gettempdir()) / "kvledger-tiny-configuration")
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching)
     cache.num_gpu_blocks = num_blocks
     return VllmConfig(
         model_config=ModelConfig(
-            model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len, enforce_eager=True
+            model=str(tiny_configuration()),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=max_model_len,
+            enforce_eager=True,
         ),
         cache_config=cache,
         scheduler_config=SchedulerConfig(

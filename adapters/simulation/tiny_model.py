@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 VOCABULARY_SIZE = 512
@@ -23,13 +27,19 @@ _CONFIGURATION = {
 }
 
 
-def write_configuration(directory: Path) -> Path:
-    """Write only `config.json`: enough for a scheduler, which never touches weights.
+@functools.cache
+def tiny_configuration() -> Path:
+    """Return a folder with only `config.json`: enough for a scheduler, which never touches weights.
 
-    Whole or not at all, because several processes may share the directory.
+    Each process writes a folder of its own, which only its user can read, and removes it at exit. A fixed name in a
+    temporary folder that users share would let another user place a link there.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    unfinished = directory / f"config.json.{os.getpid()}"
-    unfinished.write_text(json.dumps(_CONFIGURATION))
-    unfinished.replace(directory / "config.json")
+    directory = Path(tempfile.mkdtemp(prefix="kvledger-tiny-"))
+    (directory / "config.json").write_text(json.dumps(_CONFIGURATION))
+    atexit.register(_remove, directory, os.getpid())
     return directory
+
+
+def _remove(directory: Path, process: int) -> None:
+    if os.getpid() == process:  # a forked process uses the folder of its parent
+        shutil.rmtree(directory, ignore_errors=True)
