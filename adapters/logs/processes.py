@@ -13,6 +13,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import ParamSpec, TypeVar
 
+from kvledger.adapters.child_python import without_working_directory
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -28,7 +30,8 @@ class Processes:
     def __init__(self, number: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._reader, self._writer = context.Pipe(duplex=False)
-        self._executor = ProcessPoolExecutor(number, context, _end_with, (self._reader,))
+        with without_working_directory():  # its locks start multiprocessing's resource tracker
+            self._executor = ProcessPoolExecutor(number, context, _end_with, (self._reader,))
 
     def submit(
         self, function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
@@ -40,7 +43,8 @@ class Processes:
         # A Ctrl-C at the terminal is for this process: one that has just been started would print a traceback.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            return self._executor.submit(function, *args, **kwargs)
+            with without_working_directory():
+                return self._executor.submit(function, *args, **kwargs)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

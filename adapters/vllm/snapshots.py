@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvledger.adapters.child_python import child_environment
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import Core, StateHandler
 from kvledger.storage.events import segments_without_snapshot
@@ -29,7 +30,8 @@ class SnapshotProcess:
         brought = {type(each) for each in _handlers(Core.standard().extended(*core.extensions))}
         named = (type(each) for each in _handlers(core) if type(each) not in brought)
         handlers = dict.fromkeys(f"{each.__module__}:{each.__qualname__}" for each in named)
-        extensions = (extension.declaration().made_by for extension in core.extensions)
+        extensions = [extension.declaration().made_by for extension in core.extensions]
+        self._modules = [name.partition(":")[0] for name in (*handlers, *extensions)]
         self._options = [
             *(word for name in handlers for word in ("--handlers", name)),
             *(word for name in extensions for word in ("--extensions", name)),
@@ -64,11 +66,11 @@ class SnapshotProcess:
     def _begin(self, directory: Path, priority: int) -> subprocess.Popen[bytes]:
         # A session of its own: what a terminal sends to the server is not meant for it.
         process = subprocess.Popen(  # noqa: S603 -- this very interpreter and package
-            [sys.executable, "-m", "kvledger.adapters.cli.main", "snapshot", str(directory), *self._options],
+            [sys.executable, "-P", "-m", "kvledger.adapters.cli.main", "snapshot", str(directory), *self._options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
+            env=child_environment(self._modules),
             start_new_session=True,
         )
         os.setpriority(os.PRIO_PROCESS, process.pid, priority)

@@ -240,6 +240,23 @@ def test_several_logs_are_verified_side_by_side_and_printed_in_their_order(
         assert one.err
 
 
+def test_no_module_of_the_working_directory_runs_in_the_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: `verify --jobs`, run in the folder that a log came in, imported a planted `multiprocessing`."""
+    for name in ("multiprocessing", "argparse", "sitecustomize", "signal", "runpy"):
+        (tmp_path / f"{name}.py").write_text("import pathlib; pathlib.Path(__file__).with_name('ran').touch()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    started = Processes(1)
+    try:
+        assert started.submit(os.getpid).result() != os.getpid()
+    finally:
+        started.end()
+    assert not (tmp_path / "ran").exists()
+    assert "PYTHONSAFEPATH" not in os.environ
+
+
 def test_processes_end_whatever_they_do() -> None:
     """Nobody is left behind when a command is interrupted."""
     started = Processes(1)

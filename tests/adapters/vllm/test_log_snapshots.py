@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,56 @@ def test_it_folds_with_the_engines_own_handlers_and_extensions(tmp_path: Path, m
     retire(log, max_bytes=int(_size(log) * 0.5))
     stored = open_log(log, core)
     assert stored.start() is not None, stored.start_remarks
+
+
+PLANTED = "import pathlib; pathlib.Path(__file__).with_name('ran').touch(); raise SystemExit('planted')"
+
+
+def plant(folder: Path) -> None:
+    """Put modules there that hide those which every Python process and every command imports."""
+    for name in ("argparse", "json", "sitecustomize", "usercustomize", "kvledger", "msgspec"):
+        (folder / f"{name}.py").write_text(PLANTED)
+
+
+@pytest.mark.parametrize("first", [(), ("",), (".",), None], ids=["script", "-c", "relative", "-m"])
+def test_no_module_of_the_servers_working_directory_runs_in_the_process(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: tuple[str, ...] | None
+) -> None:
+    """Incident: a server ran in a folder that others could write to, and the process imported their argparse."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    plant(folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*((str(folder),) if first is None else first), *sys.path])
+    for path in log.glob("*.snapshot"):
+        path.unlink()
+    SnapshotProcess(Core.standard()).make(log)
+    assert not (folder / "ran").exists()
+    assert segments_without_snapshot(log) == []
+
+
+@pytest.mark.parametrize("is_named", [False, True], ids=["python -m", "PYTHONPATH"])
+def test_handlers_of_the_servers_working_directory_are_found_and_hide_no_other_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_named: bool
+) -> None:
+    """As after `python -m vllm…` in the folder of a project: what the server imported, the process can import."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "own_handlers.py").write_text(
+        "from kvledger.lifecycle.handlers import Preempted\n\n\nclass Own(Preempted):\n    pass\n"
+    )
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    core = composed_core(("own_handlers:Own",), ())
+    if is_named:
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+    else:
+        (folder / "argparse.py").write_text(PLANTED)
+    log = _written(tmp_path, core)
+    SnapshotProcess(core).make(log)
+    sys.modules.pop("own_handlers")
+    assert segments_without_snapshot(log) == []
+    assert not (folder / "ran").exists()
 
 
 def test_the_next_snapshot_is_made_from_the_last(log: Path) -> None:
