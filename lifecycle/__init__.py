@@ -25,6 +25,7 @@ from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.repeated_lookups import LookupsInFull, lookups_in_full
 from kvledger.lifecycle.replay import Replay, SequencedEvent, batches, fold
 from kvledger.lifecycle.rules import Rule
+from kvledger.lifecycle.shown import Hidden, without_credentials
 from kvledger.lifecycle.states import BlocksRegion, RequestState, TrustRegion
 from kvledger.lifecycle.steps import ComputedTokens, Scheduled, StepEncoder
 from kvledger.lifecycle.turn import Turn
@@ -42,6 +43,7 @@ __all__ = [
     "EventSink",
     "Extension",
     "Figures",
+    "Hidden",
     "Ledger",
     "LedgerConfiguration",
     "LedgerCorrupt",
@@ -71,5 +73,6 @@ __all__ = [
     "log_header",
     "lookups_in_full",
     "on",
+    "without_credentials",
     "without_secrets",
 ]

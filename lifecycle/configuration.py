@@ -9,18 +9,20 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
+from kvledger.lifecycle.shown import shown, without_credentials
+
 
 @attrs.frozen
 class Refusal:
-    """What cannot work of a configuration, and why."""
+    """What cannot work of a configuration, and why. Passwords and tokens of addresses are left out."""
 
-    reason: str
+    reason: str = attrs.field(converter=without_credentials)
     """With the figures."""
     remedy: str = ""
     key: str = ""
     """As it is written, `connector.kv_role` where one stands in another; empty where it is no single key."""
-    value: object = None
-    """What stands there; None also where nothing does."""
+    value: object = attrs.field(default=None, converter=shown)
+    """The value of the key as it may be shown; None also if there is none."""
 
     def __str__(self) -> str:
         given = f"{self.key}: {self.value!r}: " if self.key else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,7 +22,7 @@ from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import plural, size
 from kvledger.adapters.vllm_plugin import CONNECTORS
-from kvledger.lifecycle import ConfigurationError, Refusal
+from kvledger.lifecycle import ConfigurationError, Hidden, Refusal
 from kvledger.storage.extras import CONNECTOR, require
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from kvledger.adapters.vllm.plan import Plan
 
 _OURS = "KVLedgerConnector"
+_PATH = re.compile(r"[^\s{}\[\]\"':@]{1,255}")
+"""What is shown of an argument that is no file; other texts may be a configuration with passwords."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +93,11 @@ def _text(given: str) -> str:
     try:
         return Path(given).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandFailed(f"{given!r} is neither a JSON object nor a file that can be read ({error})") from error
+        reason = (error.strerror if isinstance(error, OSError) else "") or "it is no text"
+        shown = repr(given) if _PATH.fullmatch(given) else Hidden.of(given)
+        raise CommandFailed(
+            f"{shown}: neither a JSON object nor a file that can be read ({reason}); give one of the two"
+        ) from error
 
 
 def _transfer(text: str) -> dict[str, Any]:

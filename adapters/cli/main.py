@@ -21,8 +21,9 @@ from kvledger.adapters.cli.streams import OutputFailed, guard_standard_streams, 
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, gravest, unreadable_text
 from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.sources import engine_starts, find_logs, started_with
-from kvledger.adapters.logs.streams import StreamUrl, keep_mirrored
+from kvledger.adapters.logs.streams import StreamUrl, keep_mirrored, shown_log
 from kvledger.adapters.logs.visible import remark
+from kvledger.lifecycle import without_credentials
 from kvledger.storage.extras import EXTRAS
 
 
@@ -49,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    default = ""
+    arguments, default = argparse.Namespace(), ""
     try:
         arguments = build_parser().parse_args(argv)
         if getattr(arguments, "log_is_default", False):
-            default = f" (LOG is {arguments.log}, from {DEFAULT_LOG})"
+            default = f" (LOG is {shown_log(arguments.log)}, from {DEFAULT_LOG})"
         arguments.logs = _logs(arguments) if arguments.is_reading else []
         output = Output(is_json=arguments.json)
         output.has_many_logs = len(arguments.logs) > 1
@@ -61,10 +62,10 @@ def _run(argv: Sequence[str] | None) -> int:
     except SystemExit as exit_:  # argparse, after --help, --version or wrong usage
         return exit_.code if isinstance(exit_.code, int) else ExitCode.SOUND.value
     except CommandFailed as failure:
-        remark(f"{failure}{default}")
+        remark(f"{_without_log(str(failure), arguments)}{default}")
         return failure.exit_code.value
     except OSError as error:
-        remark(f"{unreadable_text(error)}{default}")
+        remark(f"{_without_log(unreadable_text(error), arguments)}{default}")
         return ExitCode.DAMAGED.value
     except Exception as error:  # noqa: BLE001 -- the last place that can say it in words
         if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
@@ -74,10 +75,16 @@ def _run(argv: Sequence[str] | None) -> int:
         return ExitCode.INTERNAL_ERROR.value
 
 
+def _without_log(text: str, arguments: argparse.Namespace) -> str:
+    """An error that may quote a LOG that is an address and was taken for a path."""
+    log = getattr(arguments, "log", None)
+    return text.replace(str(log), shown_log(log)) if isinstance(log, Path) else text
+
+
 def _report_mistake(error: Exception) -> None:
     """Say what a person can do about a mistake of ours; KVLEDGER_TRACEBACK has it in full."""
     if os.environ.get("KVLEDGER_TRACEBACK"):
-        traceback.print_exception(error)
+        sys.stderr.write(without_credentials("".join(traceback.format_exception(error))))
     place = traceback.extract_tb(error.__traceback__)[-1]
     remark(
         f"a mistake in kvledger itself, and no judgement of the log: {type(error).__name__}: "
@@ -100,8 +107,8 @@ def _is_missing(path: Path) -> bool:
 def _logs(arguments: argparse.Namespace) -> list[Path]:
     if arguments.request and isinstance(arguments.log, Path) and _is_missing(arguments.log):
         raise CommandFailed(
-            f"there is nothing at {arguments.log}, nor at {arguments.request}; give the LOG (a log directory or a "
-            "*.kvlog file) and the REQUEST in it"
+            f"there is nothing at {shown_log(arguments.log)}, nor at {shown_log(arguments.request)}; give the LOG (a "
+            "log directory or a *.kvlog file) and the REQUEST in it"
         )
     logs = find_logs(arguments.log, arguments.mirror, newest=arguments.newest)
     if isinstance(arguments.log, StreamUrl) and getattr(arguments, "follow", False):

@@ -21,7 +21,7 @@ from kvledger.adapters.cli.default_log import DEFAULT_LOG, LogArgument
 from kvledger.adapters.cli.options import add_options
 from kvledger.adapters.exit_codes import OF_EVERY_COMMAND, ExitCode
 from kvledger.adapters.logs.streams import log_argument
-from kvledger.lifecycle import __version__
+from kvledger.lifecycle import __version__, without_credentials
 
 _COLUMNS = 78
 _COMMAND = "command"
@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
-        self.exit(ExitCode.USAGE, f"{self.prog}: {message}\n")
+        self.exit(ExitCode.USAGE, f"{self.prog}: {without_credentials(message)}\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401 -- as in argparse
         """Name the choices that are near, and all only where those are few."""

@@ -18,7 +18,7 @@ from kvledger.adapters.cli.output import Output, progress_in_bytes
 from kvledger.adapters.cli.quantities import num_bytes, seconds
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import plural, size
-from kvledger.adapters.logs.streams import StreamUrl, parse_address, stream_errors
+from kvledger.adapters.logs.streams import StreamUrl, parse_address, shown_log, stream_errors
 
 if TYPE_CHECKING:
     from kvledger.storage.events.nats import Shipper, ShippingReport
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         message = f"{arguments.log}: a segment alone cannot be shipped; give its directory"
         raise CommandFailed(message)
     if not arguments.log.exists() and not arguments.follow:
-        raise CommandFailed(f"{arguments.log}: there is nothing; give a directory")
+        raise CommandFailed(f"{shown_log(arguments.log)}: there is nothing; give a directory")
     address = parse_address(arguments.to)
     from kvledger.storage.events.nats import Access, Shipper, label_of, new_stream  # noqa: PLC0415 - a fifth of a second
 

@@ -24,6 +24,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.lifecycle import without_credentials
 
 SPANS_PER_REQUEST: Final = 512
 """As many as OpenTelemetry's batch processor sends at once."""
@@ -105,7 +106,7 @@ class SpanEndpoint:
 
     def __init__(self, url: str) -> None:
         self.url = traces_url(url)
-        self.name = _without_password(self.url)
+        self.name = without_credentials(self.url, is_address=True)
         self._num_sent = 0
         self.num_rejected = 0
         self.why_rejected = ""
@@ -138,12 +139,12 @@ class SpanEndpoint:
 
     def _why_unreachable(self) -> str:
         """The innermost reason: around it stand the names of three libraries' classes."""
-        error = self._session.error
-        if error is None:
-            return self._said.last
-        while error.__context__ is not None:
-            error = error.__context__
-        return (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
+        error, said = self._session.error, self._said.last
+        if error is not None:
+            while error.__context__ is not None:
+                error = error.__context__
+            said = (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
+        return without_credentials(said.replace(self.url, self.name))
 
     def _note_rejected(self, body: bytes) -> None:
         """A collector may take some of them and say so; where it answers something else, it took all."""
@@ -164,7 +165,7 @@ class SpanEndpoint:
             )
             return CommandFailed(message, ExitCode.TRY_AGAIN)
         if answer.is_redirect:
-            where = answer.headers["location"]
+            where = without_credentials(answer.headers["location"], is_address=True)
             return CommandFailed(
                 f"{self.name} answers that traces are taken at {where}: name that{done}", ExitCode.REFUSED
             )
@@ -213,16 +214,17 @@ def is_endpoint(target: str) -> bool:
     Raises:
         CommandFailed: it looks like an endpoint and is none.
     """
+    shown = without_credentials(target, is_address=True)
     if re.match(r"https?://", target, re.IGNORECASE):
         try:
             has_host = bool(urlsplit(target).hostname) and urlsplit(target).port != 0
         except ValueError:
             has_host = False
         if not has_host:
-            raise CommandFailed(f"--otlp {target}: there is no host in it; give http://host:4318")
+            raise CommandFailed(f"--otlp {shown}: there is no host in it; give http://host:4318")
         return True
     if "://" in target:
-        raise CommandFailed(f"--otlp {target}: only OTLP over HTTP is spoken; give http://host:4318, or a file")
+        raise CommandFailed(f"--otlp {shown}: only OTLP over HTTP is spoken; give http://host:4318, or a file")
     if re.fullmatch(r"[\w.-]+:\d+(/.*)?", target):
         raise CommandFailed(f"--otlp {target}: for an endpoint give http://{target}, for a file ./{target}")
     return False
@@ -233,8 +235,3 @@ def traces_url(url: str) -> str:
     parts = urlsplit(url)
     path = parts.path.rstrip("/")
     return urlunsplit(parts._replace(path=path if path.endswith(_PATH) else path + _PATH))
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -16,7 +16,7 @@ from pathlib import Path
 import attrs
 
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
-from kvledger.adapters.logs.streams import StreamUrl, mirrored_logs
+from kvledger.adapters.logs.streams import StreamUrl, mirrored_logs, shown_log
 from kvledger.storage.events import LogError, read_log
 from kvledger.storage.events.reader import traces_of_log
 from kvledger.storage.events.segment_file import segment_paths
@@ -87,7 +87,9 @@ def find_logs(path: Path | StreamUrl, mirror: Path | None = None, *, newest: boo
         error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         raise CommandFailed(unreadable_text(error), ExitCode.DAMAGED)
     if not path.exists():
-        raise CommandFailed(f"{path}: there is nothing; give a log directory or a *.kvlog file", ExitCode.USAGE)
+        raise CommandFailed(
+            f"{shown_log(path)}: there is nothing; give a log directory or a *.kvlog file", ExitCode.USAGE
+        )
     if not path.is_dir() or segment_paths(path) or traces_of_log(path):
         return [path]
     logs = [child for child in path.iterdir() if _may_be_log(child)]

@@ -6,6 +6,8 @@ The NATS client is imported only here and in `ship`, and only when a stream is a
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.visible import remark
+from kvledger.lifecycle import without_credentials
 from kvledger.storage.events import LogError
 
 if TYPE_CHECKING:
@@ -26,23 +29,29 @@ if TYPE_CHECKING:
 
 _REFRESH_EVERY_S: Final = 1.0
 _SCHEMES: Final = ("nats://", "tls://")
+_URL: Final = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 @attrs.frozen
 class StreamUrl:
-    """A stream's URL as it was given. `str()` leaves out user and password."""
+    """A stream's URL as it was given, or another one. `str()` leaves out credentials."""
 
     text: str = attrs.field(repr=False)
 
     def __str__(self) -> str:
-        scheme, separator, rest = self.text.partition("://")
-        authority, slash, path = rest.partition("/")
-        return f"{scheme}{separator}{authority.rpartition('@')[2]}{slash}{path}"
+        return without_credentials(self.text, is_address=True)
 
 
 def log_argument(text: str) -> Path | StreamUrl:
-    """A LOG argument: a path, or a stream's URL (of which a path would lose a slash)."""
-    return StreamUrl(text) if text.startswith(_SCHEMES) else Path(text)
+    """A LOG argument: a path, or a URL (of which a path would lose a slash)."""
+    return StreamUrl(text) if _URL.match(text) else Path(text)
+
+
+def shown_log(log: Path | StreamUrl | str) -> str:
+    """A LOG argument for messages: what is no file may be an address with credentials."""
+    if isinstance(log, StreamUrl) or os.path.lexists(log):
+        return str(log)
+    return without_credentials(str(log), is_address=True)
 
 
 def parse_address(url: StreamUrl) -> StreamAddress:
@@ -51,6 +60,9 @@ def parse_address(url: StreamUrl) -> StreamAddress:
     Raises:
         CommandFailed: it is none, or the NATS client is not installed.
     """
+    if not url.text.startswith(_SCHEMES):
+        message = f"{url}: not an address of logs; give a path, or nats://host/STREAM[/LOG_ID]"
+        raise CommandFailed(message, ExitCode.REFUSED)
     with stream_errors():
         from kvledger.storage.events.nats import StreamAddress  # noqa: PLC0415 - a fifth of a second
 

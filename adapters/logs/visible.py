@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 import unicodedata
 
+from kvledger.lifecycle import without_credentials
+
 __all__ = ["remark", "visible"]
 
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -27,5 +29,5 @@ def _number(character: str) -> str:
 
 
 def remark(text: str) -> None:
-    """One line on stderr: something that should be known and is no result."""
-    sys.stderr.write(f"kvledger: {visible(text)}\n")
+    """Write one line to stderr that is no result; addresses in it lose their credentials."""
+    sys.stderr.write(f"kvledger: {visible(without_credentials(text))}\n")

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
-from kvledger.lifecycle import ConfigurationError
+from kvledger.lifecycle import ConfigurationError, without_credentials
 
 
 def _as_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
     """`kvledger: what happened (name=value, …)`."""
     said = event.pop("event")
     values = ", ".join(f"{name}={value!r}" for name, value in event.items())
-    return f"kvledger: {said} ({values})" if values else f"kvledger: {said}"
+    return without_credentials(f"kvledger: {said} ({values})" if values else f"kvledger: {said}")
 
 
 messages: structlog.stdlib.BoundLogger = structlog.wrap_logger(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvledger.lifecycle import ConfigurationError, Refusal
+from kvledger.lifecycle import ConfigurationError, Hidden, Refusal
 
 if TYPE_CHECKING:
     import pydantic
@@ -30,12 +30,20 @@ _MUST_BE = {
     "tuple_type": "must be a list, as in []",
 }
 """What pydantic says in words of Python's."""
+_MISSPELT = 0.8
+"""How much two names have in common, from 0 to 1, if one is the other misspelt: `chunksize` 0.95, `host_pass` 0.63."""
 _NOT_GIVEN: Mapping[str, tuple[str, str]] = MappingProxyType({})
 
 
 def unknown(key: str, value: object, name: str, known: Iterable[str], what: str = "key") -> Refusal:
-    """Of a name that means nothing, the key itself or its value: the nearest that does, or all of them."""
+    """Of a name that means nothing, the key itself or its value: the nearest that does, or all of them.
+
+    The value of an unknown key is shown if the key looks misspelt. Otherwise it may be a password of something else.
+    """
     nearest = difflib.get_close_matches(name, list(known), n=1)
+    is_misspelt = difflib.get_close_matches(name, list(known), n=1, cutoff=_MISSPELT)
+    if what == "key" and not is_misspelt and not isinstance(value, bool):
+        value = Hidden.of(value)
     remedy = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
     return Refusal(f"unknown {what}", remedy, key, value)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
+from kvledger.lifecycle import without_credentials
 from kvledger.storage.events.nats.errors import StreamRefused
 
 if TYPE_CHECKING:
@@ -58,8 +59,7 @@ class StreamAddress:
         """Read a URL; ``tls://`` insists on TLS. Raises `StreamRefused` if it is none."""
         found = _URL.fullmatch(url)
         if found is None:
-            scheme, _, rest = url.partition("://")
-            shown = f"{scheme}://{rest.rpartition('@')[2]}"
+            shown = without_credentials(url, is_address=True)
             raise StreamRefused(f"{shown}: not a stream address; it must look like {_MUST_BE}")
         hosts = found["hosts"].split(",")
         return cls(

@@ -17,6 +17,7 @@ from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError, UnexpectedEOF
 from nats.js.errors import APIError, ServerError, ServiceUnavailableError
 
+from kvledger.lifecycle import without_credentials
 from kvledger.storage.events.nats.errors import StreamError, StreamRefused, StreamUnavailable
 from kvledger.storage.events.nats.messages import SUBJECT_PREFIX
 from kvledger.storage.extras import require
@@ -250,4 +251,4 @@ def _failure(address: StreamAddress, access: Access, errors: list[Exception]) ->
 
 
 def _text(error: BaseException) -> str:
-    return str(error).removeprefix("nats: ").strip("'") or type(error).__name__
+    return without_credentials(str(error)).removeprefix("nats: ").strip("'") or type(error).__name__

@@ -19,6 +19,7 @@ from kvledger.adapters.logs.snapshots import write_snapshots
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import open_event_log
 from kvledger.adapters.vllm.journal import Journal
+from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.snapshots import SnapshotProcess
 from kvledger.lifecycle import Core, fold
 from kvledger.storage.events import MemoryEventStore, SegmentEventStore, retire, segments_without_snapshot
@@ -237,3 +238,10 @@ def test_a_process_that_was_stopped_makes_nothing_any_more(log: Path) -> None:
     process.stop()
     process.make(log)
     assert not newest.exists()
+
+
+def test_what_the_connector_tells_operators_shows_no_credentials(told: pytest.LogCaptureFixture) -> None:
+    """Errors of libraries quote addresses, and vLLM's log goes far."""
+    messages.warning("it failed", error="cannot reach redis://user:p/hunter2@host:6379/0?token=hunter2")
+    assert "cannot reach redis://host:6379/0" in told.text
+    assert "hunter2" not in told.text
