@@ -76,6 +76,8 @@ _REMEDIES = {
 
 def unreadable_text(error: OSError) -> str:
     """What could not be read, why, and what to do about it."""
+    if hasattr(error, "remedy"):  # `RefusedFile` has all three in its text
+        return str(error)
     name = f"{error.filename}: " if error.filename else ""
     reason = error.strerror or str(error) or type(error).__name__
     remedy = _REMEDIES.get(error.errno or 0, "put that right, or read a copy of the log")

@@ -16,7 +16,7 @@ import msgspec
 from google_crc32c import value as crc32c
 
 from kvledger.lifecycle.untrusted import from_json
-from kvledger.storage.events.files import read_file, sync_directory
+from kvledger.storage.events.files import open_for_writing, read_file, sync_directory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,8 +59,7 @@ class EndRecord:
         """Write the record of the log in `directory`, in place of one that is there. Raises `OSError`."""
         self.recorded = recorded
         self._durable = durable
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-        self._descriptor = os.open(directory / END_RECORD_NAME, flags, 0o644)
+        self._descriptor = open_for_writing(directory / END_RECORD_NAME, os.O_WRONLY | os.O_CREAT)
         try:
             self.note(recorded)
             if durable:

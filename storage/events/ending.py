@@ -16,6 +16,7 @@ import attrs
 
 from kvledger.storage.events.damage import sequences
 from kvledger.storage.events.end_record import END_RECORD_NAME, RecordedEnd, read_end_record
+from kvledger.storage.events.files import open_for_reading, trouble_with
 from kvledger.storage.events.reader import LogReader
 from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX, first_sequence_of, segment_name, segment_paths
 from kvledger.storage.events.writer_lock import LOCK_NAME
@@ -77,12 +78,12 @@ class LogEnding:
 
 
 def is_being_written(directory: Path) -> bool:
-    """Whether a process holds the lock of the log in `directory`.
+    """Whether a process holds the lock of the log in `directory`; False where that is not known.
 
     Asks for a shared lock and lets go of it at once: a writer that asks at that very moment asks again.
     """
     try:
-        descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_for_reading(directory / LOCK_NAME)
     except OSError:
         return False
     try:
@@ -114,7 +115,8 @@ def glance_at_ending(directory: Path) -> LogEnding:
     """
     recorded = read_end_record(directory)
     was_open = is_being_written(directory)
-    if recorded is None or not (was_open or ((directory / recorded.segment).exists() and not recorded.num_unwritten)):
+    is_there = recorded is not None and any(each.name == recorded.segment for each in segment_paths(directory))
+    if recorded is None or not (was_open or (is_there and not recorded.num_unwritten)):
         return read_ending(directory)
     return judge_ending(directory, recorded.log_id, recorded.next_sequence, None, was_open=was_open)
 
@@ -139,14 +141,18 @@ def judge_ending(
         return LogEnding(HowEnded.OPEN, waiting)
     missing = _missing_segment(directory, next_sequence, recorded)
     if recorded is None:
-        detail = f"the log has no record of its end ({END_RECORD_NAME}); copies and mirrors have none"
+        detail = trouble_with(directory / END_RECORD_NAME)
+        detail = detail or f"the log has no record of its end ({END_RECORD_NAME}); copies and mirrors have none"
         return LogEnding(HowEnded.UNKNOWN, detail, missing)
     missing = missing or _missing_events(next_sequence, recorded)
-    how = HowEnded.CLOSED if recorded.is_closed else HowEnded.CUT_OFF
+    how, detail = HowEnded.CLOSED, ""
+    if not recorded.is_closed:
+        detail = trouble_with(directory / LOCK_NAME)
+        how = HowEnded.UNKNOWN if detail else HowEnded.CUT_OFF
     contradiction = ""
     if next_sequence == recorded.next_sequence and head_hash is not None and head_hash.hex() != recorded.head_hash:
         contradiction = f"{END_RECORD_NAME} names chain hash {recorded.head_hash} behind event {next_sequence - 1}"
-    return LogEnding(how, "", missing, contradiction)
+    return LogEnding(how, detail, missing, contradiction)
 
 
 def _missing_segment(directory: Path, next_sequence: int, recorded: RecordedEnd | None) -> MissingEnd | None:

@@ -17,6 +17,7 @@ import attrs
 
 from kvledger.storage.events.damage import Damage, DamageKind, sequences
 from kvledger.storage.events.end_record import END_RECORD_NAME, read_end_record
+from kvledger.storage.events.files import num_bytes_of
 from kvledger.storage.events.frames import Frame, follows, frame_bytes
 from kvledger.storage.events.retirements import (
     RETIREMENTS_NAME,
@@ -162,7 +163,7 @@ class LogReader:
         for segment in segment_paths(self.path) if self.path.is_dir() else []:
             why = self._misplaced(segment)
             if why:
-                self._report("misplaced_segment", segment, 0, why, segment.stat().st_size, self._begins(segment))
+                self._report("misplaced_segment", segment, 0, why, num_bytes_of(segment), self._begins(segment))
 
     def _behind(self, segment: Path) -> Path | None:
         """The next segment; where none is known, the directory is listed anew."""

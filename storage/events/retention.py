@@ -22,7 +22,15 @@ import attrs
 
 from kvledger.storage.events.end_record import END_RECORD_NAME
 from kvledger.storage.events.ending import is_being_written
-from kvledger.storage.events.files import is_full, sync_directory
+from kvledger.storage.events.files import (
+    directories_in,
+    is_full,
+    links_in,
+    num_bytes_of,
+    opened_directory,
+    refused_link,
+    sync_directory,
+)
 from kvledger.storage.events.retirements import (
     RETIREMENTS_NAME,
     Retirement,
@@ -108,12 +116,14 @@ class _Log:
     """A log whose oldest segments may go; `may_vanish`: all of them, and the directory."""
 
     directory: Path
+    status: os.stat_result
+    """Of the directory: files are deleted in this one alone."""
     may_vanish: bool
     segments: deque[Path]
 
     @classmethod
     def at(cls, directory: Path, *, may_vanish: bool) -> _Log:
-        return cls(directory, may_vanish, deque(segment_paths(directory)))
+        return cls(directory, directory.lstat(), may_vanish, deque(segment_paths(directory)))
 
     @property
     def oldest(self) -> Path | None:
@@ -137,7 +147,7 @@ class _Log:
             last_sequence,
             header.previous_head_hash.hex(),
             head_hash,
-            segment.stat().st_size,
+            num_bytes_of(segment),
             reason,
             now_unix_ns,
             is_rest_verifiable,
@@ -174,6 +184,8 @@ def retire(
         OSError: a file could not be deleted; what had been retired before stands in the record.
 
     """
+    if directory.is_symlink():
+        directory = directory.resolve()
     with contextlib.ExitStack() as locks:
         if not dry_run:
             locks.callback(unlock, lock_directory(directory))
@@ -229,7 +241,7 @@ def make_room(
 
 def num_log_bytes(log_dir: Path) -> int:
     """Bytes of all logs in `log_dir`, as limits count them. Raises `OSError`."""
-    return sum(_bytes_of(directory) for directory in log_dir.iterdir() if directory.is_dir())
+    return sum(_bytes_of(directory) for directory in directories_in(log_dir))
 
 
 @contextlib.contextmanager
@@ -240,7 +252,9 @@ def _locked_logs(
     logs: list[_Log] = []
     num_bytes = 0
     with contextlib.ExitStack() as locks:
-        for directory in sorted(path for path in log_dir.iterdir() if path.is_dir()):
+        for link in links_in(log_dir):
+            on_trouble(refused_link(link))
+        for directory in directories_in(log_dir):
             try:
                 num_bytes += _bytes_of(directory)
                 if in_use is not None and directory.samefile(in_use):
@@ -271,7 +285,7 @@ def _retire(
 ) -> Iterator[Retirement]:
     now_unix_ns = time.time_ns()
     while True:
-        candidates = [(oldest.stat().st_mtime_ns, log) for log in logs if (oldest := log.oldest) is not None]
+        candidates = [(oldest.lstat().st_mtime_ns, log) for log in logs if (oldest := log.oldest) is not None]
         if not candidates:
             return
         written_ns, log = min(candidates, key=lambda candidate: (candidate[0], candidate[1].directory.name))
@@ -318,12 +332,14 @@ def _delete(log: _Log, segment: Path, retirement: Retirement) -> None:
     if vanishes and not has_room:
         with contextlib.suppress(OSError):
             write_retirement(log.directory, retirement)
-    _snapshot_of(segment).unlink(missing_ok=True)
-    segment.unlink()
+    with opened_directory(log.directory, log.status) as descriptor:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_snapshot_of(segment).name, dir_fd=descriptor)
+        os.unlink(segment.name, dir_fd=descriptor)
     if not has_room:
         write_retirement(record_in, retirement)
     if vanishes:
-        _remove_parts(log.directory)
+        _remove_parts(log.directory, log.status)
 
 
 def _is_same(one: Retirement, other: Retirement) -> bool:
@@ -332,18 +348,20 @@ def _is_same(one: Retirement, other: Retirement) -> bool:
 
 def _finish_vanishing(log_dir: Path, directory: Path) -> None:
     """Remove what a crash left of a log whose last segment was retired."""
+    status = directory.lstat()
     if not any(each.log == directory.name for each in read_retirements(log_dir)):
         last = last_retirement(directory)
         if last is None:
             return
         write_retirement(log_dir, last)
-    _remove_parts(directory)
+    _remove_parts(directory, status)
 
 
-def _remove_parts(directory: Path) -> None:
-    for pattern in _PARTS_OF_A_LOG:
-        for part in directory.glob(pattern):
-            part.unlink()
+def _remove_parts(directory: Path, status: os.stat_result) -> None:
+    with opened_directory(directory, status) as descriptor:
+        for pattern in _PARTS_OF_A_LOG:
+            for part in directory.glob(pattern):
+                os.unlink(part.name, dir_fd=descriptor)
     if not any(directory.iterdir()):
         directory.rmdir()
         sync_directory(directory.parent)
@@ -355,7 +373,7 @@ def _snapshot_of(segment: Path) -> Path:
 
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        return num_bytes_of(path)
     except FileNotFoundError:
         return 0
 

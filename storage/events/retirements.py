@@ -16,7 +16,7 @@ import msgspec
 
 from kvledger.lifecycle.untrusted import Undecodable, from_json
 from kvledger.storage.events.end_record import read_end_record
-from kvledger.storage.events.files import append_line, is_full, read_file, write_file
+from kvledger.storage.events.files import append_line, is_full, open_for_writing, read_file, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,10 +81,11 @@ def write_retirement(directory: Path, retirement: Retirement) -> None:
 def reserve_retirement(directory: Path, *, durable: bool) -> None:
     """Reserve a line in the record in `directory`, unless there is one. Raises `OSError`."""
     path = directory / RETIREMENTS_NAME
-    if not path.exists():
-        write_file(path, _RESERVED + b"\n", durable=durable)
-    elif _RESERVED not in read_file(path).splitlines():
-        append_line(path, _RESERVED)
+    try:
+        write_file(path, _RESERVED + b"\n", durable=durable, exclusive=True)
+    except FileExistsError:
+        if _RESERVED not in read_file(path).splitlines():
+            append_line(path, _RESERVED)
 
 
 def _write_reserved(path: Path, line: bytes) -> bool:
@@ -93,7 +94,7 @@ def _write_reserved(path: Path, line: bytes) -> bool:
         offset = 0
         for each in read_file(path).splitlines(keepends=True):
             if each.rstrip(b"\n") == _RESERVED and len(line) <= len(_RESERVED):
-                descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+                descriptor = open_for_writing(path, os.O_WRONLY)
                 try:
                     data = line.ljust(len(_RESERVED))
                     num_written = os.pwrite(descriptor, data, offset)

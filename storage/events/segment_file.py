@@ -19,6 +19,7 @@ The chain starts with the BLAKE2b-128 of one copy, which itself names the last h
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import struct
@@ -227,7 +228,8 @@ def write_segment(directory: Path, first_sequence: int, block: bytes, *, durable
         write_file(unfinished, block, durable=durable)
         unfinished.rename(segment)
     except BaseException:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
         raise
     if durable:
         sync_directory(directory)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from kvledger.storage.events.end_record import END_RECORD_NAME, EndRecord, RecordedEnd
-from kvledger.storage.events.files import make_directory
+from kvledger.storage.events.files import make_directory, open_for_writing
 from kvledger.storage.events.frames import (
     FRAME_HEADER_BYTES,
     MAX_EVENTS,
@@ -94,7 +94,7 @@ class SegmentEventStore:
         self._record = EndRecord(directory, recorded, durable=durability is Durability.DISK)
         self._segment = end.segment
         self._first_frame_offset, self._segment_number = in_use.num_bytes, in_use.segment_number
-        self._descriptor = os.open(end.segment, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._descriptor = open_for_writing(end.segment, os.O_WRONLY | os.O_APPEND)
         # One attribute, so that one assignment commits an append: offset, next sequence, hash to chain from, head hash.
         self._end = (end.offset, end.next_sequence, end.chain_hash, end.head_hash)
         is_synced = durability is Durability.DISK
@@ -140,7 +140,8 @@ class SegmentEventStore:
                 return cls(directory, lock, whole_header, end, durability, segment_bytes, sync_interval_ms, maintenance)
             except BaseException:
                 for name in (segment_name(1), END_RECORD_NAME, RETIREMENTS_NAME):
-                    (directory / name).unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):
+                        (directory / name).unlink(missing_ok=True)
                 raise
         except BaseException:
             if is_new:
@@ -279,7 +280,7 @@ class SegmentEventStore:
         # Until the switch is made the new segment must not stay: the next frame may still fit into the old one.
         self._unused_segment = self.directory / segment_name(next_sequence)
         segment = write_segment(self.directory, next_sequence, block, durable=durable)
-        descriptor = os.open(segment, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        descriptor = open_for_writing(segment, os.O_WRONLY | os.O_APPEND)
         if self._sync is not None:
             self._sync.switch(descriptor)
         left, self._descriptor = self._descriptor, descriptor

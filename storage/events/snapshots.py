@@ -10,6 +10,7 @@ The file: magic ``KVLEDGERSNAP``, CRC-32C (4 bytes, little-endian) of the rest, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from typing import TYPE_CHECKING, Final
@@ -19,7 +20,7 @@ import msgspec
 from google_crc32c import value as crc32c
 
 from kvledger.lifecycle.untrusted import Undecodable, from_msgpack
-from kvledger.storage.events.files import read_file, write_file
+from kvledger.storage.events.files import is_regular_file, read_file, write_file
 from kvledger.storage.events.segment_file import SEGMENT_SUFFIX, SNAPSHOT_SUFFIX, read_header, segment_paths
 from kvledger.storage.events.store import LogError
 
@@ -58,7 +59,7 @@ class Snapshot:
 
 def segments_without_snapshot(directory: Path) -> list[Path]:
     """The segments of a log that have none, in order; before its first nothing is known. Raises `OSError`."""
-    return [path for path in segment_paths(directory)[1:] if not path.with_suffix(SNAPSHOT_SUFFIX).exists()]
+    return [path for path in segment_paths(directory)[1:] if not is_regular_file(path.with_suffix(SNAPSHOT_SUFFIX))]
 
 
 def write_snapshot(segment: Path, snapshot: Snapshot) -> Path:
@@ -74,7 +75,8 @@ def write_snapshot(segment: Path, snapshot: Snapshot) -> Path:
         write_file(unfinished, _MAGIC + _CRC.pack(crc32c(body)) + body, durable=False)
         unfinished.rename(path)
     except BaseException:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
         raise
     return path
 

@@ -8,7 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from kvledger.storage.events.files import is_full, read_file
+from kvledger.storage.events.files import is_full, open_for_writing, read_file
 from kvledger.storage.events.store import LogLocked
 
 if TYPE_CHECKING:
@@ -38,10 +38,11 @@ def lock_directory(directory: Path) -> int:
 
     Raises:
         LogLocked: another writer holds it, named by its pid.
+        RefusedFile: the lock file is a link, no regular file, or has hard links.
         OSError: the directory cannot be written, or its file system has no locks.
 
     """
-    descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = open_for_writing(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT)
     try:
         _lock(descriptor)
         _name_writer(descriptor)

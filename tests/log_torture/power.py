@@ -124,9 +124,10 @@ class PowerLoss:
         """Everything up to `sequence` must survive from now on."""
         self.last_acknowledged = max(self.last_acknowledged, sequence)
 
-    def _name_of(self, path: Any) -> str | None:
+    def _name_of(self, path: Any, dir_fd: int | None = None) -> str | None:
         full = Path(os.fsdecode(path))
-        return full.name if full.parent == self.directory else None
+        is_inside = full.parent == self.directory if dir_fd is None else dir_fd in self._descriptors
+        return full.name if is_inside else None
 
     def _open(self, path: Any, flags: int, mode: int = 0o777, **options: Any) -> int:
         descriptor: int = self._real["open"](path, flags, mode, **options)
@@ -197,7 +198,7 @@ class PowerLoss:
 
     def _unlink(self, path: Any, **options: Any) -> None:
         self._real["unlink"](path, **options)
-        name = self._name_of(path)
+        name = self._name_of(path, **options)
         if name is not None:
             self._change_names(lambda names: names.pop(name, None) and None)
             self._moment()

@@ -26,6 +26,7 @@ from kvledger.storage.events import (
     retire,
     retire_logs,
 )
+from kvledger.storage.events.files import RefusedFile
 from kvledger.storage.events.retirements import RETIREMENTS_NAME, read_retirements
 
 _SEGMENT_BYTES = 1000
@@ -228,7 +229,7 @@ def test_a_log_that_cannot_be_read_spoils_the_retention_of_no_other(tmp_path: Pa
     _closed(tmp_path / "logs" / "sound")
     errors: list[Exception] = []
     assert retire_logs(tmp_path / "logs", max_bytes=0, on_trouble=errors.append)
-    assert [type(error) for error in errors] == [OSError]
+    assert [type(error) for error in errors] == [RefusedFile]
     assert not (tmp_path / "logs" / "sound").exists()
 
 
