@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -24,6 +25,16 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, DiscardPolicy,
 from nats.js.errors import NotFoundError
 
 from kvledger.lifecycle.untrusted import Undecodable, from_json
+from kvledger.storage.events.files import (
+    PRIVATE_DIRECTORY,
+    is_regular_file,
+    make_directory,
+    num_bytes_of,
+    open_for_writing,
+    read_file,
+    refused_link,
+    write_file,
+)
 from kvledger.storage.events.nats.address import Access, StreamAddress
 from kvledger.storage.events.nats.connection import connect
 from kvledger.storage.events.nats.errors import NothingToRead
@@ -44,6 +55,8 @@ __all__ = ["default_mirror_directory", "logs_in_stream", "mirror"]
 
 _LOCK_NAME: Final = "mirror.lock"
 _NOTE_NAME: Final = "mirror.json"
+_FILE: Final = 0o600
+_LOG_ID: Final = re.compile(r"[0-9a-f]{32}")
 _BATCH: Final = 256
 _MAX_BYTES_UNDER_WAY: Final = 64 << 20
 _NOTE_EVERY_S: Final = 1.0
@@ -99,12 +112,12 @@ def mirror(
             fetched: list[Path] = []
             num_all, num_done = sum(subjects.values()), 0
             for subject, num_messages in sorted(subjects.items()):
-                log = directory / subject.rpartition(".")[2]
 
                 def count(num: int, before: int = num_done) -> None:
                     on_progress(min(num_all, before + num), num_all)
 
                 try:
+                    log = _folder_of(subject, directory)
                     with _locked(log):
                         await _LogMirror(connection, configuration, subject, log, count).bring_up_to_date(num_messages)
                     fetched.append(log)
@@ -150,13 +163,23 @@ async def _subjects(connection: Connection, *, newest: bool) -> dict[str, int]:
     return subjects
 
 
+def _folder_of(subject: str, directory: Path) -> Path:
+    """Return where the log of a subject is mirrored. Raises `NothingToRead` for a subject that no shipper writes."""
+    log_id = subject.rpartition(".")[2]
+    if not _LOG_ID.fullmatch(log_id):  # it might lead out of the directory
+        raise NothingToRead(f"{subject!r} does not end with a log id of 32 hex digits; delete its messages")
+    return directory / log_id
+
+
 @contextlib.contextmanager
 def _locked(log: Path) -> Iterator[None]:
     """One run at a time; a second one waits, and then finds little to do."""
-    if log.is_dir() and not (log / _LOCK_NAME).exists() and any(log.iterdir()):
+    if log.is_symlink():
+        raise refused_link(log)
+    if log.is_dir() and not is_regular_file(log / _LOCK_NAME) and any(log.iterdir()):
         raise LogError(f"{log}: is not a mirror, and would be overwritten; give another directory for mirrors")
-    log.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(log / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    make_directory(log, durable=False, mode=PRIVATE_DIRECTORY)
+    descriptor = open_for_writing(log / _LOCK_NAME, os.O_RDWR | os.O_CREAT, _FILE)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -202,7 +225,7 @@ class _LogMirror:
     async def _confirmed_end(self) -> int:
         """The stream sequence up to which the mirror holds the stream; 0 if that is not known to be so."""
         try:
-            note = from_json((self.directory / _NOTE_NAME).read_bytes(), _Note)
+            note = from_json(read_file(self.directory / _NOTE_NAME), _Note)
         except (OSError, Undecodable):
             return 0
         try:
@@ -213,19 +236,19 @@ class _LogMirror:
             return 0
         for name, num_bytes in note.segments.items():
             segment = self.directory / name
-            if Path(name).name != name or not segment.is_file() or segment.stat().st_size < num_bytes:
+            if Path(name).name != name or not is_regular_file(segment) or num_bytes_of(segment) < num_bytes:
                 return 0
         last, data = self.directory / max(note.segments), message.data or b""
         end = note.segments[last.name]
-        with last.open("rb") as file:
+        with os.fdopen(open_for_writing(last, os.O_RDWR), "r+b") as file:
             file.seek(max(0, end - len(data)))
             if file.read(len(data)) != data:
                 return 0
-        # What an interrupted run wrote behind that is fetched again.
-        for segment in self.directory.glob("*.kvlog"):
-            if segment.name not in note.segments:
-                segment.unlink()
-        os.truncate(last, end)
+            # What an interrupted run wrote behind that is fetched again.
+            for segment in self.directory.glob("*.kvlog"):
+                if segment.name not in note.segments:
+                    segment.unlink()
+            file.truncate(end)
         self._segments = dict(note.segments)
         return note.stream_sequence
 
@@ -320,7 +343,8 @@ class _LogMirror:
 
     def _append(self, name: str, data: bytes | bytearray) -> None:
         if data:
-            with (self.directory / name).open("ab") as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            with os.fdopen(open_for_writing(self.directory / name, flags, _FILE), "ab") as file:
                 file.write(data)
             self._segments[name] += len(data)
 
@@ -329,7 +353,7 @@ class _LogMirror:
             return
         self._noted_at = time.monotonic()
         unfinished = self.directory / f"{_NOTE_NAME}.unfinished"
-        unfinished.write_bytes(msgspec.json.encode(_Note(stream_sequence, self._segments)))
+        write_file(unfinished, msgspec.json.encode(_Note(stream_sequence, self._segments)), durable=False)
         unfinished.replace(self.directory / _NOTE_NAME)
 
 

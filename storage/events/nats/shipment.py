@@ -219,4 +219,4 @@ def _position(record: Record | None) -> tuple[str, int]:
 
 def _age_s(directory: Path) -> float:
     segments = segment_paths(directory)
-    return time.time() - segments[-1].stat().st_mtime if segments else 0.0
+    return time.time() - segments[-1].lstat().st_mtime if segments else 0.0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
+from kvledger.storage.events.files import directories_in, links_in, refused_link
 from kvledger.storage.events.nats.connection import ANSWER_WITHIN_S, Connection, connect
 from kvledger.storage.events.nats.errors import StreamUnavailable
 from kvledger.storage.events.nats.shipment import LogProgress, Shipment
@@ -203,15 +204,18 @@ class Shipper:
 
     def _find_logs(self) -> None:
         try:
-            found = [self.path] if segment_paths(self.path) else sorted(self.path.iterdir())
+            found = [self.path] if segment_paths(self.path) else directories_in(self.path)
+            links = [] if found == [self.path] else links_in(self.path)
         except FileNotFoundError:
             return
         except OSError as error:
             self._remark(None, f"{self.path} cannot be read: {error}")
             return
+        for link in links:
+            self._remark(None, f"{refused_link(link)}; what it leads to is not shipped")
         for directory in found:
             try:
-                if directory not in self.logs and directory.is_dir() and segment_paths(directory):
+                if directory not in self.logs and segment_paths(directory):
                     self.logs[directory] = LogProgress(directory)
             except OSError as error:
                 self._remark(None, f"{directory} cannot be read: {error}")

@@ -6,12 +6,14 @@ wrong is named by the reader (`LogReader`), so a shipper and ``verify`` use the 
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING, Final
 
 import attrs
 import msgspec
 
+from kvledger.storage.events.files import num_bytes_of
 from kvledger.storage.events.frames import frame_bytes
 from kvledger.storage.events.nats.errors import LogForked
 from kvledger.storage.events.nats.messages import Record, record_of_frame
@@ -145,9 +147,9 @@ class LogTail:
         """The segment to go on in. Usually one look: in a whole log its name is known."""
         if self.last is not None:
             expected = self.directory / segment_name(self.last.next_sequence)
-            if expected.name != self.last.segment and expected.exists():
+            if expected.name != self.last.segment and os.path.lexists(expected):
                 return expected
-            if (self.directory / self.last.segment).exists():
+            if os.path.lexists(self.directory / self.last.segment):
                 return None  # Segments are missing further on, if there are any: for `trouble` to say.
         segments = _segments(self.directory)
         if not segments or (self.last is not None and segments[0].name <= self.last.segment):
@@ -220,6 +222,6 @@ def _segments(directory: Path) -> list[Path]:
 
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        return num_bytes_of(path)
     except FileNotFoundError:
         return 0

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+import os
 import random
 import stat
 from pathlib import Path
 from typing import Any
 
+import nats
 import pytest
 from log_torture import read_to_end, reopened
 from nats.js import JetStreamContext
 from nats_server import NatsServer, fill, segments_of, write_log
+from planted_files import KINDS, plant
 
 from kvledger.storage.events import LogError, read_log
 from kvledger.storage.events.nats import (
@@ -318,3 +322,90 @@ def test_mirrors_live_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     address = StreamAddress.parse("nats://stream-host:4333/S")
     assert default_mirror_directory(address) == tmp_path / "kvledger" / "nats" / "stream-host-4333" / "S"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mirror.lock", "mirror.json", "mirror.json.unfinished", "a segment"])
+def test_a_mirror_writes_into_no_file_of_somebody_else(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random, name: str, kind: str
+) -> None:
+    """It is brought up to date, or the error names the file; nothing is followed or waited for."""
+    log = write_log(tmp_path / "log", chance, 100)
+    ship(log, server.url)
+    (copy,), _ = fetch(server, tmp_path / "mirror")
+    path = max(copy.glob("*.kvlog")) if name == "a segment" else copy / name
+    planted = plant(path, kind, tmp_path / "victim")
+    store = reopened(log, segment_bytes=20_000)
+    fill(store, chance, 30)
+    store.close()
+    ship(log, server.url)
+    try:
+        fetch(server, tmp_path / "mirror")
+    except (LogError, OSError) as error:
+        assert str(copy) in str(error)  # noqa: PT017 -- either is right
+    else:
+        assert segments_of(copy) == segments_of(log)
+    planted.check_untouched()
+
+
+def test_a_linked_folder_in_a_mirror_is_not_followed(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """Its files would be overwritten."""
+    log = write_log(tmp_path / "log", chance, 30)
+    ship(log, server.url)
+    (copy,), _ = fetch(server, tmp_path / "mirror")
+    copy.rename(tmp_path / "moved")
+    copy.symlink_to(tmp_path / "moved")
+    before = {path.name: path.read_bytes() for path in copy.iterdir()}
+    with pytest.raises(OSError, match="is a symbolic link, which kvledger does not follow"):
+        fetch(server, tmp_path / "mirror")
+    assert {path.name: path.read_bytes() for path in copy.iterdir()} == before
+
+
+def test_a_mirror_is_for_its_owner_only_with_any_umask(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """With umask 0 the folders above it were open to everybody."""
+    ship(write_log(tmp_path / "log", chance, 30), server.url)
+    before = os.umask(0)
+    try:
+        (copy,), _ = fetch(server, tmp_path / "cache" / "mirror")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "cache", copy.parent, copy):
+        assert path.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in copy.glob("*.kvlog")} == {0o600}
+
+
+def test_a_subject_that_is_no_log_id_names_no_folder(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """A subject may hold slashes: whoever writes to the stream could choose where a mirror is made."""
+    ship(write_log(tmp_path / "log", chance, 30), server.url)
+    target = tmp_path / "chosen"
+
+    async def publish() -> None:
+        client = await nats.connect(server.url)
+        await client.jetstream().publish(f"kvledger.log.host.{target}", b"anything")
+        await client.close()
+
+    asyncio.run(publish())
+    skipped: list[str] = []
+    address = StreamAddress.parse(f"{server.url}/KVLEDGER")
+    (copy,) = mirror(address, tmp_path / "mirror", access=Access(), on_skipped=skipped.append)
+    assert copy.parent == tmp_path / "mirror"
+    assert not target.exists()
+    assert "does not end with a log id" in skipped[0]
+
+
+def test_a_linked_log_is_not_shipped_and_is_named(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """A stream gets what is in the directory that was given, and nothing from elsewhere."""
+    write_log(tmp_path / "logs" / "a", chance, 30)
+    elsewhere = write_log(tmp_path / "mine" / "log", chance, 30)
+    (tmp_path / "logs" / "x").symlink_to(elsewhere)
+    report = ship(tmp_path / "logs", server.url)
+    assert [log.directory.name for log in report.logs] == ["a"]
+    assert any("logs/x: is a symbolic link" in text for text in ship.remarks)
