@@ -24,6 +24,7 @@ from kvledger.adapters.logs.sources import engine_starts, find_logs, started_wit
 from kvledger.adapters.logs.streams import StreamUrl, keep_mirrored, shown_log
 from kvledger.adapters.logs.visible import remark
 from kvledger.lifecycle import without_credentials
+from kvledger.storage.events.files import refused_link
 from kvledger.storage.extras import EXTRAS
 
 
@@ -120,6 +121,8 @@ def _logs(arguments: argparse.Namespace) -> list[Path]:
 
 def _newest(logs: Sequence[Path], arguments: argparse.Namespace) -> list[Path]:
     """The scheduler's log of the newest engine start, behind those of its workers for a command that judges them."""
+    for link in filter(Path.is_symlink, logs):
+        remark(str(refused_link(link)))
     starts = engine_starts(logs)
     newest = starts[-1]
     if newest.scheduler is None:

@@ -22,6 +22,7 @@ from kvledger.adapters.logs.amounts import plural, size
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.logs.snapshots import write_snapshots
 from kvledger.storage.events import LogError, Retirement, retire, retire_logs
+from kvledger.storage.events.files import RefusedFile, directories_in
 from kvledger.storage.events.retention import Trouble, ignore
 from kvledger.storage.events.segment_file import segment_paths
 
@@ -42,6 +43,8 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         raise CommandFailed("give --max-bytes, --max-age or both; without a limit everything stays")
     try:
         retired = _retire(arguments.log, arguments, output)
+    except RefusedFile as error:
+        raise CommandFailed(str(error), ExitCode.DAMAGED) from error
     except (LogError, OSError) as error:
         raise CommandFailed(f"{arguments.log}: {error}", ExitCode.DAMAGED) from error
     if output.is_json:
@@ -60,7 +63,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
 
 def _retire(log: Path, arguments: argparse.Namespace, output: Output) -> list[Retirement]:
     is_log = log.is_dir() and bool(segment_paths(log))
-    if not is_log and not any(segment_paths(child) for child in log.glob("*/")):
+    if not is_log and not (log.is_dir() and any(map(segment_paths, directories_in(log)))):
         raise CommandFailed(f"{log}: give a log directory, or a directory of logs")
     limits = {"max_bytes": arguments.max_bytes, "max_age_seconds": arguments.max_age}
 

@@ -19,6 +19,7 @@ import attrs
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.logs.processes import ProcessLost, separate_processes
+from kvledger.storage.events.files import num_bytes_of
 from kvledger.storage.events.segment_file import segment_paths
 
 OnLogs = Callable[[argparse.Namespace, Output], list[ExitCode]]
@@ -67,7 +68,7 @@ def side_by_side(command: OnLogs, arguments: argparse.Namespace, output: Output,
 def num_bytes(path: Path) -> int:
     """The size of a log; 0 where it cannot be looked at, which whoever opens it says."""
     try:
-        return sum(file.stat().st_size for file in (segment_paths(path) if path.is_dir() else [path]))
+        return sum(map(num_bytes_of, segment_paths(path) if path.is_dir() else [path]))
     except OSError:
         return 0
 

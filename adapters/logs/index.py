@@ -7,6 +7,7 @@ nothing is ever only in it.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvledger.adapters.logs.requests import RequestSummary
 from kvledger.adapters.reasons import RequestHistory
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.untrusted import from_msgpack, msgpack_decoder
+from kvledger.storage.events.files import open_for_reading
 
 INDEX_FROM_BYTES = 32 << 20
 """A smaller log is read in about a second."""
@@ -39,7 +41,14 @@ class LogIndex:
     """Answers without reading the log, or by reading little of it."""
 
     def __init__(self, path: Path, log: StoredLog) -> None:
-        """Open the index at `path`. Raises `sqlite3.Error` and `Undecodable` for what is no index."""
+        """Open the index at `path`.
+
+        Raises:
+            sqlite3.Error: it is no index.
+            Undecodable: likewise.
+            OSError: it cannot be read, or is no regular file.
+        """
+        os.close(open_for_reading(path))  # SQLite would follow a link and wait for a pipe
         self._connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
         self._log = log
         ((contents,),) = self._connection.execute("SELECT contents FROM log")

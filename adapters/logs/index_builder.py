@@ -38,6 +38,7 @@ from kvledger.lifecycle import Projections
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.snapshots import capture, restore
 from kvledger.lifecycle.untrusted import from_msgpack
+from kvledger.storage.events.files import PRIVATE_DIRECTORY, make_directory, open_for_reading
 
 BATCHES_PER_PLACE = 64
 """Frames between two places at which reading can begin."""
@@ -50,7 +51,7 @@ def write_index(log: StoredLog) -> None:
         OSError: the index cannot be written.
     """
     path = index_path(log)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_directory(path.parent, durable=False, mode=PRIVATE_DIRECTORY)
     descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".unfinished")
     os.close(descriptor)
     try:
@@ -70,6 +71,7 @@ def write_index(log: StoredLog) -> None:
 def earlier_contents(log: StoredLog) -> Contents | None:
     """What the index of the log as it was earlier says, if there is one that may be continued."""
     try:
+        os.close(open_for_reading(index_path(log)))
         with _opened(f"{index_path(log).absolute().as_uri()}?mode=ro") as connection:
             ((stored, fingerprint),) = connection.execute("SELECT contents, fingerprint FROM log, memory")
             contents: Contents = from_msgpack(stored, Contents)
@@ -83,7 +85,8 @@ def earlier_contents(log: StoredLog) -> Contents | None:
 def _continue(log: StoredLog, contents: Contents, earlier: Path, unfinished: str) -> bool:
     """Copy an earlier index and add what came since; False where that cannot be."""
     try:
-        shutil.copyfile(earlier, unfinished)
+        with os.fdopen(open_for_reading(earlier), "rb") as source, Path(unfinished).open("wb") as target:
+            shutil.copyfileobj(source, target)
         with _opened(unfinished) as connection:
             ((stored,),) = connection.execute("SELECT stored FROM memory")
             connection.execute("BEGIN")

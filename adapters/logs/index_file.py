@@ -16,6 +16,7 @@ from kvledger.adapters.logs.log import StoredLog
 from kvledger.lifecycle import Figures
 from kvledger.lifecycle.untrusted import from_msgpack
 from kvledger.storage.events import Damage
+from kvledger.storage.events.files import num_bytes_of
 
 INDEX_FORMAT = 12
 """Grows with every change of what is in an index; another one is built anew."""
@@ -92,7 +93,7 @@ class Contents:
         files = {file.name: file for file in log.files()}
         if not self.is_of(log) or extent_of(log)[0] != first or last not in files:
             return False
-        return files[last].stat().st_size >= num_bytes
+        return num_bytes_of(files[last]) >= num_bytes
 
     def copy_counts(self, log: StoredLog) -> None:
         """Give the opened log the counts and the damage that a reading of it would have."""
@@ -123,7 +124,7 @@ def index_path(log: StoredLog) -> Path:
 def extent_of(log: StoredLog) -> tuple[str, str, int]:
     """The first segment, the last one and its size: what changes when a log is appended to, or loses its oldest."""
     files = log.files()
-    return files[0].name, files[-1].name, files[-1].stat().st_size
+    return files[0].name, files[-1].name, num_bytes_of(files[-1])
 
 
 def log_id_of(log: StoredLog) -> str:

@@ -34,6 +34,7 @@ from kvledger.storage.events import (
     read_ending,
     read_log,
 )
+from kvledger.storage.events.files import num_bytes_of, refused_link
 from kvledger.storage.events.frames import frame_bytes, next_chain_hash
 from kvledger.storage.events.reader import frames_from
 from kvledger.storage.events.segment_file import segment_paths
@@ -277,11 +278,11 @@ class StoredLog:
     def has_more_than(self, segment: str, offset: int) -> bool:
         """Whether there are bytes behind that place."""
         last = self.files()[-1]
-        return last.name > segment or last.stat().st_size > offset
+        return last.name > segment or num_bytes_of(last) > offset
 
     def total_bytes(self) -> int:
         """Size of the log's files now."""
-        return sum(file.stat().st_size for file in self.files())
+        return sum(map(num_bytes_of, self.files()))
 
     def events(self, until: int | None = None) -> Iterator[SequencedEvent]:
         """Every event that can be read, in order, up to the event `until`."""
@@ -433,10 +434,13 @@ def open_log(
     code has folded is used where the log has lost its beginning.
 
     Raises:
-        CommandFailed: it cannot be read, is no kvledger log, or was written by a newer version.
+        CommandFailed: it cannot be read, is no kvledger log, was written by a newer version, or is a symbolic link,
+            which `find_logs` resolves.
     """
     core = core or Core.standard()
     try:
+        if path.is_symlink():
+            raise refused_link(path)
         reader = read_log(path)
         header: dict[str, object] = reader.header
         if not header:

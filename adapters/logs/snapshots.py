@@ -5,11 +5,13 @@ For whoever writes a log, in a process beside it, and for whoever has one that l
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.lifecycle import Projections
 from kvledger.lifecycle.snapshots import capture, restore, state_fingerprint
-from kvledger.storage.events import Snapshot, find_snapshot, segments_without_snapshot, write_snapshot
+from kvledger.storage.events import LogError, Snapshot, find_snapshot, segments_without_snapshot, write_snapshot
 from kvledger.storage.events.segment_file import first_sequence_of, read_header
 
 
@@ -55,10 +57,18 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
             projections.fold(event, sequence)
         segment = lacking.pop(batch.last_sequence, None)
         if segment is not None:
-            chain_hash = read_header(segment, any_copy=True).previous_head_hash
+            chain_hash = _hash_before(segment)
             state = capture(projections)
             write_snapshot(segment, Snapshot(log_id, batch.last_sequence, chain_hash, fingerprint, state))
             num_written += 1
         if not lacking:
             break
     return num_written
+
+
+def _hash_before(segment: Path) -> bytes:
+    """The chain hash (16 bytes) that a segment follows from. Raises `CommandFailed`."""
+    try:
+        return read_header(segment, any_copy=True).previous_head_hash
+    except LogError as error:
+        raise CommandFailed(f"{segment.parent}: {error}", ExitCode.DAMAGED) from error

@@ -18,6 +18,7 @@ import attrs
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
 from kvledger.adapters.logs.streams import StreamUrl, mirrored_logs, shown_log
 from kvledger.storage.events import LogError, read_log
+from kvledger.storage.events.files import directories_in, links_in
 from kvledger.storage.events.reader import traces_of_log
 from kvledger.storage.events.segment_file import segment_paths
 
@@ -76,7 +77,7 @@ def find_logs(path: Path | StreamUrl, mirror: Path | None = None, *, newest: boo
     """The logs that `path` means: itself, or those in the directory, start by start, a start's scheduler log last.
 
     The URL of a stream means its logs, of which a mirror is made first (in the directory `mirror`); with `newest` only
-    of the newest start, since that takes time.
+    of the newest start, since that takes time. If `path` is a link, the paths returned are below what it leads to.
 
     Raises:
         CommandFailed: there is none.
@@ -90,13 +91,21 @@ def find_logs(path: Path | StreamUrl, mirror: Path | None = None, *, newest: boo
         raise CommandFailed(
             f"{shown_log(path)}: there is nothing; give a log directory or a *.kvlog file", ExitCode.USAGE
         )
+    path = _without_link(path)
     if not path.is_dir() or segment_paths(path) or traces_of_log(path):
         return [path]
-    logs = [child for child in path.iterdir() if _may_be_log(child)]
+    # A link is listed, so that it is not left out silently: `open_log` refuses it.
+    logs = [*(child for child in directories_in(path) if _may_be_log(child)), *links_in(path)]
     if not logs:
         message = f"{path}: holds no log, neither segments (*.kvlog) nor a folder with some; is it the log_dir?"
         raise CommandFailed(message, ExitCode.USAGE)
     return _by_start(logs)
+
+
+def _without_link(path: Path) -> Path:
+    """What a path leads to that a user gave, which may be a link. A link that is found in a directory is refused."""
+    real = path.resolve() if path.is_symlink() else path
+    return real if real.exists() else path
 
 
 def _by_start(logs: Sequence[Path]) -> list[Path]:
@@ -129,7 +138,7 @@ def engine_starts(logs: Iterable[Path]) -> list[EngineStart]:
 
 def start_of(log: Path) -> EngineStart:
     """The engine start that wrote this log, as far as its logs lie in the same directory."""
-    siblings = [path for path in log.parent.iterdir() if path != log and path.is_dir()]
+    siblings = [path for path in directories_in(log.parent) if path != log]
     return next(start for start in engine_starts([log, *siblings]) if log in start.logs)
 
 
@@ -214,11 +223,9 @@ def _order(log: _Log) -> tuple[int, str]:
 
 
 def _may_be_log(path: Path) -> bool:
-    """Whether it is a log, was one whose segments are gone, or cannot be looked at: opening it says why."""
+    """Whether a directory is a log, was one whose segments are gone, or cannot be looked at: opening it says why."""
     try:
-        if path.is_dir():
-            return bool(segment_paths(path) or traces_of_log(path))
-        return path.is_symlink() and not path.exists()
+        return bool(segment_paths(path) or traces_of_log(path))
     except FileNotFoundError:
         return False  # it vanished since its name was read: the last segment was retired
     except OSError:
@@ -226,10 +233,12 @@ def _may_be_log(path: Path) -> bool:
 
 
 def _looked_at(log: Path) -> _Log:
+    if log.is_symlink():
+        return _Log(log, 0, {})  # never the newest
     try:
         header = read_log(log).header
         opened_at = header.get("opened_at_unix_ns")
-        opened_at = opened_at if isinstance(opened_at, int) else segment_paths(log)[-1].stat().st_mtime_ns
+        opened_at = opened_at if isinstance(opened_at, int) else segment_paths(log)[-1].lstat().st_mtime_ns
         return _Log(log, opened_at, header)
     except (LogError, OSError, IndexError):
         return _Log(log, _modified_at(log), {})
