@@ -36,7 +36,7 @@ from kvledger.storage.events import (
     make_room,
     retire_logs,
 )
-from kvledger.storage.events.files import is_full
+from kvledger.storage.events.files import RefusedFile, directories_in, is_full
 from kvledger.storage.events.retention import free_bytes, num_log_bytes
 from kvledger.storage.events.segment_file import segment_paths
 
@@ -184,15 +184,14 @@ def _begin_log(
 def _make_room(log_dir: Path, settings: LogSettings) -> list[Retirement]:
     """Delete what is over the limits, then the oldest segments until a log of the least size fits, if it can."""
     retired: list[Retirement] = []
+    on_trouble = _RetentionTrouble()
     max_age_seconds = None if settings.max_log_age_hours is None else settings.max_log_age_hours * 3600
     with contextlib.suppress(OSError, LogError):
         max_bytes = None if settings.max_log_bytes is None else settings.max_log_bytes - settings.segment_bytes
-        retired += retire_logs(
-            log_dir, max_bytes=max_bytes, max_age_seconds=max_age_seconds, on_trouble=_could_not_retire
-        )
+        retired += retire_logs(log_dir, max_bytes=max_bytes, max_age_seconds=max_age_seconds, on_trouble=on_trouble)
         size_of_disk = shutil.disk_usage(log_dir).total
         num_free_bytes = min(MIN_LOG_SEGMENTS * settings.segment_bytes, size_of_disk // 4)
-        retired += make_room(log_dir, num_free_bytes, on_trouble=_could_not_retire)
+        retired += make_room(log_dir, num_free_bytes, on_trouble=on_trouble)
     return retired
 
 
@@ -281,10 +280,10 @@ def _remarks_on_last(log_dir: Path) -> tuple[str, ...]:
     """What to say of the newest log in `log_dir` that nobody writes: nothing where it was closed and is whole."""
     logs: list[Path] = []
     with contextlib.suppress(OSError):
-        logs = sorted(log_dir.iterdir(), reverse=True)
+        logs = directories_in(log_dir)[::-1]
     for directory in logs:
         with contextlib.suppress(OSError, LogError):  # of one that cannot be read nothing is known
-            if _WORKER in directory.name or not directory.is_dir() or not segment_paths(directory):
+            if _WORKER in directory.name or not segment_paths(directory):
                 continue
             ending = glance_at_ending(directory)
             if ending.missing is not None:
@@ -303,12 +302,26 @@ def _remarks_on_last(log_dir: Path) -> tuple[str, ...]:
 
 def _maintenance(core: Core, settings: LogSettings, max_log_bytes: int | None) -> Maintenance:
     max_age_seconds = None if settings.max_log_age_hours is None else settings.max_log_age_hours * 3600
-    return Maintenance(max_log_bytes, max_age_seconds, snapshots=SnapshotProcess(core), on_trouble=_could_not_retire)
+    return Maintenance(max_log_bytes, max_age_seconds, snapshots=SnapshotProcess(core), on_trouble=_RetentionTrouble())
 
 
-def _could_not_retire(error: OSError | LogError) -> None:
-    messages.error(
-        "old logs could not be retired and take more room than max_log_bytes and max_log_age_hours allow; `kvledger "
-        "retire` does it where this process may not",
-        error=str(error),
-    )
+@attrs.define
+class _RetentionTrouble:
+    """Reports what retention passes over. What kvledger refuses to open is reported once."""
+
+    _reported: set[str] = attrs.field(factory=set, init=False)
+
+    def __call__(self, error: OSError | LogError) -> None:
+        """See `Trouble`."""
+        if not isinstance(error, RefusedFile):
+            messages.error(
+                "old logs could not be retired and take more room than max_log_bytes and max_log_age_hours allow; "
+                "`kvledger retire` does it where this process may not",
+                error=str(error),
+            )
+        elif str(error) not in self._reported:
+            self._reported.add(str(error))
+            messages.warning(
+                "log_dir holds something that kvledger does not open, and retention leaves it alone: remove it",
+                error=str(error),
+            )

@@ -16,7 +16,7 @@ from kvledger.adapters.logs.amounts import written_size
 from kvledger.adapters.vllm.refusals import refusals
 from kvledger.lifecycle import ConfigurationError, Refusal
 from kvledger.storage.events import MIN_LOG_SEGMENTS, Durability
-from kvledger.storage.events.files import is_full
+from kvledger.storage.events.files import RefusedFile, is_full
 
 MIN_SEGMENT_BYTES = 16 * 1024
 """Each segment begins with a header of about 10 kB, vocabulary and configuration; smaller ones hold little else."""
@@ -28,7 +28,16 @@ _OF_VLLM = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_m
 def unwritable(directory: Path, error: OSError) -> ConfigurationError:
     """What to say of a directory below `log_dir`, or of itself."""
     existing = _existing(directory)
-    reason = f"cannot write to {existing} ({error.strerror or error})" if existing.is_dir() else f"{existing} is a file"
+    if isinstance(error, RefusedFile):
+        return ConfigurationError(
+            Refusal(f"{error.filename} {error.strerror}", error.remedy, "log_dir", str(directory))
+        )
+    if existing.is_dir():
+        reason = f"cannot write to {existing} ({error.strerror or error})"
+    elif existing.is_symlink():
+        reason = f"{existing} is a symbolic link that leads to nothing, to a file or to itself"
+    else:
+        reason = f"{existing} is a file"
     return ConfigurationError(
         Refusal(reason, "name a writable directory, or null for no files", "log_dir", str(directory))
     )
@@ -36,7 +45,7 @@ def unwritable(directory: Path, error: OSError) -> ConfigurationError:
 
 def _existing(directory: Path) -> Path:
     """It, or the nearest above it that is there and may be looked at."""
-    return next(each for each in (directory, *directory.parents) if os.path.exists(each))  # noqa: PTH110 -- Path's raises
+    return next(each for each in (directory, *directory.parents) if os.path.lexists(each))
 
 
 class LogSettings(pydantic.BaseModel):
