@@ -92,7 +92,7 @@ docs-site: docs ## build the docs site into site/, and refuse a page that warns 
 	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --quiet --strict
 	@echo "site/index.html is the first page; with a search: python3 -m http.server -d site"
 
-lock: ## compile requirements/lock.txt again (UPGRADE=1: to the newest versions)
+lock: ## compile requirements/lock.txt and the smaller locks again, with hashes (UPGRADE=1: to the newest versions)
 	@requirements/compile.sh
 
 clean: ## remove what builds and tools left behind

