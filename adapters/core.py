@@ -52,12 +52,22 @@ def available_extensions() -> Iterator[Extension]:
 
 
 def _made(what: str, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 -- of the kind
+    """An instance of the class that is named; nothing is called that is not a class of this kind."""
     module_name, _, class_name = name.partition(":")
     try:
-        made = getattr(importlib.import_module(module_name), class_name)()
+        found = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:
-        remedy = "write it as 'module:Class'"
-        raise ConfigurationError(Refusal(f"cannot be imported ({error})", remedy, what, name)) from error
-    if not isinstance(made, kind):
-        raise ConfigurationError(Refusal(f"is no kvledger.lifecycle.{kind.__name__}", "derive it from one", what, name))
-    return made
+        raise _refused(f"cannot be imported ({error})", "write it as 'module:Class'", what, name) from error
+    if not isinstance(found, type):
+        raise _refused("is no class", f"name a {kind.__name__} as 'module:Class'", what, name)
+    if not issubclass(found, kind):
+        raise _refused(f"is no kvledger.lifecycle.{kind.__name__}", "derive it from one", what, name)
+    try:
+        return found()
+    except Exception as error:
+        reason = f"cannot be made ({type(error).__name__}: {error})"
+        raise _refused(reason, "let it be made without arguments", what, name) from error
+
+
+def _refused(reason: str, remedy: str, what: str, name: str) -> ConfigurationError:
+    return ConfigurationError(Refusal(reason, remedy, what, name))

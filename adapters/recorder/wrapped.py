@@ -38,10 +38,20 @@ def wrapped_transfer(extra_config: Mapping[str, Any], outer: KVTransferConfig | 
 
 
 def wrapped_class(transfer: KVTransferConfig) -> type[Any]:
-    """The class that vLLM would instantiate."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    """The class that vLLM would instantiate, which it does not check to be one (`kv_connector/factory.py`, 0.32).
 
-    return KVConnectorFactory.get_connector_class(transfer)
+    Raises:
+        ConfigurationError: it is no class of connectors.
+        Exception: whatever importing it raises.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    found: object = KVConnectorFactory.get_connector_class(transfer)
+    if not isinstance(found, type) or not issubclass(found, KVConnectorBase_V1):
+        reason, remedy = "is no class derived from vLLM's KVConnectorBase_V1", "name one"
+        raise ConfigurationError(Refusal(reason, remedy, "connector.kv_connector", transfer.kv_connector))
+    return found
 
 
 def refuse_without_hybrid_memory(transfer: KVTransferConfig) -> None:

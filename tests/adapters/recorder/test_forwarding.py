@@ -191,6 +191,29 @@ def test_what_cannot_be_recorded_is_refused_by_name(name: str, given: dict[str, 
         SimulatedEngine(num_blocks=20, setup=Given(inner=WITNESS, name=name, given=given))
 
 
+def called_by_name(vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+    """Has the parameters of a connector; vLLM's factory looks at nothing else."""
+    del vllm_config, role, kv_cache_config
+    raise KeyboardInterrupt
+
+
+class NoConnector:
+    """A class with these parameters."""
+
+    __init__ = called_by_name  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("name", ["called_by_name", "NoConnector"])
+def test_what_is_no_class_of_connectors_is_not_called(name: str) -> None:
+    """The factory of vLLM returns whatever the module has under the name, and calls it."""
+    given = {
+        "log_dir": None,
+        "connector": {"kv_connector": name, "kv_connector_module_path": __name__, "kv_role": "kv_both"},
+    }
+    with pytest.raises(ValueError, match=f"connector.kv_connector: '{name}': is no class derived from"):
+        SimulatedEngine(num_blocks=20, setup=Given(inner=WITNESS, name="KVLedgerRecorder", given=given))
+
+
 def test_figures_reach_vllms_loggers_as_the_wrapped_connectors_own(record: Callable[..., tuple[Any, Any]]) -> None:
     """From a worker, over the wire, added up with another worker's, and into the class that made them."""
     engine, _ = record(WITNESS)

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +351,23 @@ def test_a_class_that_is_no_handler_is_refused(user_module: str) -> None:
     """It can be imported and made, but it handles nothing."""
     with pytest.raises(ConfigurationError, match=r"is no kvledger\.lifecycle\.StateHandler"):
         start({"log_dir": None, "handlers": [f"{user_module}:NotAHandler"]})
+
+
+@pytest.mark.parametrize("key", ["handlers", "extensions"])
+@pytest.mark.parametrize(
+    "makes", [lambda called: called.append, lambda called: type("Other", (), {"__init__": called.append})]
+)
+def test_nothing_is_called_that_is_no_class_of_the_kind(
+    monkeypatch: pytest.MonkeyPatch, key: str, makes: Callable[[list[object]], object]
+) -> None:
+    """Incident: a name in `handlers` was called first and its result checked afterwards, so any function ran."""
+    called: list[object] = []
+    module = types.ModuleType("other_things")
+    module.__dict__["thing"] = makes(called)
+    monkeypatch.setitem(sys.modules, "other_things", module)
+    with pytest.raises(ConfigurationError, match=rf"{key}: 'other_things:thing': is no "):
+        start({"log_dir": None, key: ["other_things:thing"]})
+    assert called == []
 
 
 @pytest.mark.parametrize(
