@@ -148,7 +148,8 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 ExitCode.DIVERGED: "written, and the test does the opposite here",
                 ExitCode.NOTHING_CHECKED: "the log holds no event, or its beginning is missing",
                 ExitCode.NOT_VERIFIED: "written, and the test could not be run here",
-                ExitCode.USAGE: "wrong usage, or the log has no incident: --pin writes what it has",
+                ExitCode.USAGE: "wrong usage; or the log has no incident: --pin writes what it has; or it is a "
+                "recorder's, and no connector is named",
             },
             {
                 "the first incident of a log": "kvledger repro logs/2026-01-06 -o test_incident.py",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import Progress
 
-from kvledger.adapters.cli.options import count
+from kvledger.adapters.cli.options import count, json_object
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import plural
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--extra-config",
         metavar="JSON",
-        type=_json_object,
+        type=json_object,
         default={},
         help="its kv_connector_extra_config; {run_dir} in a string is a directory that is empty when a run begins",
     )
@@ -216,13 +216,3 @@ def _again(arguments: argparse.Namespace, run_name: str) -> str:
     extra = ["--extra-config", json.dumps(arguments.extra_config)] if arguments.extra_config else []
     lose = ["--lose", arguments.lose] if arguments.lose else []
     return shlex.join(["kvledger", "conformance", arguments.connector, *extra, *lose, "--only", run_name])
-
-
-def _json_object(text: str) -> dict[str, object]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"this is no JSON ({error}); quote it with ' in a shell") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"a {type(value).__name__} is no JSON object")
-    return value

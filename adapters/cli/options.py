@@ -10,6 +10,8 @@ import argparse
 import contextlib
 import datetime as dt
 import itertools
+import json
+import math
 from collections.abc import Iterator
 from typing import Final, Literal
 
@@ -125,6 +127,30 @@ def positive(text: str) -> int:
     number = count(text)
     if not number:
         raise argparse.ArgumentTypeError("0 is too few; give 1 or more")
+    return number
+
+
+def json_object(text: str) -> dict[str, object]:
+    """An object of JSON, with numbers that JSON has. A refusal does not quote it: it may have a secret.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"this is no JSON ({error}); quote it with ' in a shell") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"a {type(value).__name__} is no JSON object")
+    return value
+
+
+def _finite(text: str) -> float:
+    """The number; Python reads three that JSON does not have, and too large ones as infinite."""
+    number = float(text)
+    if not math.isfinite(number):
+        message = f"{text} is no finite number"
+        raise ValueError(message)
     return number
 
 

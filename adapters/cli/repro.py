@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import shlex
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 import attrs
 
 from kvledger.adapters.cli.finding import selected_one
-from kvledger.adapters.cli.options import add_handlers, add_request
+from kvledger.adapters.cli.options import add_handlers, add_request, json_object
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.target import open_target
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
@@ -22,6 +23,7 @@ from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.sources import start_of
 from kvledger.adapters.repro.calls import end_of_call, hook_calls
+from kvledger.adapters.repro.chosen import Chosen
 from kvledger.adapters.repro.core import CoreRun
 from kvledger.adapters.repro.incidents import Findings, find_incidents
 from kvledger.adapters.repro.outcome import NEVER_EXCUSED, Trouble
@@ -53,6 +55,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--core", action="store_true", help="drive the core alone: no vLLM, milliseconds")
     parser.add_argument("--pin", action="store_true", help="pin the answers that the request got, whatever went wrong")
     add_handlers(parser)
+    of_recorder = parser.add_argument_group("a recorder's log")
+    which = of_recorder.add_mutually_exclusive_group()
+    which.add_argument(
+        "--connector",
+        metavar="MODULE:CLASS",
+        default="",
+        help="make the recorded calls to this connector, or to one that vLLM registers by name",
+    )
+    which.add_argument(
+        "--run-recorded",
+        action="store_true",
+        help="make them to the connector that the log names. Its module is imported: only for logs that you trust",
+    )
+    of_recorder.add_argument(
+        "--extra-config",
+        metavar="JSON",
+        type=json_object,
+        default={},
+        help="keys of its kv_connector_extra_config. Paths, addresses and names of code are not taken from a log",
+    )
     parser.add_argument("--all", action="store_true", help="keep requests that have nothing to do with it")
     parser.add_argument("--no-run", action="store_true", help="do not run the test after writing it")
 
@@ -79,27 +101,9 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     if incident is None and not arguments.pin:
         raise CommandFailed(_nothing(log, selection, findings))
     try:
-        recording, events = _recorded(log, selection, incident, output)
-        with output.progress(log, "leaving out what is not needed"):
-            reduced = _reduced(log, recording, arguments, incident, selection)
+        written = _made(log, arguments, selection, incident, findings, output)
     except NotRerunnable as error:
         raise CommandFailed(f"{log.path} cannot be run again: {error}") from error
-    about = Description(
-        incident=incident,
-        request_id=selection.request_id or "",
-        excused=() if incident is None else _excused(findings, incident),
-        wrapped=recording.wrapped_name,
-        on_core=arguments.core,
-        handlers=arguments.handlers,
-        origin=f"kvledger {log.header.get('kvledger_version', 'unknown')} with vLLM "
-        f"{log.header.get('vllm_version', 'unknown')}",
-        command=_command(arguments),
-        remarks=(),
-    )
-    written = _written(log, recording, events, reduced, about)
-    if not arguments.no_run:
-        with output.progress(log, "running the test once"):
-            written = _tried(written, arguments.output, log, recording, events)
     log_path = arguments.output.with_suffix(".kvlog")
     with contextlib.ExitStack() as stack:  # both files or none
         for path, content in ((arguments.output, written.source), (log_path, written.log_content)):
@@ -124,6 +128,68 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     exit_code, text = _verdict(written, log)
     output.remark(text)
     return exit_code
+
+
+def _made(
+    log: StoredLog,
+    arguments: argparse.Namespace,
+    selection: Selection,
+    incident: Trouble | None,
+    findings: Findings,
+    output: Output,
+) -> _Written:
+    """Both files in memory, after the test was run once unless that is not wanted.
+
+    Raises:
+        NotRerunnable: there can be no test, and why.
+    """
+    recording, events = _recorded(log, selection, incident, output)
+    chosen = _chosen(recording, arguments, output)
+    about = Description(
+        incident=incident,
+        request_id=selection.request_id or "",
+        excused=() if incident is None else _excused(findings, incident),
+        wrapped="" if recording.wrapped is None else chosen.name(recording.wrapped.kv_transfer),
+        chosen=chosen,
+        on_core=arguments.core,
+        handlers=arguments.handlers,
+        origin=f"kvledger {log.header.get('kvledger_version', 'unknown')} with vLLM "
+        f"{log.header.get('vllm_version', 'unknown')}",
+        command=_command(arguments),
+        remarks=(),
+    )
+    with output.progress(log, "leaving out what is not needed"):
+        reduced = _reduced(log, recording, arguments, about, selection)
+    written = _written(log, recording, events, reduced, about)
+    if arguments.no_run:
+        return written
+    with output.progress(log, "running the test once"):
+        return _tried(written, arguments.output, log, recording, events)
+
+
+def _chosen(recording: Recording, arguments: argparse.Namespace, output: Output) -> Chosen:
+    """What the user says of a recorder's log, before any code runs that the log names.
+
+    Raises:
+        NotRerunnable: it is a recorder's and nothing is said, or it is none.
+    """
+    chosen = Chosen(arguments.connector, arguments.extra_config, arguments.run_recorded)
+    if recording.wrapped is None:
+        if not chosen.is_empty:
+            raise NotRerunnable(
+                "it is a log of kvledger's own connector; leave out --connector, --extra-config and --run-recorded, "
+                "which are for a recorder's log"
+            )
+        return chosen
+    recorded = recording.wrapped.kv_transfer
+    chosen.transfer(recorded, ("--connector MODULE:CLASS", "--run-recorded"))
+    left_out = chosen.left_out(recorded)
+    if left_out:
+        output.remark(
+            f"options that are not taken from a log, since they may be paths, addresses or code: {left_out}; give "
+            "those that matter with --extra-config"
+        )
+    return chosen
 
 
 @attrs.frozen
@@ -152,7 +218,7 @@ def _written(
     kept = events if reduced.events is None else reduced.events
     about = attrs.evolve(about, remarks=list(_remarks(log, about, recording, reduced)))
     content = log_bytes(log.core, recording.configuration, log.header, kept)
-    return _Written(about, reduced, len(kept), test_source(about).encode(), content)
+    return _Written(about, reduced, len(kept), test_source(about), content)
 
 
 def _tried(
@@ -290,23 +356,25 @@ def _left_over(recording: Recording) -> Iterable[SequencedEvent]:
 
 
 def _reduced(
-    log: StoredLog, recording: Recording, arguments: argparse.Namespace, incident: Trouble | None, selection: Selection
+    log: StoredLog, recording: Recording, arguments: argparse.Namespace, about: Description, selection: Selection
 ) -> Reduced:
-    is_wrapped = recording.wrapped is not None
+    is_wrapped, incident = recording.wrapped is not None, about.incident
     if is_wrapped and arguments.core:
-        raise NotRerunnable(f"--core is for kvledger's own logs, and {recording.wrapped_name} decides itself")
+        raise NotRerunnable(f"--core is for kvledger's own logs, and {about.wrapped} decides itself")
     if arguments.all:
         return Reduced(None, recurs=None)
     reduced = reduce(
         recording,
-        rerun if is_wrapped else lambda some: CoreRun(some, log.core).run(),
+        (lambda some: rerun(some, handlers=about.handlers, **attrs.asdict(about.chosen)))
+        if is_wrapped
+        else lambda some: CoreRun(some, log.core).run(),
         rule="" if incident is None else incident.rule,
         request_id=selection.request_id or ("" if incident is None else incident.request_id),
         leaves_out_calls=is_wrapped or arguments.core,
     )
     if is_wrapped and not reduced.recurs and reduced.other_answers:
         raise NotRerunnable(
-            f"{reduced.other_answers[0]}. {recording.wrapped_name} answers from what no recording has: files of its "
+            f"{reduced.other_answers[0]}. {about.wrapped} answers from what no recording has: files of its "
             "workers, another process, what an engine before has left. Record it from its first call, with nothing "
             "stored; --all writes the test nevertheless"
         )
@@ -319,7 +387,7 @@ def _excused(findings: Findings, incident: Trouble) -> set[str]:
 
 
 def _remarks(log: StoredLog, about: Description, recording: Recording, reduced: Reduced) -> Iterator[str]:
-    incident, who = about.incident, recording.wrapped_name or "the core"
+    incident, who = about.incident, about.wrapped or "the core"
     if reduced.recurs is False and incident is not None:
         yield (
             f"{who[0].upper()}{who[1:]}, run again with what is installed here, does not go wrong: it was mended, or "
@@ -350,5 +418,8 @@ def _command(arguments: argparse.Namespace) -> str:
     words += [arguments.request] if arguments.request else []
     words += ["-o", str(arguments.output)]
     words += [word for name in arguments.handlers for word in ("--handlers", name)]
-    words += [f"--{name}" for name in ("core", "pin", "all") if getattr(arguments, name)]
+    words += ["--connector", arguments.connector] if arguments.connector else []
+    words += ["--extra-config", json.dumps(arguments.extra_config)] if arguments.extra_config else []
+    options = {"core": "core", "pin": "pin", "all": "all", "run_recorded": "run-recorded"}
+    words += [f"--{option}" for name, option in options.items() if getattr(arguments, name)]
     return shlex.join(words)

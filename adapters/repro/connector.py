@@ -5,12 +5,13 @@ It must not know how a recording is played; see `hooks.py` for that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from vllm.config import CacheConfig, DeviceConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -24,10 +25,12 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request, RequestStatus
 
 from kvledger.adapters.core import composed_core
+from kvledger.adapters.logs.visible import visible
 from kvledger.adapters.recorder.connector import KVLedgerRecorder, KVLedgerRecorderHMA
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.page_digests import enveloped
 from kvledger.adapters.recorder.payloads import RecordingStarted, ReportedBy, WorkersReported
+from kvledger.adapters.recorder.wrapped import wrapped_class
 from kvledger.adapters.repro import vllm_objects
 from kvledger.adapters.repro.outcome import RECENT_BYTES, Written
 from kvledger.adapters.repro.recording import NotRerunnable
@@ -39,6 +42,8 @@ from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.metadata import JobReport, StepJobs
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
+from kvledger.adapters.vllm.transfer import accepted
+from kvledger.adapters.vllm.without_weights import in_words
 from kvledger.lifecycle import Core, LedgerConfiguration, SequencedEvent, log_header
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
@@ -213,18 +218,40 @@ class ConnectorUnderTest(SchedulerHalf):
             self.requests[request_id].status = RequestStatus.WAITING
 
 
+_RECORDERS = {of.__name__: of for of in (KVLedgerRecorder, KVLedgerRecorderHMA)}
+
+
 class WrappedUnderTest(SchedulerHalf):
-    """Of a recorder around the connector that a log names.
+    """Of a recorder around a connector, in an engine as a log describes it.
+
+    Args:
+        configuration: as in the header of the log.
+        wrapped: the recorder and its engine.
+        transfer: of the connector, which is imported; no part of it may come from a log that `chosen.py` does not let
+            through.
+        handlers: state handlers of one's own, as "module:Class", for a connector of kvledger's.
+        speculates: whether the engine decodes speculatively.
 
     Raises:
         NotRerunnable: the connector cannot be made here.
     """
 
-    def __init__(self, configuration: LedgerConfiguration, wrapped: RecordingStarted, *, speculates: bool) -> None:
+    def __init__(
+        self,
+        configuration: LedgerConfiguration,
+        wrapped: RecordingStarted,
+        transfer: Mapping[str, Any],
+        handlers: Sequence[str] = (),
+        *,
+        speculates: bool,
+    ) -> None:
         super().__init__(configuration, Core.standard().extended(Recorder()))
         self._num_ranks = wrapped.num_ranks
-        extra_config = {"log_dir": None, "memory_log_bytes": RECENT_BYTES, "connector": wrapped.kv_transfer}
+        recorder = _RECORDERS.get(wrapped.recorder)
+        if recorder is None:
+            raise NotRerunnable(f"{visible(wrapped.recorder)} is no recorder of this kvledger; use the one it was of")
         try:
+            transfer = _kept_in_memory(transfer, handlers)
             config = vllm_config(
                 num_blocks=wrapped.num_blocks,
                 block_size=configuration.block_size,
@@ -236,8 +263,12 @@ class WrappedUnderTest(SchedulerHalf):
                 kv_transfer={
                     "kv_connector": wrapped.recorder,
                     "kv_connector_module_path": "kvledger.adapters.recorder",
-                    "kv_role": wrapped.kv_transfer["kv_role"],
-                    "kv_connector_extra_config": extra_config,
+                    "kv_role": transfer["kv_role"],
+                    "kv_connector_extra_config": {
+                        "log_dir": None,
+                        "memory_log_bytes": RECENT_BYTES,
+                        "connector": transfer,
+                    },
                 },
             )
             # What vLLM would refuse without devices and a second model.
@@ -246,14 +277,14 @@ class WrappedUnderTest(SchedulerHalf):
             if speculates:
                 speculation: Any = object()
                 config.speculative_config = speculation
-            recorder = {of.__name__: of for of in (KVLedgerRecorder, KVLedgerRecorderHMA)}[wrapped.recorder]
             with_clock = type(wrapped.recorder, (recorder,), {"clock": staticmethod(lambda: self.now_ns)})
             cache = _cache_config(configuration, wrapped)
             self.connector = with_clock(config, KVConnectorRole.SCHEDULER, cache)
         except Exception as error:
+            name, reason = visible(str(transfer["kv_connector"])), visible(in_words(error))
             raise NotRerunnable(
-                f"{wrapped.kv_transfer['kv_connector']} cannot be made here as it was: {type(error).__name__}: "
-                f"{error}; install what it needs, or put its module on PYTHONPATH"
+                f"{name} cannot be made here: {reason}; install what it needs, put its module on PYTHONPATH, or give "
+                "the options that are not taken from a log as its extra_config"
             ) from error
         self._refuse_blocks(self.connector.wrapped)
         store = self.connector.recording.log.log.store
@@ -290,6 +321,28 @@ class WrappedUnderTest(SchedulerHalf):
         output = vllm_objects.workers_output(reported, by_all, self.connector.wrapped)
         output.kv_connector_worker_meta = enveloped(output.kv_connector_worker_meta, (), ends)
         self.connector.update_connector_output(output)
+
+
+def _kept_in_memory(transfer: Mapping[str, Any], handlers: Sequence[str]) -> dict[str, Any]:
+    """The same with kvledger's own logs in memory, unless the user says otherwise, and with these handlers.
+
+    Each class is looked up, and refused if it is none of a connector; `MultiConnector` would call what it finds.
+
+    Raises:
+        ConfigurationError: it is no class of a connector, or vLLM refuses its configuration.
+        Exception: whatever importing it raises.
+    """
+    found: type[Any] = wrapped_class(accepted(transfer))
+    options = dict(transfer.get("kv_connector_extra_config") or {})
+    if issubclass(found, KVLedgerConnector | KVLedgerRecorder):
+        options.setdefault("log_dir", None)
+    if issubclass(found, KVLedgerConnector) and handlers:
+        options.setdefault("handlers", list(handlers))
+    if issubclass(found, KVLedgerRecorder) and isinstance(options.get("connector"), Mapping):
+        options["connector"] = _kept_in_memory(options["connector"], handlers)
+    if issubclass(found, MultiConnector) and isinstance(options.get("connectors"), list):
+        options["connectors"] = [_kept_in_memory(child, handlers) for child in options["connectors"]]
+    return {**transfer, "kv_connector_extra_config": options}
 
 
 def _cache_config(configuration: LedgerConfiguration, wrapped: RecordingStarted) -> KVCacheConfig:

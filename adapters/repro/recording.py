@@ -64,11 +64,6 @@ class Recording:
     these the request had before). Names differ where other requests are left out."""
 
     @property
-    def wrapped_name(self) -> str:
-        """The wrapped connector's name; empty where the log is kvledger's own."""
-        return "" if self.wrapped is None else str(self.wrapped.kv_transfer["kv_connector"])
-
-    @property
     def speculates(self) -> bool:
         """Whether the engine decoded speculatively: more than one token was scheduled beyond the known ones."""
         return any(

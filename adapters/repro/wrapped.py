@@ -14,6 +14,7 @@ import msgspec
 
 from kvledger.adapters.recorder.payloads import RecordingStarted, ReportedBy, WorkersReported
 from kvledger.adapters.repro.calls import HookCall
+from kvledger.adapters.repro.chosen import Chosen
 from kvledger.adapters.repro.connector import WrappedUnderTest
 from kvledger.adapters.repro.hooks import HookRun
 from kvledger.adapters.repro.recording import (
@@ -32,8 +33,16 @@ _FIELDS_OF_ENDS = ("finished_sending", "finished_recving", "failed_recving")
 class WrappedRun(HookRun):
     """Plays what vLLM and the workers did; an exception of the connector's ends it, as it ended the engine."""
 
-    def __init__(self, recording: Recording, wrapped: RecordingStarted) -> None:
-        connector = WrappedUnderTest(recording.configuration, wrapped, speculates=recording.speculates)
+    def __init__(
+        self, recording: Recording, wrapped: RecordingStarted, chosen: Chosen, handlers: Sequence[str] = ()
+    ) -> None:
+        connector = WrappedUnderTest(
+            recording.configuration,
+            wrapped,
+            chosen.transfer(wrapped.kv_transfer),
+            handlers,
+            speculates=recording.speculates,
+        )
         super().__init__(recording, connector, is_async=wrapped.async_scheduling)
         self._wrapped = connector
         self._now: dict[tuple[str, bool, int], str] = {}

@@ -82,7 +82,7 @@ def test_the_directory_of_a_broken_run_is_judged_by_its_schedulers_log(run: Any)
     directory = Path(str(logs.pop())).parent
     assert len(list(directory.glob("*-worker-*"))) == 1
     assert run("verify", directory).exit_code == run("verify", directory, "--newest").exit_code == 1
-    assert run("repro", directory).exit_code == 0
+    assert run("repro", directory, "--connector", "OffloadingConnector").exit_code == 0
 
 
 def test_runs_that_judge_no_obligation_are_no_verdict(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from lifecycle_driver import Driver, keys_of
 from stored_logs import replaced, write_log
 
 from kvledger.adapters.repro import read_recording, rerun_core
+from kvledger.adapters.repro.chosen import Chosen
 from kvledger.adapters.repro.outcome import Trouble
 from kvledger.adapters.repro.run_once import Ended, run_once
 from kvledger.adapters.repro.write import Description, test_source
@@ -313,8 +314,10 @@ def test_programs_get_an_object(repro: Any, broken_log: Path, test_path: Path) -
 def source(detail: str = "it broke", *, excused: tuple[str, ...] = (), handlers: tuple[str, ...] = ()) -> str:
     """A test of an incident."""
     incident = Trouble("LAST_TOKEN", 19, "r", detail)
-    about = Description(incident, "r", excused, "", True, handlers, "kvledger 0.1.0", "kvledger repro LOG", ())
-    return test_source(about)
+    about = Description(
+        incident, "r", excused, "", Chosen(), True, handlers, "kvledger 0.1.0", "kvledger repro LOG", ()
+    )
+    return test_source(about).decode()
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_the_log_names_the_hook_and_is_driven_again(name: str) -> None:
     engine.shutdown()
     (found,) = [violation for violation in audited(recording).violations if violation.rule == "RECORDED"]
     assert found.detail.startswith(f"hook {hook} raised: {error.__name__}")
-    troubles = rerun(record(recording.log.configuration, events_of(recording))).troubles
+    troubles = rerun(record(recording.log.configuration, events_of(recording)), run_recorded=True).troubles
     assert found.detail in {trouble.detail for trouble in troubles}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import runpy
 import shutil
@@ -44,13 +45,14 @@ INNER: dict[str, ConnectorSetup] = {
 }
 
 
-def recorded_world(inner: ConnectorSetup, seed: int) -> Any:
-    """What a recorder around that connector wrote in a world."""
+def recorded_world(inner: ConnectorSetup, seed: int) -> tuple[Any, dict[str, Any]]:
+    """What a recorder around that connector wrote in a world, and the connector's options."""
     connector = {**draw(random.Random(f"settings {seed}")).connector, **WITHIN}
     recorder = Recorded(inner=inner)
     with World(seed, setup=recorder, neighbour=recorder, faults=CLIENT_FAULTS, connector=connector) as world:
         world.run()
-    return world.engine.scheduler.connector.recording
+    connector = world.engine.scheduler.connector
+    return connector.recording, connector.wrapped._kv_transfer_config.kv_connector_extra_config
 
 
 def without_times_and_keys(events: Events) -> list[Any]:
@@ -87,9 +89,9 @@ def without_times_and_keys(events: Events) -> list[Any]:
 )
 def test_a_recorded_connector_made_again_writes_the_same_log(name: str, seed: int) -> None:
     """Event by event: what it is asked, answers and copies, and what vLLM hears. No worker is there."""
-    recording = recorded_world(INNER[name], seed)
+    recording, options = recorded_world(INNER[name], seed)
     events = events_of(recording)
-    outcome = rerun(record(recording.log.configuration, events))
+    outcome = rerun(record(recording.log.configuration, events), run_recorded=True, extra_config=options)
     for recorded, again in zip(without_times_and_keys(events), without_times_and_keys(outcome.events), strict=False):
         assert again == recorded
     assert outcome.left_out == []
@@ -126,7 +128,7 @@ def test_repro_writes_a_test_that_fails_as_the_connector_did(
     hold_session(tmp_path)
     (log,) = (log for log in tmp_path.iterdir() if "worker" not in log.name)
     test_path = tmp_path / "test_incident.py"
-    assert main(["repro", str(log), "-o", str(test_path)]) == 0
+    assert main(["repro", str(log), "--connector", "OffloadingConnector", "-o", str(test_path)]) == 0
     assert "the test was run once and fails, as it should" in capsys.readouterr().err
     tests = checks_of(test_path)
     tests.pop("test_lookups_get_the_recorded_answers")()
@@ -159,12 +161,13 @@ def test_answers_can_be_asked_for_where_nothing_went_wrong(tmp_path: Path, capsy
     test_path = tmp_path / "test_incident.py"
     assert main(["repro", str(of_worker), "-o", str(test_path)]) == ExitCode.USAGE
     assert "give the scheduler's log" in capsys.readouterr().err
-    assert main(["repro", str(log), "b", "--pin", "--no-run", "-o", str(test_path)]) == 0
+    given = ["--run-recorded", "--pin", "--no-run", "-o", str(test_path)]
+    assert main(["repro", str(log), "b", *given]) == 0
     (test,) = checks_of(test_path).values()
     test()
     recording = read_recording(test_path.with_suffix(".kvlog"))
     assert list(recording.answers.values()) == [32]
-    (other,) = rerun(attrs.evolve(recording, answers={})).other_answers
+    (other,) = rerun(attrs.evolve(recording, answers={}), run_recorded=True).other_answers
     assert "b is answered 32 tokens" in other
 
 
@@ -180,7 +183,7 @@ def test_what_was_raised_in_a_hook_is_raised_again() -> None:
         engine.step()
     log = engine.scheduler.connector.recording  # type: ignore[union-attr]
     engine.shutdown()
-    outcome = rerun(record(log.log.configuration, events_of(log)))
+    outcome = rerun(record(log.log.configuration, events_of(log)), connector="OffloadingConnector")
     (trouble,) = outcome.troubles
     assert (trouble.rule, trouble.hook) == ("HOOK_FAILED", "build_connector_meta")
     assert "AssertionError" in trouble.detail
@@ -205,8 +208,8 @@ def test_a_connector_that_cannot_be_made_here_is_named() -> None:
     assert recording.wrapped is not None
     elsewhere = {**recording.wrapped.kv_transfer, "kv_connector": "Elsewhere", "kv_connector_module_path": "elsewhere"}
     gone = attrs.evolve(recording, wrapped=msgspec.structs.replace(recording.wrapped, kv_transfer=elsewhere))
-    with pytest.raises(NotRerunnable, match=r"(?s)Elsewhere cannot be made .* put its module on PYTHONPATH"):
-        rerun(gone)
+    with pytest.raises(NotRerunnable, match=r"(?s)Elsewhere cannot be made here: .* put its module on PYTHONPATH"):
+        rerun(gone, run_recorded=True)
 
 
 def test_a_connector_on_vllms_own_blocks_is_declined() -> None:
@@ -217,7 +220,7 @@ def test_a_connector_on_vllms_own_blocks_is_declined() -> None:
         log = engine.scheduler.connector.recording  # type: ignore[union-attr]
         engine.shutdown()
         with pytest.raises(NotRerunnable, match="SimpleCPUOffloadConnector works on vLLM's own blocks"):
-            rerun(record(log.log.configuration, events_of(log)))
+            rerun(record(log.log.configuration, events_of(log)), run_recorded=True)
 
 
 def test_answers_from_where_nothing_is_made_again_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,9 +243,11 @@ def test_answers_from_where_nothing_is_made_again_are_named(tmp_path: Path, caps
     shutil.rmtree(directory.name)
     (log,) = (log for log in tmp_path.iterdir() if "worker" not in log.name)
     test_path = tmp_path / "test_incident.py"
-    assert main(["repro", str(log), "-o", str(test_path)]) == ExitCode.USAGE
+    extra = ["--extra-config", json.dumps({"shared_storage_path": directory.name})]
+    given = ["--connector", "ExampleConnector", *extra, "-o", str(test_path)]
+    assert main(["repro", str(log), *given]) == ExitCode.USAGE
     assert "b is answered 0 tokens in the lookup of event" in capsys.readouterr().err
-    assert main(["repro", str(log), "--all", "--no-run", "-o", str(test_path)]) == 0
+    assert main(["repro", str(log), "--all", "--no-run", *given]) == 0
     assert "def test_last_token_holds" in test_path.read_text()
 
 
