@@ -61,12 +61,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--connector",
         metavar="MODULE:CLASS",
         default="",
-        help="make the recorded calls to this connector, or to one that vLLM registers by name",
+        help="run this connector, or the one that vLLM registers under this name",
     )
     which.add_argument(
         "--run-recorded",
         action="store_true",
-        help="make them to the connector that the log names. Its module is imported: only for logs that you trust",
+        help="run the connector that the log names, which imports its module: only for logs that you trust",
     )
     of_recorder.add_argument(
         "--extra-config",

@@ -23,6 +23,7 @@ REST = re.compile(r"\s+#|\s\|\s|\s>\s")
 RUN_ELSEWHERE = {
     r"kvledger (ship|.*nats://)": "needs a NATS server: tests/adapters/cli/test_ship.py has one",
     r"kvledger export .*http://": "needs a receiver of spans: tests/adapters/export/test_otlp.py has one",
+    r"kvledger repro .*--(connector|run-recorded)": "needs a log of a recorder: tests/adapters/repro has some",
     r"kvledger conformance ": "plays vLLM's scheduler for minutes: tests/adapters/conformance",
     r"python3 -m venv |\. ": "makes an environment, or enters one: tests/install makes one",
     r"pip install ": "needs an index of packages: tests/install makes the wheel and installs it",
