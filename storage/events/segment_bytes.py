@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["SegmentBytes"]
 
 _WINDOW_BYTES: Final = 1 << 20
+_TRIED_BYTES: Final = 64 << 20
+_TRIED_BYTES_PER_BYTE: Final = 32
 
 
 class SegmentBytes:
@@ -42,6 +44,8 @@ class SegmentBytes:
         self.num_bytes = os.fstat(self._descriptor).st_size
         self._window = b""
         self._window_start = 0
+        self._num_bytes_to_try = _TRIED_BYTES + _TRIED_BYTES_PER_BYTE * self.num_bytes
+        """How much of false frames is still checked; a file may consist of them."""
 
     def __enter__(self) -> Self:
         return self
@@ -90,7 +94,8 @@ class SegmentBytes:
         """Return the first intact frame at or behind `start` with its offset, or None.
 
         A frame counts only if its first sequence number is at least `minimum_sequence` and below `maximum_sequence`.
-        The bounds are looked at before the CRC, so a false marker costs little.
+        The bounds are looked at before the CRC, so a false marker costs little. A file in which many false frames lie
+        within one another is not searched to its end.
         """
         upper_bound = MAX_SEQUENCE if maximum_sequence is None else maximum_sequence
         offset = start
@@ -110,6 +115,12 @@ class SegmentBytes:
             header = self.read(offset, FRAME_HEADER_BYTES)
             first_sequence = int.from_bytes(header[11:19], "little")
             plausible = minimum_sequence <= first_sequence < upper_bound
+            if plausible:
+                num_bytes = FRAME_HEADER_BYTES + int.from_bytes(header[6:10], "little")
+                if offset + num_bytes <= self.num_bytes:
+                    self._num_bytes_to_try -= num_bytes
+                if self._num_bytes_to_try < 0:
+                    return None
             frame = self.frame_at(offset) if plausible else ""
             if isinstance(frame, Frame):
                 return offset, frame

@@ -169,9 +169,11 @@ def _decode_copy(data: bytes, at: int, name: str) -> SegmentHeader | str:
     if magic != _MAGIC:
         return f"{name}: does not begin with {_MAGIC!r}, so it is no log segment or its first bytes are damaged"
     size = _PREFIX.size + num_body_bytes
+    if at not in {0, size}:
+        return f"{name}: the segment header is cut or its CRC-32C does not match"
     body = data[at + _PREFIX.size : at + size]
     covered = crc32c(data[at : at + _PREFIX_WITHOUT_CRC.size])
-    if at not in {0, size} or len(body) < num_body_bytes or extend_crc32c(covered, body) != crc:
+    if len(body) < num_body_bytes or extend_crc32c(covered, body) != crc:
         return f"{name}: the segment header is cut or its CRC-32C does not match"
     if version > FORMAT_VERSION:
         msg = (

@@ -7,15 +7,16 @@ sequence, all of them and no other.
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from log_torture.stored import Place, Segment, Stored
 
-from kvledger.storage.events import Frame, FrameKind, LogReader
+from kvledger.storage.events import Frame, FrameKind, LogReader, SegmentEventStore, read_log
 from kvledger.storage.events.damage import DAMAGE_KINDS
-from kvledger.storage.events.frames import encode_frame
+from kvledger.storage.events.frames import FRAME_HEADER_BYTES, FRAME_MARKER, encode_frame
 
 _NUM_EVENTS = 2
 Report = tuple[str, str, int, int | None]
@@ -164,6 +165,24 @@ def test_a_missing_second_copy_of_a_header_costs_no_frame(stored: Stored, tmp_pa
         sequence = stored.frame((number, 0)).first_sequence
         report = ("corrupt_header", segment.name, len(segment.header) // 2, sequence)
         assert (frames, reports) == (stored.written, [report])
+
+
+def test_false_frames_within_one_another_are_not_searched_for_ever(tmp_path: Path) -> None:
+    """Each says that it ends with the file, and each checksum is wrong: to try them all takes minutes."""
+    log = tmp_path / "log"
+    store = SegmentEventStore.create(log, {})
+    store.append(b"sound", 1)
+    store.close()
+    (segment,) = log.glob("*.kvlog")
+    num_false, data = 400_000, bytearray()
+    for number in range(num_false):
+        num_payload_bytes = FRAME_HEADER_BYTES * (num_false - number - 1)
+        data += struct.pack("<2sIIBQI16s", FRAME_MARKER, 0, num_payload_bytes, 0, 100 + number, 1, b"")
+    with segment.open("ab") as file:
+        file.write(data)
+    reader = read_log(log)
+    assert [frame.payload for frame in reader] == [b"sound"]
+    assert [damage.kind for damage in reader.damage] == ["torn_tail"]
 
 
 def test_bytes_put_in_between_frames_cost_nothing(stored: Stored, tmp_path: Path) -> None:
