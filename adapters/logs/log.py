@@ -311,7 +311,12 @@ class StoredLog:
         """The batches from a place on that an earlier reading gave, as far as they can be read. Reports no damage."""
         for frame, name, at in frames_from(self.path, segment, offset):
             if frame.kind is FrameKind.EVENTS:
-                decoded = self._decoder.decode_frame(frame.payload)
+                try:
+                    decoded = self._decoder.decode_frame(frame.payload)
+                except CodecError:
+                    continue
+                if decoded.num_events != frame.num_events:
+                    continue
                 yield Batch(frame.first_sequence, decoded, name, at, at + frame_bytes(frame), frame.chain_hash)
 
     def trusted_events(self) -> Iterator[SequencedEvent]:
