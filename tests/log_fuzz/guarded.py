@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import resource
 import select
 import signal
@@ -15,12 +16,14 @@ from pathlib import Path
 import attrs
 
 from kvledger.adapters.cli.main import main
+from kvledger.adapters.logs import index
 from log_fuzz.commands import Line
 from log_fuzz.commands import lines as every_line
 
 MEMORY_BYTES, MEMORY_BYTES_PER_BYTE = 128 << 20, 1_000
-CPU_SECONDS, CPU_SECONDS_PER_BYTE = 5, 200e-6
+CPU_SECONDS, CPU_SECONDS_PER_BYTE = 5, 20e-6
 """What one command may take: so much, and so much more for each byte of the log. A sound log takes a tenth of it."""
+_MISTAKE = re.compile(r"judgement of the log: (\w+).*(\(\w+\.py:\d+\))")
 _WAIT_SECONDS = 120
 """A command that waits is ended then."""
 
@@ -34,6 +37,12 @@ class Ended:
     """-1: it ended otherwise, which `text` says."""
     text: str
     """What it wrote on stderr, its end; or what ended it."""
+
+    @property
+    def reason(self) -> str:
+        """The error and its place in the code, where it is a mistake of kvledger's; equal for equal mistakes."""
+        found = _MISTAKE.search(self.text)
+        return self.text[-80:] if found is None else f"{found[1]} {found[2]}"
 
     @property
     def is_stated(self) -> bool:
@@ -57,13 +66,22 @@ def warm_up(places: Mapping[str, str | Path]) -> None:
             main(line.arguments(places))
 
 
-def run_guarded(lines: Sequence[Line], places: Mapping[str, str | Path], num_bytes: int) -> list[Ended]:
+def run_guarded(
+    lines: Sequence[Line],
+    places: Mapping[str, str | Path],
+    num_bytes: int,
+    *,
+    cache: Path | None = None,
+    indexes: bool = False,
+) -> list[Ended]:
     """Run commands one after the other in a fork of this process; the one that ends it is the last.
 
     Args:
         lines: what to run.
         places: what stands for LOG, DIR, OTHER, REQUEST and OUT.
         num_bytes: size of the log, from which the limits follow.
+        cache: where indexes are kept.
+        indexes: whether a small log has one, too.
     """
     ended: list[Ended] = []
     with _output_file() as report, _output_file() as output:
@@ -71,6 +89,10 @@ def run_guarded(lines: Sequence[Line], places: Mapping[str, str | Path], num_byt
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
+            if cache is not None:
+                os.environ["XDG_CACHE_HOME"] = str(cache)
+            if indexes:
+                index.INDEX_FROM_BYTES = 0
             _run_in_child(lines, places, num_bytes, report, output)
         status = _wait(pid)
         codes = os.pread(report, 1 << 20, 0).decode().split("\n")[:-1]
