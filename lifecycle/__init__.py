@@ -24,6 +24,7 @@ from kvledger.lifecycle.projections.totals import DURATION_BOUNDS_NS, Figures
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.repeated_lookups import LookupsInFull, lookups_in_full
 from kvledger.lifecycle.replay import Replay, SequencedEvent, batches, fold
+from kvledger.lifecycle.request_ids import begins_as, cut_request_id, logged_request_id
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.shown import Hidden, without_credentials
 from kvledger.lifecycle.states import BlocksRegion, RequestState, TrustRegion
@@ -67,10 +68,13 @@ __all__ = [
     "Turn",
     "__version__",
     "batches",
+    "begins_as",
+    "cut_request_id",
     "decisions",
     "fold",
     "handlers",
     "log_header",
+    "logged_request_id",
     "lookups_in_full",
     "on",
     "without_credentials",

@@ -17,7 +17,7 @@ from kvledger.adapters.logs.index import index_for
 from kvledger.adapters.logs.log import StoredLog, open_log
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.sources import one_of
-from kvledger.lifecycle import Core
+from kvledger.lifecycle import Core, begins_as, logged_request_id
 from kvledger.lifecycle import events as e
 
 _MAX_CANDIDATES = 20
@@ -77,12 +77,14 @@ def find_request(arguments: argparse.Namespace, output: Output, core: Core) -> t
     """The log that has the one request whose id is the wanted one, or else has it as a whole, begins with it, has it.
 
     vLLM's front ends write something before the id that a client gives, and behind it: `cmpl-chat-1-0-8f3a1c5e` has
-    `chat-1` as a whole, between hyphens. Returns the log, opened, and the whole id.
+    `chat-1` as a whole, between hyphens. A long id is found by its hash, or by its beginning if vLLM has written
+    something before it. Returns the log, opened, and the whole id in the log.
 
     Raises:
         CommandFailed: none has it, or several ids or logs could be meant.
     """
-    wanted, logs = arguments.request.removesuffix(CUT), arguments.logs
+    given, logs = arguments.request.removesuffix(CUT), arguments.logs
+    wanted, whole = logged_request_id(given), logged_request_id(arguments.request)
     opened: list[StoredLog] = []
     known: dict[Path, dict[str, None]] = {}
     for path in logs:
@@ -92,10 +94,11 @@ def find_request(arguments: argparse.Namespace, output: Output, core: Core) -> t
             opened.append(log)
     have = [(log, name) for log in opened for name in known[log.path]]
     fits = (
-        wanted.__eq__,
+        lambda name: name in {wanted, whole},
         lambda name: f"-{wanted}-" in f"-{name}-",
         lambda name: name.startswith(wanted),
         lambda name: wanted in name,
+        lambda name: begins_as(name, given),
     )
     found = next(filter(None, ([each for each in have if fit(each[1])] for fit in fits)), [])
     if len(found) == 1:

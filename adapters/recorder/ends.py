@@ -14,6 +14,7 @@ import attrs
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.messages import messages
+from kvledger.lifecycle import logged_request_id
 
 _NOTHING: tuple[payloads.ReportedBy, ...] = ()
 
@@ -75,7 +76,7 @@ class WorkerEnds:
     @guarded(default=None)
     def _note(self, child: int, name: str, results: Any) -> None:
         ends = [
-            tuple(sorted(getattr(results, field, None) or ()))
+            tuple(sorted(map(logged_request_id, getattr(results, field, None) or ())))
             for field in ("finished_sending", "finished_recving", "failed_recving")
         ]
         if any(ends):

@@ -19,6 +19,7 @@ from kvledger.adapters.recorder import decoders, payloads
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.worker_side import describe_pages
+from kvledger.lifecycle import logged_request_id
 from kvledger.storage.kv import PageDigests
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ class RecordedPages:
     @guarded(default=None)
     def received(self, request_ids: Iterable[str], failed: Iterable[str]) -> None:
         """The loads of these requests have come; of others it is known that they have not."""
-        self._ended(lambda copied: copied.life[0] in set(request_ids), failed)
+        came = set(map(logged_request_id, request_ids))
+        self._ended(lambda copied: copied.life[0] in came, map(logged_request_id, failed))
 
     @guarded(default=None)
     def reported(self, worker_metadata: object) -> None:

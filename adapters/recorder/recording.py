@@ -7,7 +7,7 @@ read in a later hook. Nothing here may raise, and nothing here decides anything.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -20,6 +20,7 @@ from kvledger.adapters.recorder.transfers import Transfers
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.guard import guarded
+from kvledger.adapters.vllm.log_ids import LogIds
 from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.step_reader import StepReader
@@ -73,10 +74,12 @@ class Recording:
         self._projections = log.projections
         self._tracker = log.tracker
         self._requests: dict[str, Request] = {}
+        """By their ids in the log."""
         self._admits = False
         self._notice = Noticing(log, keys, speculates=speculates)
         self._reader = StepReader(self._projections, self._requests, None, log.observe, speculates=speculates)
-        self._transfers = Transfers(log, num_workers, digest_share=digest_share)
+        self._ids = LogIds()
+        self._transfers = Transfers(log, num_workers, digest_share=digest_share, logged_id=self._ids.logged)
         self._loaded_to: dict[str, int] = {}
         """Request -> tokens up to which its last load fills its blocks."""
         self._prefix_cache = PrefixCache(log.configuration.block_size)
@@ -109,7 +112,7 @@ class Recording:
     @_records
     def raised(self, hook: str, request: Request | None, error: Exception) -> None:
         """It raised; vLLM is about to see that."""
-        self.log.hook_failed(hook, "" if request is None else request.request_id, error)
+        self.log.hook_failed(hook, "" if request is None else self._ids.logged(request.request_id), error)
 
     @guarded(default=_NOTHING)
     def built(self, metadata: object, duration_ns: int) -> tuple[CopiedPages, ...]:
@@ -132,6 +135,7 @@ class Recording:
     def on_new_request(self, request: Request) -> None:
         """A request was accepted."""
         self._notice_reset()
+        request = self._ids.arrived(request, self._requests)
         self._requests[request.request_id] = request
         ordinal = self.log.ledger.next_ordinal
         now, parent = self.log.now(), trace_parent(request.trace_headers)
@@ -141,7 +145,7 @@ class Recording:
     def lookup(self, request: Request, num_computed_tokens: int) -> None:
         """A request is looked up."""
         self._notice_reset()
-        self._ensure_arrived(request)
+        request = self._arrived(request)
         self._notice.preemption(request)
         self._notice.keys(request)
         self.log.observe(e.LookupRequested(request.request_id, num_computed_tokens, request.num_tokens, self.log.now()))
@@ -153,7 +157,7 @@ class Recording:
         returned = payloads.LookupReturned(
             num_computed_tokens, request.num_tokens, num_external_tokens, bool(is_async), duration_ns
         )
-        self.log.note(returned, request.request_id)
+        self.log.note(returned, self._ids.logged(request.request_id))
 
     @_records
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -161,7 +165,7 @@ class Recording:
         if not self._admits:  # after a reset, preempted requests may lose their blocks before they are looked up
             self._admits = True
             self._notice.preemptions(self._requests)
-        self._ensure_arrived(request)
+        request = self._arrived(request)
         self._notice.preemption(request)
         record = self._tracker.get(request.request_id)
         if record is not None and record.state in _COMPUTING:
@@ -177,12 +181,14 @@ class Recording:
         """Blocks were given to load into: which child of a `MultiConnector` loads."""
         children = children_of(connector)
         chosen = getattr(connector, "_requests_to_connector", {}).get(request.request_id) if children else None
-        if chosen is not None and self._tracker.get(request.request_id) is not None:
-            self.log.note(payloads.LoadChosen(chosen, name_of(children[chosen])), request.request_id)
+        request_id = self._ids.logged(request.request_id)
+        if chosen is not None and self._tracker.get(request_id) is not None:
+            self.log.note(payloads.LoadChosen(chosen, name_of(children[chosen])), request_id)
 
     @_records
     def finished(self, request: Request) -> None:
         """The request ends."""
+        request = self._ids.of(request)
         record = self._tracker.get(request.request_id)
         if record is None:
             return
@@ -197,15 +203,18 @@ class Recording:
     @_records
     def end_returned(self, request: Request, answer: Any, duration_ns: int) -> None:
         """Whether its blocks are to be kept."""
+        request = self._ids.of(request)
+        self._ids.ended(request)
         self._requests.pop(request.request_id, None)
         self._loaded_to.pop(request.request_id, None)
         if self._tracker.get(request.request_id) is not None:
             self.log.note(payloads.EndReturned(bool(answer[0]), duration_ns), request.request_id)
 
-    def _ensure_arrived(self, request: Request) -> None:
-        """A connector may be bound after its first requests came."""
-        if self._tracker.get(request.request_id) is None:
+    def _arrived(self, request: Request) -> Request:
+        """The request as the log has it. A connector may be bound after its first requests came."""
+        if self._tracker.get(self._ids.logged(request.request_id)) is None:
             self.on_new_request(request)
+        return self._ids.of(request)
 
     def bind(self, manager: KVCacheManager) -> None:
         """The scheduler has made its block manager, which shows resets that spare the connector."""
@@ -223,6 +232,7 @@ class Recording:
         """A step goes out, with all loads that were issued for it."""
         self._admits = False
         self._notice_reset()
+        scheduler_output = self._ids.of_step(scheduler_output)
         self._notice.preemptions_of_step(scheduler_output, self._requests)
         step = self._reader.read(scheduler_output, self.log.now())
         self.log.observe(step)
@@ -242,7 +252,7 @@ class Recording:
         for found in digests:
             self._transfers.digested(found, invalid_block_ids)
         metadata = output.kv_connector_worker_meta
-        reported = _ends(payloads.WorkersReported, output)
+        reported = self._ends(payloads.WorkersReported, output)
         self.log.note(msgspec.structs.replace(reported, unread=decoders.unread(metadata)))
         for reported_by in ends:
             self.log.note(reported_by)
@@ -252,7 +262,7 @@ class Recording:
     def reported_to_vllm(self, output: KVConnectorOutput, duration_ns: int) -> None:
         """The same after the wrapped connector may have changed it; vLLM acts upon it now."""
         self.log.note(payloads.Returned("update_connector_output", duration_ns))
-        reported = _ends(payloads.ReportedToVLLM, output)
+        reported = self._ends(payloads.ReportedToVLLM, output)
         if reported != payloads.ReportedToVLLM():
             self.log.note(reported)
         if reported.invalid_block_ids:
@@ -271,6 +281,10 @@ class Recording:
                 self.log.note(payloads.Sent(), request_id)
         for channel in Channel:  # what failed, too: vLLM knows it now, and may look the request up before the next step
             self.log.ledger.advance(self.log.ledger.ready(channel))
+        self._ids.forget(self._is_known)
+
+    def _is_known(self, request_id: str) -> bool:
+        return request_id in self._requests or self._tracker.get(request_id) is not None
 
     @_records
     def reset(self) -> None:
@@ -289,14 +303,13 @@ class Recording:
         """Write the last events and close the log."""
         self.log.close()
 
+    def _ends(self, kind: type[_Ends], output: KVConnectorOutput) -> _Ends:
+        def ids(found: Iterable[str] | None) -> tuple[str, ...]:
+            return tuple(sorted(map(self._ids.logged, found or ())))
 
-def _ends(kind: type[_Ends], output: KVConnectorOutput) -> _Ends:
-    def ids(found: Sequence[str] | set[str] | None) -> tuple[str, ...]:
-        return tuple(sorted(found or ()))
-
-    return kind(
-        ids(output.finished_sending),
-        ids(output.finished_recving),
-        ids(getattr(output, "failed_recving", None)),
-        tuple(sorted(output.invalid_block_ids or ())),
-    )
+        return kind(
+            ids(output.finished_sending),
+            ids(output.finished_recving),
+            ids(getattr(output, "failed_recving", None)),
+            tuple(sorted(output.invalid_block_ids or ())),
+        )

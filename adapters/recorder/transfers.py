@@ -38,9 +38,13 @@ class _Page(NamedTuple):
 class Transfers:
     """Ends with the first metadata that no decoder understands; the rest is still recorded."""
 
-    def __init__(self, log: RecorderLog, num_workers: int, *, digest_share: float) -> None:
+    def __init__(
+        self, log: RecorderLog, num_workers: int, *, digest_share: float, logged_id: Callable[[str], str]
+    ) -> None:
+        """`logged_id` returns the id that the log has for a request id of vLLM's."""
         self._log = log
         self._digest_share = digest_share
+        self._logged_id = logged_id
         self._num_workers = num_workers
         self._tracker = log.tracker
         self._tables = log.projections.blocks
@@ -72,7 +76,8 @@ class Transfers:
             self._log.note(payloads.TransfersAwaited(jobs))
         block_size = self._log.configuration.block_size
         asked: list[CopiedPages] = []
-        for request_id, copy in self._read(metadata, lambda: list(decoders.copies(metadata, block_size))) or ():
+        for vllm_id, copy in self._read(metadata, lambda: list(decoders.copies(metadata, block_size))) or ():
+            request_id = self._logged_id(vllm_id)
             for life, part in self._for_whom(request_id, copy):
                 self._observe(life, part, is_inferred=not request_id)
             if self._digest_share:

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.vllm.guard import guarded
+from kvledger.lifecycle import logged_request_id
 
 _BY_LAYER: Final = frozenset({"wait_for_layer_load", "save_kv_layer"})
 _WRITTEN: Final = frozenset(
@@ -168,5 +169,6 @@ def _reported(hook: str, answer: Any) -> payloads.Reported | None:
         return payloads.Reported(hook, invalid_block_ids=tuple(sorted(answer)))
     else:
         return None
-    reported = payloads.Reported(hook, *(tuple(sorted(found or ())) for found in ends))
+    sending, receiving, failed = [tuple(sorted(map(logged_request_id, found or ()))) for found in ends]
+    reported = payloads.Reported(hook, sending, receiving, failed)
     return None if reported == payloads.Reported(hook) else reported

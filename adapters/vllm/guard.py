@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from kvledger.lifecycle import logged_request_id
+
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
@@ -34,7 +36,7 @@ def guarded(
             try:
                 return hook(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 -- whatever it is, the engine lives
-                request_id = str(getattr(args[0], "request_id", "")) if args else ""
+                request_id = logged_request_id(str(getattr(args[0], "request_id", ""))) if args else ""
                 self.hook_failed(name, request_id, error)
                 return default
 

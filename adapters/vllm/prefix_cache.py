@@ -15,6 +15,7 @@ from operator import is_not
 from typing import TYPE_CHECKING
 
 from kvledger.adapters.vllm import versions
+from kvledger.adapters.vllm.log_ids import vllm_id
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -52,7 +53,7 @@ class PrefixCache:
         self._is_noted = True
 
     def is_freed(self, request_id: str) -> bool:
-        """Whether vLLM keeps no blocks of the request. If it has ended, vLLM does not know it any more."""
+        """Whether vLLM keeps no blocks of the request, by vLLM's id. If it has ended, vLLM has forgotten it."""
         return self._manager is not None and not any(self._manager.get_block_ids(request_id))
 
     def evict(self, block_ids: AbstractSet[int]) -> None:
@@ -69,7 +70,7 @@ class PrefixCache:
         if self._manager is None:
             return
         for request in requests:
-            tables = self._manager.get_block_ids(request.request_id)
+            tables = self._manager.get_block_ids(vllm_id(request))
             if len(tables) != 1:  # failures are reported by request there, never by block
                 return
             for place, block_id in enumerate(tables[0]):

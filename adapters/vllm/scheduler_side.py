@@ -21,6 +21,7 @@ from kvledger.adapters.vllm.digests import DigestedPages
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.journal import NOT_WRITTEN, Journal
+from kvledger.adapters.vllm.log_ids import LogIds
 from kvledger.adapters.vllm.metadata import JobReport, StepJobs, WorkerReports, WorkerStart
 from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
@@ -82,7 +83,9 @@ class SchedulerSide:
         self._projections = self.journal.projections
         self._tracker = self.journal.tracker
         self._block_size = configuration.block_size
+        self.ids = LogIds()
         self._requests: dict[str, Request] = {}
+        """By their ids in the log, as in everything else here but what comes from vLLM and goes there."""
         self._ended_with_blocks: deque[str] = deque(maxlen=_MAX_ENDED)
         self.prefix_cache = PrefixCache(configuration.block_size)
         self._num_failures_seen = 0
@@ -154,6 +157,7 @@ class SchedulerSide:
         if self.journal.is_disabled:
             return
         self._notice_reset()
+        request = self.ids.arrived(request, self._requests)
         self._requests[request.request_id] = request
         ordinal = self.journal.ledger.next_ordinal
         now, parent = self.journal.now(), trace_parent(request.trace_headers)
@@ -164,6 +168,7 @@ class SchedulerSide:
 
         A lookup that repeats the last one, answer and all, is written with the next frame.
         """
+        request = self.ids.of(request)
         answer, is_repeated = self._look_up(request, num_computed_tokens)
         if is_repeated or self.journal.commit():
             return answer
@@ -212,6 +217,7 @@ class SchedulerSide:
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were given: what is claimed of the answer is loaded, or vLLM is told what cannot be delivered."""
+        request = self.ids.of(request)
         is_issued = self._claim(request, blocks, num_external_tokens)
         if num_external_tokens and not is_issued:
             self._refuse_load(request, blocks, num_external_tokens)
@@ -276,7 +282,10 @@ class SchedulerSide:
             ready = self.journal.ready()
             jobs = no_copies(ready)
         self._advance(ready)
-        return jobs
+        if not jobs.failed_loads and not jobs.finished_saves:
+            return jobs
+        failed_loads, finished_saves = map(self.ids.all_given, (jobs.failed_loads, jobs.finished_saves))
+        return attrs.evolve(jobs, failed_loads=failed_loads, finished_saves=finished_saves)
 
     @guarded(default=None, hook_name="advance")
     def _advance(self, ready: Ready) -> None:
@@ -289,6 +298,7 @@ class SchedulerSide:
             self.journal.pass_step()
             return
         self._notice_reset()
+        scheduler_output = self.ids.of_step(scheduler_output)
         self._notice.preemptions_of_step(scheduler_output, self._requests)
         now_ns = self.journal.now()
         if not scheduler_output.total_num_scheduled_tokens and self._says_nothing(now_ns):
@@ -328,9 +338,19 @@ class SchedulerSide:
         self._evict(invalid_block_ids)
         self._refuse_early_ends(connector_output)
         received = self._end_waiting(connector_output)
+        self._forget_ids()
         self.journal.commit()
         if received:
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *received}
+
+    @guarded(default=None, hook_name="update_connector_output")
+    def _forget_ids(self) -> None:
+        self.ids.forget(self._is_known)
+
+    def _is_known(self, request_id: str) -> bool:
+        obligations = self.journal.obligations
+        is_alive = request_id in self._requests or self._tracker.get(request_id) is not None
+        return is_alive or obligations.is_named(request_id)
 
     @guarded(default=None, hook_name="update_connector_output")
     def _refuse_early_ends(self, connector_output: KVConnectorOutput) -> None:
@@ -342,16 +362,16 @@ class SchedulerSide:
         early_receipts = {
             request_id: life
             for request_id in connector_output.finished_recving or ()
-            if (life := self.journal.obligations.early_receipt(request_id)) != e.NO_LIFE
-            or self._is_present(request_id)
-            or self._is_gone(request_id)
+            if (life := self.journal.obligations.early_receipt(logged := self.ids.logged(request_id))) != e.NO_LIFE
+            or self._is_present(logged)
+            or self._is_gone(logged, request_id)
         }
         early_releases = {
             request_id: life
             for request_id in connector_output.finished_sending or ()
-            if (life := self.journal.obligations.early_release(request_id)) != e.NO_LIFE
-            or request_id in self._requests
-            or self._is_gone(request_id)
+            if (life := self.journal.obligations.early_release(logged := self.ids.logged(request_id))) != e.NO_LIFE
+            or logged in self._requests
+            or self._is_gone(logged, request_id)
         }
         if early_receipts:
             connector_output.finished_recving = set(connector_output.finished_recving or ()) - early_receipts.keys()
@@ -359,14 +379,15 @@ class SchedulerSide:
             connector_output.finished_sending = set(connector_output.finished_sending or ()) - early_releases.keys()
         for field, lives in (("finished_recving", early_receipts), ("finished_sending", early_releases)):
             for request_id in sorted(lives):
+                logged = self.ids.logged(request_id)
                 self.journal.messages.error(
                     "another connector reported an end too early; it was removed before vLLM acted on it",
-                    request_id=request_id,
+                    request_id=logged,
                     field=field,
                 )
-                self.journal.observe(e.EndRefused(request_id, lives[request_id], field, self.journal.now()))
+                self.journal.observe(e.EndRefused(logged, lives[request_id], field, self.journal.now()))
 
-    def _is_gone(self, request_id: str) -> bool:
+    def _is_gone(self, request_id: str, given_id: str) -> bool:
         """Whether vLLM has freed the request's blocks, and forgot it with them.
 
         False if it ended without blocks: another child may have kept it, and nothing shows whether vLLM knows it still.
@@ -374,7 +395,7 @@ class SchedulerSide:
         return (
             request_id in self._ended_with_blocks
             and request_id not in self._requests
-            and self.prefix_cache.is_freed(request_id)
+            and self.prefix_cache.is_freed(given_id)
         )
 
     def _is_present(self, request_id: str) -> bool:
@@ -387,8 +408,8 @@ class SchedulerSide:
         """Requests whose load has arrived; others are reported by the workers."""
         ready, obligations = self.ledger.ready(Channel.VLLM), self.journal.obligations
         finished = (*(connector_output.finished_recving or ()), *(connector_output.finished_sending or ()))
-        self._advance(ready._replace(reported=obligations.reported(finished)))
-        return tuple(ready.received.values())
+        self._advance(ready._replace(reported=obligations.reported(map(self.ids.logged, finished))))
+        return self.ids.all_given(ready.received.values())
 
     @guarded(default=None, hook_name="update_connector_output")
     def _take_back(self, invalid_block_ids: frozenset[int]) -> None:
@@ -466,11 +487,13 @@ class SchedulerSide:
 
     def request_finished(self, request: Request, num_blocks: int) -> tuple[bool, None]:
         """The request ends. Its blocks may be freed now, unless an asynchronous copy out of them runs."""
+        request = self.ids.of(request)
         life = self.journal.obligations.present(request.request_id)
         if not self._finish(request, num_blocks):
             self._finish(request, 0)  # with nothing to save, so that at least nobody remembers it for ever
         if self._requests.pop(request.request_id, None) is not None and num_blocks:
             self._ended_with_blocks.append(request.request_id)
+        self.ids.ended(request)
         is_held = self.journal.obligations.is_held(life)  # and what is withheld by the commit is reported as sent
         self.journal.commit()
         return is_held, None

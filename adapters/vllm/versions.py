@@ -6,6 +6,7 @@ itself.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -314,6 +315,45 @@ def scheduler_block_table(scheduler_output: SchedulerOutput, request_id: str) ->
     block_state = getattr(scheduler_output, "kv_connector_block_state", None)
     tables = block_state.get_block_ids(request_id) if block_state is not None else None
     return None if tables is None else flat_table(tables)
+
+
+def renamed_step(
+    scheduler_output: SchedulerOutput, new_id: Callable[[str], str], old_id: Callable[[str], str]
+) -> SchedulerOutput:
+    """A copy of what kvledger reads of a step, with other request ids.
+
+    Args:
+        scheduler_output: vLLM's, which stays as it is.
+        new_id: vLLM's id → the id in the copy.
+        old_id: the other way round, to read the block tables that vLLM resolves on access.
+    """
+    renamed, cached = copy.copy(scheduler_output), copy.copy(scheduler_output.scheduled_cached_reqs)
+    cached.req_ids = [new_id(request_id) for request_id in cached.req_ids]
+    cached.resumed_req_ids = {new_id(request_id) for request_id in cached.resumed_req_ids}
+    renamed.scheduled_cached_reqs = cached
+    renamed.scheduled_new_reqs = [copy.copy(data) for data in scheduler_output.scheduled_new_reqs]
+    for data in renamed.scheduled_new_reqs:
+        data.req_id = new_id(data.req_id)
+    scheduled = scheduler_output.num_scheduled_tokens
+    renamed.num_scheduled_tokens = {new_id(request_id): num_tokens for request_id, num_tokens in scheduled.items()}
+    renamed.preempted_req_ids = {new_id(request_id) for request_id in scheduler_output.preempted_req_ids or ()}
+    block_state = getattr(scheduler_output, "kv_connector_block_state", None)
+    if block_state is not None:
+        tables: Any = _RenamedTables(block_state, old_id)
+        renamed.kv_connector_block_state = tables
+    return renamed
+
+
+class _RenamedTables:
+    """Of `KVConnectorBlockState` what `scheduler_block_table` asks for."""
+
+    def __init__(self, block_state: KVConnectorBlockState, old_id: Callable[[str], str]) -> None:
+        self._block_state = block_state
+        self._old_id = old_id
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...] | None:
+        """The tables of the groups."""
+        return self._block_state.get_block_ids(self._old_id(request_id))
 
 
 def new_block_ids(entry: tuple[list[int], ...] | None) -> Sequence[int]:

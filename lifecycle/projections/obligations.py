@@ -199,6 +199,12 @@ class Obligations(Projection):
         """The life that the request is in; `NO_LIFE` where it is unknown or has ended."""
         return self.state.present.get(request_id, e.NO_LIFE)
 
+    def is_named(self, request_id: str) -> bool:
+        """Whether vLLM still gets an end of that request."""
+        state = self.state
+        named = (state.held, state.coming_back, state.failed, state.sent, state.received, state.to_report)
+        return any(request_id in lives.values() for lives in named)
+
     def is_held(self, ordinal: int) -> bool:
         """Whether the blocks of that life, which ends now, are to be kept."""
         return ordinal in self.state.held or ordinal in self.state.sent

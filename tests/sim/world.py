@@ -9,7 +9,7 @@ import contextlib
 import os
 import random
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
@@ -73,6 +73,7 @@ class World:
         faults: frozenset[str] | None = None,
         in_files: bool = False,
         dimensions: Collection[str] = DIMENSIONS,
+        named: Callable[[str], str] = str,
         **changes: Any,
     ) -> None:
         """Draw everything.
@@ -83,10 +84,12 @@ class World:
             faults: names of those that may be on; None for all that the seed switches on.
             in_files: whether the log is in files, also where no fault needs it there.
             dimensions: of `settings.DIMENSIONS`, those that the seed may widen this world by.
+            named: makes a request's id of its name in this world.
             changes: settings to use instead of the drawn ones.
         """
         self.seed = seed
         self.setup = setup
+        self.named = named
         drawn_settings = draw(random.Random(f"settings {seed}"))
         if setup is KVLEDGER:
             drawn_settings = widen(drawn_settings, random.Random(f"wider settings {seed}"), dimensions)
@@ -176,7 +179,7 @@ class World:
                 self.settings.neighbour is not None
                 and random.Random(f"theirs {self.seed} {len(self.lives)}").random() < 0.5
             )
-            request_id = f"{'theirs' if is_theirs else 'r'}{len(self.lives)}"
+            request_id = self.named(f"{'theirs' if is_theirs else 'r'}{len(self.lives)}")
         life = Life(request_id, list(prompt), max_tokens, cache_salt, priority, Expected(prompt, self.weights))
         self.lives.append(life)
         self._add(life)

@@ -15,6 +15,7 @@ import msgspec
 
 from kvledger.adapters.recorder.decoders import example, lmcache_mp, nixl, offloading, simple_cpu
 from kvledger.adapters.recorder.payloads import Transferred
+from kvledger.lifecycle import logged_request_id
 
 Copies = Iterator[tuple[str, Transferred]]
 """(request id, copy); the id is empty where the metadata names no request, or several."""
@@ -39,27 +40,32 @@ def copies(metadata: object, block_size: int) -> Copies:
     for place, part in _parts(metadata):
         decode = COPIES.get(type(part).__name__)
         for request_id, copy in () if decode is None else decode(part, block_size):
-            yield request_id, msgspec.structs.replace(copy, job=f"{place}{copy.job}")
+            yield request_id, msgspec.structs.replace(copy, job=_job(place, copy.job))
 
 
 def awaited(metadata: object) -> Iterator[str]:
     """Jobs that the workers finish before the step of this metadata computes anything."""
     for place, part in _parts(metadata):
         if type(part).__name__ == "OffloadingConnectorMetadata":
-            yield from (f"{place}{job}" for job in offloading.awaited(part))
+            yield from (_job(place, job) for job in offloading.awaited(part))
 
 
 def completed(worker_metadata: object) -> Iterator[tuple[str, int]]:
     """(job, workers that have done it) of what workers report."""
     for place, part in _parts(worker_metadata):
         decode = COMPLETED.get(type(part).__name__)
-        yield from ((f"{place}{job}", count) for job, count in (() if decode is None else decode(part)))
+        yield from ((_job(place, job), count) for job, count in (() if decode is None else decode(part)))
 
 
 def unread(worker_metadata: object) -> str:
     """The class of which nobody knows what it reports; empty where there is none."""
     parts = (type(part).__name__ for _, part in _parts(worker_metadata) if part is not None)
     return next((name for name in parts if name not in COMPLETED), "")
+
+
+def _job(place: str, job: object) -> str:
+    """Name in the log of a job. A connector may name one after its request, whose id may be long."""
+    return logged_request_id(f"{place}{job}")
 
 
 def _parts(metadata: Any, place: str = "") -> Iterator[tuple[str, object]]:
