@@ -17,9 +17,11 @@ import attrs
 
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
 from kvledger.adapters.logs.streams import StreamUrl, mirrored_logs, shown_log
+from kvledger.adapters.logs.visible import remark
 from kvledger.storage.events import LogError, read_log
-from kvledger.storage.events.files import directories_in, links_in
+from kvledger.storage.events.files import RefusedFile, directories_in, links_in
 from kvledger.storage.events.reader import traces_of_log
+from kvledger.storage.events.retirements import RETIREMENTS_NAME
 from kvledger.storage.events.segment_file import segment_paths
 
 _MAX_NAMED = 10
@@ -92,14 +94,24 @@ def find_logs(path: Path | StreamUrl, mirror: Path | None = None, *, newest: boo
             f"{shown_log(path)}: there is nothing; give a log directory or a *.kvlog file", ExitCode.USAGE
         )
     path = _without_link(path)
-    if not path.is_dir() or segment_paths(path) or traces_of_log(path):
+    if not path.is_dir() or segment_paths(path) or _has_traces(path):
         return [path]
     # A link is listed, so that it is not left out silently: `open_log` refuses it.
-    logs = [*(child for child in directories_in(path) if _may_be_log(child)), *links_in(path)]
+    links = [link for link in links_in(path) if link.name != RETIREMENTS_NAME]
+    logs = [*(child for child in directories_in(path) if _may_be_log(child)), *links]
     if not logs:
         message = f"{path}: holds no log, neither segments (*.kvlog) nor a folder with some; is it the log_dir?"
         raise CommandFailed(message, ExitCode.USAGE)
     return _by_start(logs)
+
+
+def _has_traces(directory: Path) -> bool:
+    """Whether a directory was a log whose segments are gone. A record that is no file costs the logs in it nothing."""
+    try:
+        return bool(traces_of_log(directory))
+    except RefusedFile as error:
+        remark(str(error))
+        return False
 
 
 def _without_link(path: Path) -> Path:

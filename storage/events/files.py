@@ -35,6 +35,7 @@ __all__ = [
     "opened_directory",
     "read_file",
     "refused_link",
+    "remove_in",
     "sync_directory",
     "trouble_with",
     "write_all",
@@ -48,7 +49,7 @@ _FILE: Final = 0o644
 _SAFELY: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _LINK: Final = "is a symbolic link, which kvledger does not follow"
 _REMEDIES: Final = {
-    errno.ELOOP: "remove the link, or copy what it leads to in its place",
+    errno.ELOOP: "remove the link, or give what it leads to",
     errno.EMLINK: "copy the log directory, and use the copy",
     errno.ESTALE: "find out what replaces it, and run the command again",
 }
@@ -65,7 +66,7 @@ class RefusedFile(OSError):
     @property
     def remedy(self) -> str:
         """What to do about it."""
-        return _REMEDIES.get(self.errno or 0, "remove it")
+        return _REMEDIES.get(self.errno or 0, "remove it from the log directory, or give another path")
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}; {self.remedy}"
@@ -146,6 +147,15 @@ def opened_directory(directory: Path, expected: os.stat_result) -> Iterator[int]
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def remove_in(descriptor: int, path: Path) -> None:
+    """Remove a file from the directory that `descriptor` is one of; an error names the whole path. Raises `OSError`."""
+    try:
+        os.unlink(path.name, dir_fd=descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def trouble_with(path: Path) -> str:

@@ -29,6 +29,7 @@ from kvledger.storage.events.files import (
     num_bytes_of,
     opened_directory,
     refused_link,
+    remove_in,
     sync_directory,
 )
 from kvledger.storage.events.retirements import (
@@ -334,8 +335,8 @@ def _delete(log: _Log, segment: Path, retirement: Retirement) -> None:
             write_retirement(log.directory, retirement)
     with opened_directory(log.directory, log.status) as descriptor:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(_snapshot_of(segment).name, dir_fd=descriptor)
-        os.unlink(segment.name, dir_fd=descriptor)
+            remove_in(descriptor, _snapshot_of(segment))
+        remove_in(descriptor, segment)
     if not has_room:
         write_retirement(record_in, retirement)
     if vanishes:
@@ -361,7 +362,7 @@ def _remove_parts(directory: Path, status: os.stat_result) -> None:
     with opened_directory(directory, status) as descriptor:
         for pattern in _PARTS_OF_A_LOG:
             for part in directory.glob(pattern):
-                os.unlink(part.name, dir_fd=descriptor)
+                remove_in(descriptor, part)
     if not any(directory.iterdir()):
         directory.rmdir()
         sync_directory(directory.parent)

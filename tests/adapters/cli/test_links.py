@@ -13,8 +13,12 @@ from typing import Any
 
 import pytest
 from lifecycle_driver import Driver
+from log_torture import reopened
 from planted_files import FOREIGN, KINDS, plant
 from stored_logs import write_log
+
+from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import events as e
 
 READING = ("verify", "show", "ls", "stats", "snapshot", "why")
 VERDICTS = {0, 2, 4, 5}
@@ -112,16 +116,38 @@ def test_a_segment_that_is_no_regular_file_is_unreadable_and_named(
 def test_a_log_that_was_not_closed_and_whose_lock_is_no_file_is_not_called_cut_off(
     run: Any, story: Driver, tmp_path: Path, kind: str
 ) -> None:
-    """Whether a process writes it is not known."""
+    """Whether a process writes it is not known; a closed log is closed all the same."""
     log = write_log(tmp_path / "log", story.observed, story.configuration)
-    closed = (log / "log.end").read_bytes()
-    assert b'"is_closed":true' in closed
-    planted = plant(log / "writer.lock", kind, tmp_path / "victim")
-    assert run("ls", log, "--json").objects("log_listed")[0]["end"] == "closed"
-    plant(log / "log.end", kind, tmp_path / "another victim")
-    (listed,) = run("ls", log, "--json").objects("log_listed")
-    assert listed["end"] == "unknown"
-    assert f"{log / 'log.end'}: is a " in str(listed["detail"])
+    store = reopened(log)
+    killed = Path(shutil.copytree(log, tmp_path / "killed"))
+    store.close()
+    for path, end in ((log, "closed"), (killed, "cut_off")):
+        assert run("ls", path, "--json").objects("log_listed")[0]["end"] == end
+    for path, end, name in ((log, "closed", ""), (killed, "unknown", "writer.lock"), (log, "unknown", "log.end")):
+        planted = plant(path / (name or "writer.lock"), kind, tmp_path / "victim")
+        (listed,) = run("ls", path, "--json").objects("log_listed")
+        assert listed["end"] == end
+        assert (f"{path / name}: is a " in str(listed["detail"])) is bool(name)
+        planted.check_untouched()
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_the_record_of_what_was_retired_is_named_where_it_is_needed_and_is_no_file(
+    run: Any, long_log: Path, tmp_path: Path, kind: str
+) -> None:
+    """Of a log without its beginning. In a directory of logs such a record costs the logs nothing."""
+    assert run("retire", long_log, "--max-bytes", "1").exit_code == 0
+    planted = plant(long_log / "retired.jsonl", kind, tmp_path / "victim")
+    result = run("verify", long_log)
+    assert result.exit_code == 2
+    assert f"{planted.path}: is a " in result.err
+    planted.check_untouched()
+    shutil.rmtree(long_log)
+    write_log(long_log.parent / "other", [e.LogNote("a note", 1)], LedgerConfiguration(16, 16, 8))
+    planted = plant(long_log.parent / "retired.jsonl", kind, tmp_path / "victim")
+    result = run("verify", long_log.parent)
+    assert result.exit_code == 0
+    assert f"{planted.path}: is a " in result.err
     planted.check_untouched()
 
 

@@ -207,3 +207,15 @@ def test_directories_of_logs_are_0755_and_files_0644_at_most(
     assert {stat.S_IMODE(path.stat().st_mode) for path in store.directory.iterdir()} == {0o644 & ~umask}
     private = [tmp_path / "private", tmp_path / "private" / "inner"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o700 & ~umask}
+
+
+def test_a_file_that_cannot_be_deleted_is_named_with_its_path(tmp_path: Path) -> None:
+    """What stands in the way is to be found."""
+    log = _closed(tmp_path / "logs" / "a")
+    in_the_way = log / "00000000000000000001.unfinished"
+    in_the_way.mkdir()
+    errors: list[OSError] = []
+    retire_logs(tmp_path / "logs", max_bytes=0, on_trouble=errors.append)  # type: ignore[arg-type]
+    (error,) = errors
+    assert error.filename == str(in_the_way)
+    assert in_the_way.is_dir()
