@@ -204,7 +204,11 @@ class _Shown:
     def settings(self, settings: LogSettings) -> None:
         """What every key comes to."""
         if self._output.is_json:
+            from kvledger.adapters.recorder.options import recorded_options
+
             every = settings.model_dump(mode="json")
+            if isinstance(every.get("connector"), dict):
+                every["connector"] = recorded_options(every["connector"])
             self._output.record("settings", {"kv_connector": self._name, "kv_connector_extra_config": every})
             return
         self._output.field("connector", self._name, "bold")

@@ -9,6 +9,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from kvledger.adapters.conformance.runs import Finding, Outcome, Run
     from kvledger.adapters.conformance.subject import Subject
 
+_PLACE = re.compile(r"\{run_dir\}[/A-Za-z_-]*")
+"""What is no secret in a string of the extra configuration: a place in the run's own directory."""
 _STYLES = {"kept": "green", "broken": "bold red", "not judged": "yellow"}
 
 
@@ -184,11 +187,15 @@ def _subject(arguments: argparse.Namespace, first: Run, directory: Path) -> tupl
 
     from kvledger.adapters.conformance import runs
     from kvledger.adapters.conformance.subject import Subject
+    from kvledger.adapters.recorder.options import without_unrecorded
+
+    def text(error: Exception) -> str:
+        return without_unrecorded(f"{type(error).__name__}: {error}", arguments.extra_config)
 
     try:
         subject = Subject.named(arguments.connector, arguments.extra_config, arguments.lose)
     except Exception as error:
-        message = f"{arguments.connector}: {type(error).__name__}: {error}; say MODULE:CLASS of a connector of vLLM's"
+        message = f"{arguments.connector}: {text(error)}; say MODULE:CLASS of a connector of vLLM's"
         raise CommandFailed(message) from error
     added = {key: value for key, value in subject.extra_config.items() if key not in arguments.extra_config}
     remarks = [f"run with --extra-config {json.dumps(added)}, the default for it here"] if added else []
@@ -200,12 +207,11 @@ def _subject(arguments: argparse.Namespace, first: Run, directory: Path) -> tupl
             runs.built(first, without, directory)
         except Exception:  # noqa: BLE001 -- the first error says more
             message = (
-                f"{arguments.connector} cannot be started: {type(error).__name__}: {error}; "
-                "what it needs is said with --extra-config"
+                f"{arguments.connector} cannot be started: {text(error)}; what it needs is said with --extra-config"
             )
             raise CommandFailed(message) from error
         remark = (
-            f"its worker cannot run here ({type(error).__name__}: {error}), so its scheduler's side was run alone: no "
+            f"its worker cannot run here ({text(error)}), so its scheduler's side was run alone: no "
             "byte was moved, and whatever vLLM waited for was reported as done"
         )
         return without, [*remarks, remark]
@@ -213,6 +219,11 @@ def _subject(arguments: argparse.Namespace, first: Run, directory: Path) -> tupl
 
 
 def _again(arguments: argparse.Namespace, run_name: str) -> str:
-    extra = ["--extra-config", json.dumps(arguments.extra_config)] if arguments.extra_config else []
+    """The command that plays one run; options that may be secrets are to be filled in."""
+    from kvledger.adapters.recorder.options import recorded_options
+
+    shown = recorded_options(arguments.extra_config)
+    shown |= {name: value for name, value in arguments.extra_config.items() if _PLACE.fullmatch(str(value))}
+    extra = ["--extra-config", json.dumps(shown)] if shown else []
     lose = ["--lose", arguments.lose] if arguments.lose else []
     return shlex.join(["kvledger", "conformance", arguments.connector, *extra, *lose, "--only", run_name])

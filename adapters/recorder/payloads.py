@@ -16,12 +16,13 @@ from kvledger.lifecycle.windows import NULL_BLOCK
 
 
 class RecordingStarted(msgspec.Struct, frozen=True):
-    """What is wrapped and in what engine, as vLLM's configuration says it; texts that may be secrets are left out."""
+    """What is wrapped and in what engine, as vLLM's configuration says it; see `options.py` for what is left out."""
 
     recorder: str
     """The recorder's class."""
     kv_transfer: dict[str, Any]
-    """What `--kv-transfer-config` would say without the recorder."""
+    """What `--kv-transfer-config` would say without the recorder. An option that the allow list lacks has its type and
+    length as its value."""
     num_blocks: int
     block_bytes: int
     """Of one block on one rank, over all layers."""

@@ -264,23 +264,3 @@ def test_calls_that_vllm_could_not_make_are_recognised() -> None:
     for leaves_out in is_left_out:
         observations = tuple(entry for entry in recording.observations if not leaves_out(entry[1]))
         assert not could_be_scheduled(observations, 16)
-
-
-def test_secrets_of_the_configuration_are_not_in_the_log() -> None:
-    """Texts whose name sounds like one, and credentials in an address; numbers and other texts are."""
-    options = {"api_key": "hidden-1", "max_tokens": 7, "nested": {"password": "hidden-2"}, "layout": "HND"}
-    options["url"] = "redis://user:hidden-3@host:1"
-    witness = NamedConnector(name="Witness", module="sim.witness", options=options)
-    engine = SimulatedEngine(setup=Recorded(inner=witness), num_blocks=20, host_bytes=1 << 20, chunk_size=16)
-    log = engine.scheduler.connector.recording  # type: ignore[union-attr]
-    engine.shutdown()
-    recording = record(log.log.configuration, events_of(log))
-    assert recording.wrapped is not None
-    extra = recording.wrapped.kv_transfer["kv_connector_extra_config"]
-    assert extra == {
-        "api_key": "(not recorded)",
-        "max_tokens": 7,
-        "nested": {"password": "(not recorded)"},
-        "layout": "HND",
-        "url": "redis://(not recorded)@host:1",
-    }
