@@ -34,7 +34,7 @@ from kvledger.adapters.conformance.scenarios import SCENARIOS
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.adapters.vllm.metric_names import BY_EXTENSION, COUNTERS, GAUGES, HISTOGRAMS, PREFIX
-from kvledger.lifecycle import DURATION_BOUNDS_NS, Core, LedgerConfiguration, events, rules, states, table
+from kvledger.lifecycle import DURATION_BOUNDS_NS, Core, LedgerConfiguration, events, ranges, rules, states, table
 from kvledger.lifecycle.audit.facts import FACTS, Why
 from kvledger.lifecycle.codec import field_names
 from kvledger.lifecycle.events import MissReason
@@ -176,6 +176,12 @@ def made_events(node: ast.AST) -> Iterator[str]:
             yield made_class.attr
 
 
+RANGES_INTRODUCTION = """
+Readers check these ranges when they decode a frame. They report a frame with a number outside its range as damage, and
+none of its events is used. The ranges hold everything that vLLM, a worker or a wrong connector can say: a number that
+is only wrong is left to the [rules](invariants.md).
+"""
+
 _WRITING = ("extensions", "lookup_cache", "obligations")
 """Projections that make events."""
 
@@ -196,6 +202,14 @@ def events_page() -> list[str]:
         lines += [f"## {title}", ""]
         for event in chosen:
             lines += event_section(event, written_by, folded_by)
+    lines += ["## Ranges of numbers", "", *prose(RANGES_INTRODUCTION)]
+    said = attribute_docs(ranges)
+    body = [
+        [f"`{name}`", f"{meta.ge:,}", f"{meta.le:,}", said[name]]
+        for name, kind in vars(ranges).items()
+        for meta in getattr(kind, "__metadata__", ())
+    ]
+    lines += rows(["type", "least", "largest", "meaning"], body)
     lines += ["## Why a hit ends", "", "`miss_reason` of `lookup.answered`.", ""]
     reasons = attribute_docs(MissReason)
     lines += rows(["reason", "meaning"], [[f"`{each.value}`", reasons.get(each.name, "")] for each in MissReason])

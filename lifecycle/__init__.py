@@ -4,7 +4,8 @@ Reads top to bottom: `states`, `events`, `table`, `machine`, `gate`, `projection
 `standard`, `decider`, `ledger`, `divergences`, `replay`, `codec`. It knows no torch, no vLLM, no files and no clock.
 What a program needs is here, in `events`, in `audit` and, for tests, in `testing`; who decides otherwise derives from
 `handlers` and puts together what is in `decisions`; who reads and writes logs and
-snapshots byte by byte finds that in `codec` and `snapshots`, who lays out pages in `windows`. Nothing else is promised.
+snapshots byte by byte finds that in `codec` and `snapshots`, who lays out pages in `windows`, and the ranges of a log's
+numbers in `ranges`. Nothing else is promised.
 """
 
 from kvledger.lifecycle import decisions, handlers

@@ -11,15 +11,16 @@ under another code, is decoded into a wire class of its own and made an event fr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Union, get_type_hints
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Union, cast, get_type_hints
 
 import attrs
 import msgspec
 
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
-from kvledger.lifecycle.events import Event, field_names, wire_code
+from kvledger.lifecycle.events import Event, LoadIssued, SaveIssued, TailSaveIssued, field_names, wire_code
+from kvledger.lifecycle.ranges import MAX_SLOTS
 from kvledger.lifecycle.untrusted import Undecodable, converted, msgpack_decoder
 from kvledger.lifecycle.upcasters import upcast
 from kvledger.lifecycle.version import __version__
@@ -110,6 +111,8 @@ class _Declared(msgspec.Struct):
     fields: list[str]
 
 
+_WITH_SLOTS = frozenset({LoadIssued, SaveIssued, TailSaveIssued})
+
 _Convert = Callable[[Any], Event | None]
 """From an instance of a wire class to an event, or None where it is to be skipped."""
 
@@ -135,6 +138,7 @@ class EventDecoder:
         self._written_by = (
             f"it was written by kvledger {header.get('kvledger_version', 'unknown')}: use that or a later one"
         )
+        self._num_slots = _num_slots(header)
         self._converters: dict[type, _Convert] = {}
         wire_classes = [
             self._wire_class(code, declared, lenient=lenient) for code, declared in enumerate(self._declared(header))
@@ -147,18 +151,19 @@ class EventDecoder:
         """The events of one payload that are known; all of them, unless the decoder is lenient.
 
         Raises:
-            CodecError: the payload is not what the header promised.
+            CodecError: the payload is not what the header promised, or a number in it is outside its range.
         """
-        return self.decode_frame(payload).events if self._converters else self._decoded(payload)
+        return self.decode_frame(payload).events
 
     def decode_frame(self, payload: bytes) -> DecodedFrame:
         """The same, with the positions of what was skipped, so that sequence numbers stay right.
 
         Raises:
-            CodecError: the payload is not what the header promised.
+            CodecError: the payload is not what the header promised, or a number in it is outside its range.
         """
         decoded = self._decoded(payload)
         if not self._converters:
+            self._check(payload, decoded)
             return DecodedFrame(decoded)
         events: list[Event] = []
         skipped: list[int] = []
@@ -172,7 +177,17 @@ class EventDecoder:
                 skipped.append(place)
             else:
                 events.append(event)
+        self._check(payload, events)
         return DecodedFrame(events, tuple(skipped))
+
+    def _check(self, payload: bytes, events: Iterable[Event]) -> None:
+        """Compare numbers with the header; those that the header does not limit are left to the rules."""
+        for event in events:
+            if type(event) in _WITH_SLOTS:
+                largest = max(cast("LoadIssued | SaveIssued | TailSaveIssued", event).slots, default=0)
+                if largest >= self._num_slots:
+                    message = f"{event.id} names slot {largest}, and the pool has {self._num_slots} slots"
+                    raise _broken_promise(payload, Undecodable(message))
 
     def _decoded(self, payload: bytes) -> list[Any]:
         try:
@@ -218,14 +233,14 @@ class EventDecoder:
             raise CodecError(message)
         if wire_code(event_class) == code:
             return event_class
-        hints = get_type_hints(event_class)
+        hints = get_type_hints(event_class, include_extras=True)
         stand_in = _stand_in(code, [hints[name] for name in declared.fields])
         self._converters[stand_in] = lambda wired: event_class(*msgspec.structs.astuple(wired))
         return stand_in
 
     def _older(self, code: int, declared: _Declared, event_class: type[Event]) -> type:
         stand_in = _stand_in(code, [Any] * len(declared.fields))
-        hints = get_type_hints(event_class)
+        hints = get_type_hints(event_class, include_extras=True)
         names = field_names(event_class)
 
         def convert(wired: msgspec.Struct) -> Event:
@@ -266,6 +281,13 @@ def _stand_in(code: int, types: Sequence[Any]) -> type:
 
 def _no_events(_payload: bytes) -> list[Any]:
     raise Undecodable("the header lists no events")
+
+
+def _num_slots(header: Mapping[str, Any]) -> int:
+    """Slots of the host pool; the most that there may be where the header does not say it."""
+    configuration = header.get("configuration")
+    num_slots = configuration.get("num_slots") if isinstance(configuration, Mapping) else None
+    return num_slots if isinstance(num_slots, int) else MAX_SLOTS
 
 
 def _broken_promise(payload: bytes, error: Exception) -> CodecError:

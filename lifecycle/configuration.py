@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
+from kvledger.lifecycle.ranges import MAX_BLOCK_TOKENS, MAX_GROUPS, MAX_INT64, MAX_RANKS, MAX_SLOTS, MAX_TOKENS
 from kvledger.lifecycle.shown import shown, without_credentials
 
 
@@ -42,6 +43,20 @@ class ConfigurationError(ValueError):
         return "\n  ".join([f"{len(self.refusals)} settings cannot be used:", *map(str, self.refusals)])
 
 
+_RANGES: Mapping[str, tuple[int, int]] = {
+    "block_size": (1, MAX_BLOCK_TOKENS),
+    "chunk_size": (1, MAX_BLOCK_TOKENS),
+    "num_ranks": (1, MAX_RANKS),
+    "async_load_tokens": (0, MAX_TOKENS),
+    "save_interval_tokens": (0, MAX_TOKENS),
+    "max_deferred_lookups": (0, MAX_INT64),
+    "max_failed_loads": (1, MAX_INT64),
+    "max_silent_steps": (1, MAX_INT64),
+    "max_silent_ms": (0, MAX_INT64),
+}
+"""Setting → its least and its largest value."""
+
+
 def _as_tuple(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(sizes)
 
@@ -51,7 +66,8 @@ class LedgerConfiguration:
     """Sizes in tokens and slots. One slot holds one block's page over all layers.
 
     Raises:
-        ConfigurationError: chunk and block do not divide, or the pool cannot hold one chunk.
+        ConfigurationError: a number is outside its range, chunk and block do not divide, or the pool cannot hold one
+            chunk.
     """
 
     block_size: int
@@ -89,25 +105,32 @@ class LedgerConfiguration:
     """Extension -> key -> value, where that is not the default."""
 
     def __attrs_post_init__(self) -> None:
-        for name in ("num_ranks", "max_failed_loads", "max_silent_steps"):
-            if getattr(self, name) < 1:
-                message = f"{name} is {getattr(self, name)}; it must be at least 1"
-                raise ConfigurationError(message)
-        for name in ("save_interval_tokens", "async_load_tokens", "max_deferred_lookups", "max_silent_ms"):
-            if (getattr(self, name) or 0) < 0:
-                message = f"{name} is {getattr(self, name)}; it must not be negative"
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                message = f"{name} is {value}; it must be from {least} to {most}"
                 raise ConfigurationError(message)
         self._check_chunks()
+        if len(self.windows) > MAX_GROUPS:
+            message = f"windows has {len(self.windows)} entries; it must have at most {MAX_GROUPS}"
+            raise ConfigurationError(message)
+        for size in self.windows:
+            if abs(size) > MAX_TOKENS:
+                message = f"windows has the entry {size}; it must be from 0 to {MAX_TOKENS}"
+                raise ConfigurationError(message)
         if not self.windows or min(self.windows) < 0 or all(self.windows):
             message = (
                 f"windows is {self.windows}; it needs an entry for each group of layers, none of them negative and one "
                 "of them 0, for a group that sees all tokens"
             )
             raise ConfigurationError(message)
+        if self.num_slots > MAX_SLOTS:
+            message = f"num_slots is {self.num_slots}; it must be at most {MAX_SLOTS}"
+            raise ConfigurationError(message)
         if self.num_slots < self.pages_per_chunk:
             message = (
-                f"the host pool has {self.num_slots} slots of one block each, but one chunk of {self.chunk_size} "
-                f"tokens needs {self.pages_per_chunk}; raise host_bytes or lower chunk_size"
+                f"the host pool has {self.num_slots} slots of one block each, but one chunk of "
+                f"{self.chunk_size} tokens needs {self.pages_per_chunk}; raise host_bytes or lower chunk_size"
             )
             raise ConfigurationError(message)
         if not 0 <= self.max_hit_share <= 1:
@@ -115,9 +138,6 @@ class LedgerConfiguration:
             raise ConfigurationError(message)
 
     def _check_chunks(self) -> None:
-        if self.block_size < 1 or self.chunk_size < 1:
-            message = f"block_size {self.block_size} and chunk_size {self.chunk_size} must be positive"
-            raise ConfigurationError(message)
         if self.chunk_size % self.block_size and self.block_size % self.chunk_size:
             reason = f"it and block_size {self.block_size} do not divide one another"
             remedy = f"write a multiple or a divisor of {self.block_size}"

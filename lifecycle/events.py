@@ -25,6 +25,25 @@ from typing import ClassVar, NamedTuple, TypeVar, cast
 
 import msgspec
 
+from kvledger.lifecycle.ranges import (
+    BlockId,
+    BlockNumber,
+    ChunkNumber,
+    Count,
+    DurationNs,
+    Generation,
+    Group,
+    Int64,
+    JobId,
+    NumBytes,
+    NumTokens,
+    Ordinal,
+    Sequence,
+    Slot,
+    Step,
+    TimeNs,
+)
+
 
 class Variants(NamedTuple):
     """Two triggers of one event; which of them it is, one of its fields decides."""
@@ -63,8 +82,8 @@ class RequestDecision(RequestEvent, frozen=True):
     The generation counts how often that life lost what it had computed. Settlements name that of their job.
     """
 
-    ordinal: int
-    generation: int
+    ordinal: Ordinal
+    generation: Generation
 
 
 NO_LIFE = -1
@@ -137,9 +156,9 @@ class RequestArrived(RequestEvent, frozen=True, tag=0):
     the 8 of the span's. Empty where it did not.
     """
 
-    ordinal: int
-    num_prompt_tokens: int
-    time_ns: int
+    ordinal: Ordinal
+    num_prompt_tokens: NumTokens
+    time_ns: TimeNs
     trace_parent: bytes = b""
 
 
@@ -147,7 +166,7 @@ class RequestArrived(RequestEvent, frozen=True, tag=0):
 class ChunkKeysObserved(RequestEvent, frozen=True, tag=1):
     """The keys of the chunks from `first_chunk` on; they replace what was known from there."""
 
-    first_chunk: int
+    first_chunk: ChunkNumber
     keys: tuple[bytes, ...]
 
 
@@ -158,26 +177,26 @@ class LookupRequested(RequestEvent, frozen=True, tag=2):
     `num_computed_tokens` is the local prefix hit of *this* call, `num_tokens` prompt and output.
     """
 
-    num_computed_tokens: int
-    num_tokens: int
-    time_ns: int
+    num_computed_tokens: NumTokens
+    num_tokens: NumTokens
+    time_ns: TimeNs
 
 
 @observation("blocks.allocated")
 class BlocksAllocated(RequestEvent, frozen=True, tag=3):
     """Blocks were given (`update_state_after_alloc`): the whole table, which replaces the old one."""
 
-    block_ids: tuple[int, ...]
-    num_external_tokens: int
-    time_ns: int
+    block_ids: tuple[BlockId, ...]
+    num_external_tokens: NumTokens
+    time_ns: TimeNs
 
 
 @observation("blocks.observed")
 class BlockTableObserved(RequestEvent, frozen=True, tag=4):
     """The scheduler's own table, recorded because it differs from what the log had folded to."""
 
-    block_ids: tuple[int, ...]
-    time_ns: int
+    block_ids: tuple[BlockId, ...]
+    time_ns: TimeNs
 
 
 @observation("request.preempted")
@@ -188,9 +207,9 @@ class RequestPreempted(RequestEvent, frozen=True, tag=5):
     are zeroed, or may be, before anything could be copied out of them.
     """
 
-    num_settled_tokens: int
-    num_tokens: int
-    time_ns: int
+    num_settled_tokens: NumTokens
+    num_tokens: NumTokens
+    time_ns: TimeNs
     blocks_zeroed: bool = False
 
     @property
@@ -203,18 +222,18 @@ class RequestPreempted(RequestEvent, frozen=True, tag=5):
 class SessionContinued(RequestEvent, frozen=True, tag=6):
     """A streaming session's next turn: its blocks are kept, its tokens are cut and extended."""
 
-    num_computed_tokens: int
-    num_tokens: int
-    num_prompt_tokens: int
-    time_ns: int
+    num_computed_tokens: NumTokens
+    num_tokens: NumTokens
+    num_prompt_tokens: NumTokens
+    time_ns: TimeNs
 
 
 @observation("tokens.rolled_back", variants=("num_computed_tokens", "part", "all"))
 class TokensRolledBack(RequestEvent, frozen=True, tag=7):
     """The scheduler counts fewer computed tokens than before, as after a failed load."""
 
-    num_computed_tokens: int
-    time_ns: int
+    num_computed_tokens: NumTokens
+    time_ns: TimeNs
 
 
 @observation("request.finished")
@@ -225,9 +244,9 @@ class RequestFinished(RequestEvent, frozen=True, tag=8):
     """
 
     status: str
-    num_settled_tokens: int
-    num_tokens: int
-    time_ns: int
+    num_settled_tokens: NumTokens
+    num_tokens: NumTokens
+    time_ns: TimeNs
     blocks_zeroed: bool = False
 
     @property
@@ -247,18 +266,18 @@ class StepScheduled(Event, frozen=True, tag=9):
     which everybody decodes is a few bytes, whatever their number.
     """
 
-    step: int
-    num_scheduled_tokens: int
+    step: Step
+    num_scheduled_tokens: NumTokens
     """All tokens of the step."""
-    advanced: tuple[tuple[int, int, int, int], ...]
+    advanced: tuple[tuple[Ordinal, NumTokens, NumTokens, NumTokens], ...]
     """(ordinal, num_computed_tokens before the step, num_scheduled_tokens, num_tokens known)."""
-    paused: tuple[int, ...]
+    paused: tuple[Ordinal, ...]
     """Ordinals of steady requests that were not scheduled in this step."""
-    extended: tuple[tuple[int, tuple[int, ...]], ...]
+    extended: tuple[tuple[Ordinal, tuple[BlockId, ...]], ...]
     """(ordinal, block ids appended to its table)."""
-    settled: tuple[tuple[int, int, int], ...]
+    settled: tuple[tuple[Ordinal, ChunkNumber, NumTokens], ...]
     """(ordinal, first chunk not dealt with, num_settled_tokens) of requests with chunks to be saved."""
-    time_ns: int
+    time_ns: TimeNs
 
 
 class Withheld(enum.StrEnum):
@@ -278,19 +297,19 @@ class Withheld(enum.StrEnum):
 class TransferReported(Event, frozen=True, tag=10):
     """Workers reported how a copy went. Ranks are named, so that one that reports twice is not counted as two."""
 
-    job_ids: tuple[int, ...]
+    job_ids: tuple[JobId, ...]
     """What was copied at once, and went one way: the saves of a step, or one job."""
-    ranks_done: tuple[int, ...]
-    ranks_failed: tuple[int, ...]
+    ranks_done: tuple[Int64, ...]
+    ranks_failed: tuple[Int64, ...]
     is_repeated: bool
     """Whether the workers were asked to tell once more; then the job may be settled already."""
-    num_bytes: tuple[int, ...]
+    num_bytes: tuple[NumBytes, ...]
     """For each of the jobs, over all ranks."""
-    duration_ns: int
+    duration_ns: DurationNs
     error: str
     withheld: str
     """Why the connector reports in the workers' place, one of `Withheld`. Mostly empty."""
-    time_ns: int
+    time_ns: TimeNs
 
     @classmethod
     def by(cls, ranks: Iterable[int], job_id: int, time_ns: int, *, error: str = "") -> TransferReported:
@@ -303,15 +322,15 @@ class TransferReported(Event, frozen=True, tag=10):
 class LoadErrorsObserved(Event, frozen=True, tag=11):
     """Blocks that a worker could not fill. Whoever holds one of them may have read garbage."""
 
-    block_ids: tuple[int, ...]
-    time_ns: int
+    block_ids: tuple[Int64, ...]
+    time_ns: TimeNs
 
 
 @observation("cache.reset")
 class CacheReset(Event, frozen=True, tag=12):
     """Everything cached so far is stale (`reset_cache`), as after new weights."""
 
-    time_ns: int
+    time_ns: TimeNs
 
 
 @observation("hook.failed")
@@ -324,7 +343,7 @@ class HookFailed(Event, frozen=True, tag=13):
     hook: str
     request_id: str
     error: str
-    time_ns: int
+    time_ns: TimeNs
 
 
 CORRUPT = "LedgerCorrupt"
@@ -363,17 +382,17 @@ class MissReason(enum.StrEnum):
 class LookupAnswered(RequestDecision, frozen=True, tag=14):
     """What the scheduler was answered, and everything the answer was made from."""
 
-    num_computed_tokens: int
-    num_tokens: int
-    num_hit_tokens: int
-    num_external_tokens: int
+    num_computed_tokens: NumTokens
+    num_tokens: NumTokens
+    num_hit_tokens: Int64
+    num_external_tokens: Int64
     is_async: bool
     """Whether the request is to wait for the load outside of the steps, instead of the step for the load."""
     miss_reason: str
     """Why the hit ends where it ends; one of `MissReason`."""
-    miss_cause: int
+    miss_cause: Sequence
     """Sequence number of the event that removed the first missing chunk; 0 where there is none."""
-    cause: int
+    cause: Sequence
 
 
 @decision("lookup.deferred")
@@ -384,15 +403,15 @@ class LookupDeferred(RequestDecision, frozen=True, tag=15):
     where there is one load at a time.
     """
 
-    num_computed_tokens: int
-    num_tokens: int
-    job_id: int
-    num_deferred: int
+    num_computed_tokens: NumTokens
+    num_tokens: NumTokens
+    job_id: JobId
+    num_deferred: Count
     """How often in a row, this time included; further deferrals for the same load do not count.
 
     Bounded by `LedgerConfiguration.max_deferred_lookups`.
     """
-    cause: int
+    cause: Sequence
 
 
 @decision("load.issued")
@@ -402,30 +421,30 @@ class LoadIssued(RequestDecision, frozen=True, tag=16):
     Before the step's forward, or asynchronously with `is_async`; the request is in no step until it is settled.
     """
 
-    job_id: int
-    first_token: int
-    num_tokens: int
-    slots: tuple[int, ...]
-    block_ids: tuple[int, ...]
+    job_id: JobId
+    first_token: NumTokens
+    num_tokens: NumTokens
+    slots: tuple[Slot, ...]
+    block_ids: tuple[BlockId, ...]
     is_async: bool
-    cause: int
+    cause: Sequence
 
 
 @decision("load.completed")
 class LoadCompleted(RequestDecision, frozen=True, tag=17):
     """Every rank has the loaded pages in place."""
 
-    job_id: int
-    cause: int
+    job_id: JobId
+    cause: Sequence
 
 
 @decision("load.failed")
 class LoadFailed(RequestDecision, frozen=True, tag=18):
     """A rank could not load. The chunks are tainted; the scheduler recomputes or fails the request."""
 
-    job_id: int
+    job_id: JobId
     error: str
-    cause: int
+    cause: Sequence
 
 
 # --- Decisions: saves and the host pool --------------------------------------------------------
@@ -439,13 +458,13 @@ class SaveIssued(RequestDecision, frozen=True, tag=19):
     asynchronously to this step and later ones; the blocks are the request's until it is done, or it is awaited.
     """
 
-    job_id: int
-    chunks: tuple[int, ...]
-    slots: tuple[int, ...]
-    block_ids: tuple[int, ...]
+    job_id: JobId
+    chunks: tuple[ChunkNumber, ...]
+    slots: tuple[Slot, ...]
+    block_ids: tuple[BlockId, ...]
     before_forward: bool
     is_async: bool
-    cause: int
+    cause: Sequence
 
 
 @decision("tail.save_issued")
@@ -456,20 +475,20 @@ class TailSaveIssued(RequestDecision, frozen=True, tag=20):
     load them. `generation` is that of the blocks.
     """
 
-    job_id: int
-    first_token: int
-    num_tokens: int
-    slots: tuple[int, ...]
-    block_ids: tuple[int, ...]
-    cause: int
+    job_id: JobId
+    first_token: NumTokens
+    num_tokens: NumTokens
+    slots: tuple[Slot, ...]
+    block_ids: tuple[BlockId, ...]
+    cause: Sequence
 
 
 @decision("save.completed")
 class SaveCompleted(RequestDecision, frozen=True, tag=21):
     """Every rank has saved; the chunks of the job can be looked up from now on."""
 
-    job_id: int
-    cause: int
+    job_id: JobId
+    cause: Sequence
 
 
 @decision("save.failed", variants=("quiet", "quiet", "silent"))
@@ -479,10 +498,10 @@ class SaveFailed(RequestDecision, frozen=True, tag=22):
     A job that was given up without a report may still write: its slots are used again when every rank has reported.
     """
 
-    job_id: int
+    job_id: JobId
     error: str
     quiet: bool
-    cause: int
+    cause: Sequence
 
 
 POOL_FULL = "pool_full"
@@ -493,10 +512,10 @@ UNFILLED = "unfilled"
 class SaveDeclined(RequestDecision, frozen=True, tag=23):
     """Settled chunks were not saved, and why: a full pool, or a load failed into blocks that the request relies on."""
 
-    first_chunk: int
-    num_chunks: int
+    first_chunk: ChunkNumber
+    num_chunks: ChunkNumber
     reason: str
-    cause: int
+    cause: Sequence
 
 
 @decision("transfer.awaited", variants=("before_forward", "fence", "ask"))
@@ -507,16 +526,16 @@ class TransferAwaited(RequestDecision, frozen=True, tag=24):
     about it for too long; then whoever has done it tells so once more.
     """
 
-    job_id: int
+    job_id: JobId
     before_forward: bool
-    cause: int
+    cause: Sequence
 
 
 @decision("blocks.held")
 class BlocksHeld(RequestDecision, frozen=True, tag=25):
     """`request_finished` answered True: vLLM keeps the blocks until `RequestReleased`, for the copies out of them."""
 
-    cause: int
+    cause: Sequence
 
 
 @decision("chunk.evicted")
@@ -526,9 +545,9 @@ class ChunkEvicted(Event, frozen=True, tag=26):
     key: bytes
     request_id: str
     """Whose save needed the slots."""
-    ordinal: int
-    generation: int
-    cause: int
+    ordinal: Ordinal
+    generation: Generation
+    cause: Sequence
 
 
 @decision("chunk.tainted")
@@ -536,7 +555,7 @@ class ChunkTainted(Event, frozen=True, tag=27):
     """A chunk that could not be loaded is not offered again until it is saved anew."""
 
     key: bytes
-    cause: int
+    cause: Sequence
 
 
 # --- Decisions: the state of a request ---------------------------------------------------------
@@ -546,25 +565,25 @@ class ChunkTainted(Event, frozen=True, tag=27):
 class PrefillAdvanced(RequestDecision, frozen=True, tag=28):
     """Some known tokens are computed or in flight, more are to come."""
 
-    num_computed_tokens: int
-    num_tokens: int
-    cause: int
+    num_computed_tokens: NumTokens
+    num_tokens: NumTokens
+    cause: Sequence
 
 
 @decision("prefill.completed")
 class PrefillCompleted(RequestDecision, frozen=True, tag=29):
     """Every known token is computed or in flight."""
 
-    num_computed_tokens: int
-    num_tokens: int
-    cause: int
+    num_computed_tokens: NumTokens
+    num_tokens: NumTokens
+    cause: Sequence
 
 
 @decision("request.released")
 class RequestReleased(RequestDecision, frozen=True, tag=30):
     """Nothing is owed to or by the request any more; every projection forgets it, and held blocks are freed."""
 
-    cause: int
+    cause: Sequence
 
 
 @decision("request.quarantined")
@@ -572,7 +591,7 @@ class RequestQuarantined(RequestDecision, frozen=True, tag=31):
     """The request gets no more help from the cache: no hits, no saves. It recomputes."""
 
     reason: str
-    cause: int
+    cause: Sequence
 
 
 @decision("invariant.violated")
@@ -582,10 +601,10 @@ class InvariantViolated(Event, frozen=True, tag=32):
     rule: str
     request_id: str
     """Empty where it concerns no single request; then ordinal and generation are `NO_LIFE`."""
-    ordinal: int
-    generation: int
+    ordinal: Ordinal
+    generation: Generation
     detail: str
-    cause: int
+    cause: Sequence
 
 
 @observation("log.note")
@@ -593,7 +612,7 @@ class LogNote(Event, frozen=True, tag=33):
     """A word of the connector to the reader of the log, such as a start, a shutdown or lost events."""
 
     text: str
-    time_ns: int
+    time_ns: TimeNs
 
 
 LOG_BEFORE = "the log before, "
@@ -608,8 +627,8 @@ class WindowLeft(RequestEvent, frozen=True, tag=34):
     sliding windows, and only where the request was in the step before.
     """
 
-    num_settled_tokens: int
-    time_ns: int
+    num_settled_tokens: NumTokens
+    time_ns: TimeNs
 
 
 @observation("decision.withheld")
@@ -622,7 +641,7 @@ class DecisionWithheld(Event, frozen=True, tag=35):
     request_id: str
     rule: str
     detail: str
-    time_ns: int
+    time_ns: TimeNs
 
 
 @observation("effects.delivered")
@@ -632,19 +651,19 @@ class EffectsDelivered(Event, frozen=True, tag=39):
     To the workers with a step: jobs, reminders, blocks, and the ends that they tell vLLM. To vLLM: the other ends.
     """
 
-    job_ids: tuple[int, ...]
+    job_ids: tuple[JobId, ...]
     """Copies that the workers were given; those of a step go with it or never."""
-    awaited: tuple[int, ...]
+    awaited: tuple[JobId, ...]
     """Jobs that they were reminded of."""
-    block_ids: tuple[int, ...]
+    block_ids: tuple[BlockId, ...]
     """Blocks that they report as not filled."""
-    failed: tuple[int, ...]
+    failed: tuple[Ordinal, ...]
     """Ordinals of lives whose asynchronous load failed, which every worker reports to vLLM."""
-    sent: tuple[int, ...]
+    sent: tuple[Ordinal, ...]
     """Ordinals of ended lives whose blocks no copy reads any more, which every worker reports to vLLM."""
-    received: tuple[int, ...]
+    received: tuple[Ordinal, ...]
     """Ordinals of lives whose asynchronous load is in place, as was reported to vLLM."""
-    reported: tuple[int, ...]
+    reported: tuple[Ordinal, ...]
     """Ordinals of those whose end vLLM has by now from the workers."""
 
 
@@ -656,8 +675,8 @@ class LoadRefused(Event, frozen=True, tag=40):
     """
 
     request_id: str
-    block_ids: tuple[int, ...]
-    time_ns: int
+    block_ids: tuple[BlockId, ...]
+    time_ns: TimeNs
 
 
 # --- Of extensions -------------------------------------------------------------------------------
@@ -671,7 +690,7 @@ class ExtensionObserved(RequestEvent, frozen=True, tag=36):
     name: str
     extension_version: int
     payload: bytes
-    time_ns: int
+    time_ns: TimeNs
 
 
 @decision("extension.decided")
@@ -682,7 +701,7 @@ class ExtensionDecided(RequestDecision, frozen=True, tag=37):
     name: str
     extension_version: int
     payload: bytes
-    cause: int
+    cause: Sequence
 
 
 @decision("extension.stopped")
@@ -699,7 +718,7 @@ class ExtensionStopped(Event, frozen=True, tag=38):
     """What raised: a method of a handler, a projection, or `kept`."""
     error: str
     """Its class and the line it comes from; never its message, which may quote anything."""
-    cause: int
+    cause: Sequence
 
 
 @observation("extension.noted")
@@ -713,7 +732,7 @@ class ExtensionNoted(Event, frozen=True, tag=41):
     name: str
     extension_version: int
     payload: bytes
-    time_ns: int
+    time_ns: TimeNs
 
 
 ExtensionEvent = ExtensionObserved | ExtensionDecided | ExtensionNoted
@@ -728,15 +747,15 @@ class PagesDigested(Event, frozen=True, tag=42):
     """
 
     request_id: str
-    ordinal: int
-    generation: int
-    rank: int
+    ordinal: Ordinal
+    generation: Generation
+    rank: Int64
     is_load: bool
-    group: int
-    first_block: int
-    digests: tuple[int, ...]
-    stored: tuple[int, ...]
-    time_ns: int
+    group: Group
+    first_block: BlockNumber
+    digests: tuple[Int64, ...]
+    stored: tuple[Int64, ...]
+    time_ns: TimeNs
 
 
 @observation("lookup.requested_again")
@@ -747,8 +766,8 @@ class LookupRequestedAgain(Event, frozen=True, tag=43):
     stands for, and whoever folds or replays the log is given that one.
     """
 
-    ordinal: int
-    time_ns: int
+    ordinal: Ordinal
+    time_ns: TimeNs
 
     def after(self, last: LookupAnswered) -> LookupRequested:
         """What it stands for behind that answer."""
@@ -759,8 +778,8 @@ class LookupRequestedAgain(Event, frozen=True, tag=43):
 class LookupAnsweredAgain(Event, frozen=True, tag=44):
     """A `LookupAnswered` that is the life's last one once more, reason and all; written in its place."""
 
-    ordinal: int
-    cause: int
+    ordinal: Ordinal
+    cause: Sequence
 
     def after(self, last: LookupAnswered) -> LookupAnswered:
         """What it stands for behind that answer."""
@@ -780,11 +799,11 @@ class EndRefused(Event, frozen=True, tag=45):
     """
 
     request_id: str
-    ordinal: int
+    ordinal: Ordinal
     """Of the life; `NO_LIFE` if kvledger owes no end of it."""
     field: str
     """Of vLLM's `KVConnectorOutput`: `finished_recving` or `finished_sending`."""
-    time_ns: int
+    time_ns: TimeNs
 
 
 @observation("prefix_cache.reset")
@@ -797,7 +816,7 @@ class PrefixCacheReset(Event, frozen=True, tag=46):
     nothing and is not recorded.
     """
 
-    time_ns: int
+    time_ns: TimeNs
 
 
 _DECLARED = [

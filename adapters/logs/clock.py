@@ -6,6 +6,8 @@ import datetime as dt
 from collections.abc import Mapping
 from typing import Final
 
+from kvledger.lifecycle.ranges import MAX_NS
+
 _NS_PER_S: Final = 1_000_000_000
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
@@ -15,7 +17,7 @@ class Clock:
 
     def __init__(self, header: Mapping[str, object]) -> None:
         opened_at = header.get("opened_at_unix_ns")
-        self._opened_ns = opened_at if isinstance(opened_at, int) else None
+        self._opened_ns = opened_at if isinstance(opened_at, int) and 0 <= opened_at <= MAX_NS else None
         self._day = ""
 
     @property

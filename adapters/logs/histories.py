@@ -60,10 +60,12 @@ def read_histories(log: StoredLog, selection: Selection, request_id: str, output
             for sequence, event in batch.numbered():
                 accounts.take(sequence, event)
         histories += accounts.histories
+    damage = tuple(log.damage)
     named = NamedEvents(named_by(histories))
     with output.progress(log, "finding the events"):
         for batch in log.batches(max(named.numbers, default=0)):
             named.take(batch)
+    log.damage[:] = damage  # the second reading ended before what is damaged behind the last event that is named
     return Histories(histories, named.events, named.names)
 
 

@@ -17,6 +17,7 @@ from kvledger.adapters.logs.amounts import plural
 from kvledger.lifecycle import Core, CoreError, LedgerConfiguration, Projections, SequencedEvent
 from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew, vocabulary_header
 from kvledger.lifecycle.events import Event, ExtensionEvent
+from kvledger.lifecycle.ranges import MAX_INT64, MAX_NS
 from kvledger.lifecycle.snapshots import SnapshotError, restore, state_fingerprint
 from kvledger.lifecycle.untrusted import Undecodable, converted, from_msgpack
 from kvledger.storage.events import (
@@ -450,6 +451,7 @@ def open_log(
         header: dict[str, object] = reader.header
         if not header:
             return _without_header(path, core, reader, lenient=lenient)
+        _check_numbers(header)
         core = core.reading(header, available_extensions())
         decoder = EventDecoder(core, header, lenient=lenient)
         return StoredLog(
@@ -483,6 +485,21 @@ def _without_header(path: Path, core: Core, reader: LogReader, *, lenient: bool)
     found = "; ".join(damage.detail for damage in reader.damage) or "it is empty"
     message = f"{path}: no segment has a readable header, so its events cannot be decoded: {found}; {why}"
     raise CommandFailed(message, ExitCode.DAMAGED)
+
+
+_NUMBERS_OF_HEADER: Mapping[str, tuple[int, int]] = {
+    "opened_at_unix_ns": (0, MAX_NS),
+    "process_id": (0, MAX_INT64),
+    "worker_rank": (0, MAX_INT64),
+}
+"""Key of a header → its least and its largest value."""
+
+
+def _check_numbers(header: Mapping[str, object]) -> None:
+    for name, (least, most) in _NUMBERS_OF_HEADER.items():
+        value = header.get(name)
+        if isinstance(value, int) and not least <= value <= most:
+            raise CodecError(f"the log's header has a {name} outside its range ({least} to {most}); it is damaged")
 
 
 def _configuration(header: Mapping[str, object]) -> LedgerConfiguration:

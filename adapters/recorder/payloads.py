@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvledger.lifecycle import Extension
+from kvledger.lifecycle.ranges import Count, DurationNs, Int64, NumBytes, NumTokens
 from kvledger.lifecycle.windows import NULL_BLOCK
 
 
@@ -23,40 +24,40 @@ class RecordingStarted(msgspec.Struct, frozen=True):
     kv_transfer: dict[str, Any]
     """What `--kv-transfer-config` would say without the recorder. An option that the allow list lacks has its type and
     length as its value."""
-    num_blocks: int
-    block_bytes: int
+    num_blocks: Count
+    block_bytes: NumBytes
     """Of one block on one rank, over all layers."""
-    num_ranks: int
+    num_ranks: Count
     enable_prefix_caching: bool
     async_scheduling: bool
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
+    max_num_seqs: Count
+    max_num_batched_tokens: NumTokens
+    max_model_len: NumTokens
 
 
 class LookupReturned(msgspec.Struct, frozen=True):
     """What `get_num_new_matched_tokens` returned. The call precedes it, as `lookup.requested`."""
 
-    num_computed_tokens: int
-    num_tokens: int
-    num_external_tokens: int | None
+    num_computed_tokens: NumTokens
+    num_tokens: NumTokens
+    num_external_tokens: Int64 | None
     """None: vLLM is to ask again."""
     is_async: bool
-    duration_ns: int
+    duration_ns: DurationNs
 
 
 class EndReturned(msgspec.Struct, frozen=True):
     """What `request_finished` returned: whether vLLM is to keep the blocks until the request is reported."""
 
     keeps_blocks: bool
-    duration_ns: int
+    duration_ns: DurationNs
 
 
 class Returned(msgspec.Struct, frozen=True):
     """A hook that answers nothing about one request has returned."""
 
     hook: str
-    duration_ns: int
+    duration_ns: DurationNs
 
 
 class WorkerStarted(msgspec.Struct, frozen=True):
@@ -64,7 +65,7 @@ class WorkerStarted(msgspec.Struct, frozen=True):
 
     engine_id: str
     """Of vLLM; the log of the scheduler has it in its header."""
-    rank: int
+    rank: Int64
     connector: str
     """The class that is wrapped."""
 
@@ -73,7 +74,7 @@ class Called(msgspec.Struct, frozen=True, omit_defaults=True):
     """A hook of the wrapped connector is about to be called: by a worker, or one for which no observation stands."""
 
     hook: str
-    step: int = -1
+    step: Int64 = -1
     """Counted as the scheduler's log counts its steps, from 0; -1: before the first step or after the last."""
     layer: str = ""
     """Of a hook for one layer, which is written for the first of a step, and where it raises."""
@@ -86,7 +87,7 @@ class Reported(msgspec.Struct, frozen=True, omit_defaults=True):
     finished_sending: tuple[str, ...] = ()
     finished_recving: tuple[str, ...] = ()
     failed_recving: tuple[str, ...] = ()
-    invalid_block_ids: tuple[int, ...] = ()
+    invalid_block_ids: tuple[Int64, ...] = ()
 
 
 class WorkersReported(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -95,7 +96,7 @@ class WorkersReported(msgspec.Struct, frozen=True, omit_defaults=True):
     finished_sending: tuple[str, ...] = ()
     finished_recving: tuple[str, ...] = ()
     failed_recving: tuple[str, ...] = ()
-    invalid_block_ids: tuple[int, ...] = ()
+    invalid_block_ids: tuple[Int64, ...] = ()
     unread: str = ""
     """The class of the workers' metadata, where it is not known what it says."""
 
@@ -114,11 +115,11 @@ class ReportedBy(msgspec.Struct, frozen=True, omit_defaults=True):
     Written if there are siblings, whose reports vLLM does not tell apart; request ids.
     """
 
-    child: int
+    child: Int64
     """Place among the children; `OWN`: the recorded connector's own report."""
     connector: str
     """Its class."""
-    rank: int
+    rank: Int64
     finished_sending: tuple[str, ...] = ()
     finished_recving: tuple[str, ...] = ()
     failed_recving: tuple[str, ...] = ()
@@ -127,7 +128,7 @@ class ReportedBy(msgspec.Struct, frozen=True, omit_defaults=True):
 class LoadChosen(msgspec.Struct, frozen=True):
     """Whose answer a recorded `MultiConnector` has taken for a request that is given blocks to load into."""
 
-    child: int
+    child: Int64
     """Place among the children."""
     connector: str
     """Its class."""
@@ -143,11 +144,11 @@ class Transferred(msgspec.Struct, frozen=True):
     job: str
     """The connector's own name for it."""
     is_load: bool
-    group: int
+    group: Int64
     """Of the KV cache, counted from 0; -1 where the metadata does not say."""
-    first_block: int
+    first_block: Int64
     """Where in the request's table the blocks begin; -1 where the metadata does not say."""
-    block_ids: tuple[int, ...]
+    block_ids: tuple[Int64, ...]
     ends_with: str = ""
     """One of `ENDS`; empty where the log does not show it."""
 
@@ -155,7 +156,7 @@ class Transferred(msgspec.Struct, frozen=True):
         """Where in a table each block stands, behind the one before; None, and no more, for one that does not."""
         start, end = self.first_block, self.first_block + 1
         for block_id in self.block_ids:
-            places = range(start, min(end, len(table)))
+            places = range(max(start, 0), min(end, len(table)))
             place = next((at for at in places if block_id == table[at] or NULL_BLOCK in (block_id, table[at])), None)
             yield place
             if place is None:

@@ -30,8 +30,16 @@ each_event = pytest.mark.parametrize("event_class", EVENTS, ids=lambda event_cla
 
 def types_of(event_class: type[e.Event]) -> dict[str, Any]:
     """Field name -> annotation, in wire order."""
-    hints = typing.get_type_hints(event_class)
+    hints = typing.get_type_hints(event_class, include_extras=True)
     return {name: hints[name] for name in e.field_names(event_class)}
+
+
+def range_of(annotation: Any) -> tuple[int, int] | None:
+    """The least and the largest number of a type with a range; None for any other type."""
+    if typing.get_origin(annotation) is not typing.Annotated:
+        return None
+    (meta,) = annotation.__metadata__
+    return meta.ge, meta.le
 
 
 def values_of(annotation: Any) -> st.SearchStrategy[Any]:
@@ -44,6 +52,9 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
     }
     if annotation in simple:
         return simple[annotation]
+    limits = range_of(annotation)
+    if limits is not None:
+        return st.integers(*limits)
     assert typing.get_origin(annotation) is tuple, f"{annotation} is not a plain type"
     arguments = typing.get_args(annotation)
     if len(arguments) == 2 and arguments[1] is Ellipsis:
@@ -54,6 +65,8 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
 def example_of(annotation: Any, seed: int) -> Any:
     """A fixed value of an annotation, for golden files."""
     simple = {int: 1000 * seed + 7, str: f"text {seed} ü", bytes: bytes(range(seed, seed + 16)), bool: True}
+    if range_of(annotation) is not None:
+        return simple[int]
     if annotation in simple:
         return simple[annotation]
     arguments = typing.get_args(annotation)
@@ -71,7 +84,7 @@ def any_event(draw: st.DrawFn, classes: typing.Sequence[type[e.Event]] = EVENTS)
 
 def is_plain(annotation: Any) -> bool:
     """Whether a field's type is made of ints, strings, bytes, booleans and tuples of them only."""
-    if annotation in {int, str, bytes, bool}:
+    if annotation in {int, str, bytes, bool} or range_of(annotation) is not None:
         return True
     arguments = [argument for argument in typing.get_args(annotation) if argument is not Ellipsis]
     return typing.get_origin(annotation) is tuple and all(map(is_plain, arguments))

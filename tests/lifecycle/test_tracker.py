@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_type_hints
+
 import msgspec
 import pytest
 from lifecycle_driver import Driver, keys_of
@@ -189,4 +191,5 @@ def example_values(event_class: type[e.Event]) -> dict[str, object]:
         tuple[int, ...]: (),
         tuple[bytes, ...]: (),
     }
-    return {field.name: values.get(field.type, ()) for field in msgspec.structs.fields(event_class)}
+    hints = get_type_hints(event_class)
+    return {name: values.get(hints[name], ()) for name in e.field_names(event_class)}
