@@ -55,6 +55,23 @@ class Geometry:
             return blocks
         return tuple(block * num_groups + group for block in blocks for group in range(num_groups))
 
+    def pages_for(self, chunks: Sequence[int], num_slots: int) -> Sequence[int]:
+        """Pages of the chunks as `pages_of`, at least the first `num_slots` of them; the rest may be left out.
+
+        For recorded copies, which may name more chunks than they have slots for.
+        """
+        pages_per_chunk = self.pages_per_chunk
+        return self.pages_of(chunks[: -(-num_slots // pages_per_chunk)] if pages_per_chunk else chunks)
+
+    def chunks_of_load(self, first_token: int, num_tokens: int, num_known: int) -> range:
+        """Chunks that a load of these tokens touches, at most one behind the `num_known` whose keys are known.
+
+        A load ends at the latest inside the chunk behind the last known one. A recorded load may say anything.
+        """
+        first = max(0, first_token // self.chunk_size)
+        end = -(-(first_token + num_tokens) // self.chunk_size)
+        return range(first, min(end, max(first, num_known) + 1))
+
     def pages_spanning(self, first_token: int, num_tokens: int) -> range:
         """Indices of the pages of the blocks that hold these tokens."""
         return self.windows.pages(self.blocks_spanning(first_token, num_tokens))
@@ -64,14 +81,24 @@ class Geometry:
         pages = self.pages_of((chunk,))
         if not all(page in slot_of_page for page in pages):
             return None
-        return tuple(slot_of_page[page] for page in pages)
+        return tuple([slot_of_page[page] for page in pages])
 
-    def chunks_before_in_block(self, chunk: int) -> range:
-        """Chunks that end earlier inside the same block; an image with `chunk` in it contains them too."""
+    def earlier_chunks(self, chunks: Iterable[int], num_known: int) -> list[int]:
+        """Chunks that end earlier inside the blocks of these chunks, ascending, without these, below `num_known`.
+
+        An image of a block with a chunk in it contains them too.
+        """
         if self.chunk_size >= self.block_size:
-            return range(0)
+            return []
         chunks_per_block = self.block_size // self.chunk_size
-        return range(chunk - chunk % chunks_per_block, chunk)
+        last_of_block: dict[int, int] = {}
+        for chunk in chunks:
+            block = chunk // chunks_per_block
+            last_of_block[block] = max(chunk, last_of_block.get(block, 0))
+        earlier: set[int] = set()
+        for block, last in last_of_block.items():
+            earlier.update(range(block * chunks_per_block, min(last, num_known)))
+        return sorted(earlier.difference(chunks))
 
     def place_of(self, page: int, num_chunks: int) -> tuple[int, int]:
         """The chunk among the first `num_chunks` with the longest image of `page`, and where among its pages it is."""

@@ -39,7 +39,7 @@ PROJECTIONS: tuple[ProjectionSpec, ...] = (
     ProjectionSpec("totals", lambda its: Totals(its.tracker, its.transfers, its.lookups)),
     ProjectionSpec("blocks", lambda its: BlockTable(its.tracker)),
     ProjectionSpec("unfilled", lambda its: UnfilledBlocks(its.tracker, its.blocks, its.geometry)),
-    ProjectionSpec("tails", lambda its: Tails(its.tracker, its.chunks.slots)),
+    ProjectionSpec("tails", lambda its: Tails(its.tracker, its.chunks.slots, its.geometry.chunk_size)),
     ProjectionSpec("chunk_keys", lambda its: ChunkKeys(its.tracker, its.configuration.chunk_size)),
     ProjectionSpec(
         "save_cursor",

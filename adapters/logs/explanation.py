@@ -358,8 +358,8 @@ def _where(first_token: int, end_token: int, chunk_size: int | None) -> str:
     tokens = f"token {first_token}" if end_token == first_token + 1 else f"tokens {first_token}–{end_token - 1}"
     if chunk_size is None:
         return tokens
-    chunks = range(first_token // chunk_size, -(-end_token // chunk_size))
-    return f"{tokens} (chunk{'' if len(chunks) == 1 else 's'} {ranges(chunks)})"
+    first, last = first_token // chunk_size, -(-end_token // chunk_size) - 1
+    return f"{tokens} (chunk {first})" if first == last else f"{tokens} (chunks {first}–{last})"
 
 
 def _fact_text(reason: Reason, facts: Sequence[ChunkFact], histories: Histories, before_ns: int | None) -> str:

@@ -195,23 +195,27 @@ class Admissions(Projection):
         That is what is claimed, and what vLLM's prefix cache has because another request loaded it.
         """
         size, chunks = self._explainer.configuration.chunk_size, self._memory.chunks
-        for chunk in range(-(-admission.num_retained // size)):
-            key = life.keys.get(chunk)
-            reset = 0 if key is None else chunks.reset_before_load(key)
-            if reset:
-                admission.num_retained_before_reset += min(size, admission.num_retained - chunk * size)
-                admission.reset_sequence = max(admission.reset_sequence, reset)
-        at, end = admission.num_retained, admission.num_retained + admission.num_claimed
-        while at < end:
-            until = min(end, (at // size + 1) * size)
-            key, tail = life.keys.get(at // size), life.tail
-            reset = 0 if key is None else chunks.reset_after(key)
+        if chunks.was_any_loaded_since_reset:
+            for chunk in _known(life, 0, admission.num_retained, size):
+                reset = chunks.reset_before_load(life.keys[chunk])
+                if reset:
+                    admission.num_retained_before_reset += min(size, admission.num_retained - chunk * size)
+                    admission.reset_sequence = max(admission.reset_sequence, reset)
+        tail = life.tail if life.tail is not None and life.tail.before_reset else None
+        if tail is None and not chunks.is_any_from_before_reset:
+            return
+        first, end = admission.num_retained, admission.num_retained + admission.num_claimed
+        of_tail = () if tail is None else range(tail.first_token // size, -(-tail.end_token // size))
+        for chunk in sorted({*_known(life, first, end, size), *of_tail}):
+            at, until = max(first, chunk * size), min(end, (chunk + 1) * size)
+            if at >= until:
+                continue
+            reset = chunks.reset_after(life.keys[chunk]) if chunk in life.keys else 0
             if not reset and tail is not None and tail.first_token <= at < tail.end_token:
                 reset = tail.before_reset
             if reset:
                 admission.num_before_reset += until - at
                 admission.reset_sequence = max(admission.reset_sequence, reset)
-            at = until
 
     @staticmethod
     def start_late(life: Life, admission: Admission, first_token: int) -> None:
@@ -252,8 +256,8 @@ class Admissions(Projection):
         """Remember what is being loaded; return the load that brings most of the same tokens, if there is one."""
         life, size = self._lives.get(event.request_id), self._chunk_size
         end_token = event.first_token + event.num_tokens
-        chunks = range(event.first_token // size, -(-end_token // size))
-        keys = {} if life is None else {chunk: life.keys[chunk] for chunk in chunks if chunk in life.keys}
+        known = () if life is None else _known(life, event.first_token, end_token, size)
+        keys = {} if life is None else {chunk: life.keys[chunk] for chunk in known}
         most = None
         for job_id, other in self._loading.items():
             first, end = self._shared(keys, other, event.first_token, end_token)
@@ -340,6 +344,17 @@ class Admissions(Projection):
             evidence = tuple(filter(None, (life.broken_rule, life.undelivered_sequence)))
             undelivered = Span(first, first + num_tokens, Reason.NOT_DELIVERED, evidence)
             life.admission.spans = replaced(life.admission.spans, undelivered)
+
+
+def _known(life: Life, first_token: int, end_token: int, chunk_size: int) -> list[int]:
+    """The chunks with these tokens whose keys are known, ascending.
+
+    A log may count far more tokens than it has keys for.
+    """
+    chunks = range(max(0, first_token // chunk_size), -(-end_token // chunk_size))
+    if len(chunks) <= len(life.keys):
+        return [chunk for chunk in chunks if chunk in life.keys]
+    return sorted(chunk for chunk in life.keys if chunk in chunks)
 
 
 def _admission_of(life: Life, load: Load) -> Admission | None:

@@ -41,7 +41,7 @@ class ChunkEvents(Projection):
         life = self._lives.kept(event.request_id)
         if life is not None:
             fact = _saving(event, sequence, life)
-            life.tail = Tail(event.first_token, event.first_token + event.num_tokens, fact)
+            life.tail = Tail(event.first_token, event.first_token + min(event.num_tokens, self._chunk_size), fact)
 
     @on(e.SaveCompleted)
     def _save_completed(self, event: e.SaveCompleted, sequence: int) -> None:

@@ -165,6 +165,16 @@ class ChunkHistory:
         self._state.before_reset = dict.fromkeys(self._state.in_pool, sequence)
         self._state.loaded_since.clear()
 
+    @property
+    def is_any_from_before_reset(self) -> bool:
+        """Whether any chunk in the pool has survived a reset of vLLM's prefix cache."""
+        return bool(self._state.before_reset)
+
+    @property
+    def was_any_loaded_since_reset(self) -> bool:
+        """Whether such a chunk was loaded since vLLM's last reset."""
+        return bool(self._state.loaded_since)
+
     def reset_after(self, key: bytes) -> int:
         """The last reset of vLLM's prefix cache that this chunk in the pool has survived; 0 if there is none."""
         return self._state.before_reset.get(key, 0)

@@ -5,7 +5,9 @@ Pure: a function of the answer, of what is remembered of the request, and of the
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
+from functools import cached_property
 
 import attrs
 
@@ -119,17 +121,30 @@ class _Behind:
     def spans(self, first_token: int, end_token: int) -> Iterator[Span]:
         """The reasons of these tokens."""
         at = first_token
+        num_tokens = end_token + 1 if self.answer is None else self.answer.num_tokens
         while at < end_token:
-            end = min(end_token, *(bound for bound in self._bounds(at) if bound > at))
+            end = min(end_token, *(bound for bound in self._bounds(at, num_tokens) if bound > at))
             span = self._reason_of(at, end)
             yield self._overruled(span)
             at = end
 
-    def _bounds(self, at: int) -> tuple[int, ...]:
+    def _bounds(self, at: int, num_tokens: int) -> tuple[int, ...]:
         size = self.explainer.configuration.chunk_size
         tail = self.life.tail
         of_tail = () if tail is None else (tail.first_token, tail.end_token)
-        return ((at // size + 1) * size, self.life.mark, *of_tail)
+        bounds = (self.life.mark, *of_tail)
+        end, end_of_whole = (at // size + 1) * size, num_tokens // size * size
+        if at // size in self.life.keys or end >= end_of_whole:
+            return (end, *bounds)
+        # Whole chunks without keys have one reason, and a log may count far more tokens than it has keys for.
+        place = bisect_right(self._keyed, at // size)
+        following = (self._keyed[place] * size,) if place < len(self._keyed) else ()
+        return (end_of_whole, *following, *bounds, *(bound // size * size for bound in bounds))
+
+    @cached_property
+    def _keyed(self) -> list[int]:
+        """Chunks whose keys are known, ascending."""
+        return sorted(self.life.keys)
 
     def _overruled(self, span: Span) -> Span:
         """What makes the request compute whatever is there goes over what was there."""

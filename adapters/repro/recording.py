@@ -97,6 +97,36 @@ def read_recording(path: Path) -> Recording:
     return recording
 
 
+_MAX_TOKENS = 1 << 23
+"""Of all requests of a recording together; each is made, in 36 bytes."""
+
+
+def _check_tokens(events: Iterable[SequencedEvent]) -> None:
+    """Refuse a recording whose requests have more tokens than can be made; a log may say any number."""
+    num_tokens: dict[object, int] = {}
+    num_all_tokens = 0
+    ordinals: dict[str, int] = {}
+    for sequence, event in events:
+        rows: list[tuple[object, int]] = []
+        if isinstance(event, e.RequestArrived):
+            ordinals[event.request_id] = event.ordinal
+            rows = [(event.ordinal, event.num_prompt_tokens)]
+        elif isinstance(event, e.StepScheduled):
+            rows = [(ordinal, max(start + count, known)) for ordinal, start, count, known in event.advanced]
+        elif isinstance(event, e.LookupRequested | e.RequestPreempted | e.SessionContinued | e.RequestFinished):
+            rows = [(ordinals.get(event.request_id, event.request_id), event.num_tokens)]
+        for whose, count in rows:
+            num_more = count - num_tokens.get(whose, 0)
+            if num_more > 0:
+                num_tokens[whose] = count
+                num_all_tokens += num_more
+        if num_all_tokens > _MAX_TOKENS:
+            raise NotRerunnable(
+                f"its requests have more than {_MAX_TOKENS:,} tokens by event {sequence}, and all of them would have "
+                "to be made; give a log with fewer or shorter requests, or an earlier incident with --until"
+            )
+
+
 _DONE_AGAIN = (e.EffectsDelivered, e.ExtensionObserved, e.HookFailed, e.LogNote, e.TransferReported, e.ExtensionNoted)
 """What a recorder writes of what the wrapped connector did, and of its workers where they are not quoted."""
 
@@ -105,9 +135,10 @@ def record(configuration: LedgerConfiguration, events: Iterable[SequencedEvent])
     """A recording of these events of a log, decisions included, in order and without a gap.
 
     Raises:
-        NotRerunnable: a recorder's log lacks what the workers did.
+        NotRerunnable: a recorder's log lacks what the workers did, or the requests have too many tokens.
     """
     events = list(events)
+    _check_tokens(events)
     wrapped = next((found for _, event in events if (found := _payload(event, RecordingStarted)) is not None), None)
     observations: list[SequencedEvent] = []
     ordinals: dict[str, int] = {}

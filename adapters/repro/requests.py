@@ -165,8 +165,8 @@ def token_ids(owner: str, keys: Sequence[bytes], positions: range, chunk_size: i
     found: list[int] = []
     for chunk in range(positions.start // chunk_size, -(-positions.stop // chunk_size)):
         seed = b"chunk " + keys[chunk] if chunk < len(keys) else f"nobody else's {owner} {chunk}".encode()
-        stream = hashlib.shake_128(seed).digest(2 * chunk_size)
-        tokens = [int.from_bytes(stream[2 * place : 2 * place + 2], "little") for place in range(chunk_size)]
         first = max(positions.start - chunk * chunk_size, 0)
-        found += tokens[first : positions.stop - chunk * chunk_size]
+        end = min(positions.stop - chunk * chunk_size, chunk_size)
+        stream = hashlib.shake_128(seed).digest(2 * end)
+        found += [int.from_bytes(stream[2 * place : 2 * place + 2], "little") for place in range(first, end)]
     return found

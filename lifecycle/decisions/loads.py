@@ -29,7 +29,7 @@ def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:
         return
     first_token, num_tokens = answer.num_computed_tokens, event.num_external_tokens
     pages = projections.geometry.pages_spanning(first_token, num_tokens)
-    if pages.stop > len(event.block_ids):
+    if first_token < 0 or pages.stop > len(event.block_ids):
         detail = f"tokens to {first_token + num_tokens} need {pages.stop} blocks, {len(event.block_ids)} were given"
         _refuse(turn, Rule.TABLE_EQ, detail)
         return

@@ -169,6 +169,8 @@ class _Plan(msgspec.Struct):
             if end > len(table):
                 return ()
             return (table[end - 1],) if num_pages == num_chunks == 1 else tuple(table[first * num_pages : end])
+        if num_pages and (chunks[-1] + 1) * num_pages > len(table):
+            return ()
         pages = geometry.pages_of(chunks)
         return blocks_at(pages, table) if pages[-1] < len(table) else ()
 
@@ -229,8 +231,11 @@ class _Plan(msgspec.Struct):
         stored = self.turn.projections.chunks.get(key)
         if stored is not None and NO_SLOT not in stored:
             return ()
-        pages = self.turn.projections.geometry.pages_of((chunk,))
-        slots = stored or (NO_SLOT,) * len(pages)
+        geometry = self.turn.projections.geometry
+        # Behind the table one block of each group shows that it is too short.
+        end = max(len(self.block_ids) - chunk * geometry.pages_per_chunk, 0) + len(geometry.window_sizes)
+        pages = geometry.pages_of((chunk,))[:end]
+        slots = (NO_SLOT,) * len(pages) if stored is None else stored[:end]
         return tuple(
             page
             for page, slot in zip(pages, slots, strict=True)

@@ -317,8 +317,9 @@ class ChunkIndex(Projection):
         return tuple([key for key in keys if key in self.state.committed and key not in self._wanted])
 
     def _place_pages(self, job: Job) -> None:
-        slot_of_page = dict(zip(self._geometry.pages_of(job.chunks), job.slots, strict=False))
-        for chunk, key in reversed(tuple(zip(job.chunks, job.keys, strict=False))):
+        pages = self._geometry.pages_for(job.chunks, len(job.slots))
+        slot_of_page = dict(zip(pages, job.slots, strict=False))
+        for chunk, key in reversed(dict(zip(job.chunks, job.keys, strict=False)).items()):
             self._place(chunk, key, slot_of_page)
         for chunk, key in reversed(job.earlier_keys):
             if key in self.state.committed:  # the new image of this block is longer and contains the shorter one

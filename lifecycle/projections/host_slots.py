@@ -5,6 +5,7 @@ It counts references, because several short chunks may share one page. It must n
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -19,13 +20,16 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """Which slots are taken, and which come next."""
 
     num_touched: int = 0
+    """One more than the largest slot that was ever taken."""
+    skipped: list[tuple[int, int]] = []
+    """(First, end) of slots below `num_touched` that were never taken, ascending."""
     free: list[int] = []
     failed: list[int] = []
     references: dict[int, int] = {}
 
 
 class HostSlots:
-    """Deterministic allocation of slot numbers: freed ones first, newest first, then untouched ones.
+    """Deterministic allocation of slot numbers: freed ones first, newest first, then untouched ones, ascending.
 
     Last come those whose save failed, the one that failed longest ago first: where the slot is to blame, the next save
     would fail as well.
@@ -50,7 +54,8 @@ class HostSlots:
         if count == 1 and free:  # most saves are of one page
             return (free[-1],)
         slots = free[: -count - 1 : -1]
-        slots.extend(range(self.state.num_touched, min(self.state.num_touched + count - len(slots), self.num_slots)))
+        for first, end in (*self.state.skipped, (self.state.num_touched, self.num_slots)):
+            slots.extend(range(first, min(first + count - len(slots), end)))
         slots.extend(self.state.failed[: count - len(slots)])
         return tuple(slots)
 
@@ -58,7 +63,8 @@ class HostSlots:
         """Add a reference to each slot, but for those that are `NO_SLOT`."""
         references, free = self.state.references, self.state.free
         num_slots = len(slots)
-        if num_slots >= _MANY and self.candidates(num_slots) == slots:  # the next ones, which nobody references
+        # The next ones, which nobody references.
+        if num_slots >= _MANY and not self.state.skipped and self.candidates(num_slots) == slots:
             num_more = max(0, num_slots - len(free))
             num_untouched = min(num_more, self.num_slots - self.state.num_touched)
             del free[-num_slots:]
@@ -76,11 +82,20 @@ class HostSlots:
                     free.pop()
                 elif slot == self.state.num_touched:
                     self.state.num_touched = slot + 1
-                elif slot < self.state.num_touched:
-                    (self.state.failed if slot in self.state.failed else free).remove(slot)
-                else:
-                    free.extend(range(slot - 1, self.state.num_touched - 1, -1))
+                elif slot > self.state.num_touched:  # a log may name any slot: nothing is made for those before it
+                    self.state.skipped.append((self.state.num_touched, slot))
                     self.state.num_touched = slot + 1
+                elif not self._take_skipped(slot):
+                    (self.state.failed if slot in self.state.failed else free).remove(slot)
+
+    def _take_skipped(self, slot: int) -> bool:
+        skipped = self.state.skipped
+        place = bisect_right(skipped, slot, key=lambda run: run[0]) - 1
+        if place < 0 or slot >= skipped[place][1]:
+            return False
+        first, end = skipped[place]
+        skipped[place : place + 1] = [run for run in ((first, slot), (slot + 1, end)) if run[0] < run[1]]
+        return True
 
     def release(self, slots: Iterable[int], *, failed: bool = False) -> None:
         """Drop a reference from each slot; the last one frees it. `failed`: it was held for a save that failed."""

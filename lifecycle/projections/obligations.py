@@ -275,11 +275,12 @@ class Obligations(Projection):
                 self._count(job_id, job, event)
 
     def _count(self, job_id: int, job: InFlight, event: e.TransferReported) -> None:
-        owing = set(range(self._num_ranks)).difference(job.ranks)  # the first word of a rank counts
-        job.has_failed |= not owing.isdisjoint(set(event.ranks_failed).difference(event.ranks_done))
-        owing.difference_update(event.ranks_done, event.ranks_failed)
-        job.ranks = tuple([rank for rank in range(self._num_ranks) if rank not in owing])
-        if not owing:
+        known, every_rank = set(job.ranks), range(self._num_ranks)
+        failed = set(event.ranks_failed).difference(event.ranks_done, known)  # the first report of a rank counts
+        job.has_failed |= any(rank in every_rank for rank in failed)
+        known.update(rank for rank in (*event.ranks_done, *event.ranks_failed) if rank in every_rank)
+        job.ranks = tuple(sorted(known))
+        if len(known) == self._num_ranks:
             self._ended(job_id, job)
 
     @on(e.LoadFailed, e.SaveFailed)

@@ -19,7 +19,10 @@ from kvledger.lifecycle.windows import NO_SLOT
 
 @attrs.define
 class Tail:
-    """Tokens from `first_token` to before `end_token`; one slot for each block that they touch."""
+    """Tokens from `first_token` to before `end_token`; one slot for each block that they touch.
+
+    They are at most one chunk, whatever a log says.
+    """
 
     job_id: int
     first_token: int
@@ -43,9 +46,10 @@ class Tails(Projection):
     it. Everything else concerns the life.
     """
 
-    def __init__(self, tracker: RequestTracker, slots: HostSlots) -> None:
+    def __init__(self, tracker: RequestTracker, slots: HostSlots, chunk_size: int) -> None:
         self._tracker = tracker
         self._slots = slots
+        self._chunk_size = chunk_size
         self.state = State()
 
     def __len__(self) -> int:
@@ -63,7 +67,7 @@ class Tails(Projection):
     @on(e.TailSaveIssued)
     def _issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
         if self._tracker.of(event.ordinal) is not None:
-            end_token = event.first_token + event.num_tokens
+            end_token = event.first_token + min(event.num_tokens, self._chunk_size)
             self.state.tails[event.ordinal] = Tail(event.job_id, event.first_token, end_token, event.slots)
 
     @on(e.LoadIssued)

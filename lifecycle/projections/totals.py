@@ -19,6 +19,7 @@ from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import JobKind, Transfers
+from kvledger.lifecycle.ranges import MAX_INT64
 
 
 @attrs.define
@@ -57,6 +58,11 @@ class Figures:
     num_extensions_stopped: int = 0
 
 
+def _sum(figure: int, more: int) -> int:
+    """Add to a figure that must fit into the 64 bits of a snapshot, whatever numbers a log holds."""
+    return max(-MAX_INT64, min(figure + more, MAX_INT64))
+
+
 _MS: Final = 1_000_000
 DURATION_BOUNDS_NS: Final = tuple(
     int(bound * _MS)
@@ -81,7 +87,7 @@ class Durations(msgspec.Struct, forbid_unknown_fields=True):
         """Count one."""
         bucket = bisect_left(DURATION_BOUNDS_NS, duration_ns)
         self.counts[bucket] += 1
-        self.sums_ns[bucket] += duration_ns
+        self.sums_ns[bucket] = _sum(self.sums_ns[bucket], duration_ns)
 
 
 _COUNTED: Mapping[type[e.Event], str] = {
@@ -161,7 +167,7 @@ class Totals(Projection):
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
         self.figures.num_lookups += 1
-        self.figures.num_tokens_offered += event.num_external_tokens
+        self.figures.num_tokens_offered = _sum(self.figures.num_tokens_offered, event.num_external_tokens)
 
     @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
@@ -212,11 +218,11 @@ class Totals(Projection):
             return
         figures, is_load = self.figures, job.kind is JobKind.LOAD
         if is_load:
-            figures.num_bytes_loaded += sum(event.num_bytes)
-            figures.load_duration_ns += event.duration_ns
+            figures.num_bytes_loaded = _sum(figures.num_bytes_loaded, sum(event.num_bytes))
+            figures.load_duration_ns = _sum(figures.load_duration_ns, event.duration_ns)
         else:
-            figures.num_bytes_saved += sum(event.num_bytes)
-            figures.save_duration_ns += event.duration_ns
+            figures.num_bytes_saved = _sum(figures.num_bytes_saved, sum(event.num_bytes))
+            figures.save_duration_ns = _sum(figures.save_duration_ns, event.duration_ns)
         if event.duration_ns:  # a copy that failed, or was not handed out, was not measured
             (self.state.load_times if is_load else self.state.save_times).add(event.duration_ns)
 

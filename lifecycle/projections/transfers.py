@@ -94,7 +94,8 @@ class Transfers(Projection):
         num_ranks: int = 1,
     ) -> None:
         self._regions = regions
-        self.all_ranks = tuple(range(num_ranks))
+        self._every_rank = range(num_ranks)
+        self.all_ranks = tuple(self._every_rank)
         self._tracker = tracker
         self._chunk_keys = chunk_keys
         self._geometry = geometry
@@ -207,11 +208,10 @@ class Transfers(Projection):
 
     @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
-        chunk_size = self._geometry.chunk_size
-        first = event.first_token // chunk_size
-        last = -(-(event.first_token + event.num_tokens) // chunk_size)
+        num_known = len(self._chunk_keys.of_life(event.ordinal))
+        chunks = self._geometry.chunks_of_load(event.first_token, event.num_tokens, num_known)
         self._read(event.slots)
-        self._start(event, JobKind.LOAD, tuple(range(first, last)), event.is_async)
+        self._start(event, JobKind.LOAD, tuple(chunks), event.is_async)
         if event.is_async:
             self.async_loads[event.job_id] = self.state.jobs[event.job_id]
 
@@ -258,8 +258,8 @@ class Transfers(Projection):
 
     def _earlier_keys(self, ordinal: int, chunks: tuple[int, ...]) -> tuple[tuple[int, bytes], ...]:
         keys = self._chunk_keys.of_life(ordinal)
-        earlier = {c for chunk in chunks for c in self._geometry.chunks_before_in_block(chunk)} - set(chunks)
-        return tuple((chunk, keys[chunk]) for chunk in sorted(earlier) if chunk < len(keys))
+        earlier = self._geometry.earlier_chunks(chunks, len(keys))
+        return tuple((chunk, keys[chunk]) for chunk in earlier)
 
     @on(e.TransferAwaited)
     def _awaited(self, event: e.TransferAwaited, _sequence: int) -> None:
@@ -293,9 +293,9 @@ class Transfers(Projection):
         known = {*job.ranks_done, *job.ranks_failed}
         reported = {*event.ranks_done, *event.ranks_failed}
         job.repeated_ranks = () if event.is_repeated else tuple(sorted(known & reported))
-        owing = set(self.all_ranks) - known
+        owing = {rank for rank in reported - known if rank in self._every_rank}
         done = owing.intersection(event.ranks_done)
-        failed = owing.intersection(event.ranks_failed) - done - set(job.ranks_done)
+        failed = owing.intersection(event.ranks_failed) - done
         job.ranks_done = tuple(sorted({*job.ranks_done, *done}))
         job.ranks_failed = tuple(sorted({*job.ranks_failed, *failed}))
 

@@ -150,7 +150,9 @@ class UnfilledBlocks(Projection):
         """What is written is filled, unless something unfilled is seen by its tokens, which lie behind so many."""
         windows = self._geometry.windows
         if windows.forget:
-            seen = windows.pages_seen(num_computed_tokens, range(first // windows.num_groups))
+            # A log may count more tokens than it has blocks.
+            num_blocks = min(first // windows.num_groups, len(table) // windows.num_groups + 1)
+            seen = windows.pages_seen(num_computed_tokens, range(num_blocks))
             unfilled = first if self.spoil(table[page] for page in seen if page < len(table)) else end
         else:
             unfilled = _first_of(self.state.blocks, table[:first])

@@ -31,8 +31,8 @@ def test_a_chunk_larger_than_a_block_is_several_pages() -> None:
 def test_chunks_that_share_a_block_share_its_page() -> None:
     """The seed's other sizes: 8 on 16."""
     assert Geometry(16, 8).blocks_of((0, 1, 2)) == (0, 1)
-    assert Geometry(16, 8).chunks_before_in_block(1) == range(1)
-    assert Geometry(16, 8).chunks_before_in_block(2) == range(2, 2)
+    assert Geometry(16, 8).earlier_chunks((1,), num_known=2) == [0]
+    assert Geometry(16, 8).earlier_chunks((2,), num_known=3) == []
 
 
 @given(geometry=geometries(), chunks=st.lists(st.integers(0, 200), min_size=1, max_size=8, unique=True).map(sorted))
@@ -54,9 +54,9 @@ def test_the_chunks_before_in_a_block_lie_wholly_in_the_block_where_the_chunk_en
         if all(token // geometry.block_size == last_block for token in tokens_of_chunk(geometry, earlier))
     ]
     if geometry.chunk_size < geometry.block_size:
-        assert list(geometry.chunks_before_in_block(chunk)) == expected
+        assert geometry.earlier_chunks((chunk,), num_known=chunk + 1) == expected
     else:
-        assert list(geometry.chunks_before_in_block(chunk)) == []
+        assert geometry.earlier_chunks((chunk,), num_known=chunk + 1) == []
 
 
 @given(geometry=geometries(), first=st.integers(0, 5000), count=st.integers(1, 500))

@@ -110,3 +110,23 @@ def replaced(events: Sequence[e.Event], event_class: type[e.Event], index: int, 
     places = [place for place, event in enumerate(changed) if type(event) is event_class]
     changed[places[index]] = msgspec.structs.replace(changed[places[index]], **fields)
     return changed
+
+
+def unfoldable(events: Sequence[e.Event], number: int = 0) -> list[e.Event]:
+    """The events with an event that no projection can fold: a quarantine of a life whose save another life has taken.
+
+    Behind the save `number` stands another one with the same job id, which no ledger issues.
+    """
+    saves = [place for place, event in enumerate(events) if isinstance(event, e.SaveIssued)]
+    save = events[saves[number]]
+    assert isinstance(save, e.SaveIssued)
+    taken = msgspec.structs.replace(save, ordinal=save.ordinal + 1000)
+    changed = [*events[: saves[number] + 1], taken, *events[saves[number] + 1 :]]
+    settled = next(
+        place
+        for place, event in enumerate(changed)
+        if isinstance(event, e.SaveCompleted) and event.job_id == save.job_id
+    )
+    life = save.request_id, save.ordinal, save.generation
+    changed.insert(settled + 1, e.RequestQuarantined(*life, "TABLE_EQ", save.cause))
+    return changed

@@ -172,14 +172,14 @@ class Chunks:
 
     def _commit_pages(self, job: InFlight) -> None:
         geometry = self._geometry
-        slot_of_page = dict(zip(geometry.pages_of(job.chunks), job.slots, strict=False))
+        slot_of_page = dict(zip(geometry.pages_for(job.chunks, len(job.slots)), job.slots, strict=False))
         # The new image of a block contains the shorter ones that other chunks had of it.
         replaced = [(chunk, key) for chunk, key in job.earlier_keys if key in self._committed]
-        for chunk, key in [*zip(job.chunks, job.keys, strict=False), *replaced]:
+        for chunk, key in [*dict(zip(job.chunks, job.keys, strict=False)).items(), *replaced]:
             pages = geometry.pages_of((chunk,))
-            slots = tuple(slot_of_page[page] for page in pages if page in slot_of_page)
-            if len(slots) < len(pages):
+            if not all(page in slot_of_page for page in pages):
                 continue  # a save that names too few slots
+            slots = tuple([slot_of_page[page] for page in pages])
             if NO_SLOT in slots:
                 stored = self._committed.get(key, (NO_SLOT,) * len(slots))
                 slots = tuple(old if new == NO_SLOT else new for new, old in zip(slots, stored, strict=False))

@@ -168,8 +168,9 @@ class JobsInFlight:
 
     @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued) -> None:
-        first, size = event.first_token, self._geometry.chunk_size
-        chunks = tuple(range(first // size, -(-(first + event.num_tokens) // size)))
+        life = self._lives.of(event.ordinal)
+        num_known = 0 if life is None else len(life.keys)
+        chunks = tuple(self._geometry.chunks_of_load(event.first_token, event.num_tokens, num_known))
         load = self._issued(event, chunks, is_load=True, is_async=event.is_async)
         self.rivals = {self.filled_by[block_id] for block_id in load.filled if block_id in self.filled_by}
         self.filled_by |= dict.fromkeys(load.filled, load.job_id)
@@ -218,8 +219,8 @@ class JobsInFlight:
     def _earlier_keys(self, chunks: Sequence[int], known: Sequence[bytes]) -> tuple[tuple[int, bytes], ...]:
         if self._geometry.pages_per_chunk:  # no two chunks are in one block
             return ()
-        earlier = {each for chunk in chunks for each in self._geometry.chunks_before_in_block(chunk)} - {*chunks}
-        return tuple((chunk, known[chunk]) for chunk in sorted(earlier) if chunk < len(known))
+        earlier = self._geometry.earlier_chunks(chunks, len(known))
+        return tuple((chunk, known[chunk]) for chunk in earlier)
 
     def _add(self, job: InFlight) -> None:
         self._jobs[job.job_id] = job
@@ -241,9 +242,9 @@ class JobsInFlight:
             before = frozenset() if job is None else job.ranks_done | job.ranks_failed
             self.reported.append(Reported(job_id, job, before))
             if job is not None:
-                done = (self.every_rank - before).intersection(event.ranks_done)
+                done = self.every_rank.intersection(event.ranks_done) - before
                 job.ranks_done |= done
-                job.ranks_failed |= (self.every_rank - before - done).intersection(event.ranks_failed)
+                job.ranks_failed |= self.every_rank.intersection(event.ranks_failed) - before - done
                 if job_id in self.given_up and job.ranks_done | job.ranks_failed >= self.every_rank:
                     self.let_go.append(self.given_up.pop(job_id))
 

@@ -75,7 +75,7 @@ class Model:
             jobs=jobs,
             slots=slots,
             chunks=Chunks(jobs, geometry, slots, moment),
-            tails=Tails(lives, slots, moment),
+            tails=Tails(lives, slots, moment, geometry.chunk_size),
             answers=Answers(
                 lives, geometry.chunk_size, moment, forgotten, keep_for_preempted=configuration.keep_for_preempted
             ),

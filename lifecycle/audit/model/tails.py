@@ -45,7 +45,8 @@ class Tails:
     A saved tail needs its slots.
     """
 
-    def __init__(self, lives: Lives, slots: Slots, moment: Moment) -> None:
+    def __init__(self, lives: Lives, slots: Slots, moment: Moment, chunk_size: int) -> None:
+        self._chunk_size = chunk_size
         self._moment = moment
         self._lives = lives
         self._slots = slots
@@ -84,7 +85,7 @@ class Tails:
     @on(e.TailSaveIssued)
     def _issued(self, event: e.TailSaveIssued) -> None:
         if self._lives.of(event.ordinal) is not None:
-            end_token = event.first_token + event.num_tokens
+            end_token = event.first_token + min(event.num_tokens, self._chunk_size)
             self._tails[event.ordinal] = IssuedTail(
                 event.job_id, self._moment.sequence, event.first_token, end_token, event.slots
             )

@@ -54,7 +54,7 @@ class SrcBlockStable(Checker):
         if not self.jobs.is_own(job):
             return "its request has lost them"
         table = self.tables.held_by(life)
-        pages = self.geometry.pages_of(job.chunks)
+        pages = self.geometry.pages_for(job.chunks, len(job.block_ids) + 1)
         is_in_place = len(pages) > 0 and pages[-1] < len(table) and blocks_at(pages, table) == job.block_ids
         if is_in_place or set(job.block_ids) <= set(table):
             return ""

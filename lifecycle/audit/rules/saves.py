@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -125,11 +125,22 @@ class _Accounted(msgspec.Struct, gc=False):
     def add(self, chunk: int) -> None:
         if chunk == self.num_chunks:
             self.num_chunks += 1
-            while self.num_chunks in self.beyond:
-                self.beyond.remove(self.num_chunks)
-                self.num_chunks += 1
+            self._take_beyond()
         elif chunk > self.num_chunks:
             self.beyond.add(chunk)
+
+    def add_all_before(self, chunk: int) -> None:
+        """Add all chunks before this one, however many they are."""
+        if chunk > self.num_chunks:
+            self.num_chunks = chunk
+            if self.beyond:
+                self.beyond = {each for each in self.beyond if each >= chunk}
+            self._take_beyond()
+
+    def _take_beyond(self) -> None:
+        while self.num_chunks in self.beyond:
+            self.beyond.remove(self.num_chunks)
+            self.num_chunks += 1
 
 
 class StoreContiguous(Checker):
@@ -220,7 +231,10 @@ class StoreContiguous(Checker):
     @on(e.SaveDeclined)
     def _declined(self, event: e.SaveDeclined) -> None:
         account = self._account(event.request_id)
-        for chunk in range(event.first_chunk, max(account.end_chunk, event.first_chunk + event.num_chunks)):
+        num_keys = 0 if self.moment.life is None else len(self.moment.life.keys)
+        # Behind the chunks whose keys are known comes at most a tail.
+        end_chunk = max(account.end_chunk, min(event.first_chunk + event.num_chunks, num_keys + 1))
+        for chunk in range(event.first_chunk, end_chunk):
             account.add(chunk)
 
     @on(e.SaveIssued)
@@ -287,16 +301,20 @@ class StoreContiguous(Checker):
         for chunk in event.chunks:
             account.add(chunk)
         last_chunk = max(event.chunks, default=0)
-        missing = [
+        missing: Sequence[int] = [
             chunk
-            for chunk in range(account.num_chunks, last_chunk)
-            if chunk not in account.beyond and not (chunk < len(keys) and self._is_there(keys[chunk]))
+            for chunk in range(account.num_chunks, min(last_chunk, len(keys)))
+            if chunk not in account.beyond and not self._is_there(keys[chunk])
         ]
-        if missing:
-            detail = f"chunk {last_chunk} is saved, but chunks {missing} before it were left out without a word"
+        first_unknown = max(account.num_chunks, len(keys))
+        num_unknown = last_chunk - first_unknown - sum(first_unknown <= chunk < last_chunk for chunk in account.beyond)
+        if missing or num_unknown > 0:
+            what = f"chunks {missing}" if missing else ""
+            if num_unknown > 0:
+                what += f"{' and ' if what else ''}{num_unknown} of the chunks {first_unknown} to {last_chunk - 1}"
+            detail = f"chunk {last_chunk} is saved, but {what} before it were left out without a word"
             self.broken(detail, event.cause)
-        for chunk in range(account.num_chunks, last_chunk):
-            account.add(chunk)  # counted once
+        account.add_all_before(last_chunk)  # counted once
 
     def _is_there(self, key: bytes) -> bool:
         return key in self.chunks or key in self.chunks.saving

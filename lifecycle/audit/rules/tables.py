@@ -103,7 +103,8 @@ class SrcBlockOwned(Checker):
         is_in_time = event.before_forward is not bool(held or event.is_async) and (may_be_async or not event.is_async)
         if is_in_time or self.geometry.windows.forget:
             table = lost if not held and (event.before_forward or has_ended) else held
-            self._check(event, table, self.geometry.pages_of(event.chunks))
+            num_pages = max(len(table), len(event.block_ids)) + 1
+            self._check(event, table, self.geometry.pages_for(event.chunks, num_pages))
             return
         when = "before the forward" if event.before_forward else "asynchronously" if event.is_async else "with the step"
         has = "still has" if held else "has lost"
@@ -117,7 +118,8 @@ class SrcBlockOwned(Checker):
 
     def _check(self, event: e.SaveIssued | e.TailSaveIssued, table: Sequence[int], pages: Sequence[int]) -> None:
         """Look the tokens up in the table."""
-        expected = tuple([table[page] if page < len(table) else None for page in pages])
+        pages = pages[: max(len(table), len(event.block_ids)) + 1]  # a log may name chunks far behind its tables
+        expected = tuple([table[page] if 0 <= page < len(table) else None for page in pages])
         if NO_SLOT in event.slots and len(event.slots) == len(expected):
             expected = tuple(
                 NULL_BLOCK if slot == NO_SLOT else block for slot, block in zip(event.slots, expected, strict=True)
@@ -178,7 +180,7 @@ class GroupAgreement(Checker):
 
     @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued) -> None:
-        self._check_save(event, self.geometry.pages_of(event.chunks))
+        self._check_save(event, self.geometry.pages_for(event.chunks, len(event.slots)))
 
     @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from lifecycle_driver import Driver
 from log_torture import reopened
-from stored_logs import header_of, play_story, replaced, write_log
+from stored_logs import header_of, play_story, replaced, unfoldable, write_log
 
 from kvledger.adapters.core import composed_core
 from kvledger.lifecycle import Core
@@ -227,7 +227,7 @@ def test_another_decision_gives_3(run: Any, story: Driver, tmp_path: Path) -> No
 
 def test_an_event_that_cannot_be_folded_gives_3(run: Any, story: Driver, tmp_path: Path) -> None:
     """Such a log was not written by this code; the command says so instead of failing."""
-    events = replaced(story.observed, e.SaveIssued, 0, slots=(-2,))
+    events = unfoldable(story.observed)
     log = write_log(tmp_path / "alien", events, story.configuration)
     result = run("verify", "--json", log)
     assert result.objects("unfoldable")
