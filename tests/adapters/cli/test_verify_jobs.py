@@ -34,7 +34,7 @@ SEGMENT_BYTES = 16_000
 def write_log(directory: Path, events: Sequence[e.Event], configuration: LedgerConfiguration) -> Path:
     """A log of several segments, each but the first with a snapshot, as far as the events can be folded."""
     log = write_segments(directory, events, configuration, segment_bytes=SEGMENT_BYTES)
-    with contextlib.suppress(KeyError):
+    with contextlib.suppress(ValueError, KeyError):
         write_snapshots(open_log(log))
     return log
 
