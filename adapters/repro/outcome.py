@@ -9,10 +9,11 @@ from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 
+from kvledger.adapters.repro.recording import NotRerunnable
 from kvledger.lifecycle import Core, LedgerConfiguration, Rule, SequencedEvent
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import RECORDED, Audit, Violation
-from kvledger.lifecycle.codec import EventDecoder
+from kvledger.lifecycle.codec import CodecError, EventDecoder
 from kvledger.storage.events import EventStore
 
 HOOK_FAILED = "HOOK_FAILED"
@@ -97,13 +98,20 @@ class Written:
         self._next_sequence = 1
 
     def take(self) -> list[SequencedEvent]:
-        """Those since the last call."""
-        events = [
-            (sequence, event)
-            for frame in self._store.read(self._next_sequence)
-            for sequence, event in enumerate(self._decoder.decode(frame.payload), frame.first_sequence)
-            if sequence >= self._next_sequence
-        ]
+        """Those since the last call.
+
+        Raises:
+            NotRerunnable: the recorded calls, or some of them, make the code under test write what no log may hold.
+        """
+        try:
+            events = [
+                (sequence, event)
+                for frame in self._store.read(self._next_sequence)
+                for sequence, event in enumerate(self._decoder.decode(frame.payload), frame.first_sequence)
+                if sequence >= self._next_sequence
+            ]
+        except CodecError as error:
+            raise NotRerunnable(f"its calls lead to an event that no log may hold: {error}") from error
         if events:
             self._next_sequence = events[-1][0] + 1
         return events

@@ -15,7 +15,7 @@ import attrs
 
 from kvledger.adapters.repro.calls import HookCall, hook_calls
 from kvledger.adapters.repro.outcome import HOOK_FAILED, Rerun
-from kvledger.adapters.repro.recording import Recording, changed, ended_transfers, of_jobs, record
+from kvledger.adapters.repro.recording import NotRerunnable, Recording, changed, ended_transfers, of_jobs, record
 from kvledger.adapters.repro.scheduler import SchedulerModel, could_be_scheduled
 from kvledger.lifecycle import SequencedEvent
 from kvledger.lifecycle import events as e
@@ -72,7 +72,10 @@ def reduce(
         if is_possible and not could_be_scheduled(candidate.observations, chunk_size):
             return False
         budget -= len(candidate.observations)
-        found = run(candidate)
+        try:
+            found = run(candidate)
+        except NotRerunnable:
+            return False
         return (
             {trouble.rule for trouble in found.troubles} <= allowed
             and _wrong(found, rule, request_id) >= wanted
