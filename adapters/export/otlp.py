@@ -115,7 +115,8 @@ class LogSpans(Visitor):
                 self._end_copy(span)
 
     def _end_request(self, span: Incarnation) -> None:
-        request = self._requests.pop(span.ordinal)
+        # Where a damaged log gives two requests one ordinal, the first to end has taken what is remembered.
+        request = self._requests.pop(span.ordinal, None) or _Request(span)
         self._end_wait(span.ordinal, span.last_ns, request)
         summary, trouble = span.summary, request.trouble
         error = ""

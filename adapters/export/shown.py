@@ -101,11 +101,11 @@ class Shown(Visitor):
         match span:
             case Incarnation():
                 self.outcomes[span.summary.outcome] += 1
-                self._ended.append(self._requests[span.ordinal])
+                self._ended.append(self._requests.get(span.ordinal) or Request(span))
                 if len(self._ended) >= 2 * MAX_REQUESTS:
                     self._forget_ordinary()
-            case State():
-                self._requests[span.ordinal].states.append(span)
+            case State() if (request := self._requests.get(span.ordinal)) is not None:
+                request.states.append(span)
             case Copy() if (request := self._requests.get(span.ordinal)) is not None:
                 is_ordinary = span.kind == "save" and span.outcome == "completed"
                 request.num_saves += is_ordinary
@@ -180,5 +180,5 @@ class Shown(Visitor):
         """Of those that have ended; to the others something may still happen."""
         self._ended.sort(key=lambda request: request.interest, reverse=True)
         for request in self._ended[MAX_REQUESTS:]:
-            del self._requests[request.incarnation.ordinal]
+            self._requests.pop(request.incarnation.ordinal, None)
         del self._ended[MAX_REQUESTS:]

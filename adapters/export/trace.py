@@ -135,8 +135,9 @@ class Trace:
         for incarnation in tuple(self._incarnations.values()):
             record = self._tracker.get(incarnation.request_id)
             num_computed = 0 if record is None else self._tracker.num_computed_tokens(record)
-            span = self._states[incarnation.ordinal]
-            self._end_state(span, "", num_computed)
+            span = self._states.get(incarnation.ordinal)
+            if span is not None:
+                self._end_state(span, "", num_computed)
             self._end(incarnation, is_over=False)
 
     def gauges(self) -> Gauges:
@@ -258,9 +259,10 @@ class Trace:
         incarnation = self._incarnations.pop(request_id, None)
         if incarnation is None:
             return
-        span = self._states[incarnation.ordinal]
-        incarnation.summary.outcome = incarnation.summary.outcome or span.state
-        self._end_state(span, event.id, num_computed)
+        span = self._states.get(incarnation.ordinal)
+        if span is not None:  # None: in a damaged log another request had the same ordinal, and has ended
+            incarnation.summary.outcome = incarnation.summary.outcome or span.state
+            self._end_state(span, event.id, num_computed)
         self._last_answers.pop(incarnation.ordinal, None)
         self._end(incarnation)
         if self._is_inside and all(other.summary.finished_ns is not None for other in self._incarnations.values()):
