@@ -15,8 +15,9 @@ compile = $(python) -m compileall -q adapters lifecycle storage tests docs
 SEEDS ?= 200
 REQUESTS ?= 20000
 KILLS ?= 5000
+CASES ?= 2400
 
-.PHONY: help demo setup test test-long check format sim mutants soak stress torture lmcache vllm-next gpu-check bench bench-full docs docs-site lock clean distclean
+.PHONY: help demo setup test test-long check format sim mutants soak stress torture fuzz lmcache vllm-next gpu-check bench bench-full docs docs-site lock clean distclean
 
 help: ## list the targets
 	@echo "kvledger: make TARGET"
@@ -74,6 +75,9 @@ stress: setup ## serve SEEDS=100 crowds of requests with real engines and tiny p
 
 torture: setup ## kill KILLS=5000 writers of logs at random (SEED=17 repeats a run), and read what they left
 	$(python) tests/log_torture/run.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+
+fuzz: setup ## change logs in CASES=2400 ways (SEED=17 repeats a run), and read them with every command
+	$(python) tests/log_fuzz/run.py --cases $(CASES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 gpu-check: ## look at what needs a CUDA GPU, with any Python that has torch for CUDA and pytest (PYTHON=python3)
 	$(or $(PYTHON),python3) tests/gpu_check/run.py $(ARGS)

@@ -11,6 +11,8 @@ from typing import Any
 import attrs
 import msgspec
 
+from kvledger.lifecycle import Core
+from kvledger.lifecycle.events import field_names, wire_code
 from log_fuzz.seeds import Log
 
 INTEGERS = (
@@ -35,6 +37,7 @@ VALUES: tuple[Any, ...] = (
 )
 """In the place of a value of another type."""
 Path_ = tuple[Any, ...]
+_FIELDS = {wire_code(event): field_names(event) for event in Core.standard().events.values()}
 _PARTS = ("header", "frames", "places", "end", "retirement", "snapshot")
 
 
@@ -158,6 +161,24 @@ def some_integers(log: Log, spots: Sequence[Spot], chance: random.Random) -> Mut
     return Mutation("; ".join(texts), changed.write, has_end=has_end)
 
 
+def borrowed_values(log: Log, chance: random.Random) -> Mutation:
+    """Fields have values that fields of the same name have in other events: two requests with one ordinal, and such."""
+    changed, texts = copy.deepcopy(log), []
+    by_name: dict[str, list[tuple[Path_, Any]]] = {}
+    for at, frame in enumerate(log.frames):
+        for place, event in enumerate(frame):
+            for field, name in enumerate(_FIELDS.get(event[0], ()), 1):
+                by_name.setdefault(name, []).append((("frames", at, place, field), event[field]))
+    names = ["ordinal", "request_id", "job_id", *chance.sample(sorted(by_name), 3)]
+    for _ in range(chance.randint(1, 6)):
+        found = by_name.get(chance.choice(names))
+        if found:
+            (path, _), (_, value) = chance.choice(found), chance.choice(found)
+            put(changed, path, copy.deepcopy(value))
+            texts.append(f"{path} = {value!r}")
+    return Mutation("; ".join(texts), changed.write)
+
+
 def another_type(log: Log, chance: random.Random) -> Mutation:
     """A value in the header, or in a file next to the segments, is of another type, or missing."""
     changed = copy.deepcopy(log)
@@ -243,6 +264,8 @@ def other_file_bytes(log: Log, chance: random.Random) -> Mutation:
 KINDS: tuple[Callable[[Log, random.Random], Mutation], ...] = (
     lambda log, chance: some_integers(log, spots_of(log), chance),
     lambda log, chance: some_integers(log, spots_of(log), chance),
+    borrowed_values,
+    borrowed_values,
     another_type,
     another_type,
     other_frames,
