@@ -135,7 +135,7 @@ class Recording:
     def on_new_request(self, request: Request) -> None:
         """A request was accepted."""
         self._notice_reset()
-        request = self._ids.arrived(request, self._requests)
+        request = self._ids.arrived(request, self._is_known)
         self._requests[request.request_id] = request
         ordinal = self.log.ledger.next_ordinal
         now, parent = self.log.now(), trace_parent(request.trace_headers)

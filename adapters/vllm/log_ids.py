@@ -7,7 +7,7 @@ method returns what it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from kvledger.adapters.vllm import versions
@@ -51,11 +51,15 @@ class LogIds:
         self._ended: dict[str, None] = {}
         """Of these, ids in the log of requests that vLLM has ended."""
 
-    def arrived(self, request: Request, known: Container[str]) -> Request:
-        """The new request under its id in the log; another request in `known` never has the same one."""
+    def arrived(self, request: Request, is_known: Callable[[str], bool]) -> Request:
+        """The new request under its id in the log.
+
+        `is_known` tells of an id in the log whether a request has it that is alive, or whose end vLLM waits for. That
+        other request never has the same id in the log.
+        """
         given = request.request_id
         logged = self.logged(given)
-        while self._is_of_another(logged, given, known):  # a client has sent the cut id of another request
+        while self._is_of_another(logged, given, is_known):  # a client has sent the cut id of another request
             logged = cut_request_id(logged + given)
         if logged == given:
             return request
@@ -63,9 +67,11 @@ class LogIds:
         self._ended.pop(logged, None)
         return _renamed(request, logged)
 
-    def _is_of_another(self, logged: str, given: str, known: Container[str]) -> bool:
-        holder = self._given.get(logged, logged if logged in known else given)
-        return holder != given
+    def _is_of_another(self, logged: str, given: str, is_known: Callable[[str], bool]) -> bool:
+        holder = self._given.get(logged)
+        if holder is not None:
+            return holder != given
+        return logged != given and is_known(logged)
 
     def of(self, request: Request) -> Request:
         """The request under its id in the log."""

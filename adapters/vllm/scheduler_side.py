@@ -157,7 +157,7 @@ class SchedulerSide:
         if self.journal.is_disabled:
             return
         self._notice_reset()
-        request = self.ids.arrived(request, self._requests)
+        request = self.ids.arrived(request, self._is_known)
         self._requests[request.request_id] = request
         ordinal = self.journal.ledger.next_ordinal
         now, parent = self.journal.now(), trace_parent(request.trace_headers)

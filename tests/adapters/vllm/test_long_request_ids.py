@@ -119,6 +119,29 @@ def test_the_cut_id_of_another_request_is_another_request(make_engine: Any, firs
     engine.run()
 
 
+def test_the_cut_id_of_a_request_whose_save_runs_is_not_given_to_another(make_engine: Any) -> None:
+    """A client sent the cut id, then the long one: the end of the first request was taken for one of the second.
+
+    vLLM kept the blocks of the first request for ever, and the engine never became idle.
+    """
+    engine = make_engine(num_blocks=60, chunk_size=8, enable_prefix_caching=False, save_mode="async", load_mode="async")
+    reported = note_reports(engine)
+    copies = slow_down(engine, "save")
+    cut = logged_request_id(LONG)
+    engine.add(cut, range(64), 20)
+    while cut not in engine.finish_reasons:
+        engine.step()
+    engine.add(LONG, range(300, 364), 40)
+    engine.step()
+    for worker in engine.workers:
+        worker._worker_side._async_engine.slow.clear()
+    for copy in copies[0].pending():
+        copy.finish()
+    engine.run()
+    assert cut in reported.sent
+    assert len({event.request_id for event in engine.logged(e.RequestArrived)}) == 2
+
+
 def test_vllm_is_told_ends_by_its_own_ids(make_engine: Any) -> None:
     """It fails an assertion at an end of a request that it does not know, and keeps blocks of one that never ends."""
     engine = make_engine(num_blocks=40, chunk_size=8, enable_prefix_caching=False, save_mode="async", load_mode="async")
