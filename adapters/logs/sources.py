@@ -115,9 +115,16 @@ def _has_traces(directory: Path) -> bool:
 
 
 def _without_link(path: Path) -> Path:
-    """What a path leads to that a user gave, which may be a link. A link that is found in a directory is refused."""
+    """What a path leads to that a user gave, which may be a link. A link that is found in a directory is refused.
+
+    Raises:
+        CommandFailed: it leads to something without a name, such as the pipe of a shell's `<(…)`.
+    """
     real = path.resolve() if path.is_symlink() else path
-    return real if real.exists() else path
+    if not real.exists():
+        message = f"{path}: leads to a pipe or a deleted file, which kvledger does not read; give a regular file"
+        raise CommandFailed(message, ExitCode.DAMAGED)
+    return real
 
 
 def _by_start(logs: Sequence[Path]) -> list[Path]:

@@ -30,6 +30,7 @@ __all__ = [
     "links_in",
     "make_directory",
     "num_bytes_of",
+    "open_for_locking",
     "open_for_reading",
     "open_for_writing",
     "opened_directory",
@@ -97,6 +98,20 @@ def open_for_writing(path: Path, flags: int, mode: int = _FILE) -> int:
 
     """
     return _opened(path, flags, mode, is_written=True)
+
+
+def open_for_locking(path: Path) -> tuple[int, bool]:
+    """Return a descriptor of a regular file, which is made if it is missing, and whether that may be written to.
+
+    It may not be if a hard link gives it another name. A lock changes nothing there.
+
+    Raises:
+        RefusedFile: it is a link or no regular file.
+        OSError: it cannot be opened.
+
+    """
+    descriptor = _opened(path, os.O_RDWR | os.O_CREAT)
+    return descriptor, os.fstat(descriptor).st_nlink <= 1
 
 
 def _opened(path: Path, flags: int, mode: int = _FILE, *, is_written: bool = False) -> int:

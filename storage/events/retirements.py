@@ -8,6 +8,7 @@ full disk the next entry overwrites that line in place, which needs no room. A l
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -16,7 +17,16 @@ import msgspec
 
 from kvledger.lifecycle.untrusted import Undecodable, from_json
 from kvledger.storage.events.end_record import read_end_record
-from kvledger.storage.events.files import append_line, is_full, open_for_writing, read_file, write_file
+from kvledger.storage.events.files import (
+    RefusedFile,
+    append_line,
+    is_full,
+    open_for_writing,
+    read_file,
+    sync_directory,
+    write_file,
+)
+from kvledger.storage.events.segment_file import UNFINISHED_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,12 +74,14 @@ class Retirement:
 def write_retirement(directory: Path, retirement: Retirement) -> None:
     """Append to the record in `directory`; it is on disk when this returns.
 
+    A record with hard links, as after `cp -al`, is replaced by a file of its own; the other names keep what it held.
+
     Raises:
         OSError: it could not be written; on a full disk, no line was reserved for it either.
     """
     line = msgspec.json.encode(retirement)
     try:
-        append_line(directory / RETIREMENTS_NAME, line)
+        _append(directory, line)
     except OSError as error:
         if not is_full(error) or not _write_reserved(directory / RETIREMENTS_NAME, line):
             raise
@@ -85,7 +97,33 @@ def reserve_retirement(directory: Path, *, durable: bool) -> None:
         write_file(path, _RESERVED + b"\n", durable=durable, exclusive=True)
     except FileExistsError:
         if _RESERVED not in read_file(path).splitlines():
-            append_line(path, _RESERVED)
+            _append(directory, _RESERVED)
+
+
+def _append(directory: Path, line: bytes) -> None:
+    path = directory / RETIREMENTS_NAME
+    try:
+        append_line(path, line)
+    except RefusedFile as error:
+        if error.errno != errno.EMLINK:
+            raise
+        _replace_record(path, error)
+        append_line(path, line)
+
+
+def _replace_record(path: Path, reason: RefusedFile) -> None:
+    """Give the record a file of its own with the same entries, and nothing else that was in the file."""
+    unfinished = path.with_suffix(UNFINISHED_SUFFIX)
+    lines = [*map(msgspec.json.encode, read_retirements(path.parent)), _RESERVED]
+    try:
+        write_file(unfinished, b"\n".join(lines) + b"\n", durable=True)
+        unfinished.rename(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        # On a full disk a segment may go before its entry is written, but not without room for the whole record.
+        raise (reason if is_full(error) else error) from error
+    sync_directory(path.parent)
 
 
 def _write_reserved(path: Path, line: bytes) -> bool:

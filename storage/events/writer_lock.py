@@ -8,7 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from kvledger.storage.events.files import is_full, open_for_writing, read_file
+from kvledger.storage.events.files import is_full, open_for_locking, read_file
 from kvledger.storage.events.store import LogLocked
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ __all__ = ["LOCK_NAME", "lock_directory", "locked", "unlock"]
 LOCK_NAME = "writer.lock"
 _ATTEMPTS = 5
 _PAUSE_SECONDS = 0.002
+_MAX_DIGITS = 10
 _held: set[int] = set()
 """Descriptors of this process. A forked child must not keep them: it may outlive the writer, and the log would seem to
 be written for ever. Closing them there does not release the writer's lock."""
@@ -38,14 +39,15 @@ def lock_directory(directory: Path) -> int:
 
     Raises:
         LogLocked: another writer holds it, named by its pid.
-        RefusedFile: the lock file is a link, no regular file, or has hard links.
+        RefusedFile: the lock file is a link or no regular file.
         OSError: the directory cannot be written, or its file system has no locks.
 
     """
-    descriptor = open_for_writing(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+    descriptor, may_write = open_for_locking(directory / LOCK_NAME)
     try:
         _lock(descriptor)
-        _name_writer(descriptor)
+        if may_write:
+            _name_writer(descriptor)
     except BlockingIOError:
         os.close(descriptor)
         raise locked(directory) from None
@@ -60,7 +62,8 @@ def locked(directory: Path) -> LogLocked:
     """The error for a log that another process writes, with its pid as far as that can be read."""
     pid = "unknown"
     with contextlib.suppress(OSError):
-        pid = read_file(directory / LOCK_NAME).decode(errors="replace").strip() or pid
+        named = read_file(directory / LOCK_NAME).strip()
+        pid = named.decode() if named.isdigit() and len(named) <= _MAX_DIGITS else pid
     return LogLocked(f"{directory}: the log is being written by pid {pid}; close that writer, or read it with read_log")
 
 

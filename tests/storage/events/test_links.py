@@ -16,6 +16,8 @@ from planted_files import CONTENT, FOREIGN, KINDS, plant
 
 from kvledger.storage.events import (
     Durability,
+    LogError,
+    Maintenance,
     SegmentEventStore,
     is_being_written,
     read_log,
@@ -32,6 +34,7 @@ from kvledger.storage.events.files import (
     opened_directory,
     write_file,
 )
+from kvledger.storage.events.retirements import read_retirements
 
 pytestmark = pytest.mark.timeout(300)  # ends what waits for a pipe
 
@@ -53,7 +56,8 @@ def test_a_log_is_begun_without_writing_into_what_is_in_its_directory_already(
     directory = tmp_path / "log"
     directory.mkdir()
     planted = plant(directory / name, kind, tmp_path / "victim")
-    if name.endswith(".unfinished") and kind != "directory":
+    is_replaced = kind == "hard link" and name in {"writer.lock", "retired.jsonl"}  # or only locked
+    if is_replaced or (name.endswith(".unfinished") and kind != "directory"):
         store = SegmentEventStore.create(directory, {"n": 1})
         store.append(b"an event", 1)
         store.close()
@@ -219,3 +223,53 @@ def test_a_file_that_cannot_be_deleted_is_named_with_its_path(tmp_path: Path) ->
     (error,) = errors
     assert error.filename == str(in_the_way)
     assert in_the_way.is_dir()
+
+
+def _copied_with_hard_links(log: Path, target: Path) -> dict[str, bytes]:
+    """What `cp -al` does; returns what the files hold."""
+    target.mkdir(parents=True)
+    for path in log.iterdir():
+        (target / path.name).hardlink_to(path)
+    return {path.name: path.read_bytes() for path in log.iterdir()}
+
+
+def test_a_log_keeps_to_its_limit_after_it_was_copied_with_hard_links(tmp_path: Path) -> None:
+    """Incident: after `cp -al` of a `log_dir` nothing was retired there any more, and logs grew without limit."""
+    errors: list[OSError | LogError] = []
+    store = SegmentEventStore.create(
+        tmp_path / "logs" / "log", {"n": 1}, segment_bytes=600, maintenance=Maintenance(2400, on_trouble=errors.append)
+    )
+    for number in range(40):
+        store.append(b"%060d" % number, 1)
+    before = _copied_with_hard_links(store.directory, tmp_path / "backup" / "log")
+    for number in range(40):
+        store.append(b"%060d" % number, 1)
+    store.close()
+    assert errors == []
+    assert sum(path.stat().st_size for path in store.directory.glob("*.kvlog")) <= 3000
+    assert (tmp_path / "backup" / "log" / "retired.jsonl").read_bytes() == before["retired.jsonl"]
+    assert len(read_retirements(store.directory)) > len(before["retired.jsonl"].splitlines())
+
+
+def test_a_closed_log_is_retired_after_it_was_copied_with_hard_links_and_the_copy_stays(tmp_path: Path) -> None:
+    """Alone and among others; the record goes on where it was."""
+    logs = tmp_path / "logs"
+    log = _closed(logs / "log")
+    assert retire(log, max_bytes=4000)
+    before = _copied_with_hard_links(log, tmp_path / "backup" / "log")
+    num_retired = len(read_retirements(log))
+    found = retire(log, max_bytes=2000)
+    assert read_retirements(log)[num_retired:] == found != []
+    assert retire_logs(logs, max_bytes=0)
+    assert not log.exists()
+    assert {path.name: path.read_bytes() for path in (tmp_path / "backup" / "log").iterdir()} == before
+
+
+def test_a_record_with_hard_links_is_replaced_by_one_that_holds_nothing_foreign(tmp_path: Path) -> None:
+    """A hard link to a file that is private to its owner made a readable copy of that."""
+    log = _closed(tmp_path / "log")
+    planted = plant(log / "retired.jsonl", "hard link", tmp_path / "victim")
+    found = retire(log, max_bytes=0)
+    assert read_retirements(log) == found != []
+    assert b"precious" not in planted.path.read_bytes()
+    planted.check_untouched()
