@@ -13,6 +13,7 @@ _ADDRESS: Final = re.compile(r":(?P<slashes>/+)(?P<rest>\S*)")
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/+")
 _CLOSING: Final = re.compile(r"[\"'`)\]>,;:.]*$")
 _LEFT_OUT: Final = "…"
+_QUOTES: Final = " \t\r\n\"'\\"
 
 
 def without_credentials(text: str, *, is_address: bool = False) -> str:
@@ -64,10 +65,12 @@ class Hidden(str):
 
 
 def shown(value: object) -> object:
-    """Return a configured value as messages may have it: addresses without credentials, no mappings."""
+    """Return a configured value as messages may have it: addresses without credentials, no mappings, no JSON."""
     match value:
         case Hidden() | None | bool() | int() | float():
             return value
+        case str() if value.lstrip(_QUOTES).startswith(("{", "[")):  # an object that was put in quotes
+            return Hidden.of(value)
         case str():
             return without_credentials(value, is_address="://" in value)
         case list() | tuple() if not any(isinstance(item, Mapping | list | tuple) for item in value):

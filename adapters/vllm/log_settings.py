@@ -6,6 +6,7 @@ They are the same for the connector and for the recorder.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -14,7 +15,7 @@ import pydantic
 
 from kvledger.adapters.logs.amounts import written_size
 from kvledger.adapters.vllm.refusals import refusals
-from kvledger.lifecycle import ConfigurationError, Refusal
+from kvledger.lifecycle import ConfigurationError, Refusal, without_credentials
 from kvledger.storage.events import MIN_LOG_SEGMENTS, Durability
 from kvledger.storage.events.files import RefusedFile, is_full
 
@@ -22,6 +23,7 @@ MIN_SEGMENT_BYTES = 16 * 1024
 """Each segment begins with a header of about 10 kB, vocabulary and configuration; smaller ones hold little else."""
 
 
+_ADDRESS = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
 _OF_VLLM = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_module_path", "engine_id")
 
 
@@ -98,6 +100,16 @@ class LogSettings(pydantic.BaseModel):
         """Pydantic would: true is 1 to Python."""
         is_asked_for = cls.model_fields[str(info.field_name)].annotation is bool
         return str(value) if isinstance(value, bool) and not is_asked_for else value
+
+    @pydantic.field_validator("log_dir", mode="before")
+    @classmethod
+    def _take_no_address(cls, log_dir: object) -> object:
+        """A path would be made of it, and be shown with the credentials."""
+        if isinstance(log_dir, str) and _ADDRESS.match(log_dir):
+            remedy = "name a directory; `kvledger ship` copies its logs into a stream"
+            shown = without_credentials(log_dir, is_address=True)
+            raise ConfigurationError(Refusal("is an address and no directory", remedy, "log_dir", shown))
+        return log_dir
 
     @pydantic.field_validator("segment_bytes")
     @classmethod

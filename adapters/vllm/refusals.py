@@ -100,6 +100,8 @@ def _in_words(
         yield Refusal(f"must be {expected}", f"did you mean {nearest[0]!r}?" if nearest else "", key, value)
     else:
         said = problem["msg"].removeprefix("Value error, ").rstrip(".")
+        if kind == "dict_type" and isinstance(value, str):
+            value = Hidden.of(value)  # a value without its name may be a secret
         reason = _MUST_BE.get(kind, said.replace("Input should", "must").partition(", unable")[0].partition(", got")[0])
         yield Refusal(reason if key else f"vLLM refuses it: {said}", "", key, value)
 

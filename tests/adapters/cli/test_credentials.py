@@ -106,9 +106,23 @@ def nested(**extra: Any) -> str:
         nested(connector={"kv_connector": "Nobody", "kv_role": "kv_both", "pwd": SECRET}),
         json.dumps({"host_bytes": "1GiB", "password": SECRET}),
         json.dumps({"host_bytes": f"redis://u:p/{SECRET}@host"}),
+        nested(connector=json.dumps({"kv_connector": "OffloadingConnector", "pwd": SECRET})),
+        nested(connector=f" [{{'pwd': '{SECRET}'}}]"),
+        nested(connector=SECRET),
+        nested(log_dir=f"nats://user:{SECRET}@host/STREAM"),
+        nested(log_dir=f"s3:/{SECRET}@bucket/logs"),
+        json.dumps({"log_dir": f"https://host/logs?token={SECRET}"}),
+        json.dumps({"kv_connector": "KVLedgerConnector", "kv_connector_extra_config": json.dumps({"pwd": SECRET})}),
+        json.dumps({"handlers": json.dumps({"pwd": SECRET})}),
         json.dumps({"handlers": [{"pwd": SECRET}]}),
         json.dumps({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": {"pwd": SECRET}}}),
         json.dumps({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [{"pwd": SECRET}]}}),
+        json.dumps(
+            {
+                "kv_connector": "MultiConnector",
+                "kv_connector_extra_config": {"connectors": json.dumps([{"pwd": SECRET}])},
+            }
+        ),
         f"'{nested()}'",
         json.dumps([SECRET]),
         json.dumps(nested()),
