@@ -247,7 +247,7 @@ def _run(written: _Written, path: Path) -> list[TestRun]:
         test = Path(folder) / path.name
         test.write_bytes(written.source)
         test.with_suffix(".kvlog").write_bytes(written.log_content)
-        return run_once(test, path.parent)
+        return run_once(test)
 
 
 def _verdict(written: _Written, log: StoredLog) -> tuple[ExitCode, str]:

@@ -1,8 +1,8 @@
 """Runs a written test once, in a process of its own, and says how it ended.
 
 What is imported there has no memory of the trials that were made before, and neither has a class or a module of
-somebody's handlers. It must not know what the test is about. The process runs the code that the test names, and no
-more than the test itself would.
+somebody's handlers. It must not know what the test is about. The process imports from where this one does: the folder
+in which the test will be is not one of the places, because a log and what lies around it may come from a stranger.
 """
 
 from __future__ import annotations
@@ -46,16 +46,12 @@ class TestRun:
     """What was raised, on one line; empty where it passed."""
 
 
-def run_once(test: Path, beside: Path) -> list[TestRun]:
-    """Run every test function of a file.
-
-    Args:
-        test: the file.
-        beside: the folder in which the file will be; what it imports may be there, as pytest finds it.
-    """
+def run_once(test: Path) -> list[TestRun]:
+    """Run every test function of a file."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        places = [str(beside.resolve()), *(place or str(Path.cwd()) for place in sys.path)]
+        # What is not absolute is for a hook of this process, and would be a folder below the working directory there.
+        places = [place or str(Path.cwd()) for place in sys.path if not place or Path(place).is_absolute()]
         finished = subprocess.run(  # noqa: S603 -- this interpreter, and the file that was just written
             [sys.executable, "-c", _CHILD, str(test), str(result)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(places), "PYTHONSAFEPATH": "1"},

@@ -9,6 +9,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
+RUN_IN_DOCSTRINGS = (">>>", "```")
+"""What begins code in a docstring, for tools that run it, such as `pytest --doctest-modules`."""
+
 
 def wrong_part(content: bytes, run: str, names: Sequence[str]) -> str:
     """The first part of a test file that is not what it should be; empty if every part is.
@@ -25,7 +28,7 @@ def wrong_part(content: bytes, run: str, names: Sequence[str]) -> str:
     expected = [*_HEAD, f"from kvledger.adapters.repro import {run}", 'LOG = Path(__file__).with_suffix(".kvlog")']
     docstring, head, tests = tree.body[:1], tree.body[1 : 1 + len(expected)], tree.body[1 + len(expected) :]
     if not _is_docstring(docstring):
-        return "it does not begin with a docstring"
+        return "it does not begin with a docstring, or that has code which other tools run"
     if [ast.dump(statement) for statement in head] != [ast.dump(ast.parse(line).body[0]) for line in expected]:
         return "something else than its imports and its log follows the docstring"
     if [test.name if isinstance(test, ast.FunctionDef) else "" for test in tests] != list(names):
@@ -49,8 +52,8 @@ _ASSERTIONS = (
 
 def _is_docstring(statements: Sequence[ast.stmt]) -> bool:
     match statements:
-        case [ast.Expr(ast.Constant(str()))]:
-            return True
+        case [ast.Expr(ast.Constant(str(text)))]:
+            return not any(sign in text for sign in RUN_IN_DOCSTRINGS)
     return False
 
 

@@ -19,7 +19,7 @@ from kvledger.adapters.recorder.rules import RULES
 from kvledger.adapters.repro.chosen import Chosen
 from kvledger.adapters.repro.outcome import HOOK_FAILED, UNFOLDABLE, Trouble
 from kvledger.adapters.repro.recording import NotRerunnable, changed
-from kvledger.adapters.repro.shape import wrong_part
+from kvledger.adapters.repro.shape import RUN_IN_DOCSTRINGS, wrong_part
 from kvledger.lifecycle import Core, LedgerConfiguration, Rule, SequencedEvent, batches, log_header
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
@@ -36,6 +36,7 @@ _MAX_COMMAND = 10_000
 _NO_NAME = "the_recorded_rule_holds"
 """The name of a test of a rule that is not known here: of a later kvledger, or made up."""
 _KEY = re.compile(r"\b[0-9a-f]{32}\b")
+_RUNNABLE = re.compile("|".join(f"{sign[0]}{{{len(sign)},}}" for sign in RUN_IN_DOCSTRINGS))
 _KEPT_OF_HEADER = ("vllm_version", "opened_at_unix_ns")
 
 
@@ -227,6 +228,7 @@ def _quotable(text: str, max_length: int = _MAX_TEXT) -> str:
     text = visible(" ".join(text.split()))
     if len(text) > max_length:
         text = f"{text[: max_length - 3]}..."
+    text = _RUNNABLE.sub(lambda found: "".join(f"\\u{ord(each):04x}" for each in found[0]), text)
     return text.replace("\\", "\\\\").replace('"""', "'''")
 
 

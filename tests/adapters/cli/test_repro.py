@@ -171,10 +171,35 @@ def test_a_bug_that_needs_a_memory_comes_back_in_a_test_of_its_own(
     result = repro(cached_answer, "--handlers", f"with_memory:{handler}")
     assert "run once and fails, as it should" in result.err
     assert result.exit_code == 0
-    (run,) = run_once(test_path, test_path.parent)
+    (run,) = run_once(test_path)
     assert run.ended is Ended.FAILED
     assert "LOOKUP_PURE was broken" in run.text
     assert "it was mended" not in test_path.read_text()
+
+
+def test_nothing_around_a_log_is_imported(
+    run: Any, cached_answer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: the folder of the test came first on the import path of the process that ran it once.
+
+    Whoever unpacked logs of a stranger and called `kvledger repro` there ran what lay next to them: a module with the
+    name of a known one, or one that an installed package seemed to name as an extension.
+    """
+    folder = tmp_path / "unpacked"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    trace = f"from pathlib import Path\nPath({str(tmp_path)!r}, 'ran').touch()\n"
+    monkeypatch.setattr(sys, "path", [*sys.path, "hook"])  # as an editable installation has it
+    (folder / "hook").mkdir()
+    for name in ("sitecustomize", "runpy", "attrs", "conftest", "planted", "hook/sitecustomize"):
+        (folder / f"{name}.py").write_text(trace)
+    entry_points = folder / "planted-1.dist-info"
+    entry_points.mkdir()
+    (entry_points / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1\n")
+    (entry_points / "entry_points.txt").write_text("[kvledger.extensions]\na = planted:Planted\n")
+    result = run("repro", cached_answer, "--core", "--handlers", "with_memory:OfInstance", "-o", folder / "test_x.py")
+    assert "run once and fails, as it should" in result.err
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_test_that_passes_is_reported_as_one(repro: Any, cached_answer: Path, test_path: Path) -> None:
@@ -183,7 +208,7 @@ def test_a_test_that_passes_is_reported_as_one(repro: Any, cached_answer: Path, 
     assert result.exit_code == 3
     assert "run once and passes, so it does not show the incident: the engine had other state handlers" in result.err
     assert "--handlers" in result.err
-    assert run_once(test_path, test_path.parent)[0].ended is Ended.PASSED
+    assert run_once(test_path)[0].ended is Ended.PASSED
     (found,) = repro(cached_answer, "--force", "--json").objects("repro")
     assert (found["recurs"], [run["ended"] for run in found["runs"]]) == (False, ["passed"])
 

@@ -171,7 +171,7 @@ def test_a_log_is_replaced_next_to_its_test_and_names_no_code_either(
         'LOG = Path(__file__).with_suffix(".kvlog")\ndef test_of_own():\n    rerun(LOG)\n'
         'def test_of_named():\n    rerun(LOG, connector="OffloadingConnector")\n'
     )
-    ended = [run.ended for run in run_once(test_path, test_path.parent)]
+    ended = [run.ended for run in run_once(test_path)]
     assert ended == [Ended.NOT_RUN, Ended.PASSED]
     assert not evil.exists()
 

@@ -42,6 +42,9 @@ HOSTILE = [
     "# coding: utf-7",
     "\n# coding: utf-7\n",
     "-" * 300 + '"',
+    ">>> __import__('os').abort()",
+    "x" * 110 + " >>> __import__('os').abort() ->>>> y",
+    "```python __import__('os').abort() ````",
     "x" * 20_000,
     "\U0010ffff\ue000\xa0",
     "LAST_TOKEN() -> None: ...",
@@ -147,7 +150,26 @@ def test_what_a_text_says_can_still_be_read(text: str) -> None:
     assert len(docstring) < 20_000
     (first, *_) = text.split() or [""]
     if first.isascii() and first.isprintable():
-        assert first[:40].replace('"""', "'''") in docstring
+        shown = first[:40].replace('"""', "'''").replace(">>>", r"\u003e" * 3).replace("```", r"\u0060" * 3)
+        assert shown in docstring
+
+
+def test_no_text_is_an_example_that_other_tools_run(tmp_path: Path) -> None:
+    """Incident: a suite with `--doctest-modules` ran what a log had behind `>>>`, from the docstring of the test."""
+    ran = tmp_path / "ran"
+    for place in range(120):  # every place in a line of the docstring
+        about = everywhere(f"{'x' * place} >>> open({str(ran)!r},'w').close()#{'x' * 120}")
+        (tmp_path / f"test_{place}.py").write_bytes(test_source(about))
+    others = "not test_the_recorded_rule_holds and not test_lookups_get_the_recorded_answers"
+    collected = subprocess.run(
+        [*f"{sys.executable} -m pytest --doctest-modules -q -p no:cacheprovider -k".split(), others, str(tmp_path)],
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert "240 deselected" in collected.stdout
+    assert "passed" not in collected.stdout
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize(
@@ -168,6 +190,8 @@ def test_what_a_text_says_can_still_be_read(text: str) -> None:
         (lambda source: source.replace("(LOG", "(LOG, 1"), "other code"),
         (lambda source: source + "    print()\n", "other code"),
         (lambda source: source.replace('"""What', "f'''{print()}''' \"\"\"What"), "does not begin with a docstring"),
+        (lambda source: source.replace("What", ">>> What"), "does not begin with a docstring, or that has code"),
+        (lambda source: source.replace("Recorded: ", "```"), "other code"),
         (lambda source: source + "def", "no Python file"),
         (lambda source: source + "\0", "no Python file"),
         (lambda source: source + "x = " + "(" * 1000, "no Python file"),
