@@ -82,7 +82,7 @@ class LogIds:
         """What the scheduler says of a step, about the ids in the log."""
         if not self._logged:
             return scheduler_output
-        return versions.renamed_step(scheduler_output, self.logged, self.given)
+        return versions.renamed_step(scheduler_output, self._logged, self.given)
 
     def logged(self, request_id: str) -> str:
         """The id in the log."""

@@ -7,7 +7,7 @@ itself.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
@@ -318,25 +318,27 @@ def scheduler_block_table(scheduler_output: SchedulerOutput, request_id: str) ->
 
 
 def renamed_step(
-    scheduler_output: SchedulerOutput, new_id: Callable[[str], str], old_id: Callable[[str], str]
+    scheduler_output: SchedulerOutput, new_ids: Mapping[str, str], old_id: Callable[[str], str]
 ) -> SchedulerOutput:
     """A copy of what kvledger reads of a step, with other request ids.
 
     Args:
         scheduler_output: vLLM's, which stays as it is.
-        new_id: vLLM's id → the id in the copy.
+        new_ids: vLLM's id → the id in the copy, where they differ.
         old_id: the other way round, to read the block tables that vLLM resolves on access.
     """
+    new_id = new_ids.get
     renamed, cached = copy.copy(scheduler_output), copy.copy(scheduler_output.scheduled_cached_reqs)
-    cached.req_ids = [new_id(request_id) for request_id in cached.req_ids]
-    cached.resumed_req_ids = {new_id(request_id) for request_id in cached.resumed_req_ids}
+    cached.req_ids = [new_id(request_id, request_id) for request_id in cached.req_ids]
+    cached.resumed_req_ids = {new_id(request_id, request_id) for request_id in cached.resumed_req_ids}
     renamed.scheduled_cached_reqs = cached
     renamed.scheduled_new_reqs = [copy.copy(data) for data in scheduler_output.scheduled_new_reqs]
     for data in renamed.scheduled_new_reqs:
-        data.req_id = new_id(data.req_id)
+        data.req_id = new_id(data.req_id, data.req_id)
     scheduled = scheduler_output.num_scheduled_tokens
-    renamed.num_scheduled_tokens = {new_id(request_id): num_tokens for request_id, num_tokens in scheduled.items()}
-    renamed.preempted_req_ids = {new_id(request_id) for request_id in scheduler_output.preempted_req_ids or ()}
+    renamed.num_scheduled_tokens = {new_id(request_id, request_id): num for request_id, num in scheduled.items()}
+    preempted = scheduler_output.preempted_req_ids or ()
+    renamed.preempted_req_ids = {new_id(request_id, request_id) for request_id in preempted}
     block_state = getattr(scheduler_output, "kv_connector_block_state", None)
     if block_state is not None:
         tables: Any = _RenamedTables(block_state, old_id)
