@@ -20,6 +20,8 @@ COLLISION_RESISTANT: Final = ("sha256", "sha256_cbor")
 DEFAULT_ALGORITHM: Final = "sha256"
 _NOT_SECRET: Final = ("", "random")
 """Values of `PYTHONHASHSEED` that are the same everywhere. vLLM hashes the text, so "random" is a constant to it."""
+_SMALL: Final = 1 << 16
+"""Seeds below are the ones that examples have and that a reader tries first."""
 
 
 def hash_algorithm(vllm_config: VllmConfig) -> str:
@@ -58,10 +60,16 @@ def why_guessable(algorithm: str) -> str:
     if algorithm not in COLLISION_RESISTANT:
         return f"{algorithm} is no cryptographic hash, so keys do not hide prompts; use sha256"
     seed = os.environ.get("PYTHONHASHSEED")
-    if seed is not None and seed not in _NOT_SECRET:
+    if seed is not None and seed not in _NOT_SECRET and not _is_small(seed):
         return ""
     what = "is not set" if seed is None else f"is {seed!r}"
     return (
         f"PYTHONHASHSEED {what}, so vLLM's hashes start from a public value: whoever reads the log can test whether a "
-        "guessed prompt is in it; set PYTHONHASHSEED to a secret number, and send a secret cache_salt for each tenant"
+        f"guessed prompt is in it; set PYTHONHASHSEED to a secret number of at least {_SMALL}, and send a secret "
+        "cache_salt for each tenant"
     )
+
+
+def _is_small(seed: str) -> bool:
+    digits = seed.lstrip("0") or "0"
+    return digits.isdecimal() and len(digits) <= len(str(_SMALL)) and int(digits) < _SMALL

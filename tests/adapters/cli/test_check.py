@@ -419,6 +419,9 @@ WRAPPED = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     [
         (None, "PYTHONHASHSEED is not set, so"),
         ("random", "PYTHONHASHSEED is 'random', so"),
+        ("", "PYTHONHASHSEED is '', so"),
+        ("0", "PYTHONHASHSEED is '0', so"),
+        ("0042", "PYTHONHASHSEED is '0042', so"),
         ("3141592653", None),
     ],
 )
@@ -430,7 +433,10 @@ def test_a_public_hash_seed_is_said(
     seed: str | None,
     reason: str | None,
 ) -> None:
-    """With it a reader of the log can test guesses (security review). To vLLM "random" is a text like any other."""
+    """With it a reader of the log can test guesses (security review). To vLLM "random" is a text like any other.
+
+    A small number, such as 0 from vLLM's own guides, counts as public.
+    """
     if seed is None:
         monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     else:
