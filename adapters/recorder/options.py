@@ -6,10 +6,12 @@ otherwise: C is `distributed/kv_transfer/kv_connector/v1/`, O is `v1/kv_offload/
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
+from urllib.parse import quote, unquote
 
 from kvledger.lifecycle import Hidden
 
@@ -240,10 +242,20 @@ def without_unrecorded(text: str, options: Mapping[Any, Any]) -> str:
     Those of fewer than four characters stay: they also occur in words of the message.
     """
     unrecorded = set(_leaves(options)) - set(_leaves(recorded_options(options)))
-    for value in sorted(unrecorded, key=len, reverse=True):
+    forms = {form for value in unrecorded for form in _forms(value)}
+    for value in sorted(forms, key=len, reverse=True):
         if len(value) >= _MIN_LEFT_OUT:
             text = text.replace(value, "…")
     return text
+
+
+def _forms(value: str) -> Iterator[str]:
+    """A text as exceptions quote it, and the user and the password of an address."""
+    yield from (value, repr(value)[1:-1], json.dumps(value)[1:-1], quote(value, safe=""))
+    credentials, at, _ = value.partition("://")[2].rpartition("@")
+    if at:
+        for part in (credentials, *credentials.split(":", 1)):
+            yield from (part, unquote(part))
 
 
 def _leaves(value: object) -> Iterator[str]:

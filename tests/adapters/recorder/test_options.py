@@ -303,3 +303,23 @@ def test_the_command_for_one_run_again_shows_no_secret() -> None:
     command = shlex.split(conformance._again(arguments, "world 7"))
     shown = json.loads(command[command.index("--extra-config") + 1])
     assert shown == {**options, "password": f"(text of {len(SECRET)} characters, not recorded)"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "redis://user:hunter2@host"}, "user 'user' with password 'hunter2' was refused"),
+        ({"url": "redis://user:hun%2Fter2@host"}, "password 'hun/ter2' was refused"),
+        ({"url": "redis://user:p:hunter2@host"}, "password p:hunter2 was refused"),
+        ({"url": "nats://hunter2@host"}, "token hunter2 was refused"),
+        ({"phrase": 'hun"\\ter2'}, f"""cannot open {json.dumps('hun"' + chr(92) + "ter2")}"""),
+        ({"phrase": "hun\nter2"}, f"cannot open {'hun' + chr(10) + 'ter2'!r}"),
+        ({"phrase": "hun/t?er2"}, "GET http://host/hun%2Ft%3Fer2"),
+    ],
+)
+def test_a_message_shows_no_other_form_of_what_is_not_recorded(options: dict[str, str], message: str) -> None:
+    """A connector's client quotes texts, and names the password of its address alone."""
+    shown = without_unrecorded(message, options)
+    assert "ter2" not in shown
+    assert "er2" not in shown
+    assert "…" in shown
