@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 
+from kvledger.adapters.logs.visible import visible
 from kvledger.adapters.repro.recording import NotRerunnable
 from kvledger.lifecycle import Core, LedgerConfiguration, Rule, SequencedEvent
 from kvledger.lifecycle import events as e
@@ -39,7 +40,8 @@ class Trouble:
 
     def __str__(self) -> str:
         of = f" of {self.request_id}" if self.request_id else ""
-        return f"{self.rule} was broken{of} in {self.hook}, which makes event {self.sequence} again: {self.detail}"
+        text = f"{self.rule} was broken{of} in {self.hook}, which makes event {self.sequence} again: {self.detail}"
+        return visible(text)  # an assertion's message reaches a terminal as it is
 
 
 class Watch:

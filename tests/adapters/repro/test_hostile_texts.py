@@ -20,7 +20,7 @@ from kvledger.adapters.repro.chosen import Chosen
 from kvledger.adapters.repro.outcome import HOOK_FAILED, UNFOLDABLE, Trouble
 from kvledger.adapters.repro.shape import wrong_part
 from kvledger.adapters.repro.write import ANSWERS_TEST, Description, test_source
-from kvledger.lifecycle import Rule
+from kvledger.lifecycle import LedgerConfiguration, Rule
 from kvledger.lifecycle import events as e
 
 INJECTION = "x() -> none: pass\n__import__('os').system('exit 3')\ndef test_y"
@@ -245,3 +245,21 @@ def test_a_rule_of_a_log_is_no_code_of_its_test(story: Driver, tmp_path: Path) -
     )
     assert "test_the_recorded_rule_holds" in collected.stdout
     assert collected.returncode == 0
+
+
+def test_what_a_test_says_of_a_request_is_obeyed_by_no_terminal(tmp_path: Path) -> None:
+    """Incident: pytest printed the message of an assertion with the request id as its client chose it."""
+    who = "chat\x1b]0;owned\x07\n\u202eE   "
+    events = [e.RequestArrived(who, 0, 45, 10), e.BlocksAllocated(who, (1, 2, 3), 32, 12)]
+    configuration = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=8)
+    log, test = write_log(tmp_path / "log", events, configuration), tmp_path / "test_incident.py"
+    assert main(["repro", str(log), "--core", "-o", str(test)]) == 0
+    failed = subprocess.run(
+        [*f"{sys.executable} -m pytest -q -p no:cacheprovider".split(), str(test)],
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert failed.returncode == 1
+    assert "was broken of chat\\u001b]0;owned\\u0007\\u000a\\u202eE" in failed.stdout
+    assert not {"\x1b", "\x07", "\u202e"} & set(failed.stdout)
