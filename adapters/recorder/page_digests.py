@@ -19,7 +19,6 @@ from kvledger.adapters.recorder import decoders, payloads
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.worker_side import describe_pages
-from kvledger.lifecycle import logged_request_id
 from kvledger.storage.kv import PageDigests
 
 if TYPE_CHECKING:
@@ -31,7 +30,9 @@ class CopiedPages:
     """Blocks of a copy that stand in a row in the table of a request, all of them full."""
 
     life: tuple[str, int, int]
-    """Request id, ordinal and generation."""
+    """Request id in the log, ordinal and generation."""
+    vllm_id: str
+    """Request id by which the workers report the end of its load."""
     job: str
     is_load: bool
     ends_with: str
@@ -121,8 +122,8 @@ class RecordedPages:
     @guarded(default=None)
     def received(self, request_ids: Iterable[str], failed: Iterable[str]) -> None:
         """The loads of these requests have come; of others it is known that they have not."""
-        came = set(map(logged_request_id, request_ids))
-        self._ended(lambda copied: copied.life[0] in came, map(logged_request_id, failed))
+        came = set(request_ids)
+        self._ended(lambda copied: copied.vllm_id in came, failed)
 
     @guarded(default=None)
     def reported(self, worker_metadata: object) -> None:
@@ -138,7 +139,7 @@ class RecordedPages:
 
     def _ended(self, has_ended: Callable[[CopiedPages], bool], failed: Iterable[str]) -> None:
         lost = set(failed)
-        here = [each for each in self._loading if each.life[0] not in lost]
+        here = [each for each in self._loading if each.vllm_id not in lost]
         self._loading = [each for each in here if not has_ended(each)]
         self._digest(each for each in here if has_ended(each))
 

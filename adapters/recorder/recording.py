@@ -79,7 +79,7 @@ class Recording:
         self._notice = Noticing(log, keys, speculates=speculates)
         self._reader = StepReader(self._projections, self._requests, None, log.observe, speculates=speculates)
         self._ids = LogIds()
-        self._transfers = Transfers(log, num_workers, digest_share=digest_share, logged_id=self._ids.logged)
+        self._transfers = Transfers(log, num_workers, digest_share=digest_share, ids=self._ids)
         self._loaded_to: dict[str, int] = {}
         """Request -> tokens up to which its last load fills its blocks."""
         self._prefix_cache = PrefixCache(log.configuration.block_size)

@@ -17,6 +17,7 @@ from kvledger.adapters.recorder import decoders, payloads
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.page_digests import CopiedPages, FoundDigests
 from kvledger.adapters.vllm.digests import is_chosen
+from kvledger.adapters.vllm.log_ids import LogIds
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NULL_BLOCK
 
@@ -38,13 +39,11 @@ class _Page(NamedTuple):
 class Transfers:
     """Ends with the first metadata that no decoder understands; the rest is still recorded."""
 
-    def __init__(
-        self, log: RecorderLog, num_workers: int, *, digest_share: float, logged_id: Callable[[str], str]
-    ) -> None:
-        """`logged_id` returns the id that the log has for a request id of vLLM's."""
+    def __init__(self, log: RecorderLog, num_workers: int, *, digest_share: float, ids: LogIds) -> None:
+        """`ids` has the ids in the log of vLLM's requests."""
         self._log = log
         self._digest_share = digest_share
-        self._logged_id = logged_id
+        self._ids = ids
         self._num_workers = num_workers
         self._tracker = log.tracker
         self._tables = log.projections.blocks
@@ -77,7 +76,7 @@ class Transfers:
         block_size = self._log.configuration.block_size
         asked: list[CopiedPages] = []
         for vllm_id, copy in self._read(metadata, lambda: list(decoders.copies(metadata, block_size))) or ():
-            request_id = self._logged_id(vllm_id)
+            request_id = self._ids.logged(vllm_id)
             for life, part in self._for_whom(request_id, copy):
                 self._observe(life, part, is_inferred=not request_id)
             if self._digest_share:
@@ -102,7 +101,8 @@ class Transfers:
             pages = [page for _, page in row]
             life, group, first_block, _ = pages[0]
             block_ids = tuple(block_id for *_, block_id in pages)
-            yield CopiedPages(life, copy.job, copy.is_load, copy.ends_with, group, first_block, block_ids)
+            vllm_id = self._ids.given(life[0])
+            yield CopiedPages(life, vllm_id, copy.job, copy.is_load, copy.ends_with, group, first_block, block_ids)
 
     def _num_full_blocks(self, life: Life, copy: payloads.Transferred, loaded_to: Mapping[str, int]) -> int:
         """Of what is loaded, those that it fills; of what is saved, those that are computed by this step's end."""

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sim.connectors import Recorded, Several
 from sim.recorded import CORE, audited, events_of, recordings
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.recorder.page_digests import AskedPages, CopiedPages, RecordedPages
 from kvledger.adapters.recorder.payloads import ReportedToVLLM
 from kvledger.adapters.simulation.connectors import KVLEDGER, ConnectorSetup, Offloading, SimpleCPU
+from kvledger.lifecycle import cut_request_id, logged_request_id
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -92,3 +96,21 @@ def test_reports_name_requests_as_the_other_events_do(record: Callable[..., Any]
     }
     assert ends
     assert ends <= {event.request_id for _, event in events_of(recording) if isinstance(event, e.RequestArrived)}
+
+
+def test_a_load_of_a_forged_id_is_digested_when_its_own_end_comes() -> None:
+    """A request had the cut id of another one, and the worker took the end of the other's load for its end."""
+    cut = logged_request_id(LONG)
+    pages = RecordedPages(0, num_blocks=2)
+    pages.register({"layer": torch.zeros(2, 4)})
+    loads = [(cut, cut), (cut_request_id(cut + LONG), LONG)]
+    copies = [
+        CopiedPages((logged, number, 0), vllm_id, "load", is_load=True, ends_with="request", group=0, first_block=0,
+                    block_ids=(number,))
+        for number, (logged, vllm_id) in enumerate(loads)
+    ]  # fmt: skip
+    pages.step_begins(AskedPages(KVConnectorMetadata(), tuple(copies)))
+    pages.received([LONG], [])
+    assert [found.pages.vllm_id for found in pages.taken()] == [LONG]
+    pages.received([cut], [])
+    assert [found.pages.vllm_id for found in pages.taken()] == [cut]

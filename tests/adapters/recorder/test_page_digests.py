@@ -220,7 +220,7 @@ class _Told(KVConnectorWorkerMetadata):
 
 def test_envelopes_of_several_ranks_are_put_together_as_the_connector_does() -> None:
     """What it said itself, and all digests."""
-    pages = CopiedPages(("a", 0, 0), "1", is_load=False, ends_with="job", group=0, first_block=0, block_ids=(7,))
+    pages = CopiedPages(("a", 0, 0), "a", "1", is_load=False, ends_with="job", group=0, first_block=0, block_ids=(7,))
     copies = [FoundDigests(pages, rank, (rank,)) for rank in (0, 1, 2)]
     first, second, third = (
         RecordedReports(told, (copy,)) for told, copy in zip((_Told(0), None, _Told(2)), copies, strict=True)
