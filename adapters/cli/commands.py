@@ -186,6 +186,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             {
                 ExitCode.SOUND: "they are written, or none was missing",
                 ExitCode.DAMAGED: "damaged or unreadable",
+                ExitCode.DIVERGED: "an event cannot be folded",
                 ExitCode.NOTHING_CHECKED: "the log has lost its beginning and has no snapshot to begin with",
             },
             {

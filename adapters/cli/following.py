@@ -9,7 +9,7 @@ from kvledger.adapters.cli.output import Output, show_ending
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.logs.amounts import milliseconds
 from kvledger.adapters.logs.clock import Clock
-from kvledger.adapters.logs.describe import state_change
+from kvledger.adapters.logs.describe import state_change, unfoldable_text
 from kvledger.adapters.logs.ending import under_way_text
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.observation import observations
@@ -23,11 +23,17 @@ def show_following(log: StoredLog, selection: Selection, output: Output) -> Exit
     before = shown = None
     for batch in follow(log, output):
         if batch is not None:
-            for line in (line for observation in observations(batch.numbered()) for line in feed.take(observation)):
-                if selection.is_over(line.first_sequence):
-                    return ExitCode.SOUND
-                if selection.holds(line.first_sequence) and selection.request_id in {None, line.request_id}:
-                    _show_line(output, line, clock)
+            for observation in observations(batch.numbered()):
+                try:
+                    lines = list(feed.take(observation))
+                except Exception as error:  # noqa: BLE001 -- forged, or behind a gap; what was shown is worth it
+                    output.remark(unfoldable_text(observation.sequence, observation.event, error))
+                    return output.coverage_of(log, selection)
+                for line in lines:
+                    if selection.is_over(line.first_sequence):
+                        return ExitCode.SOUND
+                    if selection.holds(line.first_sequence) and selection.request_id in {None, line.request_id}:
+                        _show_line(output, line, clock)
             log.last_events = tuple(batch.numbered())
             continue
         # A call lasts less than two looks, but where it hangs.

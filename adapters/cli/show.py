@@ -18,7 +18,7 @@ from kvledger.adapters.exit_codes import ExitCode, gravest
 from kvledger.adapters.logs.amounts import event_range, milliseconds, plural
 from kvledger.adapters.logs.clock import Clock
 from kvledger.adapters.logs.coverage import readable
-from kvledger.adapters.logs.describe import plain, state_change
+from kvledger.adapters.logs.describe import plain, state_change, unfoldable_text
 from kvledger.adapters.logs.facts import facts_of
 from kvledger.adapters.logs.index import index_for
 from kvledger.adapters.logs.log import Batch, StoredLog
@@ -27,7 +27,6 @@ from kvledger.adapters.logs.requests import Requests, RequestSummary
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.timeline import Group, Timelines
 from kvledger.lifecycle import Figures, Projections
-from kvledger.lifecycle import events as e
 
 _MAX_LISTED = 200
 _MAX_IN_FRAME = 4096
@@ -114,10 +113,6 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     return gravest(codes)
 
 
-def _unfoldable(sequence: int, event: e.Event, error: Exception) -> str:
-    return f"event {sequence} ({event.id}) cannot be folded: {error!r}; what follows is left out"
-
-
 # --- one request --------------------------------------------------------------------------------
 
 
@@ -148,7 +143,7 @@ def _take_observations(batches: Iterator[Batch], timelines: Timelines, output: O
             try:
                 timelines.take(observation)
             except Exception as error:  # noqa: BLE001 -- what was read before it is still worth showing
-                output.remark(_unfoldable(observation.sequence, observation.event, error))
+                output.remark(unfoldable_text(observation.sequence, observation.event, error))
                 for _ in batches:  # to the end, for the log's figures and its damage
                     pass
                 return
@@ -217,7 +212,7 @@ def _show_log(log: StoredLog, selection: Selection, listing: Listing, output: Ou
                 try:
                     projections.fold(event, at)
                 except Exception as error:  # noqa: BLE001 -- behind a gap, or forged; what was read is worth showing
-                    output.remark(_unfoldable(at, event, error))
+                    output.remark(unfoldable_text(at, event, error))
                     for _ in events:  # to the end, for the log's figures and its damage
                         pass
     if projections is not None:

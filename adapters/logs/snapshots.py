@@ -10,6 +10,7 @@ from pathlib import Path
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.lifecycle import Projections
+from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.snapshots import capture, restore, state_fingerprint
 from kvledger.storage.events import LogError, Snapshot, find_snapshot, segments_without_snapshot, write_snapshot
 from kvledger.storage.events.segment_file import first_sequence_of, read_header
@@ -54,7 +55,7 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
                 ExitCode.DAMAGED if log.damage else ExitCode.NOTHING_CHECKED,
             )
         for sequence, event in batch.numbered():
-            projections.fold(event, sequence)
+            _fold(projections, log, sequence, event)
         segment = lacking.pop(batch.last_sequence, None)
         if segment is not None:
             chain_hash = _hash_before(segment)
@@ -64,6 +65,17 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
         if not lacking:
             break
     return num_written
+
+
+def _fold(projections: Projections, log: StoredLog, sequence: int, event: Event) -> None:
+    try:
+        projections.fold(event, sequence)
+    except Exception as error:
+        raise CommandFailed(
+            f"{log.path}: event {sequence} ({event.id}) cannot be folded: {error!r}; no snapshot can be made of what "
+            "follows. `kvledger verify` says what is wrong before it",
+            ExitCode.DIVERGED,
+        ) from error
 
 
 def _hash_before(segment: Path) -> bytes:

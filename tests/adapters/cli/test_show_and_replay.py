@@ -224,6 +224,25 @@ def test_a_log_that_cannot_be_folded_is_shown_up_to_there(run: Any, story: Drive
     assert "released" in run("show", log, REQUEST).out, "an incarnation is shown without the pool that everybody shares"
 
 
+def test_a_log_that_cannot_be_folded_is_followed_up_to_there(run: Any, story: Driver, tmp_path: Path) -> None:
+    """A log with one job id for two lives ended the command with 70, as a mistake in kvledger."""
+    log = write_log(tmp_path / "alien", unfoldable(story.observed), story.configuration)
+    result = run("show", log, "--follow")
+    assert result.exit_code == 0
+    assert "cannot be folded" in result.err
+    assert REQUEST in result.out
+
+
+def test_no_snapshot_is_made_behind_an_event_that_cannot_be_folded(run: Any, story: Driver, tmp_path: Path) -> None:
+    """The command ended with 70; those before the event are written."""
+    events = unfoldable(story.observed)
+    log = write_log(tmp_path / "alien", events, story.configuration, segment_bytes=300)
+    result = run("snapshot", log)
+    assert result.exit_code == 3
+    assert "cannot be folded" in result.err
+    assert list(log.glob("*.snapshot"))
+
+
 def test_the_state_of_one_request_or_of_all_at_a_moment(run: Any, log: Path) -> None:
     """A request that came later is not in it."""
     assert " running " in run("replay", log, REQUEST, "--until", 20).out
