@@ -64,9 +64,10 @@ for log, line in ((log, line) for log in sys.argv[2:] for line in json.loads(sys
             code = main([log if word == "LOG" else word for word in line.split()])
         except SystemExit as error:
             code = error.code
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    with open("/proc/self/status") as status:  # ru_maxrss begins with the peak of the process that started this one
+        peak_mib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) // 1024
     text = out.buffer.getvalue().decode(errors="replace")
-    print(json.dumps({"log": log, "command": line, "code": code, "mib": rss, "text": text}), flush=True)
+    print(json.dumps({"log": log, "command": line, "code": code, "mib": peak_mib, "text": text}), flush=True)
 """
 
 
