@@ -125,7 +125,7 @@ class LedgerConfiguration:
             )
             raise ConfigurationError(message)
         if self.num_slots > MAX_SLOTS:
-            message = f"num_slots is {self.num_slots}; it must be at most {MAX_SLOTS}"
+            message = f"num_slots is {self.num_slots}; it must be at most {MAX_SLOTS}: lower host_bytes"
             raise ConfigurationError(message)
         if self.num_slots < self.pages_per_chunk:
             message = (
