@@ -86,7 +86,8 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def exit_code_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     """Run a command in this process. The core alone has the bug of a log, so `repro` needs no vLLM."""
     while words[0].startswith("PYTHONPATH="):
-        monkeypatch.syspath_prepend(words.pop(0).partition("=")[2])
+        # As Python does at its start, which makes what PYTHONPATH names absolute.
+        monkeypatch.syspath_prepend(str(Path(words.pop(0).partition("=")[2]).resolve()))
     if words[0] == "kvledger":
         return main([*words[1:], *(["--core"] if words[1] == "repro" and "--core" not in words else [])])
     assert words[0] == "python", words

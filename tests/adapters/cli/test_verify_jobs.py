@@ -19,6 +19,7 @@ from stored_logs import OPENED_AT, header_of, replaced, serve_many, tell_story, 
 from stored_logs import write_log as write_segments
 
 from kvledger.adapters.cli import verify
+from kvledger.adapters.exit_codes import CommandFailed
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.logs.processes import Processes
 from kvledger.adapters.logs.snapshots import write_snapshots
@@ -34,7 +35,7 @@ SEGMENT_BYTES = 16_000
 def write_log(directory: Path, events: Sequence[e.Event], configuration: LedgerConfiguration) -> Path:
     """A log of several segments, each but the first with a snapshot, as far as the events can be folded."""
     log = write_segments(directory, events, configuration, segment_bytes=SEGMENT_BYTES)
-    with contextlib.suppress(ValueError, KeyError):
+    with contextlib.suppress(CommandFailed):
         write_snapshots(open_log(log))
     return log
 
