@@ -29,7 +29,7 @@ class Undecodable(ValueError):
 def from_msgpack(data: bytes, kind: type[_T] | Any = Any, hook: Hook | None = None) -> _T:  # noqa: ANN401 -- a union is no type
     """Return `data` as a value of the type `kind`. Raises `Undecodable`."""
     try:
-        value: _T = msgspec.msgpack.decode(data, type=kind, dec_hook=hook)
+        value: _T = msgspec.msgpack.decode(data, type=kind, dec_hook=hook, ext_hook=_no_extension_type)
     except Exception as error:  # whatever a hook, a constructor or the decoder makes of foreign bytes
         raise _undecodable(error) from error
     # A container takes at least one byte.
@@ -59,7 +59,7 @@ def msgpack_decoder(kind: Any) -> Callable[[bytes], Any]:  # noqa: ANN401 -- a u
 
     It does not look for nesting: `kind` must be a type without `Any` in what is printed or compared.
     """
-    decode = msgspec.msgpack.Decoder(kind).decode
+    decode = msgspec.msgpack.Decoder(kind, ext_hook=_no_extension_type).decode
 
     def decode_untrusted(data: bytes) -> Any:  # noqa: ANN401 -- of the kind
         try:
@@ -68,6 +68,10 @@ def msgpack_decoder(kind: Any) -> Callable[[bytes], Any]:  # noqa: ANN401 -- a u
             raise _undecodable(error) from error
 
     return decode_untrusted
+
+
+def _no_extension_type(code: int, _data: memoryview) -> object:
+    raise Undecodable(f"a value of msgpack's extension type {code}, which kvledger never writes")
 
 
 def is_too_deep(value: object) -> bool:
