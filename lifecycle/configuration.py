@@ -129,8 +129,8 @@ class LedgerConfiguration:
             raise ConfigurationError(message)
         if self.num_slots < self.pages_per_chunk:
             message = (
-                f"the host pool has {self.num_slots} slots of one block each, but one chunk of "
-                f"{self.chunk_size} tokens needs {self.pages_per_chunk}; raise host_bytes or lower chunk_size"
+                f"the host pool has {self.num_slots} slots of one block each, but one chunk of {self.chunk_size} "
+                f"tokens needs {self.pages_per_chunk}; raise host_bytes or lower chunk_size"
             )
             raise ConfigurationError(message)
         if not 0 <= self.max_hit_share <= 1:

@@ -130,13 +130,19 @@ class Extension:
     @classmethod
     def payload_of(cls, event: e.ExtensionEvent) -> msgspec.Struct | None:
         """What an event of this extension says; None where it is of another one, or cannot be read."""
-        kind = cls.events.get(event.name)
-        if event.extension != cls.name or event.extension_version != cls.version or kind is None:
+        kind = cls.payload_type(event)
+        if kind is None:
             return None
         try:
             return from_msgpack(event.payload, kind)
         except Undecodable:
             return None
+
+    @classmethod
+    def payload_type(cls, event: e.ExtensionEvent) -> type[msgspec.Struct] | None:
+        """The type of what an event of this extension says; None where it is of another one."""
+        is_own = event.extension == cls.name and event.extension_version == cls.version
+        return cls.events.get(event.name) if is_own else None
 
     @classmethod
     def _encoded(cls, payload: msgspec.Struct) -> tuple[str, bytes]:
@@ -211,8 +217,8 @@ class Absent(Extension):
         self.events = dict.fromkeys(declared.events, msgspec.Struct)  # type: ignore[misc]
 
     @classmethod
-    def payload_of(cls, event: e.ExtensionEvent) -> None:
-        """Report nothing."""
+    def payload_type(cls, event: e.ExtensionEvent) -> None:
+        """Return None: the types are where the code is."""
 
     def declaration(self) -> Declaration:
         """As the header of the log has it."""

@@ -19,7 +19,7 @@ import msgspec
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.recency import Recency
-from kvledger.lifecycle.untrusted import converted, from_msgpack
+from kvledger.lifecycle.untrusted import converted, msgpack_decoder
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.core import Core
@@ -47,10 +47,10 @@ def restore(core: Core, state: bytes, configuration: LedgerConfiguration) -> Pro
     """
     projections = Projections(core, configuration)
     try:
-        parts: dict[str, msgspec.Raw] = from_msgpack(state, dict[str, msgspec.Raw])
+        parts: dict[str, msgspec.Raw] = msgpack_decoder(dict[str, msgspec.Raw])(state)
         named: dict[str, Any] = dict(projections.named())
         for name, there in projections.states().items():
-            named[name].state = from_msgpack(bytes(parts[name]), type(there), _decoded)
+            named[name].state = msgpack_decoder(type(there), _decoded)(bytes(parts[name]))
         for name, projection in named.items():
             _index(projections, name, projection.index)
     except Exception as error:  # an index may stumble over a state that no fold leads to

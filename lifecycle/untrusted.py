@@ -54,12 +54,12 @@ def converted(value: object, kind: type[_T] | Any, hook: Hook | None = None) -> 
     return result
 
 
-def msgpack_decoder(kind: Any) -> Callable[[bytes], Any]:  # noqa: ANN401 -- a union is no type
-    """Return a function that decodes values of one type, quickly and often. It raises `Undecodable`.
+def msgpack_decoder(kind: Any, hook: Hook | None = None) -> Callable[[bytes], Any]:  # noqa: ANN401 -- a union is no type
+    """Return a function that decodes values of one type, quickly: many of them, or large ones. It raises `Undecodable`.
 
     It does not look for nesting: `kind` must be a type without `Any` in what is printed or compared.
     """
-    decode = msgspec.msgpack.Decoder(kind, ext_hook=_no_extension_type).decode
+    decode = msgspec.msgpack.Decoder(kind, dec_hook=hook, ext_hook=_no_extension_type).decode
 
     def decode_untrusted(data: bytes) -> Any:  # noqa: ANN401 -- of the kind
         try:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
-import msgspec
 
 from kvledger.adapters.core import available_extensions
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
@@ -143,8 +142,6 @@ class StoredLog:
     """Told the number of bytes of each frame, for whoever shows progress."""
     _decoder: EventDecoder = attrs.field(alias="decoder")
     _reader: LogReader = attrs.field(alias="reader")
-    _kinds: Mapping[tuple[str, int, str], type[msgspec.Struct]] = attrs.field(init=False)
-    """(Extension, version, event) → type of the payload, of the extensions whose code is here."""
     _was_open: bool = attrs.field(init=False)
     """Whether somebody was writing the log when reading began: what came to its end since, came too late to be read."""
 
@@ -237,15 +234,6 @@ class StoredLog:
     def head_hash(self) -> str:
         """The chain hash (hex) of the last frame read; noted elsewhere, it makes a rewritten log detectable."""
         return "" if self._reader.head_hash is None else self._reader.head_hash.hex()
-
-    @_kinds.default
-    def _payloads_of_extensions(self) -> dict[tuple[str, int, str], type[msgspec.Struct]]:
-        return {
-            (extension.name, extension.version, name): kind
-            for extension in self.core.extensions
-            if extension not in self.core.absent
-            for name, kind in extension.events.items()
-        }
 
     @_was_open.default
     def _look_for_writer(self) -> bool:
@@ -389,13 +377,12 @@ class StoredLog:
 
     def _check_payloads(self, frame: Frame, decoded: DecodedFrame) -> None:
         """Report what an extension that is here cannot decode of its own events; the rest of the frame is sound."""
-        if not self._kinds:
+        if not self.core.extensions:
             return
         for sequence, event in decoded.numbered(frame.first_sequence):
             if not isinstance(event, ExtensionEvent):
                 continue
-            kind = self._kinds.get((event.extension, event.extension_version, event.name))
-            if kind is not None:
+            for kind in filter(None, [extension.payload_type(event) for extension in self.core.extensions]):
                 try:
                     from_msgpack(event.payload, kind)
                 except Undecodable as error:

@@ -10,7 +10,7 @@ import unicodedata
 
 from kvledger.lifecycle import without_credentials
 
-__all__ = ["remark", "visible"]
+__all__ = ["remark", "shortened", "visible"]
 
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Control and format characters, surrogates, line and paragraph separators."""
@@ -26,6 +26,11 @@ def visible(text: str) -> str:
 def _number(character: str) -> str:
     data = character.encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{data[at : at + 4]}" for at in range(0, len(data), 4))
+
+
+def shortened(text: str, max_length: int) -> str:
+    """The text with at most so many characters; one that is longer ends with three dots."""
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
 def remark(text: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from kvledger.adapters.logs.visible import visible
+from kvledger.adapters.logs.visible import shortened, visible
 from kvledger.adapters.repro.recording import NotRerunnable
 
 HARMLESS_OPTIONS = frozenset(
@@ -189,5 +189,4 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def _short(text: str) -> str:
-    shown = visible(text)
-    return shown if len(shown) <= _MAX_NAME else f"{shown[: _MAX_NAME - 3]}..."
+    return shortened(visible(text), _MAX_NAME)

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import attrs
 
+from kvledger.adapters.logs.visible import shortened
+
 _CHILD = "from kvledger.adapters.repro.run_once import main; main()"
 _MAX_TEXT = 500
 
@@ -63,7 +65,7 @@ def run_once(test: Path) -> list[TestRun]:
         if result.exists():
             return [TestRun(name, Ended(ended), text) for name, ended, text in json.loads(result.read_text())]
     last = finished.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    text = f"its process ended with {finished.returncode}{f': {_shortened(last)}' if last else ''}"
+    text = f"its process ended with {finished.returncode}{f': {shortened(last, _MAX_TEXT)}' if last else ''}"
     return [TestRun(test.stem, Ended.NOT_RUN, text)]
 
 
@@ -92,8 +94,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _text_of(error: Exception) -> str:
-    return _shortened(" ".join("".join(traceback.format_exception_only(error)).split()))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
+    return shortened(" ".join("".join(traceback.format_exception_only(error)).split()), _MAX_TEXT)

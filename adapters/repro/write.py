@@ -14,7 +14,7 @@ from pathlib import Path
 
 import attrs
 
-from kvledger.adapters.logs.visible import visible
+from kvledger.adapters.logs.visible import shortened, visible
 from kvledger.adapters.recorder.rules import RULES
 from kvledger.adapters.repro.chosen import Chosen
 from kvledger.adapters.repro.outcome import HOOK_FAILED, UNFOLDABLE, Trouble
@@ -208,7 +208,7 @@ def _docstring(about: Description) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _MAX_NAME else f"{text[: _MAX_NAME - 3]}..."
+    return shortened(text, _MAX_NAME)
 
 
 def _name_of(rule: str) -> str:
@@ -225,9 +225,7 @@ def _known_rules() -> frozenset[str]:
 
 def _quotable(text: str, max_length: int = _MAX_TEXT) -> str:
     """Text that can stand in a docstring, on one line, with each character that cannot be seen as its number."""
-    text = visible(" ".join(text.split()))
-    if len(text) > max_length:
-        text = f"{text[: max_length - 3]}..."
+    text = shortened(visible(" ".join(text.split())), max_length)
     text = _RUNNABLE.sub(lambda found: "".join(f"\\u{ord(each):04x}" for each in found[0]), text)
     return text.replace("\\", "\\\\").replace('"""', "'''")
 

@@ -41,7 +41,7 @@ def vllm_id(request: Request) -> str:
 
 
 class LogIds:
-    """Of one engine."""
+    """Maps vLLM's request ids to those in the log of one engine, and back."""
 
     def __init__(self) -> None:
         self._logged: dict[str, str] = {}
@@ -89,24 +89,25 @@ class LogIds:
         return self._logged.get(request_id) or logged_request_id(request_id)
 
     def given(self, logged: str) -> str:
-        """VLLM's id, of a request that vLLM still waits for."""
+        """Return vLLM's id of a request that vLLM still waits for."""
         return self._given.get(logged, logged)
 
     def all_given(self, logged: Iterable[str]) -> tuple[str, ...]:
-        """The same of several."""
+        """Return vLLM's ids of several such requests."""
         return tuple([self.given(each) for each in logged])
 
     def ended(self, request: Request) -> None:
-        """VLLM has ended the request, and may still wait for a copy."""
+        """Note that vLLM has ended the request. vLLM may still wait for a copy of it."""
         if request.request_id in self._given:
             self._ended[request.request_id] = None
 
     def forget(self, is_known: Callable[[str], bool]) -> None:
-        """Forget those that have ended and that nothing is waited for, by their ids in the log."""
+        """Forget requests that have ended, unless `is_known` says of the id in the log that vLLM waits for them."""
         for logged in [each for each in self._ended if not is_known(each)] if self._ended else ():
             del self._ended[logged], self._logged[self._given.pop(logged)]
 
     def __len__(self) -> int:
+        """Requests whose ids differ, for tests: none is left when all have ended."""
         return len(self._logged)
 
 

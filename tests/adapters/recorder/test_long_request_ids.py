@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sim.connectors import Recorded, Several
+from sim.crowd import serve_crowd
 from sim.recorded import CORE, audited, events_of, recordings
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
@@ -44,13 +45,7 @@ def serve(record: Callable[..., Any], named: Callable[[str], str], case: str, **
     """Three requests that preempt each other, an abort, and readers of what was saved."""
     setup, options = CASES[case]
     engine, recording = record(setup=setup, **{"num_blocks": 13, "enable_prefix_caching": False, **options, **more})
-    for number in range(3):
-        engine.add(named(str(number)), range(100 * number, 100 * number + 40), 50)
-    engine.add(named("aborted"), range(900, 940), 50)
-    for _ in range(12):
-        engine.step()
-    engine.abort(named("aborted"))
-    engine.run()
+    serve_crowd(engine, named)
     for number in range(3):
         engine.add(named(f"again {number}"), range(100 * number, 100 * number + 40), 5)
         engine.run()

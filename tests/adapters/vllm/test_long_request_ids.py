@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from sim.crowd import serve_crowd
 from sim.reported import note_reports
 from sim.slow_copies import slow_down
 
@@ -48,13 +49,7 @@ def strings(value: object) -> Iterator[str]:
 def crowd(make_engine: Any, named: Callable[[str], str], **options: Any) -> Any:
     """Three requests that preempt each other, an abort, a reset, and a second round that loads what was saved."""
     engine = make_engine(num_blocks=13, chunk_size=8, enable_prefix_caching=False, **options)
-    for number in range(3):
-        engine.add(named(str(number)), range(100 * number, 100 * number + 40), 50)
-    engine.add(named("aborted"), range(900, 940), 50)
-    for _ in range(12):
-        engine.step()
-    engine.abort(named("aborted"))
-    engine.run()
+    serve_crowd(engine, named)
     assert engine.num_preemptions
     for number in range(3):
         engine.serve(named(f"again {number}"), range(100 * number, 100 * number + 40), 5)
