@@ -7,7 +7,16 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
-from kvledger.lifecycle import ConfigurationError, Core, CoreError, Extension, Refusal, StateHandler
+from kvledger.lifecycle import (
+    ConfigurationError,
+    Core,
+    CoreError,
+    Extension,
+    Refusal,
+    StateHandler,
+    described,
+    raise_if_unstoppable,
+)
 
 ENTRY_POINTS = "kvledger.extensions"
 """The group in which a package names its extensions."""
@@ -56,16 +65,18 @@ def _made(what: str, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 -- of t
     module_name, _, class_name = name.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:
-        raise _refused(f"cannot be imported ({error})", "write it as 'module:Class'", what, name) from error
+    except BaseException as error:
+        raise_if_unstoppable(error)
+        raise _refused(f"cannot be imported ({described(error)})", "write it as 'module:Class'", what, name) from error
     if not isinstance(found, type):
         raise _refused("is no class", f"name a {kind.__name__} as 'module:Class'", what, name)
     if not issubclass(found, kind):
         raise _refused(f"is no kvledger.lifecycle.{kind.__name__}", "derive it from one", what, name)
     try:
         return found()
-    except Exception as error:
-        reason = f"cannot be made ({type(error).__name__}: {error})"
+    except BaseException as error:
+        raise_if_unstoppable(error)
+        reason = f"cannot be made ({described(error)})"
         raise _refused(reason, "let it be made without arguments", what, name) from error
 
 

@@ -13,7 +13,7 @@ from kvledger.lifecycle.codec import log_header
 from kvledger.lifecycle.configuration import ConfigurationError, LedgerConfiguration, Refusal
 from kvledger.lifecycle.core import Core, CoreError
 from kvledger.lifecycle.divergences import Divergence
-from kvledger.lifecycle.errors import without_secrets
+from kvledger.lifecycle.errors import Unstoppable, described, raise_if_unstoppable, without_secrets
 from kvledger.lifecycle.events import MissReason
 from kvledger.lifecycle.extension import Extension
 from kvledger.lifecycle.handlers import StateHandler
@@ -67,17 +67,20 @@ __all__ = [
     "StepEncoder",
     "TrustRegion",
     "Turn",
+    "Unstoppable",
     "__version__",
     "batches",
     "begins_as",
     "cut_request_id",
     "decisions",
+    "described",
     "fold",
     "handlers",
     "log_header",
     "logged_request_id",
     "lookups_in_full",
     "on",
+    "raise_if_unstoppable",
     "without_credentials",
     "without_secrets",
 ]

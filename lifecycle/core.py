@@ -19,6 +19,7 @@ import attrs
 
 from kvledger.lifecycle.code import PACKAGE, UNKNOWN, hash_of_core, hash_of_module
 from kvledger.lifecycle.configuration import ConfigurationError, Refusal
+from kvledger.lifecycle.errors import raise_if_unstoppable
 from kvledger.lifecycle.events import (
     Event,
     LoadCompleted,
@@ -313,7 +314,8 @@ class Core:
         """
         try:
             return copy.deepcopy(dict(self.handlers))
-        except Exception:  # noqa: BLE001 -- whatever somebody's object raises
+        except BaseException as error:  # noqa: BLE001 -- whatever somebody's object raises
+            raise_if_unstoppable(error)
             return {state: tuple(map(_copied, handlers)) for state, handlers in self.handlers.items()}
 
     def extension_of_handler(self, handler: StateHandler) -> str:
@@ -440,7 +442,8 @@ def own_hooks(handler: StateHandler) -> Iterator[str]:
 def _copied(handler: StateHandler) -> StateHandler:
     try:
         return copy.deepcopy(handler)
-    except Exception:  # noqa: BLE001 -- as above
+    except BaseException as error:  # noqa: BLE001 -- as above
+        raise_if_unstoppable(error)
         return handler
 
 

@@ -14,6 +14,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.decisions.release import release_if_settled
 from kvledger.lifecycle.decisions.reports import ask_after, check_report, give_up_silent, give_up_unfenced, settle
+from kvledger.lifecycle.errors import described, raise_if_unstoppable
 from kvledger.lifecycle.events import trigger_of, triggers_of
 from kvledger.lifecycle.gate import Before, fields_of
 from kvledger.lifecycle.handler_contract import Checked, DecisionRefused
@@ -100,11 +101,12 @@ class Decider:
         try:
             for method in methods:
                 method(turn, *arguments)
-        except Exception as error:  # noqa: BLE001 -- whatever a handler raises
+        except BaseException as error:  # noqa: BLE001 -- whatever a handler raises
+            raise_if_unstoppable(error)
             if isinstance(error, DecisionRefused):
                 rule, detail = Rule.HANDLER_CONTRACT.value, str(error)
             else:
-                rule, detail = Rule.HANDLER_RAISED.value, f"{type(error).__name__}: {error}"
+                rule, detail = Rule.HANDLER_RAISED.value, described(error)
             turn.decide(e.InvariantViolated(rule, *record.life, detail, cause))
             turn.decide(e.RequestQuarantined(*record.life, rule, cause))
             if record.state is RequestState.FINISHED and self._tracker.get(record.request_id) is record:

@@ -1,12 +1,59 @@
-"""What a log may know of an error of somebody's code: never its message, which may quote prompts and salts."""
+"""Errors of somebody else's code: which of them kvledger catches, and what a log may know of one.
+
+Somebody else's code (a handler, an extension, a request of vLLM's, a copy engine) may raise anything. Where kvledger
+runs such code and has to go on, it catches `BaseException` and calls `raise_if_unstoppable` first:
+
+    except BaseException as error:
+        raise_if_unstoppable(error)
+        ...  # record it, and go on
+"""
 
 from __future__ import annotations
 
 import traceback
 
 
-def without_secrets(error: Exception) -> str:
-    """Its class, and the line it comes from."""
+class Unstoppable(BaseException):
+    """Base of kvledger's own exceptions that no code between `raise` and their handler may stop."""
+
+
+def raise_if_unstoppable(error: BaseException) -> None:
+    """Raise `error` again if it has to end the process or the command; return if kvledger may go on without it.
+
+    These pass: `KeyboardInterrupt`, `Unstoppable`, and what a signal handler raised while other code ran. vLLM's
+    workers end by a `SystemExit` that their handler of SIGTERM raises (`vllm/v1/executor/multiproc_executor.py`,
+    worker_main, 0.32). A `SystemExit` of the code itself does not pass, and neither does any other exception.
+    """
+    if isinstance(error, Exception):
+        return
+    if isinstance(error, KeyboardInterrupt | Unstoppable) or _is_of_signal_handler(error):
+        raise error
+
+
+def _is_of_signal_handler(error: BaseException) -> bool:
+    """Whether a frame of its traceback got the frame that it interrupted as an argument, as signal handlers do."""
+    interrupted = None
+    step = error.__traceback__
+    while step is not None:
+        if interrupted is not None:
+            for value in step.tb_frame.f_locals.values():
+                if value is interrupted or (type(value) is tuple and any(each is interrupted for each in value)):
+                    return True
+        interrupted, step = step.tb_frame, step.tb_next
+    return False
+
+
+def described(error: BaseException) -> str:
+    """Its class and its message, for people; the class alone if the message cannot be had."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as again:  # noqa: BLE001 -- its class is somebody else's code, too
+        raise_if_unstoppable(again)
+        return type(error).__name__
+
+
+def without_secrets(error: BaseException) -> str:
+    """Its class, and the line it comes from; never its message, which may quote prompts and salts."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return type(error).__name__

@@ -15,6 +15,7 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.core import Core
+from kvledger.lifecycle.errors import raise_if_unstoppable
 from kvledger.lifecycle.events import trigger_of
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
@@ -73,7 +74,7 @@ class Checked:
         Raises:
             DecisionRefused: by its `decide` and, whatever the method makes of that, at the end.
         """
-        refused: list[Exception] = []
+        refused: list[BaseException] = []
 
         def check(decision: e.Event) -> e.Event:
             if not self.projections.extensions.takes_part(self.extension):
@@ -81,7 +82,8 @@ class Checked:
             if not refused:
                 try:
                     return self._copied(decision, turn.record, turn.cause)
-                except Exception as error:  # noqa: BLE001 -- what cannot be judged is not recorded either
+                except BaseException as error:  # noqa: BLE001 -- what cannot be judged is not recorded either
+                    raise_if_unstoppable(error)
                     refused.append(error)
             raise refused[0]
 

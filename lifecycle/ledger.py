@@ -14,6 +14,7 @@ from kvledger.lifecycle.codec import EventEncoder
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.decider import Decider
+from kvledger.lifecycle.errors import described, raise_if_unstoppable
 from kvledger.lifecycle.events import Event, LogNote
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.obligations import Channel, Ready
@@ -151,7 +152,8 @@ class Ledger:
             self._sink.append(self._encoded(events), len(events), expected_sequence=first_sequence)
         except OSError:
             raise
-        except Exception:
+        except BaseException as error:
+            raise_if_unstoppable(error)
             self._uncommitted = []  # the sink will never take them
             raise
         self._uncommitted = []
@@ -159,13 +161,15 @@ class Ledger:
     def _encoded(self, events: list[Event]) -> bytes:
         try:
             return self._encoder.encode(events)
-        except Exception:  # noqa: BLE001 -- one event that cannot be written must not cost the others their place
+        except BaseException as error:  # noqa: BLE001 -- one event that cannot be written must not cost the others their place
+            raise_if_unstoppable(error)
             return self._encoder.encode([self._writable(event) for event in events])
 
     def _writable(self, event: Event) -> Event:
         try:
             self._encoder.encode([event])
-        except Exception as error:  # noqa: BLE001 -- see above
+        except BaseException as error:  # noqa: BLE001 -- see above
+            raise_if_unstoppable(error)
             return LogNote(f"{event.id} cannot be encoded: {type(error).__name__}", 0)
         return event
 
@@ -182,8 +186,9 @@ class Ledger:
         self._uncommitted.append(self._in_short(event, sequence))
         try:
             self.projections.fold(event, sequence)
-        except Exception as error:
-            message = f"folding {event.id} at sequence {sequence} failed: {type(error).__name__}: {error}"
+        except BaseException as error:
+            raise_if_unstoppable(error)
+            message = f"folding {event.id} at sequence {sequence} failed: {described(error)}"
             self._corrupt = LedgerCorrupt(message, self._decisions)
             self._corrupt.__cause__ = error
             raise TurnEnded from error

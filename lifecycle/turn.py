@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import attrs
 
+from kvledger.lifecycle.errors import Unstoppable
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.gate import Before
 from kvledger.lifecycle.projections import Projections
@@ -20,7 +21,7 @@ from kvledger.lifecycle.projections.tracker import RequestRecord
 Decide = Callable[[Event], None]
 
 
-class TurnEnded(BaseException):
+class TurnEnded(Unstoppable):
     """Unwinds a handler whose further decisions do not count. No `Exception`, so that no handler takes it for one."""
 
 

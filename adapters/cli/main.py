@@ -23,7 +23,7 @@ from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.sources import engine_starts, find_logs, started_with
 from kvledger.adapters.logs.streams import StreamUrl, keep_mirrored, shown_log
 from kvledger.adapters.logs.visible import remark
-from kvledger.lifecycle import without_credentials
+from kvledger.lifecycle import raise_if_unstoppable, without_credentials
 from kvledger.storage.events.files import refused_link
 from kvledger.storage.extras import EXTRAS
 
@@ -53,22 +53,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     arguments, default = argparse.Namespace(), ""
     try:
-        arguments = build_parser().parse_args(argv)
+        try:
+            arguments = build_parser().parse_args(argv)
+        except SystemExit as exit_:  # argparse, after --help, --version or wrong usage
+            return exit_.code if isinstance(exit_.code, int) else ExitCode.SOUND.value
         if getattr(arguments, "log_is_default", False):
             default = f" (LOG is {shown_log(arguments.log)}, from {DEFAULT_LOG})"
         arguments.logs = _logs(arguments) if arguments.is_reading else []
         output = Output(is_json=arguments.json)
         output.has_many_logs = len(arguments.logs) > 1
         return int(gravest([arguments.run(arguments, output), *output.failures]))
-    except SystemExit as exit_:  # argparse, after --help, --version or wrong usage
-        return exit_.code if isinstance(exit_.code, int) else ExitCode.SOUND.value
     except CommandFailed as failure:
         remark(f"{_without_log(str(failure), arguments)}{default}")
         return failure.exit_code.value
     except OSError as error:
         remark(f"{_without_log(unreadable_text(error), arguments)}{default}")
         return ExitCode.DAMAGED.value
-    except Exception as error:  # noqa: BLE001 -- the last place that can say it in words
+    except BaseException as error:  # noqa: BLE001 -- the last place that can say it in words
+        raise_if_unstoppable(error)
         if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
             remark(str(error))
             return ExitCode.REFUSED.value
@@ -82,7 +84,7 @@ def _without_log(text: str, arguments: argparse.Namespace) -> str:
     return text.replace(str(log), shown_log(log)) if isinstance(log, Path) else text
 
 
-def _report_mistake(error: Exception) -> None:
+def _report_mistake(error: BaseException) -> None:
     """Say what a person can do about a mistake of ours; KVLEDGER_TRACEBACK has it in full."""
     if os.environ.get("KVLEDGER_TRACEBACK"):
         sys.stderr.write(without_credentials("".join(traceback.format_exception(error))))

@@ -12,13 +12,15 @@ import select
 import sys
 from typing import TYPE_CHECKING, TextIO
 
+from kvledger.lifecycle import Unstoppable
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = ["OutputFailed", "guard_standard_streams", "notice_reader", "silence_standard_streams"]
 
 
-class OutputFailed(BaseException):
+class OutputFailed(Unstoppable):
     """Nothing can be written to stdout or stderr any more; its cause is the `OSError`."""
 
     def __init__(self, error: OSError) -> None:

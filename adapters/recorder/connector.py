@@ -44,7 +44,7 @@ from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.event_log import WorkerOfLog, open_event_log
 from kvledger.adapters.vllm.groups import Groups, describe_groups
 from kvledger.adapters.vllm.key_secrecy import note_guessable_keys
-from kvledger.lifecycle import Core, LedgerConfiguration
+from kvledger.lifecycle import Core, LedgerConfiguration, raise_if_unstoppable
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +174,8 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         began = clock()
         try:
             return getattr(self.wrapped, hook)(*arguments), clock() - began
-        except Exception as error:
+        except BaseException as error:
+            raise_if_unstoppable(error)
             if self.recording is not None:
                 self.recording.raised(hook, request, error)
             raise

@@ -14,7 +14,7 @@ import attrs
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.messages import messages
-from kvledger.lifecycle import logged_request_id
+from kvledger.lifecycle import described, logged_request_id
 
 _NOTHING: tuple[payloads.ReportedBy, ...] = ()
 
@@ -44,9 +44,9 @@ class WorkerEnds:
         for place, child in enumerate(children_of(self._connector)):
             self._watch(place, child)
 
-    def hook_failed(self, hook: str, _request_id: str, error: Exception) -> None:
+    def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
         """Called by the guard: the connector goes on."""
-        messages.warning("who reported an end could not be recorded", hook=hook, error=str(error))
+        messages.warning("who reported an end could not be recorded", hook=hook, error=described(error))
 
     @property
     def is_collecting(self) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.messages import messages
-from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, without_secrets
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, described, raise_if_unstoppable, without_secrets
 from kvledger.lifecycle import events as e
 
 
@@ -53,24 +53,26 @@ class RecorderLog:
             return
         try:
             self.ledger.commit()
-        except Exception as error:  # noqa: BLE001 -- what waits in the ledger is written with the next commit
-            self.messages.error("events could not be written", error=str(error))
+        except BaseException as error:  # noqa: BLE001 -- what waits in the ledger is written with the next commit
+            raise_if_unstoppable(error)
+            self.messages.error("events could not be written", error=described(error))
 
-    def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
+    def hook_failed(self, hook: str, request_id: str, error: BaseException) -> None:
         """The wrapped connector raised."""
         if not self.is_ended:
             logged = without_secrets(error)
             self.observe(e.HookFailed(hook, request_id, logged, self.now()))
 
-    def end(self, hook: str, error: Exception) -> None:
+    def end(self, hook: str, error: BaseException) -> None:
         """Recording failed: log the reason and record no more."""
         if self.is_ended:
             return
-        self.messages.error("kvledger's recorder ends, the connector goes on", hook=hook, error=str(error))
+        self.messages.error("kvledger's recorder ends, the connector goes on", hook=hook, error=described(error))
         try:
             self.observe(e.LogNote(f"recording ends in {hook}: {without_secrets(error)}", self.now()))
-        except Exception as again:  # noqa: BLE001 -- nothing is left that could be said
-            self.messages.error("the reason could not be recorded", error=str(again))
+        except BaseException as again:  # noqa: BLE001 -- nothing is left that could be said
+            raise_if_unstoppable(again)
+            self.messages.error("the reason could not be recorded", error=described(again))
         self.commit()
         self.is_ended = True
 

@@ -19,6 +19,7 @@ from kvledger.adapters.recorder import decoders, payloads
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.worker_side import describe_pages
+from kvledger.lifecycle import described
 from kvledger.storage.kv import PageDigests
 
 if TYPE_CHECKING:
@@ -95,11 +96,11 @@ class RecordedPages:
         """To be digested when they are reported."""
         self._found: list[tuple[CopiedPages, torch.Tensor]] = []
 
-    def hook_failed(self, hook: str, _request_id: str, error: Exception) -> None:
+    def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
         """Called by the guard: no more digests."""
         self._digests = None
         self._found, self._of_step, self._loading = [], [], []
-        messages.warning("no more digests of pages are made, the connector goes on", hook=hook, error=str(error))
+        messages.warning("no more digests of pages are made, the connector goes on", hook=hook, error=described(error))
 
     @guarded(default=None)
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:

@@ -102,7 +102,7 @@ class Recording:
         self.log.commit()
         self.log.is_ended = True
 
-    def hook_failed(self, hook: str, _request_id: str, error: Exception) -> None:
+    def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
         """Called by the guard: it is the recorder that failed."""
         self.log.end(hook, error)
         self._requests.clear()
@@ -110,7 +110,7 @@ class Recording:
     # --- what the wrapped connector did, whatever the hook ------------------------------------
 
     @_records
-    def raised(self, hook: str, request: Request | None, error: Exception) -> None:
+    def raised(self, hook: str, request: Request | None, error: BaseException) -> None:
         """It raised; vLLM is about to see that."""
         self.log.hook_failed(hook, "" if request is None else self._ids.logged(request.request_id), error)
 

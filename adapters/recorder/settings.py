@@ -13,7 +13,7 @@ from kvledger.adapters.recorder.wrapped import refuse_without_hybrid_memory, wra
 from kvledger.adapters.vllm.before_weights import refuse_log
 from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.adapters.vllm.transfer import refuse_unknown
-from kvledger.lifecycle import ConfigurationError, Refusal
+from kvledger.lifecycle import ConfigurationError, Refusal, described, raise_if_unstoppable
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -46,8 +46,9 @@ def refuse_recorder(
         wrapped = wrapped_class(transfer)
     except ConfigurationError:
         raise
-    except Exception as error:
-        reason = f"vLLM cannot load it ({type(error).__name__}: {error})"
+    except BaseException as error:
+        raise_if_unstoppable(error)
+        reason = f"vLLM cannot load it ({described(error)})"
         remedy = "put that right, or name another connector"
         raise ConfigurationError(Refusal(reason, remedy, "connector.kv_connector", transfer.kv_connector)) from error
     if outer.kv_connector == "KVLedgerRecorderHMA":

@@ -18,6 +18,7 @@ from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.page_digests import CopiedPages, FoundDigests
 from kvledger.adapters.vllm.digests import is_chosen
 from kvledger.adapters.vllm.log_ids import LogIds
+from kvledger.lifecycle import described, raise_if_unstoppable
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NULL_BLOCK
 
@@ -162,13 +163,14 @@ class Transfers:
             return None
         try:
             return decode()
-        except Exception as error:  # noqa: BLE001 -- another version of the connector
+        except BaseException as error:  # noqa: BLE001 -- another version of the connector
+            raise_if_unstoppable(error)
             self._decodes = False
             undecoded = payloads.Undecoded(type(metadata).__name__, type(error).__name__)
             self._log.note(undecoded)
             self._log.messages.warning(
                 "the connector's metadata is not what the recorder knows; its copies are not recorded",
                 metadata=undecoded.metadata,
-                error=str(error),
+                error=described(error),
             )
             return None

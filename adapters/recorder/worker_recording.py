@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.vllm.guard import guarded
-from kvledger.lifecycle import logged_request_id
+from kvledger.lifecycle import logged_request_id, raise_if_unstoppable
 
 _BY_LAYER: Final = frozenset({"wait_for_layer_load", "save_kv_layer"})
 _WRITTEN: Final = frozenset(
@@ -54,7 +54,7 @@ class WorkerRecording:
         log.note(started)
         log.commit()
 
-    def hook_failed(self, hook: str, _request_id: str, error: Exception) -> None:
+    def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
         """Called by the guard: it is the recorder that failed."""
         self.log.end(hook, error)
 
@@ -70,7 +70,8 @@ class WorkerRecording:
         began_ns = self.log.now()
         try:
             answer = forward(*args, **kwargs)
-        except Exception as error:
+        except BaseException as error:
+            raise_if_unstoppable(error)
             self._raised(hook, args, error, is_written=is_written)
             raise
         self._returned(hook, answer, began_ns, is_written=is_written)
@@ -117,7 +118,7 @@ class WorkerRecording:
         self.log.note(payloads.Called(hook, step, layer))
 
     @guarded(default=None)
-    def _raised(self, hook: str, args: tuple[Any, ...], error: Exception, *, is_written: bool) -> None:
+    def _raised(self, hook: str, args: tuple[Any, ...], error: BaseException, *, is_written: bool) -> None:
         if self.log.is_ended:
             return
         if not is_written:

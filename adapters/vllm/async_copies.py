@@ -13,6 +13,7 @@ import attrs
 
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import JobReport
+from kvledger.lifecycle import described, raise_if_unstoppable
 from kvledger.storage.kv import PendingCopy
 
 IDLE_WAIT_S = 0.001
@@ -41,24 +42,24 @@ class AsyncCopies:
         self._pending[job_ids] = begin()
         self._copy_of.update(dict.fromkeys(job_ids, job_ids))
 
-    def failed(self, job_ids: tuple[int, ...], error: Exception) -> JobReport:
+    def failed(self, job_ids: tuple[int, ...], error: BaseException) -> JobReport:
         """The report of a copy that failed, or could not begin."""
-        described = f"{type(error).__name__}: {error}"
-        messages.error("a copy failed, what it was for is computed again", job_ids=job_ids, error=described)
-        return self._remember(JobReport(job_ids, self._rank, done=False, num_bytes=0, duration_ns=0, error=described))
+        text = described(error)
+        messages.error("a copy failed, what it was for is computed again", job_ids=job_ids, error=text)
+        return self._remember(JobReport(job_ids, self._rank, done=False, num_bytes=0, duration_ns=0, error=text))
 
     def take_done(self) -> list[JobReport]:
         """Reports of the copies that have come to an end since the last call. Waits for nothing."""
-        return [self._end(job_ids) for job_ids in [job_ids for job_ids, copy in self._pending.items() if copy.done()]]
+        return [
+            self._end(job_ids) for job_ids in [job_ids for job_ids, copy in self._pending.items() if _is_over(copy)]
+        ]
 
     def precede(self, job_ids: Iterable[int]) -> list[JobReport]:
         """Put these copies before all that the device is given from now on; reports of those that are over."""
         if self._waits:
             return self.wait_for(job_ids)
         pending = {copied: self._pending[copied] for job_id in job_ids if (copied := self._copy_of.get(job_id))}
-        for copy in pending.values():
-            copy.precede()
-        return [self._end(copied) for copied, copy in pending.items() if copy.done()]
+        return [self._end(copied) for copied, copy in pending.items() if not _precedes(copy) or _is_over(copy)]
 
     def give_way(self) -> None:
         """Let pending copies have the interpreter for a moment.
@@ -99,7 +100,8 @@ class AsyncCopies:
             del self._copy_of[job_id]
         try:
             result = copy.result()
-        except Exception as error:  # noqa: BLE001 -- a failed copy costs its request the cache, not the worker its life
+        except BaseException as error:  # noqa: BLE001 -- a failed copy costs its request the cache, not the worker its life
+            raise_if_unstoppable(error)
             return self.failed(job_ids, error)
         report = JobReport(job_ids, self._rank, done=True, num_bytes=result.num_bytes, duration_ns=result.duration_ns)
         return self._remember(report)
@@ -109,3 +111,22 @@ class AsyncCopies:
         while len(self._reported) > MAX_REMEMBERED:
             self._reported.popitem(last=False)
         return report
+
+
+def _is_over(copy: PendingCopy) -> bool:
+    """Whether the copy is done; also if that cannot be found out: its result, which is waited for, then says why."""
+    try:
+        return copy.done()
+    except BaseException as error:  # noqa: BLE001 -- as in `_end`
+        raise_if_unstoppable(error)
+        return True
+
+
+def _precedes(copy: PendingCopy) -> bool:
+    """Put the copy before what follows; False if that failed, so that the copy has to be waited for."""
+    try:
+        copy.precede()
+    except BaseException as error:  # noqa: BLE001 -- as in `_end`
+        raise_if_unstoppable(error)
+        return False
+    return True

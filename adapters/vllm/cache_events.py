@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import key_of_hash
 from kvledger.adapters.vllm.messages import messages
+from kvledger.lifecycle import described, raise_if_unstoppable
 from kvledger.lifecycle import events as e
 
 if TYPE_CHECKING:
@@ -143,11 +144,12 @@ class CacheEvents:
                 self._remove_all()
             for decision in decisions:
                 self._take(decision)
-        except Exception as error:  # noqa: BLE001 -- read from live objects of vLLM; routers matter less than requests
+        except BaseException as error:  # noqa: BLE001 -- read from live objects of vLLM; routers matter less than requests
+            raise_if_unstoppable(error)
             self.stop()
             messages.error(
                 "KV events of the host pool stop until the engine restarts; what was stored is published as removed",
-                error=f"{type(error).__name__}: {error}",
+                error=described(error),
             )
 
     def take(self, *, is_written: bool) -> list[KVCacheEvent]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvledger.adapters.vllm.messages import messages, refusals_are_said
-from kvledger.lifecycle import ConfigurationError
+from kvledger.lifecycle import ConfigurationError, described, raise_if_unstoppable
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -46,10 +46,11 @@ def refuse_at_lookup(check: Callable[[KVTransferConfig, VllmConfig | None], obje
             check(transfer, whole if isinstance(whole, VllmConfig) else None)
     except ConfigurationError:
         raise
-    except Exception as error:  # noqa: BLE001 -- another vLLM may have its configuration in other words
+    except BaseException as error:  # noqa: BLE001 -- another vLLM may have its configuration in other words
+        raise_if_unstoppable(error)
         messages.warning(
             "the configuration cannot be looked at before weights are loaded; what is wrong with it is said then",
-            error=f"{type(error).__name__}: {error}",
+            error=described(error),
         )
 
 

@@ -21,6 +21,8 @@ from kvledger.lifecycle import (
     PageJob,
     Ready,
     Rule,
+    described,
+    raise_if_unstoppable,
     without_secrets,
 )
 from kvledger.lifecycle import events as e
@@ -143,7 +145,8 @@ class Journal:
             if has_load:
                 return "a second load for one allocation"
             return contract.breach_of_load(job, event, self.projections)
-        except Exception as error:  # noqa: BLE001 -- what cannot be judged does not leave
+        except BaseException as error:  # noqa: BLE001 -- what cannot be judged does not leave
+            raise_if_unstoppable(error)
             return f"it cannot be judged: {type(error).__name__}"
 
     def withhold(self, request_id: str, rule: str, detail: str) -> None:
@@ -169,7 +172,8 @@ class Journal:
                     time_ns=self.now(),
                 )
             )
-        except Exception as failure:  # noqa: BLE001 -- as in any hook
+        except BaseException as failure:  # noqa: BLE001 -- as in any hook
+            raise_if_unstoppable(failure)
             self.hook_failed("withhold", request_id, failure)
 
     def ready(self) -> Ready:
@@ -190,9 +194,10 @@ class Journal:
         first_sequence = self.ledger.next_sequence - self.ledger.num_uncommitted
         try:
             self.ledger.commit()
-        except Exception as error:  # noqa: BLE001 -- a log that cannot be written must not stop the engine
+        except BaseException as error:  # noqa: BLE001 -- a log that cannot be written must not stop the engine
+            raise_if_unstoppable(error)
             self.is_written = False
-            self.messages.error("events could not be written, report it with this log", error=str(error))
+            self.messages.error("events could not be written, report it with this log", error=described(error))
         else:
             self.is_written = not self.is_behind()
         if not self.is_written:
@@ -211,24 +216,24 @@ class Journal:
         except LedgerCorrupt as error:
             self.hook_failed("decline", "", error)
 
-    def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
+    def hook_failed(self, hook: str, request_id: str, error: BaseException) -> None:
         """Log it for people, record it, and let the request recompute."""
-        described = f"{type(error).__name__}: {error}"
+        text = described(error)
         self.messages.error(
             "a hook failed, the request recomputes; report it with this log",
             hook=hook,
             request_id=request_id,
-            error=described,
+            error=text,
         )
         # The core sees only events, so what it says is as harmless as they.
-        logged = described if isinstance(error, LedgerCorrupt) else without_secrets(error)
+        logged = text if isinstance(error, LedgerCorrupt) else without_secrets(error)
         event = e.HookFailed(hook, request_id, logged, self.now())
         is_sound = False
         try:
             self.observe(event)
             is_sound = not self.ledger.is_corrupt
-        except Exception:  # noqa: BLE001, S110 -- reporting a failure must not become one
-            pass
+        except BaseException as again:  # noqa: BLE001 -- reporting a failure must not become one
+            raise_if_unstoppable(again)
         if not is_sound and not self.is_disabled:
             self._stop_deciding()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
-from kvledger.lifecycle import BlocksRegion, Rule, TrustRegion
+from kvledger.lifecycle import BlocksRegion, Rule, TrustRegion, raise_if_unstoppable
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NULL_BLOCK
 
@@ -36,7 +36,7 @@ class Observer(Protocol):
     def observe(self, event: e.Event) -> object:
         """Record an observation."""
 
-    def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
+    def hook_failed(self, hook: str, request_id: str, error: BaseException) -> None:
         """Record that something could not be read."""
 
 
@@ -71,7 +71,8 @@ class Noticing:
             return
         try:
             keys = self._keys.keys(request, num_known, known[-1] if known else None)
-        except Exception as error:  # noqa: BLE001 -- read from live objects of vLLM
+        except BaseException as error:  # noqa: BLE001 -- read from live objects of vLLM
+            raise_if_unstoppable(error)
             self._journal.hook_failed("chunk_keys", request.request_id, error)
             return
         if keys:

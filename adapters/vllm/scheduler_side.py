@@ -37,6 +37,7 @@ from kvledger.lifecycle import (
     RequestState,
     Rule,
     TrustRegion,
+    raise_if_unstoppable,
 )
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NO_SLOT
@@ -115,7 +116,7 @@ class SchedulerSide:
         """Where the log goes."""
         return self.journal.log
 
-    def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
+    def hook_failed(self, hook: str, request_id: str, error: BaseException) -> None:
         """Called by the guard."""
         self.journal.hook_failed(hook, request_id, error)
 
@@ -277,7 +278,8 @@ class SchedulerSide:
             return NO_JOBS
         try:
             jobs = step_jobs(ready, self.digested.of_job)
-        except Exception as error:  # noqa: BLE001 -- the scheduler counts on these jobs: each is reported as failed
+        except BaseException as error:  # noqa: BLE001 -- the scheduler counts on these jobs: each is reported as failed
+            raise_if_unstoppable(error)
             self.hook_failed("build_connector_meta", "", error)
             ready = self.journal.ready()
             jobs = no_copies(ready)
@@ -479,7 +481,8 @@ class SchedulerSide:
         sequence = self.ledger.next_sequence
         try:
             self.journal.observe(reported)
-        except Exception as error:  # noqa: BLE001 -- as in any hook
+        except BaseException as error:  # noqa: BLE001 -- as in any hook
+            raise_if_unstoppable(error)
             is_recorded = self.ledger.next_sequence > sequence
             self.hook_failed("update_connector_output", "", error)
             return is_recorded

@@ -85,7 +85,7 @@ class StatsSource:
         self._gauges = dict.fromkeys(GAUGES, 0)
         self._sent_ns = 0
 
-    def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
+    def hook_failed(self, hook: str, request_id: str, error: BaseException) -> None:
         """Figures that cannot be taken are reported like any other failing hook."""
         self._side.hook_failed(hook, request_id, error)
 

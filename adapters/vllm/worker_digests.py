@@ -12,6 +12,7 @@ import attrs
 
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import JobReport, PageJob
+from kvledger.lifecycle import described, raise_if_unstoppable
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,8 @@ class WorkerDigests:
         if found is not None and found.stored is not None and found.digests is None:
             try:
                 found.digests = self._digests.of_blocks(found.block_ids)
-            except Exception as error:  # noqa: BLE001 -- see above
+            except BaseException as error:  # noqa: BLE001 -- see above
+                raise_if_unstoppable(error)
                 self._not_made(job_id, error)
 
     def with_digests(self, reports: Iterable[JobReport]) -> list[JobReport]:
@@ -74,9 +76,10 @@ class WorkerDigests:
             return
         try:
             self._found[job.job_id] = make(*zip(*chosen, strict=True))
-        except Exception as error:  # noqa: BLE001 -- see above
+        except BaseException as error:  # noqa: BLE001 -- see above
+            raise_if_unstoppable(error)
             self._not_made(job.job_id, error)
 
-    def _not_made(self, job_id: int, error: Exception) -> None:
+    def _not_made(self, job_id: int, error: BaseException) -> None:
         self._found.pop(job_id, None)
-        messages.warning("digests of pages could not be made; the copy goes on", job_id=job_id, error=str(error))
+        messages.warning("digests of pages could not be made; the copy goes on", job_id=job_id, error=described(error))

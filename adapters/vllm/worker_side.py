@@ -16,6 +16,7 @@ from kvledger.adapters.vllm.async_copies import AsyncCopies
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import JobReport, PageJob, StepJobs, WorkerReports, WorkerStart
 from kvledger.adapters.vllm.worker_digests import WorkerDigests
+from kvledger.lifecycle import raise_if_unstoppable
 from kvledger.storage.kv import (
     BlockLayout,
     CopyEngine,
@@ -239,7 +240,8 @@ class WorkerSide:
     def _start(self, jobs: Sequence[PageJob], begin: _Begin, engine: CopyEngine | None) -> None:
         try:
             self._copies.start(_ids(jobs), partial(begin, jobs, engine))
-        except Exception as error:  # noqa: BLE001 -- a failed copy costs its request the cache, not the worker its life
+        except BaseException as error:  # noqa: BLE001 -- a failed copy costs its request the cache, not the worker its life
+            raise_if_unstoppable(error)
             if len(jobs) == 1:
                 self._reports.append(self._copies.failed(_ids(jobs), error))
                 return

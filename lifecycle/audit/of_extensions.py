@@ -18,7 +18,7 @@ from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.moment import Check, EventChecks
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.audit.violations import Violations
-from kvledger.lifecycle.errors import without_secrets
+from kvledger.lifecycle.errors import raise_if_unstoppable, without_secrets
 from kvledger.lifecycle.events import (
     Event,
     ExtensionDecided,
@@ -101,7 +101,8 @@ class RuleOfExtension(Checker):
             return None
         try:
             return call()
-        except Exception as error:  # noqa: BLE001 -- whatever somebody's checker raises
+        except BaseException as error:  # noqa: BLE001 -- whatever somebody's checker raises
+            raise_if_unstoppable(error)
             at = f" at event {self.moment.sequence}" if self.moment.sequence else ""
             self.not_judged = f"its checker raised {without_secrets(error)}{at}"
             return None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.errors import without_secrets
+from kvledger.lifecycle.errors import raise_if_unstoppable, without_secrets
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection
 
@@ -67,7 +67,8 @@ class Extensions(Projection):
             return None
         try:
             return method(*arguments)
-        except Exception as error:  # noqa: BLE001 -- whatever somebody's code raises
+        except BaseException as error:  # noqa: BLE001 -- whatever somebody's code raises
+            raise_if_unstoppable(error)
             if self.takes_part(name):  # it may have been stopped while the method ran
                 self._silent.add(name)
                 self.raised.append((name, where, without_secrets(error)))

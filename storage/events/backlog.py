@@ -255,7 +255,7 @@ class BacklogEventStore:
                 return
             try:
                 self._write_first()
-            except Exception as error:  # noqa: BLE001 -- whoever appends would wait for a thread that is gone
+            except BaseException as error:  # noqa: BLE001 -- whoever appends would wait for a thread that is gone
                 self._failed(OSError(f"{type(error).__name__}: {error}"))
 
     def _write_waiting(self) -> None:

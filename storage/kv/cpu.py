@@ -116,7 +116,7 @@ class CpuCopyEngine:
     def _end(self, copy: CpuCopy, ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool) -> None:
         try:
             copy.set_result(self._copied(ids, slots, writes_slots=writes_slots))
-        except Exception as error:  # noqa: BLE001 -- it is the caller's, when it asks
+        except BaseException as error:  # noqa: BLE001 -- it is the caller's, when it asks
             copy.set_exception(error)
 
     def _copied(self, block_ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool) -> CopyResult:

@@ -189,7 +189,7 @@ class CudaCopyEngine:
                 events[1].record(stream)
             self._last = events[1]
             given.set_result(events)
-        except Exception as error:  # noqa: BLE001 -- it is the caller's, when it asks
+        except BaseException as error:  # noqa: BLE001 -- it is the caller's, when it asks
             given.set_exception(error)
 
     def _mover(self, layout: BlockLayout, *, writes_slots: bool) -> Mover:
