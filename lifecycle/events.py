@@ -88,6 +88,10 @@ class RequestDecision(RequestEvent, frozen=True):
 
 NO_LIFE = -1
 """The ordinal and the generation in a decision that names no request, or one that nobody knows."""
+NO_SLOT = -1
+"""The slot of a page that is not stored, because its group does not see it any more."""
+NULL_BLOCK = 0
+"""vLLM's null block. In the table of a group with a window it replaces a block that is not kept."""
 
 _EventClass = TypeVar("_EventClass", bound=type[Event])
 

@@ -16,13 +16,12 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.errors import raise_if_unstoppable
-from kvledger.lifecycle.events import trigger_of
+from kvledger.lifecycle.events import NO_SLOT, trigger_of
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import RequestState, TrustRegion
 from kvledger.lifecycle.turn import Turn
-from kvledger.lifecycle.windows import NO_SLOT
 
 _NOT_OF_HANDLERS = (
     *(e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.ChunkTainted),

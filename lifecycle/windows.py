@@ -13,11 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
-NULL_BLOCK = 0
-"""What stands in the table of a group with a window where a block is not kept; never anybody's block."""
-NO_SLOT = -1
-"""Stands among slots for a page that is not stored, because its group does not see it any more."""
-
 
 @attrs.frozen
 class Windows:

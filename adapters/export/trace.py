@@ -20,7 +20,7 @@ from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.reasons import is_same_answer
 from kvledger.lifecycle import Projections, RequestRecord, RequestState
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.windows import NO_SLOT
+from kvledger.lifecycle.events import NO_SLOT
 
 LOST = "events.lost"
 """The kind of the instant at which events are missing."""

@@ -18,7 +18,7 @@ from kvledger.lifecycle import (
     decisions,
 )
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.windows import NO_SLOT
+from kvledger.lifecycle.events import NO_SLOT
 
 _UNKNOWN = MissReason.RECORDED.value
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvledger.lifecycle import Extension
+from kvledger.lifecycle.events import NULL_BLOCK
 from kvledger.lifecycle.ranges import Count, DurationNs, Int64, NumBytes, NumTokens
-from kvledger.lifecycle.windows import NULL_BLOCK
 
 
 class RecordingStarted(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ from kvledger.adapters.vllm.digests import is_chosen
 from kvledger.adapters.vllm.log_ids import LogIds
 from kvledger.lifecycle import described, raise_if_unstoppable
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.windows import NULL_BLOCK
+from kvledger.lifecycle.events import NULL_BLOCK
 
 Life = tuple[str, int, int]
 """Request id, ordinal and generation."""

@@ -39,7 +39,7 @@ from collections.abc import Sequence
 
 from kvledger.lifecycle import Projections, RequestRecord, TrustRegion
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK
+from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
 
 
 def breach_of_answer(answer: e.LookupAnswered, asked: e.LookupRequested, projections: Projections) -> str:

@@ -12,7 +12,7 @@ from kvledger.adapters.vllm.metadata import JobReport
 from kvledger.lifecycle import PageJob as Issued
 from kvledger.lifecycle import Projections
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.windows import NO_SLOT
+from kvledger.lifecycle.events import NO_SLOT
 
 NOT_DIGESTED = -1
 _SPREADS = 0x9E3779B97F4A7C15

@@ -13,7 +13,7 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.lifecycle import BlocksRegion, Rule, TrustRegion, raise_if_unstoppable
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.windows import NULL_BLOCK
+from kvledger.lifecycle.events import NULL_BLOCK
 
 if TYPE_CHECKING:
     from structlog.stdlib import BoundLogger

@@ -40,7 +40,7 @@ from kvledger.lifecycle import (
     raise_if_unstoppable,
 )
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.windows import NO_SLOT
+from kvledger.lifecycle.events import NO_SLOT
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent

@@ -11,7 +11,7 @@ from kvledger.adapters.vllm.metadata import PageJob, StepJobs
 from kvledger.lifecycle import PageJob as Issued
 from kvledger.lifecycle import Ready
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.windows import NO_SLOT
+from kvledger.lifecycle.events import NO_SLOT
 
 NO_JOBS = StepJobs()
 

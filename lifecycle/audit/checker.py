@@ -28,7 +28,7 @@ class Checker:
     def __init__(self, model: Model) -> None:
         self.model = model
         """It contains an event before any check of it is called, and must not be changed."""
-        self.moment, self.configuration, self.geometry = model.moment, model.configuration, model.geometry
+        self.moment, self.configuration, self.spans = model.moment, model.configuration, model.spans
         self.lives, self.tables, self.jobs, self.answers = model.lives, model.tables, model.jobs, model.answers
         self.slots, self.chunks, self.tails = model.slots, model.chunks, model.tails
 

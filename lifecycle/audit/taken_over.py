@@ -15,11 +15,11 @@ from kvledger.lifecycle.audit.model.jobs import InFlight
 from kvledger.lifecycle.audit.model.lives import NEVER, Life
 from kvledger.lifecycle.audit.model.start import Measured, Start
 from kvledger.lifecycle.audit.model.tails import IssuedTail
+from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.projections import Projections, token_costs
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.states import CurrentRegion, FirstRegion, SourceRegion, TrustRegion, WorkRegion
-from kvledger.lifecycle.windows import NO_SLOT
 
 
 def taken_over(projections: Projections) -> Start:

@@ -6,9 +6,9 @@ saved it did not see them any more.
 
 from __future__ import annotations
 
+from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
-from kvledger.lifecycle.windows import NO_SLOT
 
 
 def last_boundary(num_tokens: int, record: RequestRecord, projections: Projections) -> int:

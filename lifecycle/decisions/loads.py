@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions.boundaries import slot_of_page
+from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.turn import Turn
-from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK
 
 
 def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:

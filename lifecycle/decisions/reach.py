@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvledger.lifecycle.windows import NULL_BLOCK, Windows
+from kvledger.lifecycle.events import NULL_BLOCK
+from kvledger.lifecycle.windows import Windows
 
 
 class Reach(msgspec.Struct, frozen=True):

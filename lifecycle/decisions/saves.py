@@ -13,11 +13,12 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions.reach import Reach
 from kvledger.lifecycle.decisions.reports import ask_after
+from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
 from kvledger.lifecycle.projections.room import Room
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, TrustRegion
 from kvledger.lifecycle.turn import Turn
-from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK, blocks_at
+from kvledger.lifecycle.windows import blocks_at
 
 
 def save_settled(turn: Turn, first_chunk: int, num_settled_tokens: int) -> None:

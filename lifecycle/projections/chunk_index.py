@@ -14,6 +14,7 @@ import attrs
 import msgspec
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection, host_slots
@@ -23,7 +24,6 @@ from kvledger.lifecycle.projections.recency import Recency
 from kvledger.lifecycle.projections.room import Room
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
-from kvledger.lifecycle.windows import NO_SLOT
 
 _SHORT = 16
 """Chunks up to which a prefix is renewed with every one of them, for an eighth of it is no more than one."""

@@ -10,11 +10,11 @@ import attrs
 import msgspec
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.tracker import RequestTracker
-from kvledger.lifecycle.windows import NO_SLOT
 
 
 @attrs.define

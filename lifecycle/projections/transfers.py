@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.events import trigger_of
+from kvledger.lifecycle.events import NO_SLOT, trigger_of
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.machine import CompiledRegions
 from kvledger.lifecycle.marks import on
@@ -21,7 +21,6 @@ from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
 from kvledger.lifecycle.states import SourceRegion, WorkRegion
-from kvledger.lifecycle.windows import NO_SLOT
 
 
 class JobKind(enum.StrEnum):

@@ -13,12 +13,12 @@ from collections.abc import Set as AbstractSet
 import msgspec
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.events import NULL_BLOCK
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.block_table import BlockTable
 from kvledger.lifecycle.projections.tracker import RequestTracker
-from kvledger.lifecycle.windows import NULL_BLOCK
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
+from kvledger.lifecycle.events import NULL_BLOCK
 from kvledger.lifecycle.ledger import Ledger
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.steps import Scheduled, StepEncoder
-from kvledger.lifecycle.windows import NULL_BLOCK
 
 CONFIGURATIONS = (
     LedgerConfiguration(block_size=4, chunk_size=4, num_slots=8),

@@ -13,7 +13,7 @@ from kvledger.adapters.demo.engine import running_engine
 from kvledger.adapters.demo.model import VOCABULARY_SIZE
 from kvledger.adapters.demo.workload import Workload
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.windows import NO_SLOT
+from kvledger.lifecycle.events import NO_SLOT
 
 pytestmark = pytest.mark.vllm
 

@@ -13,7 +13,7 @@ from lifecycle_driver import Driver, keys_of
 from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.windows import NO_SLOT
+from kvledger.lifecycle.events import NO_SLOT
 
 WINDOWS = (0, 32)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.windows import NO_SLOT
+from kvledger.lifecycle.events import NO_SLOT
 from sim.hybrid_checks import HYBRID_CHECKS
 from sim.hybrid_world import HybridWorld
 

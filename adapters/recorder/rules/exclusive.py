@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvledger.adapters.recorder.payloads import STEP
 from kvledger.adapters.recorder.rules.under_way import Begun, RuleOfCopies
-from kvledger.lifecycle.windows import NULL_BLOCK
+from kvledger.lifecycle.events import NULL_BLOCK
 
 
 class LoadDstExclusive(RuleOfCopies):

@@ -14,7 +14,7 @@ from kvledger.adapters.recorder import payloads
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle import on
 from kvledger.lifecycle.audit import Checker, Model
-from kvledger.lifecycle.windows import NULL_BLOCK
+from kvledger.lifecycle.events import NULL_BLOCK
 
 
 class Begun(NamedTuple):

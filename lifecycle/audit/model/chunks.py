@@ -14,9 +14,9 @@ from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
 from kvledger.lifecycle.audit.model.lives import Life
 from kvledger.lifecycle.audit.model.moment import Moment
 from kvledger.lifecycle.audit.model.slots import Slots
-from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.audit.model.spans import Spans
+from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.windows import NO_SLOT
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
@@ -35,10 +35,10 @@ class Chunks:
     To be folded after the jobs in flight, which say what was saved. Committed chunks and copies need their slots.
     """
 
-    def __init__(self, jobs: JobsInFlight, geometry: Geometry, slots: Slots, moment: Moment) -> None:
+    def __init__(self, jobs: JobsInFlight, spans: Spans, slots: Slots, moment: Moment) -> None:
         self._moment = moment
         self._jobs = jobs
-        self._geometry = geometry
+        self._spans = spans
         self._slots = slots
         self._committed: dict[bytes, tuple[int, ...]] = {}
         self._saving: dict[bytes, int] = {}
@@ -153,8 +153,8 @@ class Chunks:
             return
         self.num_added += 1
         self._no_longer_saving(job)
-        num_pages = self._geometry.pages_per_chunk
-        if num_pages and len(job.keys) * num_pages == len(job.slots) and not job.leaves_out:
+        num_pages, is_shared = self._spans.num_pages_of_chunk, self._spans.chunk_shares_block
+        if not is_shared and len(job.keys) * num_pages == len(job.slots) and not job.leaves_out:
             for number, key in enumerate(job.keys):  # the pages of such chunks lie one after the other
                 self._commit(key, job.slots[number * num_pages : (number + 1) * num_pages])
         else:
@@ -171,12 +171,12 @@ class Chunks:
         self._committed[key] = slots
 
     def _commit_pages(self, job: InFlight) -> None:
-        geometry = self._geometry
-        slot_of_page = dict(zip(geometry.pages_for(job.chunks, len(job.slots)), job.slots, strict=False))
+        spans = self._spans
+        slot_of_page = dict(zip(spans.pages_of_chunks(job.chunks, len(job.slots)), job.slots, strict=False))
         # The new image of a block contains the shorter ones that other chunks had of it.
         replaced = [(chunk, key) for chunk, key in job.earlier_keys if key in self._committed]
         for chunk, key in [*dict(zip(job.chunks, job.keys, strict=False)).items(), *replaced]:
-            pages = geometry.pages_of((chunk,))
+            pages = spans.pages_of_chunk(chunk)
             if not all(page in slot_of_page for page in pages):
                 continue  # a save that names too few slots
             slots = tuple([slot_of_page[page] for page in pages])
@@ -184,8 +184,11 @@ class Chunks:
                 stored = self._committed.get(key, (NO_SLOT,) * len(slots))
                 slots = tuple(old if new == NO_SLOT else new for new, old in zip(slots, stored, strict=False))
                 # What every token sees must be there; a group with a window may lack pages.
-                sizes = geometry.window_sizes
-                if any(slot == NO_SLOT and not sizes[place % len(sizes)] for place, slot in enumerate(slots)):
+                windows = spans.windows
+                if any(
+                    slot == NO_SLOT and not windows[page % len(windows)]
+                    for page, slot in zip(pages, slots, strict=True)
+                ):
                     continue
             self._slots.hold(slots)
             self._commit(key, slots)

@@ -15,10 +15,10 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.lives import Lives
 from kvledger.lifecycle.audit.model.moment import Moment
-from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.audit.model.spans import Spans
+from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion, RequestState
-from kvledger.lifecycle.windows import NO_SLOT
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
@@ -84,10 +84,10 @@ class Reported(NamedTuple):
 class JobsInFlight:
     """Job id -> job, from the event that issues it to the one that settles it. To be folded after the lives."""
 
-    def __init__(self, lives: Lives, geometry: Geometry, num_ranks: int, moment: Moment) -> None:
+    def __init__(self, lives: Lives, spans: Spans, num_ranks: int, moment: Moment) -> None:
         self._moment = moment
         self._lives = lives
-        self._geometry = geometry
+        self._spans = spans
         self.every_rank = frozenset(range(num_ranks))
         self._jobs: dict[int, InFlight] = {}
         self._of_life: defaultdict[int, set[int]] = defaultdict(set)
@@ -170,7 +170,8 @@ class JobsInFlight:
     def _load_issued(self, event: e.LoadIssued) -> None:
         life = self._lives.of(event.ordinal)
         num_known = 0 if life is None else len(life.keys)
-        chunks = tuple(self._geometry.chunks_of_load(event.first_token, event.num_tokens, num_known))
+        tokens = range(event.first_token, event.first_token + event.num_tokens)
+        chunks = tuple(self._spans.chunks_of_load(tokens, num_known))
         load = self._issued(event, chunks, is_load=True, is_async=event.is_async)
         self.rivals = {self.filled_by[block_id] for block_id in load.filled if block_id in self.filled_by}
         self.filled_by |= dict.fromkeys(load.filled, load.job_id)
@@ -217,9 +218,9 @@ class JobsInFlight:
         return job
 
     def _earlier_keys(self, chunks: Sequence[int], known: Sequence[bytes]) -> tuple[tuple[int, bytes], ...]:
-        if self._geometry.pages_per_chunk:  # no two chunks are in one block
+        if not self._spans.chunk_shares_block:
             return ()
-        earlier = self._geometry.earlier_chunks(chunks, len(known))
+        earlier = self._spans.chunks_replaced_by(chunks, len(known))
         return tuple((chunk, known[chunk]) for chunk in earlier)
 
     def _add(self, job: InFlight) -> None:

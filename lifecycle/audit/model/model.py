@@ -15,12 +15,12 @@ from kvledger.lifecycle.audit.model.jobs import JobsInFlight
 from kvledger.lifecycle.audit.model.lives import Life, Lives
 from kvledger.lifecycle.audit.model.moment import EventChecks, Moment
 from kvledger.lifecycle.audit.model.slots import Slots
+from kvledger.lifecycle.audit.model.spans import Spans
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.audit.model.tables import Tables
 from kvledger.lifecycle.audit.model.tails import Tails
 from kvledger.lifecycle.audit.violations import Violations
 from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.machine import CompiledRegions
 from kvledger.lifecycle.marks import marked
 from kvledger.lifecycle.table import Gating
@@ -31,7 +31,7 @@ class Model:
     """The audit's own state. It contains an event before any checker is asked about it."""
 
     configuration: LedgerConfiguration
-    geometry: Geometry
+    spans: Spans
     request_events: Sequence[type[e.RequestEvent]]
     """The events in the life of one request."""
     violations: Violations
@@ -58,26 +58,26 @@ class Model:
     ) -> Model:
         """Before the first event."""
         request_events = [event for event in events if issubclass(event, e.RequestEvent)]
-        geometry = Geometry(configuration.block_size, configuration.chunk_size, configuration.windows)
+        spans = Spans(configuration.block_size, configuration.chunk_size, configuration.windows)
         moment, slots = Moment(), Slots(configuration.num_slots)
         forgotten = Forgotten()
-        lives = Lives(compiled, gating, request_events, geometry.chunk_size, moment)
-        jobs = JobsInFlight(lives, geometry, configuration.num_ranks, moment)
+        lives = Lives(compiled, gating, request_events, spans.chunk_size, moment)
+        jobs = JobsInFlight(lives, spans, configuration.num_ranks, moment)
         return cls(
             configuration=configuration,
-            geometry=geometry,
+            spans=spans,
             request_events=request_events,
             violations=violations,
             moment=moment,
             forgotten=forgotten,
             lives=lives,
-            tables=Tables(lives, geometry, moment),
+            tables=Tables(lives, spans, moment),
             jobs=jobs,
             slots=slots,
-            chunks=Chunks(jobs, geometry, slots, moment),
-            tails=Tails(lives, slots, moment, geometry.chunk_size),
+            chunks=Chunks(jobs, spans, slots, moment),
+            tails=Tails(lives, slots, moment, spans.chunk_size),
             answers=Answers(
-                lives, geometry.chunk_size, moment, forgotten, keep_for_preempted=configuration.keep_for_preempted
+                lives, spans.chunk_size, moment, forgotten, keep_for_preempted=configuration.keep_for_preempted
             ),
             costs=Costs(lives),
         )

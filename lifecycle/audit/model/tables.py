@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.lives import NEVER, Life, Lives
 from kvledger.lifecycle.audit.model.moment import Moment
-from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.audit.model.spans import Spans
+from kvledger.lifecycle.events import NULL_BLOCK
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion
-from kvledger.lifecycle.windows import NULL_BLOCK
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 class Tables:
     """Ordinal -> block ids, 4 bytes each. To be folded before the lives, which are forgotten when they are over."""
 
-    def __init__(self, lives: Lives, geometry: Geometry, moment: Moment) -> None:
+    def __init__(self, lives: Lives, spans: Spans, moment: Moment) -> None:
         self._moment = moment
-        self._geometry = geometry
+        self._spans = spans
         self._lives = lives
         self._held: dict[int, array[int]] = {}
         self._lost: dict[int, array[int]] = {}
         self._num_holders: Counter[int] = Counter()
         """Block → number of tables that have it. Groups with a window are left out: vLLM frees what a window no longer
         sees without a hook."""
-        sizes = geometry.window_sizes
-        self._num_groups = len(sizes)
+        sizes = spans.windows
+        self._num_groups = spans.num_groups
         self._counted_groups = [group for group, size in enumerate(sizes) if not size]
         self._counts_all = len(self._counted_groups) == len(sizes)
 
@@ -91,7 +91,7 @@ class Tables:
         # Who is asked about holds nothing; after a failed asynchronous load vLLM frees the blocks without a word.
         life = self._moment.life
         if life is not None and self._moment.is_legal:
-            life.num_own = event.num_computed_tokens // self._geometry.block_size * len(self._geometry.window_sizes)
+            life.num_own = event.num_computed_tokens // self._spans.block_size * self._num_groups
             self._release(life.ordinal)
 
     @on(e.RequestPreempted, e.RequestFinished)

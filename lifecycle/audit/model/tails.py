@@ -10,8 +10,8 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.lives import Life, Lives
 from kvledger.lifecycle.audit.model.moment import Moment
 from kvledger.lifecycle.audit.model.slots import Slots
+from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.windows import NO_SLOT
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start

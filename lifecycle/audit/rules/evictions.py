@@ -10,8 +10,8 @@ from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import InFlight, Settled
 from kvledger.lifecycle.audit.model.moment import EventChecks
 from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.windows import NO_SLOT
 
 
 class EvictIdleOnly(Checker):
@@ -126,7 +126,7 @@ class PinBalance(Checker):
 
     def checks(self) -> EventChecks:
         """None where a group has a window."""
-        return [] if self.geometry.windows.forget else super().checks()
+        return [] if self.spans.has_windows else super().checks()
 
     @on(e.RequestPreempted)
     def _was_preempted(self, event: e.RequestPreempted) -> None:
@@ -164,9 +164,8 @@ class PinBalance(Checker):
         return False
 
     def _num_pages(self, event: e.SaveDeclined) -> int:
-        geometry = self.geometry
+        tokens = self.spans.tokens_of_chunk(event.first_chunk)
         sequence, num_settled_tokens = self._preempted
-        first_token = event.first_chunk * geometry.chunk_size
-        if event.cause == sequence and geometry.num_chunks_in(num_settled_tokens) == event.first_chunk:
-            return len(geometry.pages_spanning(first_token, num_settled_tokens - first_token))
-        return len(geometry.pages_of((event.first_chunk,)))
+        if event.cause == sequence and num_settled_tokens in tokens:  # it ends inside the chunk: a tail
+            tokens = range(tokens.start, num_settled_tokens)
+        return len(self.spans.pages_of(tokens))

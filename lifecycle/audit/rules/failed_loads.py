@@ -173,8 +173,9 @@ class FailedLoadTaint(Checker):
             return
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             table = self.tables.of(ordinal)
-            first = self.geometry.pages_spanning(0, num_computed_tokens).stop
-            end = self.geometry.pages_spanning(num_computed_tokens, num_scheduled_tokens).stop
+            # Every block whose first token is computed in this step.
+            first = self.spans.pages_of(range(num_computed_tokens)).stop
+            end = self.spans.pages_of(range(num_computed_tokens + num_scheduled_tokens)).stop
             self._fill(table[first:end])
         for _, block_ids in event.extended:
             self._fill(block_ids)
@@ -198,7 +199,7 @@ class FailedLoadTaint(Checker):
     def _blocks_allocated(self, event: e.BlocksAllocated) -> None:
         num_tokens = self._num_local_tokens.pop(event.request_id, None)
         if num_tokens is not None:  # who hits what another one writes in this very step is right: see the step first
-            num_hit = self.geometry.pages_spanning(0, num_tokens).stop
+            num_hit = self.spans.pages_of(range(num_tokens)).stop
             self._hits.append((event.request_id, self.moment.sequence, event.block_ids[:num_hit]))
             self._fill(event.block_ids[num_hit:])  # new ones; another connector may fill them, unrecorded
 

@@ -84,7 +84,7 @@ class LoadDstExclusive(Checker):
     @on(e.LoadIssued)
     def _check_load(self, event: e.LoadIssued) -> None:
         table = self.tables.held_by(self.moment.life)
-        pages = self.geometry.pages_spanning(event.first_token, event.num_tokens)
+        pages = self.spans.pages_of(range(event.first_token, event.first_token + event.num_tokens))
         expected = tuple(table[pages.start : pages.stop])
         if event.block_ids != expected:
             detail = (

@@ -91,7 +91,7 @@ class ResetEpoch(Checker):
         self._reset_at = self.moment.sequence
 
     def _check_hit(self, event: e.LookupAnswered) -> None:
-        num_chunks, of_tail = divmod(event.num_hit_tokens, self.geometry.chunk_size)
+        num_chunks, of_tail = divmod(event.num_hit_tokens, self.spans.chunk_size)
         tail = self.tails.saved(self.moment.life)
         if of_tail and (tail is None or tail.end_token != event.num_hit_tokens):
             detail = f"the hit of {event.num_hit_tokens} tokens counts a tail of {of_tail}, not saved since the reset"

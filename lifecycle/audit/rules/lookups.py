@@ -9,8 +9,8 @@ from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.audit.model.jobs import InFlight
 from kvledger.lifecycle.audit.model.lives import Life
 from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.windows import NO_SLOT
 
 
 class LookupPure(Checker):
@@ -34,7 +34,7 @@ class LookupPure(Checker):
         self._answered: dict[str, tuple[int, tuple[object, ...], tuple[int, int]]] = {}
         """Request id -> (sequence, all that the answer may depend on, the answer)."""
         model.forgotten.at(LIFE, self._answered)
-        self._forgets = model.geometry.windows.forget
+        self._forgets = model.spans.has_windows
 
     @on(e.LookupRequested)
     def _requested(self, event: e.LookupRequested) -> None:
@@ -146,7 +146,7 @@ class LongestHit(Checker):
     def _expected(self, event: e.LookupAnswered, life: Life, num_chunks: int) -> tuple[int, str, int]:
         """(hit in tokens, reason, sequence of the event that it names), as the log tells it."""
         model = self.model
-        hit = num_chunks * model.geometry.chunk_size
+        hit = num_chunks * model.spans.chunk_size
         reason, sequence = self._why_chunks_end(life, num_chunks)
         tail = model.tails.saved(life)
         if tail is not None and tail.first_token == hit:
@@ -162,7 +162,7 @@ class LongestHit(Checker):
             usable, reason, sequence = 0, "load_failed", 0
         if life.quarantined:
             usable, reason, sequence = 0, "quarantined", 0
-        if model.geometry.windows.forget:
+        if model.spans.has_windows:
             end_token = min(usable, event.num_tokens - 1)
             if self._boundary(life, end_token) != end_token:
                 reason, sequence = "window", 0
@@ -179,20 +179,22 @@ class LongestHit(Checker):
 
     def _boundary(self, life: Life, num_tokens: int) -> int:
         """The longest prefix behind which all is stored that windows see."""
-        model, geometry = self.model, self.geometry
+        model, spans = self.model, self.spans
         tail = model.tails.saved(life)
 
         def is_stored(page: int, end_token: int) -> bool:
-            chunk, place = geometry.place_of(page, -(-end_token // geometry.chunk_size))
+            # The last of these tokens that the page holds tells which chunk's image of the page is long enough.
+            last_token = min(end_token, spans.tokens_of_page(page).stop) - 1
+            (chunk,) = spans.chunks_of(range(last_token, last_token + 1))
             slots = model.chunks.slots_of(life.keys[chunk]) if chunk < len(life.keys) else None
-            if slots is not None and slots[place] != NO_SLOT:
+            if slots is not None and slots[page - spans.pages_of_chunk(chunk).start] != NO_SLOT:
                 return True
             if tail is None or end_token > tail.end_token:
                 return False
-            place = page - geometry.pages_spanning(tail.first_token, 1).start
+            place = page - spans.pages_of(range(tail.first_token, tail.end_token)).start
             return 0 <= place < len(tail.slots) and tail.slots[place] != NO_SLOT
 
-        return geometry.windows.last_boundary(num_tokens, geometry.chunk_size, is_stored)
+        return spans.longest_seen(num_tokens, is_stored)
 
 
 class DeferBounded(Checker):
@@ -230,7 +232,7 @@ class DeferBounded(Checker):
         self._in_a_row[event.request_id], self._last_load[event.request_id] = count, event.job_id
         if job is None:
             self.broken(f"put off for job {event.job_id}, which is not in flight", event.cause)
-        elif job.is_load and not self.geometry.windows.forget and not self._is_shared(job):
+        elif job.is_load and not self.spans.has_windows and not self._is_shared(job):
             detail = f"put off for load {event.job_id}, which brings none of the chunks that the request lacks"
             self.broken(detail, job.sequence, event.cause)
         maximum = self.configuration.max_deferred_lookups

@@ -10,9 +10,9 @@ from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import InFlight
 from kvledger.lifecycle.audit.model.lives import NEVER
 from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.events import NULL_BLOCK
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion, RequestState
-from kvledger.lifecycle.windows import NULL_BLOCK, blocks_at
 
 
 class SrcBlockStable(Checker):
@@ -54,8 +54,8 @@ class SrcBlockStable(Checker):
         if not self.jobs.is_own(job):
             return "its request has lost them"
         table = self.tables.held_by(life)
-        pages = self.geometry.pages_for(job.chunks, len(job.block_ids) + 1)
-        is_in_place = len(pages) > 0 and pages[-1] < len(table) and blocks_at(pages, table) == job.block_ids
+        pages = self.spans.pages_of_chunks(job.chunks, len(job.block_ids) + 1)
+        is_in_place = len(pages) > 0 and pages[-1] < len(table) and tuple([table[at] for at in pages]) == job.block_ids
         if is_in_place or set(job.block_ids) <= set(table):
             return ""
         return "they are not in the request's table"

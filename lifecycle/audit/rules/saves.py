@@ -30,7 +30,7 @@ class ChunkComplete(Checker):
 
     @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued) -> None:
-        self._check(event, (max(event.chunks, default=-1) + 1) * self.geometry.chunk_size)
+        self._check(event, (max(event.chunks, default=-1) + 1) * self.spans.chunk_size)
 
     @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
@@ -349,7 +349,7 @@ class SettledSaved(Checker):
 
     def checks(self) -> EventChecks:
         """None where a group has a window."""
-        return [] if self.geometry.windows.forget else super().checks()
+        return [] if self.spans.has_windows else super().checks()
 
     @on(e.StepScheduled, e.RequestPreempted, e.RequestFinished)
     def _decided(self, _event: e.Event) -> None:
@@ -374,7 +374,7 @@ class SettledSaved(Checker):
         life = self.moment.life
         if life is None or not self.moment.is_legal or life.quarantined or self.moment.was_stale:
             return
-        end_chunk = min(num_settled_tokens // self.geometry.chunk_size, len(life.keys))
+        end_chunk = min(num_settled_tokens // self.spans.chunk_size, len(life.keys))
         unsaved = self.chunks.unsaved(life.keys, 0, end_chunk)
         chunks = [chunk for chunk in unsaved if life.keys[chunk] not in self.chunks.late]
         if chunks:

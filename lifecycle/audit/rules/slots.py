@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model.tails import IssuedTail
+from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.windows import NO_SLOT
 
 
 class LoadableAfterCommit(Checker):
@@ -27,9 +27,9 @@ class LoadableAfterCommit(Checker):
 
     @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued) -> None:
-        geometry, chunks, life = self.geometry, self.chunks, self.lives.get(event.request_id)
+        spans, chunks, life = self.spans, self.chunks, self.lives.get(event.request_id)
         end_token = event.first_token + event.num_tokens
-        pages = geometry.pages_spanning(event.first_token, event.num_tokens)
+        pages = spans.pages_of(range(event.first_token, end_token))
         if not len(pages) == len(event.slots) == len(event.block_ids):
             detail = (
                 f"load {event.job_id} of tokens to {end_token} is of {len(pages)} pages, but names {len(event.slots)} "
@@ -43,9 +43,8 @@ class LoadableAfterCommit(Checker):
             tail = None
         why_no_tail, tail_sequence = self.tails.why_none(life)
         # What lies before the tail, or all of it, must be whole chunks: each is looked at once.
-        end_chunk = -(-(end_token if tail is None else tail.first_token) // geometry.chunk_size)
         found = False
-        for chunk in range(event.first_token // geometry.chunk_size, end_chunk):
+        for chunk in spans.chunks_of(range(event.first_token, end_token if tail is None else tail.first_token)):
             if chunk >= len(keys):
                 detail = f"load {event.job_id} needs chunk {chunk}, whose key was never observed, and {why_no_tail}"
                 self.broken(detail, tail_sequence, event.cause)
@@ -70,26 +69,24 @@ class LoadableAfterCommit(Checker):
             self.broken(detail, tail_sequence, event.cause)
 
     def _is_left_out(self, slot: int) -> bool:
-        return slot == NO_SLOT and self.geometry.windows.forget
+        return slot == NO_SLOT and self.spans.has_windows
 
     def _slots_of_page(self, page: int, end_token: int, keys: list[bytes], tail: IssuedTail | None) -> list[int]:
         """Where the page lies with all tokens that the load needs of it."""
-        geometry = self.geometry
-        block, group = divmod(page, len(geometry.window_sizes))
-        end_token = min(end_token, (block + 1) * geometry.block_size)
+        spans, of_page = self.spans, self.spans.tokens_of_page(page)
+        end_token = min(end_token, of_page.stop)
         found = []
         if tail is not None:
-            place = page - geometry.pages_spanning(tail.first_token, 1).start
+            place = page - spans.pages_of(range(tail.first_token, tail.end_token)).start
             if 0 <= place < len(tail.slots) and end_token <= tail.end_token:
                 found.append(tail.slots[place])
-        first = -(-end_token // geometry.chunk_size) - 1
-        last = max(first, (block + 1) * geometry.block_size // geometry.chunk_size - 1)
-        for chunk in range(first, min(last + 1, len(keys))):
+        # The chunk that holds the last token that is needed of the page, and those behind it in the same block.
+        chunks = spans.chunks_of(range(end_token - 1, of_page.stop))
+        for chunk in range(chunks.start, min(chunks.stop, len(keys))):
             slots = self.chunks.slots_of(keys[chunk])
-            if slots is not None:
-                place = page - geometry.pages_of((chunk,))[0] if geometry.pages_per_chunk else group
-                if place < len(slots):
-                    found.append(slots[place])
+            place = page - spans.pages_of_chunk(chunk).start
+            if slots is not None and place < len(slots):
+                found.append(slots[place])
         return found
 
 

@@ -10,9 +10,9 @@ from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.moment import EventChecks
 from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import RequestState
-from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK
 
 
 class TableEq(Checker):
@@ -54,7 +54,7 @@ class TableEq(Checker):
                 detail = f"blocks {twice} stand in the table already and were appended once more"
                 self.broken(detail, sequence, request_id=life.request_id)
         self._allocated.clear()
-        block_size, num_groups = self.configuration.block_size, len(self.configuration.windows)
+        block_size, num_groups = self.spans.block_size, self.spans.num_groups
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             num_tokens, num_blocks = num_computed_tokens + num_scheduled_tokens, len(self.tables.of(ordinal))
             if num_blocks * block_size < num_tokens * num_groups:
@@ -62,6 +62,10 @@ class TableEq(Checker):
                 if life is not None and not life.quarantined:
                     what = f"a table of {num_blocks} blocks of {block_size} tokens"
                     self.broken(f"{num_tokens} tokens are scheduled on {what}", request_id=life.request_id)
+
+
+def _tokens(event: e.LoadIssued | e.TailSaveIssued) -> range:
+    return range(event.first_token, event.first_token + event.num_tokens)
 
 
 def _twice(block_ids: Sequence[int]) -> list[int]:
@@ -101,10 +105,10 @@ class SrcBlockOwned(Checker):
             return
         may_be_async = configuration.async_saves and not was_preempted
         is_in_time = event.before_forward is not bool(held or event.is_async) and (may_be_async or not event.is_async)
-        if is_in_time or self.geometry.windows.forget:
+        if is_in_time or self.spans.has_windows:
             table = lost if not held and (event.before_forward or has_ended) else held
             num_pages = max(len(table), len(event.block_ids)) + 1
-            self._check(event, table, self.geometry.pages_for(event.chunks, num_pages))
+            self._check(event, table, self.spans.pages_of_chunks(event.chunks, num_pages))
             return
         when = "before the forward" if event.before_forward else "asynchronously" if event.is_async else "with the step"
         has = "still has" if held else "has lost"
@@ -114,7 +118,7 @@ class SrcBlockOwned(Checker):
     def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
         lost = self.tables.lost_by(self.moment.life)
         if lost or self.moment.state_before is not RequestState.FINISHED:
-            self._check(event, lost, self.geometry.pages_spanning(event.first_token, event.num_tokens))
+            self._check(event, lost, self.spans.pages_of(_tokens(event)))
 
     def _check(self, event: e.SaveIssued | e.TailSaveIssued, table: Sequence[int], pages: Sequence[int]) -> None:
         """Look the tokens up in the table."""
@@ -162,7 +166,7 @@ class GroupAgreement(Checker):
 
     def checks(self) -> EventChecks:
         """None where no group has a window."""
-        return super().checks() if any(self.configuration.windows) else []
+        return super().checks() if self.spans.has_windows else []
 
     def begin(self, start: Start) -> None:
         """Take over which windows were being left."""
@@ -180,11 +184,11 @@ class GroupAgreement(Checker):
 
     @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued) -> None:
-        self._check_save(event, self.geometry.pages_for(event.chunks, len(event.slots)))
+        self._check_save(event, self.spans.pages_of_chunks(event.chunks, len(event.slots)))
 
     @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
-        self._check_save(event, self.geometry.pages_spanning(event.first_token, event.num_tokens))
+        self._check_save(event, self.spans.pages_of(_tokens(event)))
 
     def _intact_since(self, event: e.SaveIssued | e.TailSaveIssued) -> tuple[int, int] | None:
         """What was recorded about pages that were being left; they must be copied before the forward."""
@@ -200,9 +204,9 @@ class GroupAgreement(Checker):
     @on(e.LoadIssued)
     def _check_load(self, event: e.LoadIssued) -> None:
         end_token = event.first_token + event.num_tokens
-        pages = self.geometry.pages_spanning(event.first_token, event.num_tokens)
+        pages = self.spans.pages_of(_tokens(event))
         for page, slot in zip(pages, event.slots, strict=False):
-            if (slot != NO_SLOT) != self._is_seen(page, end_token):
+            if (slot != NO_SLOT) != self.spans.is_seen(page, end_token):
                 what = "leaves out" if slot == NO_SLOT else "brings"
                 but = "sees" if slot == NO_SLOT else "does not see"
                 detail = (
@@ -213,23 +217,13 @@ class GroupAgreement(Checker):
     def _check_save(self, event: e.SaveIssued | e.TailSaveIssued, pages: Sequence[int]) -> None:
         num_settled_tokens, sequence = self._intact_since(event) or self._settled()
         for page, slot in zip(pages, event.slots, strict=False):
-            if slot != NO_SLOT and not self._is_seen(page, num_settled_tokens):
+            if slot != NO_SLOT and not self.spans.is_seen(page, num_settled_tokens):
                 detail = (
                     f"save {event.job_id} reads {self._words(page)}, "
                     f"which the window had left when {num_settled_tokens} tokens were settled"
                 )
                 self.broken(detail, sequence, event.cause)
 
-    def _is_seen(self, page: int, num_tokens: int) -> bool:
-        """Whether the last position of the page, or one behind it, is in the window of the token behind `num_tokens`.
-
-        Counted in positions, apart from `windows.py` on purpose: a mistake there must not hide itself.
-        """
-        windows, block_size = self.configuration.windows, self.configuration.block_size
-        block, group = divmod(page, len(windows))
-        last_position = (block + 1) * block_size - 1
-        return not windows[group] or last_position > num_tokens - windows[group]
-
     def _words(self, page: int) -> str:
-        block, group = divmod(page, len(self.configuration.windows))
+        block, group = divmod(page, self.spans.num_groups)
         return f"block {block} of group {group}"

@@ -26,7 +26,7 @@ from kvledger.adapters.simulation.hashed_model import block_bytes
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.groups import describe_groups
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.windows import NO_SLOT
+from kvledger.lifecycle.events import NO_SLOT
 
 pytestmark = pytest.mark.scheduler
 

@@ -11,9 +11,9 @@ from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import loads, lookups, reports
+from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.transfers import JobKind, Transfers
-from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK
 from mutants.catalogue.parts import LOADING, decided_otherwise, wrapped, written_as
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import FailedLoads, HybridWorlds, Walks, Worlds

@@ -1,0 +1,149 @@
+"""Which chunks, blocks and pages hold which tokens, and which of them a window sees. The audit's own arithmetic.
+
+`geometry.py` and `windows.py` compute the same for what decides. This module imports neither, so a mistake in them
+cannot hide itself. It follows from four facts of the log format:
+
+- Tokens are counted from the request's first one. Block `b` holds `block_size` of them, from `b * block_size` on.
+- Chunk `c` holds `chunk_size` tokens, from `c * chunk_size` on. One size divides the other.
+- A request's table has one entry, a page, for each block and group of layers: `block * num_groups + group`.
+- In a group with a window of `w` tokens a token sees `w` positions, the last of them its own. 0 means all before it.
+
+The numbers come from a log and may be wrong, but nothing here takes longer for a larger number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+
+
+@attrs.frozen
+class Spans:
+    """Sizes in tokens. A span of tokens is a `range` of their positions."""
+
+    block_size: int
+    chunk_size: int
+    windows: tuple[int, ...]
+    """Positions that a token of each group sees; 0: all."""
+    num_groups: int = attrs.field(init=False, repr=False)
+    has_windows: bool = attrs.field(init=False, repr=False)
+    """Whether a group has a window."""
+    chunk_shares_block: bool = attrs.field(init=False, repr=False)
+    """Whether a block holds several chunks. What is saved of a chunk then holds the chunks before it in the block."""
+    num_pages_of_chunk: int = attrs.field(init=False, repr=False)
+    """Pages that hold tokens of one chunk."""
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "num_groups", len(self.windows))
+        object.__setattr__(self, "has_windows", max(self.windows) > 0)
+        object.__setattr__(self, "chunk_shares_block", self.chunk_size < self.block_size)
+        object.__setattr__(self, "num_pages_of_chunk", len(self.pages_of_chunk(0)))
+
+    def tokens_of_chunk(self, chunk: int) -> range:
+        """The tokens of a chunk."""
+        return range(chunk * self.chunk_size, chunk * self.chunk_size + self.chunk_size)
+
+    def tokens_of_page(self, page: int) -> range:
+        """The tokens of a page's block."""
+        first_token = page // self.num_groups * self.block_size
+        return range(first_token, first_token + self.block_size)
+
+    def chunks_of(self, tokens: range) -> range:
+        """The chunks that hold at least one of these tokens."""
+        if not tokens:
+            return range(0)
+        return range(tokens[0] // self.chunk_size, tokens[-1] // self.chunk_size + 1)
+
+    def pages_of(self, tokens: range) -> range:
+        """The pages, in all groups, that hold at least one of these tokens."""
+        if not tokens:
+            return range(0)
+        first_block, last_block = tokens[0] // self.block_size, tokens[-1] // self.block_size
+        return range(first_block * self.num_groups, last_block * self.num_groups + self.num_groups)
+
+    def pages_of_chunk(self, chunk: int) -> range:
+        """The pages that hold tokens of the chunk. The slots of a chunk are in their order."""
+        return self.pages_of(self.tokens_of_chunk(chunk))
+
+    def pages_of_chunks(self, chunks: Sequence[int], max_pages: int) -> Sequence[int]:
+        """The pages of these chunks, each once, in the order of the chunks; no more than `max_pages`.
+
+        A log may name far more chunks than it names slots for.
+        """
+        if not chunks:
+            return ()
+        if tuple(chunks) == tuple(range(chunks[0], chunks[0] + len(chunks))):  # one span of tokens, as nearly always
+            pages_of_all = self.pages_of(range(chunks[0] * self.chunk_size, (chunks[-1] + 1) * self.chunk_size))
+            return pages_of_all if len(pages_of_all) <= max_pages else pages_of_all[:max_pages]
+        pages: dict[int, None] = {}
+        for chunk in chunks:
+            if len(pages) >= max_pages:
+                break
+            pages |= dict.fromkeys(self.pages_of_chunk(chunk)[: max_pages - len(pages)])
+        return list(pages)
+
+    def chunks_of_load(self, tokens: range, num_known: int) -> range:
+        """The chunks that hold tokens of a load: those whose keys are known, and at most one behind them.
+
+        That one is the chunk of a tail.
+        """
+        chunks = self.chunks_of(tokens)
+        first_chunk = max(chunks.start, 0)
+        return range(first_chunk, min(chunks.stop, max(num_known, first_chunk) + 1))
+
+    def chunks_replaced_by(self, chunks: Iterable[int], num_known: int) -> list[int]:
+        """Other chunks that are part of what is saved of these ones: those before them in the same block.
+
+        Ascending, and only those whose keys are known.
+        """
+        if not self.chunk_shares_block:
+            return []
+        last_chunk_in: dict[int, int] = {}
+        for chunk in chunks:
+            first_token = chunk * self.chunk_size
+            first_token_of_block = first_token - first_token % self.block_size
+            last_chunk_in[first_token_of_block] = max(last_chunk_in.get(first_token_of_block, chunk), chunk)
+        before = {
+            chunk
+            for first_token, last_chunk in last_chunk_in.items()
+            for chunk in range(first_token // self.chunk_size, min(last_chunk, num_known))
+        }
+        return sorted(before - set(chunks))
+
+    def is_seen(self, page: int, num_tokens: int) -> bool:
+        """Whether the token after the first `num_tokens` ones, or a later one, sees a position of the page."""
+        window = self.windows[page % self.num_groups]
+        return not window or self.tokens_of_page(page)[-1] > num_tokens - window
+
+    def longest_seen(self, num_tokens: int, is_stored: Callable[[int, int], bool]) -> int:
+        """Return how many tokens a load can end after, because all is stored that the windows of the next token see.
+
+        That is `num_tokens`, or the end of a chunk before it. Only groups with a window are looked at.
+
+        Args:
+            num_tokens: tokens that are to be loaded at most.
+            is_stored: (page, tokens) → whether the page is stored, with its share of the first so many tokens.
+        """
+        while num_tokens > 0:
+            missing = self._first_missing(num_tokens, is_stored)
+            if missing is None:
+                return num_tokens
+            # An end after the missing page has it in its window, too: windows of earlier tokens begin earlier. An end
+            # inside the page needs less of it.
+            last_token = min(num_tokens, missing.stop) - 1
+            num_tokens = last_token - last_token % self.chunk_size
+        return 0
+
+    def _first_missing(self, num_tokens: int, is_stored: Callable[[int, int], bool]) -> range | None:
+        """The first tokens of a page that is seen after `num_tokens` tokens, holds some of them, and is not stored."""
+        missing: list[range] = []
+        for group, window in enumerate(self.windows):
+            if window:
+                first_seen = max(num_tokens - window + 1, 0)
+                pages = self.pages_of(range(min(first_seen, num_tokens - 1), num_tokens))[group :: self.num_groups]
+                seen = (page for page in pages if self.is_seen(page, num_tokens))
+                page = next((page for page in seen if not is_stored(page, num_tokens)), None)
+                if page is not None:
+                    missing.append(self.tokens_of_page(page))
+        return min(missing, key=lambda tokens: tokens.start, default=None)
