@@ -15,7 +15,7 @@ from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.decider import Decider
 from kvledger.lifecycle.errors import described, raise_if_unstoppable
-from kvledger.lifecycle.events import Event, LogNote
+from kvledger.lifecycle.events import Event, HookFailed
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.obligations import Channel, Ready
 from kvledger.lifecycle.turn import TurnEnded
@@ -170,7 +170,8 @@ class Ledger:
             self._encoder.encode([event])
         except BaseException as error:  # noqa: BLE001 -- see above
             raise_if_unstoppable(error)
-            return LogNote(f"{event.id} cannot be encoded: {type(error).__name__}", 0)
+            # Not a note: the log lacks an event, so whoever reads it has to be warned.
+            return HookFailed("commit", "", f"{event.id} cannot be encoded: {type(error).__name__}", 0)
         return event
 
     def _decide(self, decision: Event) -> None:

@@ -78,8 +78,10 @@ class RecorderLog:
 
     def close(self) -> None:
         """Write the last events and close the log."""
-        if not self.is_ended:
-            self.observe(e.LogNote("recorder shut down", self.now()))
-            self.commit()
+        try:
+            if not self.is_ended:
+                self.observe(e.LogNote("recorder shut down", self.now()))
+                self.commit()
+        finally:
             self.is_ended = True
-        self.log.close()
+            self.log.close(self.ledger.next_sequence)

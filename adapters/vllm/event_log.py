@@ -69,9 +69,18 @@ class OpenedLog:
     remarks: tuple[str, ...] = ()
     """What this log should say of the one before it."""
 
-    def close(self) -> None:
-        """Close the store, and log how much it could not write."""
-        self.store.close()
+    def close(self, expected_sequence: int | None = None) -> None:
+        """Close the store, and log how much it could not write.
+
+        `expected_sequence` is the ledger's next sequence number, by its own count; see `EventStore.close`.
+        """
+        self.store.close(expected_sequence)
+        if expected_sequence is not None and self.store.next_sequence < expected_sequence:
+            messages.error(
+                "events were recorded and never reached the log; report it with this log",
+                log=str(self.directory or "memory"),
+                num_events_lost=expected_sequence - self.store.next_sequence,
+            )
         if isinstance(self.store, BacklogEventStore) and self.store.num_events_lost:
             messages.error(
                 "the log lacks events that could not be written; `kvledger verify` names them",

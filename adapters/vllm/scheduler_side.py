@@ -597,7 +597,7 @@ class SchedulerSide:
             self.journal.observe(e.LogNote("connector shut down", self.journal.now()))
             self.journal.commit()
         finally:
-            self.log.close()
+            self.log.close(self.ledger.next_sequence)
 
 
 def _answer_among(decisions: Sequence[e.Event]) -> e.LookupAnswered | e.LookupDeferred | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import attrs
@@ -192,7 +193,7 @@ class BacklogEventStore:
                 self._changed.wait_for(lambda: not self._waiting or self._num_failures > num_failures)
         self._attempt(self._store.flush)
 
-    def close(self) -> None:
+    def close(self, expected_sequence: int | None = None) -> None:
         """Try once more to write what waits; what cannot be written is counted as lost. Closing again does nothing."""
         with self._changed:
             if self._closed:
@@ -202,10 +203,14 @@ class BacklogEventStore:
         self._hurry.set()
         if self._thread is not None:
             self._thread.join()
-        self._write_waiting()
-        self._num_events_lost += self._num_events_backlogged
-        self._num_events_backlogged = 0
-        self._attempt(self._store.close)
+        try:
+            self._write_waiting()
+        finally:
+            self._num_events_lost += self._num_events_backlogged
+            self._num_events_backlogged = 0
+            # The caller's count, not what was appended here: an event may have been lost on the way.
+            expected_sequence = self._next_sequence if expected_sequence is None else expected_sequence
+            self._attempt(partial(self._store.close, expected_sequence))
 
     def _keep_after(self, error: OSError, frame: _Waiting) -> int:
         self._next_sequence += frame.num_events

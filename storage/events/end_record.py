@@ -45,11 +45,14 @@ class RecordedEnd:
     """Events from `next_sequence` on that had been taken and could not be written."""
     reason: str = ""
     """Why not."""
+    expected_sequence: int | None = None
+    """The sequence number behind the last event that the log's writer had recorded when it closed the log, by its own
+    count; None: it gave none."""
 
     @property
     def end_sequence(self) -> int:
         """The sequence number behind the last event that is known to have been taken."""
-        return self.next_sequence + self.num_unwritten
+        return max(self.next_sequence + self.num_unwritten, self.expected_sequence or 0)
 
 
 class EndRecord:

@@ -74,7 +74,7 @@ class LogEnding:
     missing: MissingEnd | None = None
     """None also where that is not known."""
     contradiction: str = ""
-    """The log goes as far as its record says, with another chain hash there: another writer wrote its end."""
+    """The log's end is not its writer's: another chain hash than its record has, or more events than were recorded."""
 
 
 def is_being_written(directory: Path) -> bool:
@@ -116,7 +116,7 @@ def glance_at_ending(directory: Path) -> LogEnding:
     recorded = read_end_record(directory)
     was_open = is_being_written(directory)
     is_there = recorded is not None and any(each.name == recorded.segment for each in segment_paths(directory))
-    if recorded is None or not (was_open or (is_there and not recorded.num_unwritten)):
+    if recorded is None or not (was_open or (is_there and recorded.end_sequence == recorded.next_sequence)):
         return read_ending(directory)
     return judge_ending(directory, recorded.log_id, recorded.next_sequence, None, was_open=was_open)
 
@@ -152,6 +152,9 @@ def judge_ending(
     contradiction = ""
     if next_sequence == recorded.next_sequence and head_hash is not None and head_hash.hex() != recorded.head_hash:
         contradiction = f"{END_RECORD_NAME} names chain hash {recorded.head_hash} behind event {next_sequence - 1}"
+    elif recorded.expected_sequence is not None and recorded.expected_sequence < next_sequence:
+        counted = recorded.expected_sequence - 1
+        contradiction = f"{END_RECORD_NAME}: the writer had recorded {counted} events, this log has {next_sequence - 1}"
     return LogEnding(how, detail, missing, contradiction)
 
 
@@ -187,6 +190,9 @@ def _missing_events(next_sequence: int, recorded: RecordedEnd) -> MissingEnd | N
 
 
 def _waiting(recorded: RecordedEnd) -> str:
+    if not recorded.num_unwritten:
+        lost = _from_to(recorded.next_sequence, recorded)
+        return f"the writer had recorded {lost} when it closed the log, and never wrote them"
     return f"{_from_to(recorded.next_sequence, recorded)} could not be written: {recorded.reason}"
 
 

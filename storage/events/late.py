@@ -66,11 +66,11 @@ class LateEventStore:
         if self._store is not None:
             self._store.flush()
 
-    def close(self) -> None:
+    def close(self, expected_sequence: int | None = None) -> None:
         """See `EventStore.close`; a log that has not begun never will."""
         self._closed = True
         if self._store is not None:
-            self._store.close()
+            self._store.close(expected_sequence)
 
     def _begun(self) -> EventStore:
         if self._store is None:

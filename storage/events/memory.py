@@ -77,7 +77,7 @@ class MemoryEventStore:
         """Do nothing: memory has no lower level."""
         self._check_open()
 
-    def close(self) -> None:
+    def close(self, expected_sequence: int | None = None) -> None:  # noqa: ARG002 -- there is no reader afterwards
         """Refuse appends from now on."""
         self._closed = True
 

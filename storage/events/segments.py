@@ -202,8 +202,8 @@ class SegmentEventStore:
         if self._sync is not None:
             self._sync.sync()
 
-    def close(self) -> None:
-        """Flush and let go. The log is closed also if this raises the `OSError` of the last sync."""
+    def close(self, expected_sequence: int | None = None) -> None:
+        """See `EventStore.close`. The log is closed also if this raises the `OSError` of the last sync."""
         if self._closed:
             return
         self._closed = True
@@ -214,7 +214,7 @@ class SegmentEventStore:
             if self._sync is not None:
                 self._sync.stop()
                 self._sync.sync()
-            self._note_end(is_closed=True)
+            self._note_end(is_closed=True, expected_sequence=expected_sequence)
         finally:
             if self._maintenance is not None:
                 self._maintenance.stop()
@@ -294,7 +294,14 @@ class SegmentEventStore:
         if self._maintenance is not None:
             self._maintenance.start(self.directory, self._segment_bytes)
 
-    def _note_end(self, num_unwritten: int | None = None, reason: str = "", *, is_closed: bool = False) -> None:
+    def _note_end(
+        self,
+        num_unwritten: int | None = None,
+        reason: str = "",
+        *,
+        is_closed: bool = False,
+        expected_sequence: int | None = None,
+    ) -> None:
         """Note how far the log has come. It is evidence, which the log does without where it cannot be written."""
         _, next_sequence, _, head_hash = self._end
         recorded = self._record.recorded
@@ -310,6 +317,7 @@ class SegmentEventStore:
                     is_closed=is_closed,
                     num_unwritten=num_unwritten,
                     reason=reason,
+                    expected_sequence=expected_sequence,
                 )
             )
 

@@ -113,5 +113,9 @@ class EventStore(Protocol):
     def flush(self) -> None:
         """Return when everything appended has reached the store's durability. Raises `OSError` and `LogClosed`."""
 
-    def close(self) -> None:
-        """Flush, and let go of the log. Closing again does nothing."""
+    def close(self, expected_sequence: int | None = None) -> None:
+        """Flush, and let go of the log. Closing again does nothing.
+
+        `expected_sequence` is where the caller's own count says that the log ends. It is noted next to the log, so a
+        reader sees which events never arrived here.
+        """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -20,6 +21,7 @@ from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import OpenedLog, open_event_log
 from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import EventEncoder
 
 CONFIGURATION = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=8)
 
@@ -235,3 +237,137 @@ def _remarks(log_dir: Path) -> tuple[str, ...]:
     assert log.directory is not None
     shutil.rmtree(log.directory)
     return log.remarks
+
+
+def _missing(capsys: pytest.CaptureFixture[str]) -> Any:
+    """What `verify --json` says of the end."""
+    (end,) = [each for each in map(json.loads, capsys.readouterr().out.splitlines()) if each["type"] == "end"]
+    return end["missing"]
+
+
+def _dropped(store: Any, number: int) -> None:
+    """A write that fails and is not tried again."""
+    original, calls = store._store.append, []
+
+    def append(*arguments: Any, **options: Any) -> int:
+        calls.append(1)
+        if len(calls) == number:
+            raise OSError(errno.EIO, "Input/output error")
+        return int(original(*arguments, **options))
+
+    store._store.append = append
+    store._keep = lambda _frame: None
+    store._failed = lambda _error: None
+
+
+def _refused(store: Any, number: int) -> None:
+    """A frame that the store does not take, such as one that is too large."""
+    original, calls = store.append, []
+
+    def append(*arguments: Any, **options: Any) -> int:
+        calls.append(1)
+        if len(calls) == number:
+            raise ValueError("no")
+        return int(original(*arguments, **options))
+
+    store.append = append
+
+
+def _swallowed(store: Any, number: int) -> None:
+    """A thread that takes the last frames and writes none of them."""
+    original, calls = store.append, []
+
+    def append(*arguments: Any, **options: Any) -> int:
+        calls.append(1)
+        return 0 if len(calls) >= number else int(original(*arguments, **options))
+
+    store.append = append
+
+
+def _stuck(store: Any, number: int) -> None:
+    """The last frames wait in a backlog that closing forgets."""
+    _refused(store, number)
+    original = store.append
+
+    def append(*arguments: Any, **options: Any) -> int:
+        try:
+            return int(original(*arguments, **options))
+        except ValueError as error:
+            raise OSError(errno.EIO, "Input/output error") from error
+
+    store.append = append
+
+
+@pytest.mark.parametrize("lose", [_dropped, _refused, _swallowed, _stuck])
+@pytest.mark.parametrize("number", [3, 10])
+def test_events_that_get_lost_between_ledger_and_store_are_missing_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lose: Any, number: int
+) -> None:
+    """A log that lacked them, and whose writer had closed it, was called sound: the ledger's own count tells."""
+    log = _open(tmp_path)
+    lose(log.store, number)
+    ledger = Ledger(Core.standard(), CONFIGURATION, log.store)
+    for at in range(10):
+        ledger.observe(e.LogNote(f"note {at}", at))
+        with contextlib.suppress(Exception):  # as the journal does
+            ledger.commit()
+    is_late = lose is _stuck and number < 10  # the next commit took them
+    log.close(ledger.next_sequence)
+    exit_code = main(["verify", str(log.directory), "--json"])
+    missing = _missing(capsys)
+    if is_late:
+        assert (exit_code, missing) == (0, None)
+        return
+    assert exit_code == 4
+    assert (missing["kind"], missing["first_sequence"]) == ("unwritten_events", number)
+    assert missing["num_events"] == 11 - number
+    main(["verify", str(log.directory)])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "sound, but its end is missing" in printed
+    assert (
+        f"the writer had recorded {'sequence 10' if number == 10 else 'sequences 3 to 10'} when it closed the log"
+        in printed
+    )
+
+
+def test_an_engine_tells_its_log_how_much_it_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make_engine: Any
+) -> None:
+    """The connector's `shutdown` hands over the ledger's count."""
+    engine = make_engine(num_blocks=14, chunk_size=8, log_dir=str(tmp_path), replays=False)
+    engine.add_crowd()
+    side = engine.connector.scheduler_side
+    for _ in range(20):
+        engine.step()
+    _dropped(side.log.store, 1)
+    engine.run()
+    engine.shutdown()
+    lacking = side.ledger.next_sequence - side.log.store._store.next_sequence
+    assert lacking > 100
+    assert main(["verify", str(side.log.directory), "--json"]) == 4
+    assert _missing(capsys)["num_events"] == lacking
+
+
+def test_more_events_than_were_recorded_are_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Somebody else wrote into the log."""
+    log = _open(tmp_path)
+    ledger = Ledger(Core.standard(), CONFIGURATION, log.store)
+    ledger.observe(e.LogNote("note", 1))
+    ledger.commit()
+    log.store.append(EventEncoder().encode([e.LogNote("another", 2)]), 1)
+    log.close(ledger.next_sequence)
+    assert main(["verify", str(log.directory)]) == 2
+    assert "the writer had recorded 1 events, this log has 2" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_event_that_cannot_be_encoded_breaks_a_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was replaced by a note, and a log that lacked an observation was called sound."""
+    log = _open(tmp_path)
+    ledger = Ledger(Core.standard(), CONFIGURATION, log.store)
+    ledger.observe(e.LogNote("note", 1))
+    ledger.observe(e.CacheReset(1 << 70))
+    ledger.commit()
+    log.close(ledger.next_sequence)
+    assert main(["verify", str(log.directory)]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "hook commit raised: cache.reset cannot be encoded: OverflowError" in printed
