@@ -53,7 +53,7 @@ VERDICTS: Mapping[ExitCode, str] = MappingProxyType(
         ExitCode.RULE_BROKEN: "a rule is broken",
         ExitCode.DIVERGED: "today's code decides differently than the log says, or cannot fold it",
         ExitCode.NOT_VERIFIED: "not verified, or in part: a process was killed twice, or --lenient skipped events",
-        ExitCode.NOTHING_CHECKED: "nothing could be checked: there is no event, or those before are missing",
+        ExitCode.NOTHING_CHECKED: "nothing could be checked: no event, those before missing, or a worker's calls alone",
         ExitCode.END_MISSING: "what is there is sound, and events are known to be missing at the end",
         ExitCode.EXTENSION_STOPPED: "sound, but an extension was stopped, so its rules were not checked to the end",
         ExitCode.SOUND: "sound, as far as the log goes",

@@ -155,6 +155,7 @@ def _show_json(output: Output, log: StoredLog, findings: Findings) -> None:
             "num_violations": held.num_violations,
             "num_divergences": judgement.decided.divergences.num_found,
             "rules": judgement.judged if log.header else [],
+            "stopped_extensions": [attrs.asdict(each) for each in findings.stopped],
             "remarks": findings.remarks,
             "workers": findings.of_workers,
         },

@@ -35,6 +35,7 @@ def listed(found: Findings, proof: Mapping[int, NamedEvent]) -> tuple[list[Findi
     judgement = found.judgement
     findings = [
         *(Finding(trouble, "") for trouble in found.of_workers),
+        *(Finding(f"Extension {each.extension} was stopped", each.text) for each in found.stopped),
         *(Finding(damage.place, damage.detail) for damage in found.damage),
         *_breaches(_listed(judgement), proof),
         *_divergences(judgement),
@@ -42,7 +43,7 @@ def listed(found: Findings, proof: Mapping[int, NamedEvent]) -> tuple[list[Findi
     diverged = (judgement.decided.divergences, judgement.decided.reference_differences)
     num_diverged = sum(each.num_found for each in diverged) + (judgement.unfoldable is not None)
     num_broken = sum(judgement.held.num_violations.values())
-    num_found = len(found.of_workers) + len(found.damage) + num_broken + num_diverged
+    num_found = len(found.of_workers) + len(found.stopped) + len(found.damage) + num_broken + num_diverged
     return findings[:MAX_FINDINGS], num_found - len(findings[:MAX_FINDINGS])
 
 

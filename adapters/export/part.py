@@ -130,7 +130,8 @@ class Part:
         findings, num_findings_left_out = listed(found, named.events)
         histories = Histories(reading.accounts.histories, named.events, named.names)
         verdict, verdict_style = _VERDICTS[found.exit_code]
-        if found.checked.why_nothing or not found.checked.is_whole or found.exit_code is ExitCode.EXTENSION_STOPPED:
+        says_more = found.exit_code in {ExitCode.EXTENSION_STOPPED, ExitCode.NOTHING_CHECKED}
+        if found.checked.why_nothing or not found.checked.is_whole or says_more:
             verdict = found.verdict
         elif found.exit_code in {ExitCode.SOUND, ExitCode.END_MISSING}:
             verdict = sound_text(log.ending) + verdict

@@ -58,6 +58,19 @@ class RequestPresence:
                 self._is_alive = not isinstance(event, e.RequestReleased)
 
 
+class ExtensionStops:
+    """The events that stopped an extension, by sequence number. Give it each event in order."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, e.ExtensionStopped] = {}
+
+    def take(self, events: Iterable[SequencedEvent]) -> None:
+        """Take the next events."""
+        for sequence, event in events:
+            if isinstance(event, e.ExtensionStopped):
+                self.found[sequence] = event
+
+
 def readable(log: StoredLog, selection: Selection) -> Coverage:
     """The selected events of a log that was read, if the state before them is known.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import attrs
 
-from kvledger.adapters.logs.coverage import RequestPresence
+from kvledger.adapters.logs.coverage import ExtensionStops, RequestPresence
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.processes import Processes
 from kvledger.adapters.logs.selection import Selection
@@ -87,7 +87,8 @@ def _verify(
     others = [processes.submit(_hold_again, open_log, selection, rules) for rules in elsewhere]
     deciding = [processes.submit(decide_part, open_log, selection, *part) for part in parts]
     presence = RequestPresence(selection, start)
-    held = [hold(log, selection, here, start, presence)]
+    stops = ExtensionStops()
+    held = [hold(log, selection, here, start, (presence, stops))]
     decided = {
         number: decide_part(open_log, selection, *parts[number])
         for number in reversed(range(len(parts)))
@@ -105,7 +106,7 @@ def _verify(
     if last.missing is not None and not selection.is_over(log.last_sequence):
         last.decided.divergences.append(last.missing)
     judgement = Judgement.of(log.core.rules, [each for each, _ in held], [part.decided for part in fitting])
-    return Findings.of(log, selection, judgement, last.end_state, is_present=presence.is_found)
+    return Findings.of(log, selection, judgement, last.end_state, is_present=presence.is_found, stops=stops.found)
 
 
 def _cuts(log: StoredLog, selection: Selection) -> Iterator[Cut]:
@@ -128,11 +129,11 @@ def hold(
     selection: Selection,
     rules: Sequence[str],
     start: Projections | None,
-    presence: RequestPresence | None = None,
+    others: Sequence[RequestPresence | ExtensionStops] = (),
 ) -> tuple[RulesHeld, tuple[int, bytes]]:
     """Hold these rules against the log; returns what was found, the last event that was taken, and its chain hash.
 
-    `presence` is given every event that is taken.
+    `others` are given every event that is taken.
     """
     makers = checkers_of(log.core)
     checks = make_rule_checks(
@@ -142,8 +143,8 @@ def hold(
     for batch in log.batches(selection.last_sequence):
         if log.is_trusted:
             checks.take(batch.numbered())
-            if presence is not None:
-                presence.take(batch.numbered())
+            for other in others:
+                other.take(batch.numbered())
             last = batch.last_sequence, batch.chain_hash
     return checks.held(), last
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import attrs
 
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.logs.amounts import plural
-from kvledger.adapters.logs.coverage import Coverage, RequestPresence, checked
+from kvledger.adapters.logs.coverage import Coverage, ExtensionStops, RequestPresence, checked
 from kvledger.adapters.logs.ending import num_open_requests, sound_text
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.selection import Selection
@@ -21,7 +21,7 @@ from kvledger.adapters.logs.sources import start_of
 from kvledger.adapters.logs.workers import WorkerCalls, troubles_of_workers
 from kvledger.lifecycle import Extension, LedgerConfiguration, Projections
 from kvledger.lifecycle.audit import Audit, Judgement
-from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.events import Event, ExtensionStopped
 from kvledger.storage.events import Damage, HowEnded, Retirement
 
 Around = Callable[[int, Event], None]
@@ -49,6 +49,7 @@ class Verification:
         self.audit.divergences.keeps = self.audit.reference_differences.keeps = selection.concerns
         self._calls = None if log.worker_rank is None else WorkerCalls()
         self._presence = RequestPresence(selection, start)
+        self._stops = ExtensionStops()
 
     def take(self, batch: Batch, around: Around | None = None) -> bool:
         """Take up the batch that was just read; False where it cannot be judged, because events before it are missing.
@@ -59,6 +60,7 @@ class Verification:
             return False
         events = list(batch.numbered())
         self._presence.take(events)
+        self._stops.take(events)
         self.audit.take_frame(events, around)
         if self._calls is not None:
             self._calls.take(events)
@@ -70,8 +72,15 @@ class Verification:
             # Else a decision that the next event would show to be missing is still part of what was asked for.
             self.audit.finish()
         end_state = EndState.of(self.audit.projections)
-        is_present, judgement = self._presence.is_found, self.audit.judgement()
-        return Findings.of(self._log, self._selection, judgement, end_state, self._calls, is_present=is_present)
+        return Findings.of(
+            self._log,
+            self._selection,
+            self.audit.judgement(),
+            end_state,
+            self._calls,
+            is_present=self._presence.is_found,
+            stops=self._stops.found,
+        )
 
 
 @attrs.frozen
@@ -81,13 +90,46 @@ class EndState:
     num_open_requests: int | None
     """That had arrived and not finished; None: nobody knows, because events before the end are missing."""
     num_extension_events: int
-    num_extensions_stopped: int = 0
+    stopped_at: Mapping[str, int]
+    """Extension → the event that stopped it."""
 
     @classmethod
     def of(cls, projections: Projections) -> EndState:
         """Of these."""
-        figures = projections.totals.figures
-        return cls(num_open_requests(projections), figures.num_extension_events, figures.num_extensions_stopped)
+        stopped_at = dict(projections.extensions.state.stopped)
+        return cls(num_open_requests(projections), projections.totals.figures.num_extension_events, stopped_at)
+
+
+@attrs.frozen
+class StoppedExtension:
+    """An extension whose code raised while the log was written, so that it took no part from there on."""
+
+    extension: str
+    version: int | None
+    """None: not known, since the event is not in the part that was read."""
+    sequence: int
+    """Of the event that stopped it."""
+    where: str
+    """The part of it that raised; empty: not known."""
+    error: str
+    """The class and the line of what was raised; empty: not known."""
+    rules: Sequence[str]
+    """Its rules, which were not checked from there on."""
+
+    @property
+    def text(self) -> str:
+        """All of this in words."""
+        name = f"extension {self.extension}{'' if self.version is None else f' {self.version}'}"
+        why = f", because {self.where} raised {self.error}" if self.where else ""
+        rules = f", and {_rules(self.rules)} not checked" if self.rules else ""
+        return (
+            f"{name} was stopped at event {self.sequence}{why}. From there on it took no part: what it would have "
+            f"decided or kept was not{rules}. Correct it, and start the engine again"
+        )
+
+
+def _rules(rules: Sequence[str]) -> str:
+    return f"its rule{'' if len(rules) == 1 else 's'} {', '.join(rules)} {'was' if len(rules) == 1 else 'were'}"
 
 
 @attrs.frozen
@@ -105,6 +147,7 @@ class Findings:
     """The events that the verdict covers."""
     verdict: str
     """The verdict in words, with the part that it covers if that is not the whole log."""
+    stopped: Sequence[StoppedExtension] = ()
 
     @classmethod
     def of(
@@ -116,10 +159,11 @@ class Findings:
         calls: WorkerCalls | None = None,
         *,
         is_present: bool,
+        stops: Mapping[int, ExtensionStopped],
     ) -> Findings:
         """Those of a log that was read to its end, and judged; of a worker's log, with the calls that it made.
 
-        `is_present`: whether the selected request lived in the selected part.
+        `is_present`: whether the selected request lived in the selected part. `stops`: see `ExtensionStops`.
         """
         unfoldable = judgement.unfoldable
         last_foldable = None if unfoldable is None else unfoldable.sequence - 1
@@ -133,19 +177,36 @@ class Findings:
             exit_code = ExitCode.DIVERGED
         elif log.skipped:
             exit_code = ExitCode.NOT_VERIFIED
-        elif covered.why_nothing:
+        elif covered.why_nothing or _lacks_scheduler(log):
             exit_code = ExitCode.NOTHING_CHECKED
         elif log.ending.missing is not None:
             exit_code = ExitCode.END_MISSING
-        elif end_state.num_extensions_stopped:
+        elif end_state.stopped_at:
             exit_code = ExitCode.EXTENSION_STOPPED
         else:
             exit_code = ExitCode.SOUND
-        remarks = tuple(_remarks(log, selection, judgement, end_state, covered))
+        stopped = tuple(_stopped(log, end_state, stops))
+        remarks = tuple(_remarks(log, selection, judgement, end_state, covered, stopped))
         if log.trusted_sequence < log.last_sequence:
             end_state = attrs.evolve(end_state, num_open_requests=None)
         verdict = _verdict(log, selection, judgement, exit_code, covered)
-        return cls(judgement, end_state, damage, remarks, _of_workers(log, calls), exit_code, covered, verdict)
+        of_workers = _of_workers(log, calls)
+        return cls(judgement, end_state, damage, remarks, of_workers, exit_code, covered, verdict, stopped)
+
+
+def _stopped(log: StoredLog, end_state: EndState, stops: Mapping[int, ExtensionStopped]) -> Iterator[StoppedExtension]:
+    rules_of = {extension.name: extension.declaration().rules for extension in log.core.extensions}
+    for name, sequence in end_state.stopped_at.items():
+        rules, event = tuple(rules_of.get(name, ())), stops.get(sequence)
+        if event is None:
+            yield StoppedExtension(name, None, sequence, "", "", rules)
+        else:
+            yield StoppedExtension(name, event.version, sequence, event.where, event.error, rules)
+
+
+def _lacks_scheduler(log: StoredLog) -> bool:
+    """Whether this is a worker's log, and the log of its engine's scheduler, which has the requests, is elsewhere."""
+    return log.worker_rank is not None and log.path.is_dir() and start_of(log.path).scheduler is None
 
 
 def _verdict(log: StoredLog, selection: Selection, judgement: Judgement, exit_code: ExitCode, covered: Coverage) -> str:
@@ -160,6 +221,8 @@ def _verdict(log: StoredLog, selection: Selection, judgement: Judgement, exit_co
     is_rule_broken = exit_code is ExitCode.RULE_BROKEN
     if log.worker_rank is not None and is_rule_broken and list(judgement.held.num_violations) == ["RECORDED"]:
         verdict += f": a hook of worker {log.worker_rank} raised"
+    if exit_code is ExitCode.NOTHING_CHECKED and not covered.why_nothing:
+        verdict += f" but the calls of worker {log.worker_rank}"
     if exit_code is ExitCode.NOTHING_CHECKED:
         return verdict if log.ending.missing is None else f"{verdict}, and the log's end is missing"
     if covered.why_nothing:
@@ -171,8 +234,7 @@ def _verdict(log: StoredLog, selection: Selection, judgement: Judgement, exit_co
         part = f"{part or covered.text} of {selection.request_id}"
     verdict += f"; only {part} {'was' if part.startswith('event ') else 'were'} checked" if part else ""
     unjudged = [f"rules of extension {extension.name}" for extension in log.core.absent]
-    if exit_code is not ExitCode.EXTENSION_STOPPED:
-        unjudged += [f"rule {rule}" for rule in judgement.held.not_judged]
+    unjudged += [f"rule {rule}" for rule in judgement.held.not_judged]
     return f"{verdict}; not checked: {', '.join(unjudged)}" if unjudged else verdict
 
 
@@ -185,15 +247,20 @@ def _of_workers(log: StoredLog, calls: WorkerCalls | None) -> tuple[str, ...]:
 
 
 def _remarks(
-    log: StoredLog, selection: Selection, judgement: Judgement, end_state: EndState, covered: Coverage
+    log: StoredLog,
+    selection: Selection,
+    judgement: Judgement,
+    end_state: EndState,
+    covered: Coverage,
+    stopped: Sequence[StoppedExtension],
 ) -> list[str]:
-    remarks = []
+    remarks = [each.text for each in stopped]
     if not selection.is_everything:
         end = "the end" if selection.last_sequence is None else f"event {selection.last_sequence}"
         whose = "" if selection.request_id is None else f" that concerns {selection.request_id}"
         remarks.append(f"only what was found from event {selection.first_sequence} to {end}{whose} is reported")
     remarks += _retired(log.retired)
-    if log.worker_rank is not None and log.path.is_dir() and start_of(log.path).scheduler is None:
+    if _lacks_scheduler(log):
         remarks.append(
             "no log of this engine's scheduler is in the same directory: the engine start failed before its scheduler "
             "was made, or that log is elsewhere; no request is in this log"
@@ -219,7 +286,7 @@ def _remarks(
         )
     if covered.why_nothing and log.header:
         remarks.append(f"neither rules nor decisions could be checked: {covered.why_nothing}")
-    remarks += _of_extensions(log, judgement, end_state)
+    remarks += _of_extensions(log, judgement, end_state, {rule for each in stopped for rule in each.rules})
     table = log.core.table_fingerprint()
     if log.header.get("table_fingerprint", table) != table:
         remarks.append("the log was written with another transition table; divergences may come from that")
@@ -251,10 +318,13 @@ def _retired(retired: Sequence[Retirement]) -> list[str]:
     return remarks
 
 
-def _of_extensions(log: StoredLog, judgement: Judgement, end_state: EndState) -> Iterator[str]:
+def _of_extensions(log: StoredLog, judgement: Judgement, end_state: EndState, named: Collection[str]) -> Iterator[str]:
+    """What could not be judged of extensions, but for the rules that are `named` already."""
     for extension in log.core.absent:
         yield _absence(extension, judgement, end_state)
     for rule, reason in judgement.held.not_judged.items():
+        if rule in named and reason.startswith("its extension was stopped"):
+            continue
         yield f"rule {rule} of an extension could not be judged, or not to the end: {reason}"
 
 

@@ -94,14 +94,45 @@ class UnsureGuard(StarvationGuard):
     rules: ClassVar[dict[str, Any]] = {Unsure.rule: Unsure}
 
 
-def test_a_rule_that_raises_is_named_and_the_rest_is_verified(run: Any, starving: Path) -> None:
+class Leaves(StarvingKept):
+    """Ends the process that asks it."""
+
+    @on(e.RequestPreempted)
+    def _preempted(self, _event: e.RequestPreempted) -> None:
+        raise SystemExit(0)
+
+
+class LeavingGuard(StarvationGuard):
+    """The guard of a reader whose rule does so."""
+
+    rules: ClassVar[dict[str, Any]] = {Leaves.rule: Leaves}
+
+
+class Unreadable(StarvationGuard):
+    """An extension that ends the process when it is made."""
+
+    def __init__(self) -> None:
+        raise SystemExit(0)
+
+
+def test_an_extension_that_ends_the_process_when_it_is_made_is_refused(run: Any, starving: Path) -> None:
+    """The exit code was 0, and nothing had been read."""
+    result = run("verify", starving, "--extensions", f"{Unreadable.__module__}:{Unreadable.__name__}")
+    assert result.exit_code == 64
+    assert "cannot be made (SystemExit: 0)" in result.err
+
+
+@pytest.mark.parametrize(("guard", "error"), [(UnsureGuard, "KeyError"), (LeavingGuard, "SystemExit")])
+def test_a_rule_that_raises_is_named_and_the_rest_is_verified(
+    run: Any, starving: Path, guard: type[StarvationGuard], error: str
+) -> None:
     """With the error, without what that quotes; it is no failure, as a rule whose code is not here is none."""
-    options = ("--extensions", f"{UnsureGuard.__module__}:{UnsureGuard.__name__}")
+    options = ("--extensions", f"{guard.__module__}:{guard.__name__}")
     result = run("verify", starving, *options)
     assert result.exit_code == 0, result.out
     printed = " ".join(result.out.split())
     assert (
-        "rule STARVING_KEPT of an extension could not be judged, or not to the end: its checker raised KeyError"
+        f"rule STARVING_KEPT of an extension could not be judged, or not to the end: its checker raised {error}"
         in printed
     )
     assert "the prompt" not in printed

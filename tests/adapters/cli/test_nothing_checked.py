@@ -293,12 +293,29 @@ def test_the_verdict_on_a_workers_log_says_that_it_covers_its_calls(run: Any, tm
     header = {"engine_id": "an-id", "worker_rank": 0, "connector": "Mine"}
     note = [e.LogNote("a worker says something", 10)]
     log = write_log(tmp_path / "worker", note, many.configuration, header=header)
+    write_log(
+        tmp_path / "scheduler", many.observed, many.configuration, header={"engine_id": "an-id", "connector": "Mine"}
+    )
     result = run("verify", log)
     assert result.exit_code == 0
     assert "verdict     sound; only the calls of worker 0 were checked" in result.out
     assert "none in a worker's log" in run("show", log).out
     (listed,) = run("ls", "--json", log).objects("log_listed")
     assert listed["num_requests"] is None
+
+
+def test_a_workers_log_alone_is_not_called_sound(run: Any, tmp_path: Path, many: Driver) -> None:
+    """A start that failed before its scheduler was made left only this one; without any request the code was 0."""
+    header = {"engine_id": "an-id", "worker_rank": 0, "connector": "Mine"}
+    log = write_log(tmp_path / "logs" / "worker", [e.LogNote("a note", 10)], many.configuration, header=header)
+    for given in (log, log.parent):
+        for options in ([], ["--jobs", "2"]):
+            result = run("verify", given, *options)
+            assert result.exit_code == 5
+            assert "verdict     nothing could be checked but the calls of worker 0" in result.out
+            assert "no log of this engine's scheduler is in the same directory" in result.out
+    (verdict,) = run("verify", log, "--json").objects("verdict")
+    assert verdict["verdict"] == "nothing_checked"
 
 
 def test_a_verdict_without_the_events_that_were_skipped_is_none(run: Any, tmp_path: Path, story: Driver) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +139,45 @@ def test_an_extension_that_raises_is_stopped_and_everybody_is_served(
     assert f"its code is not here, stopped at event {number}" in told(capsys, "core", log)[1]
     code, said = told(capsys, "verify", log)
     assert code == 6
-    assert "but an extension was stopped" in said
+    assert "but an extension was stopped; not checked: rules of extension starvation" in said
+    assert f"note extension starvation 1 was stopped at event {number}, because {where} raised {stopped.error}." in said
+    assert "and its rule STARVING_KEPT was not checked" in said
+    assert "stopped" in told(capsys, "stats", log)[1]
+    page = tmp_path / "page.html"
+    assert told(capsys, "export", log, "--html", "-o", page)[0] == 0
+    assert "because" in page.read_text()
+    assert "but an extension was stopped" in page.read_text()
+
+
+def test_a_stopped_extension_is_named_whatever_else_is_said_of_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its code and without, by one process and by several, in JSON, beside a sound log, and of a part of it."""
+    log, _ = lived(tmp_path / "logs", FragileHandler)
+    plain, _ = lived(tmp_path / "plain")
+    guard = ("--extensions", f"{FragileHandler.__module__}:{FragileHandler.__name__}")
+    monkeypatch.setattr("kvledger.adapters.cli.verify.MIN_BYTES", 1)
+    for options in ((), guard, ("--jobs", "2"), ("--lenient",)):
+        capsys.readouterr()
+        assert main(["verify", str(log), "--json", *options]) == 6, options
+        objects = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        (verdict,) = [each for each in objects if each["type"] == "verdict"]
+        (stopped,) = verdict["stopped_extensions"]
+        assert stopped["extension"] == "starvation"
+        assert stopped["where"] == "Fragile.request_preempted"
+        assert stopped["error"].startswith("IndexError in ")
+        assert stopped["rules"] == ["STARVING_KEPT"]
+        assert sum("was stopped at event" in remark for remark in verdict["remarks"]) == 1
+        assert "STARVING_KEPT" not in verdict["rules"]
+        assert verdict["verdict"] == "extension_stopped"
+    together = tmp_path / "both"
+    together.mkdir()
+    for each in (log, plain):
+        shutil.copytree(each, together / each.name)
+    assert told(capsys, "verify", together)[0] == 6
+    at = int(stopped["sequence"])
+    assert main(["verify", str(log), "--until", str(at - 1)]) == 0, "it was not stopped yet"
+    assert main(["verify", str(log), "--since", str(at + 1)]) == 6
 
 
 def test_what_an_extension_decides_behind_an_answer_does_not_cost_the_answer(tmp_path: Path) -> None:
