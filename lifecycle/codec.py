@@ -224,7 +224,7 @@ class EventDecoder:
             return stand_in
         if declared.version < event_class.version:
             return self._older(code, declared, event_class)
-        if tuple(declared.fields) != field_names(event_class):
+        if tuple(declared.fields) not in _known_fields(event_class):
             message = (
                 f"the log says that {declared.id} version {declared.version} has the fields "
                 f"{', '.join(declared.fields)}; it has {', '.join(field_names(event_class))}. "
@@ -269,6 +269,12 @@ class EventDecoder:
         return SchemaTooNew(
             f"the log uses {declared.id} version {declared.version}, this kvledger knows {known}; {self._written_by}"
         )
+
+
+def _known_fields(event_class: type[Event]) -> list[tuple[str, ...]]:
+    """The fields of an event as today's writers and earlier ones declare them: a later one stands last, by default."""
+    names, num_defaults = field_names(event_class), len(event_class.__struct_defaults__)
+    return [names[: len(names) - num_missing] for num_missing in range(num_defaults + 1)]
 
 
 def _stand_in(code: int, types: Sequence[Any]) -> type:

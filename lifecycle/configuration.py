@@ -95,6 +95,9 @@ class LedgerConfiguration:
     awaits_shared_loads: bool = False
     """Whether a lookup waits while another request loads the same chunks; only with vLLM's own prefix cache, which
     shares the loaded blocks afterwards."""
+    settles_in_flight: bool = True
+    """Whether what steps in flight compute has settled at a preemption and at an end. In vLLM it has: the first copies
+    of a step run after every step in flight. With speculative decoding it has not, because drafts may be rejected."""
     max_failed_loads: int = 3
     """Loads of one request that may fail before it gets no more of them."""
     max_silent_steps: int = 64

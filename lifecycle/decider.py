@@ -168,7 +168,7 @@ class Decider:
                 self._illegal(record, "tokens.scheduled", refused[record.ordinal], cause)
             elif methods := self._scheduled[record.state]:
                 self._ask(methods, record, cause, None)
-        for ordinal, first_chunk, num_settled_tokens in event.settled:
+        for ordinal, first_chunk, num_settled_tokens, _ in event.settled:
             record = record_of(ordinal)
             if record is not None and ordinal not in refused and (methods := self._settled[record.state]):
                 self._ask(methods, record, cause, None, first_chunk, num_settled_tokens)

@@ -86,6 +86,9 @@ class RequestDecision(RequestEvent, frozen=True):
     generation: Generation
 
 
+NOT_RECORDED = -1
+"""A number that the log does not have: an older kvledger wrote it, or an embedder does not know it."""
+
 NO_LIFE = -1
 """The ordinal and the generation in a decision that names no request, or one that nobody knows."""
 NO_SLOT = -1
@@ -215,6 +218,8 @@ class RequestPreempted(RequestEvent, frozen=True, tag=5):
     num_tokens: NumTokens
     time_ns: TimeNs
     blocks_zeroed: bool = False
+    num_in_flight_tokens: NumTokens = NOT_RECORDED
+    """Of its computed tokens those of steps whose output the engine had not processed yet."""
 
     @property
     def num_intact_tokens(self) -> int:
@@ -252,6 +257,10 @@ class RequestFinished(RequestEvent, frozen=True, tag=8):
     num_tokens: NumTokens
     time_ns: TimeNs
     blocks_zeroed: bool = False
+    num_in_flight_tokens: NumTokens = NOT_RECORDED
+    """Of its computed tokens those of steps whose output the engine had not processed yet."""
+    num_computed_tokens: NumTokens = NOT_RECORDED
+    """The engine's own count. It is below that of the steps if drafts were rejected or a load failed since."""
 
     @property
     def num_intact_tokens(self) -> int:
@@ -260,6 +269,18 @@ class RequestFinished(RequestEvent, frozen=True, tag=8):
 
 
 # --- Observations: the engine ------------------------------------------------------------------
+
+
+class SettledTokens(NamedTuple):
+    """What a step says of a request with chunks to be saved."""
+
+    ordinal: Ordinal
+    first_chunk: ChunkNumber
+    """The first chunk that was not dealt with yet."""
+    num_settled_tokens: NumTokens
+    """Tokens of steps whose output was processed; without windows, at most those of the chunks whose keys are known."""
+    num_in_flight_tokens: NumTokens = NOT_RECORDED
+    """Of its computed tokens those of steps whose output was not processed yet."""
 
 
 @observation("step.scheduled")
@@ -279,8 +300,9 @@ class StepScheduled(Event, frozen=True, tag=9):
     """Ordinals of steady requests that were not scheduled in this step."""
     extended: tuple[tuple[Ordinal, tuple[BlockId, ...]], ...]
     """(ordinal, block ids appended to its table)."""
-    settled: tuple[tuple[Ordinal, ChunkNumber, NumTokens], ...]
-    """(ordinal, first chunk not dealt with, num_settled_tokens) of requests with chunks to be saved."""
+    settled: tuple[SettledTokens, ...]
+    """(ordinal, first chunk not dealt with, num_settled_tokens, num_in_flight_tokens) of requests with chunks to be
+    saved; see `SettledTokens`."""
     time_ns: TimeNs
 
 
@@ -633,6 +655,8 @@ class WindowLeft(RequestEvent, frozen=True, tag=34):
 
     num_settled_tokens: NumTokens
     time_ns: TimeNs
+    num_in_flight_tokens: NumTokens = NOT_RECORDED
+    """Those of steps in flight that the count leaves out."""
 
 
 @observation("decision.withheld")

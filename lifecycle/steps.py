@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import attrs
 import msgspec
 
-from kvledger.lifecycle.events import StepScheduled
+from kvledger.lifecycle.events import NOT_RECORDED, SettledTokens, StepScheduled
 from kvledger.lifecycle.states import TrustRegion
 
 if TYPE_CHECKING:
@@ -102,7 +102,9 @@ class StepEncoder:
             if (record := self._tracker.get(request.request_id)) is not None
         ]
         settled = (
-            self.settled(record, request.num_computed_tokens - request.num_in_flight_tokens)
+            self.settled(
+                record, request.num_computed_tokens - request.num_in_flight_tokens, request.num_in_flight_tokens
+            )
             for record, request in known
         )
         return StepScheduled(
@@ -154,7 +156,9 @@ class StepEncoder:
             if record.ordinal in decoding and record.request_id not in scheduled
         )
 
-    def settled(self, record: RequestRecord, num_settled_tokens: int) -> tuple[int, int, int] | None:
+    def settled(
+        self, record: RequestRecord, num_settled_tokens: int, num_in_flight_tokens: int = NOT_RECORDED
+    ) -> SettledTokens | None:
         """The entry for a request that has filled enough chunks with settled tokens whose keys are known, else None."""
         threshold = self._cursor.next_threshold(record)
         if num_settled_tokens < threshold or record.trust is TrustRegion.QUARANTINED:
@@ -166,4 +170,5 @@ class StepEncoder:
             return None  # with windows the true count is written, because it says what they have left
         if num_settled_tokens < threshold:
             return None
-        return record.ordinal, self._cursor.num_chunks(record.ordinal), num_settled_tokens
+        num_chunks = self._cursor.num_chunks(record.ordinal)
+        return SettledTokens(record.ordinal, num_chunks, num_settled_tokens, num_in_flight_tokens)

@@ -60,7 +60,7 @@ _NEVER = 1 << 40
 """How long a recorded load may be silent, how often it may fail or an answer be put off, until this core objects."""
 
 
-def _configuration(kv_cache_config: KVCacheConfig, groups: Groups) -> LedgerConfiguration:
+def _configuration(kv_cache_config: KVCacheConfig, groups: Groups, *, speculates: bool) -> LedgerConfiguration:
     """Of both sides' logs."""
     block_size = versions.block_size(kv_cache_config)
     return LedgerConfiguration(
@@ -72,6 +72,7 @@ def _configuration(kv_cache_config: KVCacheConfig, groups: Groups) -> LedgerConf
         async_saves=True,
         max_deferred_lookups=_NEVER,
         max_failed_loads=_NEVER,
+        settles_in_flight=not speculates,
         max_silent_steps=_NEVER,
         max_silent_ms=_NEVER,
     )
@@ -106,7 +107,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         self.ends: WorkerEnds | None = None
         """Who reports which ends on a worker; None in the scheduler's process."""
         groups = describe_groups(vllm_config, kv_cache_config)
-        configuration = _configuration(kv_cache_config, groups)
+        configuration = _configuration(kv_cache_config, groups, speculates=versions.uses_speculation(vllm_config))
         if role is KVConnectorRole.SCHEDULER:
             self.recording = self._begin(vllm_config, kv_cache_config, settings, groups, configuration)
             return
@@ -150,7 +151,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
             log,
             keys,
             is_child=is_child(),
-            speculates=versions.uses_speculation(vllm_config),
+            speculates=not configuration.settles_in_flight,
             num_workers=vllm_config.parallel_config.world_size,
             digest_share=settings.digest_share,
         )

@@ -197,7 +197,15 @@ class Recording:
         num_computed_tokens = min(request.num_computed_tokens, self._tracker.num_computed_tokens(record))
         written = self._notice.num_written_tokens(request, num_computed_tokens)
         self.log.observe(
-            e.RequestFinished(request.request_id, request.status.name, written, request.num_tokens, self.log.now())
+            e.RequestFinished(
+                request.request_id,
+                request.status.name,
+                written,
+                request.num_tokens,
+                self.log.now(),
+                num_in_flight_tokens=request.num_in_flight_tokens,
+                num_computed_tokens=request.num_computed_tokens,
+            )
         )
 
     @_records

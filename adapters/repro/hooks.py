@@ -94,7 +94,7 @@ class HookRun(Run):
         self._before_step()
         zeroed = self._zeroed(call)
         self._live.notice(call)
-        settled = {ordinal: num_settled_tokens for ordinal, _, num_settled_tokens in main.settled}
+        settled = {entry.ordinal: entry for entry in main.settled}
         observed = {event.request_id: event.block_ids for event in call.noticed(e.BlockTableObserved)}
         scheduled = [
             part

@@ -91,13 +91,15 @@ class LiveRequests:
                     incarnation
                 )
 
-    def prepare(self, part: ScheduledTokens, num_settled_tokens: int | None) -> None:
-        """As when a step was built, which said that so many tokens were settled, or nothing."""
+    def prepare(self, part: ScheduledTokens, settled: e.SettledTokens | None) -> None:
+        """As when a step was built, which said so much of its settled tokens, or nothing."""
         incarnation, request = part.incarnation, self.request(part.incarnation)
         request.num_computed_tokens = part.num_computed_tokens
         request.num_in_flight_tokens = self._record.num_tokens_in_flight(incarnation)
-        if num_settled_tokens is not None and not self._has_windows:
-            request.num_in_flight_tokens = max(0, part.num_computed_tokens - num_settled_tokens)
+        if settled is not None and settled.num_in_flight_tokens != e.NOT_RECORDED:
+            request.num_in_flight_tokens = settled.num_in_flight_tokens
+        elif settled is not None and not self._has_windows:
+            request.num_in_flight_tokens = max(0, part.num_computed_tokens - settled.num_settled_tokens)
         estimated = self._as_keyed(incarnation, self._record.num_known_tokens(incarnation))
         self.write_tokens(incarnation, estimated if part.num_tokens is None else part.num_tokens)
 
@@ -107,6 +109,10 @@ class LiveRequests:
         self.write_tokens(incarnation, event.num_tokens)
         request.num_in_flight_tokens = 0 if self._speculates else self._record.num_tokens_in_flight(incarnation)
         request.num_computed_tokens = min(event.num_settled_tokens, self._record.num_computed_tokens(incarnation))
+        if event.num_in_flight_tokens != e.NOT_RECORDED:
+            request.num_in_flight_tokens = event.num_in_flight_tokens
+        if event.num_computed_tokens != e.NOT_RECORDED:
+            request.num_computed_tokens = event.num_computed_tokens
 
     def write_tokens(self, incarnation: Incarnation, num_tokens: int) -> None:
         """Let it have so many tokens, those of the chunks whose keys are known."""
@@ -128,6 +134,8 @@ class LiveRequests:
         if self._speculates:
             written = min(self._record.num_computed_tokens(incarnation), event.num_tokens - 1)
             request.num_in_flight_tokens = max(0, written - event.num_settled_tokens)
+        if event.num_in_flight_tokens != e.NOT_RECORDED:
+            request.num_in_flight_tokens = event.num_in_flight_tokens
         self._record.preempted(incarnation, event)
         request.num_preemptions = incarnation.num_preemptions
         request.num_computed_tokens = 0

@@ -241,7 +241,7 @@ def runs_async(observations: Sequence[tuple[int, e.Event]], chunk_size: int) -> 
             return True
         scheduled = record.scheduled(event)
         counts = {part.incarnation.ordinal: part.num_computed_tokens for part in scheduled if part.num_tokens is None}
-        if any(counts.get(ordinal) == num_settled_tokens + 1 for ordinal, _, num_settled_tokens in event.settled):
+        if any(counts.get(ordinal) == num_settled_tokens + 1 for ordinal, _, num_settled_tokens, _ in event.settled):
             return True
         record.stepped(event, scheduled)
     return False

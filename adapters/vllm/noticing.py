@@ -108,7 +108,12 @@ class Noticing:
         num_settled_tokens = max(0, self.num_written_tokens(request, self._tracker.num_computed_tokens(record)))
         self._journal.observe(
             e.RequestPreempted(
-                request.request_id, num_settled_tokens, request.num_tokens, self._journal.now(), blocks_zeroed
+                request.request_id,
+                num_settled_tokens,
+                request.num_tokens,
+                self._journal.now(),
+                blocks_zeroed,
+                request.num_in_flight_tokens,
             )
         )
 

@@ -83,6 +83,7 @@ def plan(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Conn
         needs_async_loads=versions.needs_async_loads(vllm_config),
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
     )
+    configuration = attrs.evolve(configuration, settles_in_flight=not versions.uses_speculation(vllm_config))
     if configuration.async_saves and versions.zeroes_new_blocks(kv_cache_config):
         reason = (
             "cannot be used with this model's KV cache of mixed precision: vLLM zeroes new blocks before a copy out of "

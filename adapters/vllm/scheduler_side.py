@@ -308,8 +308,8 @@ class SchedulerSide:
         self._last_step_ns = now_ns
         step = self._reader.read(scheduler_output, now_ns)
         added = dict(step.extended)
-        for ordinal, _, _ in step.settled:
-            self._notice.block_table(scheduler_output, ordinal, added.get(ordinal, ()))
+        for settled in step.settled:
+            self._notice.block_table(scheduler_output, settled.ordinal, added.get(settled.ordinal, ()))
         self.journal.observe(step)
 
     def _says_nothing(self, now_ns: int) -> bool:
@@ -526,6 +526,8 @@ class SchedulerSide:
                 request.num_tokens,
                 self.journal.now(),
                 self._notice.zeroes_new_blocks,
+                request.num_in_flight_tokens,
+                request.num_computed_tokens,
             )
         )
         return True

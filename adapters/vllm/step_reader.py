@@ -42,9 +42,9 @@ class StepReader:
         self._speculates = speculates
         self._step = 0
         self._due: dict[int, list[str]] = {}
-        self._processed: dict[str, int] = {}
-        """With windows: the count by which the step that is read has freed what they left."""
-        self._processed_before: dict[str, int] = {}
+        self._processed: dict[str, tuple[int, int]] = {}
+        """With windows: the count by which the step that is read has freed what they left, and the tokens in flight."""
+        self._processed_before: dict[str, tuple[int, int]] = {}
         self._time_ns = 0
 
     def read(self, scheduler_output: SchedulerOutput, time_ns: int) -> e.StepScheduled:
@@ -117,7 +117,7 @@ class StepReader:
 
     # --- settled chunks ----------------------------------------------------------------------
 
-    def _settled(self, advanced: Sequence[tuple[int, int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    def _settled(self, advanced: Sequence[tuple[int, int, int, int]]) -> tuple[e.SettledTokens, ...]:
         """Requests that filled enough chunks with settled tokens; their keys are made known on the way.
 
         A steady request fills its next chunks at a step that is known in advance, so it is looked at then.
@@ -126,7 +126,7 @@ class StepReader:
             return ()
         now, next_threshold = self._tracker.num_steps, self._projections.save_cursor.next_threshold
         forgets = self._projections.geometry.windows.forget
-        settled: list[tuple[int, int, int]] = []
+        settled: list[e.SettledTokens] = []
         for ordinal, num_computed_tokens, num_tokens, _ in advanced:
             record = self._tracker.of(ordinal)
             if record is None:
@@ -150,20 +150,21 @@ class StepReader:
             due = next_step + max(0, threshold - num_computed_tokens)
             self._due.setdefault(due, []).append(record.request_id)
 
-    def _settle(self, settled: list[tuple[int, int, int]], record: RequestRecord, num_computed_tokens: int) -> int:
+    def _settle(self, settled: list[e.SettledTokens], record: RequestRecord, num_computed_tokens: int) -> int:
         """Note what has settled; returns the number of settled tokens from which to look at the request again."""
         threshold = self._projections.save_cursor.next_threshold(record)
         request = self._requests.get(record.request_id)
         if request is None or record.trust is TrustRegion.QUARANTINED:
             return threshold
-        num_settled_tokens = num_computed_tokens - request.num_in_flight_tokens
+        num_in_flight_tokens = request.num_in_flight_tokens
+        num_settled_tokens = num_computed_tokens - num_in_flight_tokens
         if self._projections.geometry.windows.forget:
-            self._processed[record.request_id] = num_settled_tokens
+            self._processed[record.request_id] = num_settled_tokens, num_in_flight_tokens
         if num_settled_tokens < threshold:
             return threshold
         if self._sync_keys is not None:
             self._sync_keys(request)
-        entry = self._encoder.settled(record, num_settled_tokens)
+        entry = self._encoder.settled(record, num_settled_tokens, num_in_flight_tokens)
         if entry is None:
             return threshold
         self._window_left(record, self._processed_before.get(record.request_id), self._time_ns)
@@ -172,17 +173,18 @@ class StepReader:
         # It does not count until a load has arrived; and what windows leave in the next step is to be seen then.
         if record.blocks is BlocksRegion.LOADING or geometry.windows.forget:
             return threshold
-        return self._projections.save_cursor.threshold(record, geometry.num_chunks_in(entry[2]))
+        return self._projections.save_cursor.threshold(record, geometry.num_chunks_in(entry.num_settled_tokens))
 
     def window_left_at_end(self, record: RequestRecord, time_ns: int) -> None:
         """Before a request's end: what its windows leave now was not freed in the last step."""
         self._window_left(record, self._processed.get(record.request_id), time_ns)
 
-    def _window_left(self, record: RequestRecord, num_processed_tokens: int | None, time_ns: int) -> None:
+    def _window_left(self, record: RequestRecord, processed: tuple[int, int] | None, time_ns: int) -> None:
         """Observe by which count pages were freed before, where that was in the very last step.
 
         In a step in which the request was skipped, vLLM may have freed more on the way to finding no room for it.
         """
         computing = record.state in {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}
-        if num_processed_tokens is not None and computing:
-            self._observe(e.WindowLeft(record.request_id, num_processed_tokens, time_ns))
+        if processed is not None and computing:
+            num_settled_tokens, num_in_flight_tokens = processed
+            self._observe(e.WindowLeft(record.request_id, num_settled_tokens, time_ns, num_in_flight_tokens))

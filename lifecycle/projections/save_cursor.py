@@ -58,7 +58,7 @@ class SaveCursor(Projection):
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
-        for ordinal, _, num_settled_tokens in event.settled:
+        for ordinal, _, num_settled_tokens, _ in event.settled:
             record = self._tracker.of(ordinal)
             # Until a load has arrived, what was computed on top of it may be wrong too.
             if record is not None and record.blocks is not BlocksRegion.LOADING:

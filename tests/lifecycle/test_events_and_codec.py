@@ -34,6 +34,18 @@ def types_of(event_class: type[e.Event]) -> dict[str, Any]:
     return {name: hints[name] for name in e.field_names(event_class)}
 
 
+def entries_of(annotation: Any) -> tuple[Any, ...]:
+    """The types of the entries of a tuple, named ones included."""
+    if hasattr(annotation, "_fields"):
+        return tuple(typing.get_type_hints(annotation, include_extras=True).values())
+    return typing.get_args(annotation)
+
+
+def is_tuple(annotation: Any) -> bool:
+    """Whether values of the type are tuples."""
+    return typing.get_origin(annotation) is tuple or hasattr(annotation, "_fields")
+
+
 def range_of(annotation: Any) -> tuple[int, int] | None:
     """The least and the largest number of a type with a range; None for any other type."""
     if typing.get_origin(annotation) is not typing.Annotated:
@@ -55,11 +67,16 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
     limits = range_of(annotation)
     if limits is not None:
         return st.integers(*limits)
-    assert typing.get_origin(annotation) is tuple, f"{annotation} is not a plain type"
-    arguments = typing.get_args(annotation)
+    assert is_tuple(annotation), f"{annotation} is not a plain type"
+    arguments = entries_of(annotation)
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         return st.lists(values_of(arguments[0]), max_size=4).map(tuple)
-    return st.tuples(*map(values_of, arguments))
+    return st.tuples(*map(values_of, arguments)).map(made_of(annotation))
+
+
+def made_of(annotation: Any) -> Any:
+    """What makes a value of a tuple's type out of its entries."""
+    return annotation._make if hasattr(annotation, "_fields") else tuple
 
 
 def example_of(annotation: Any, seed: int) -> Any:
@@ -69,10 +86,10 @@ def example_of(annotation: Any, seed: int) -> Any:
         return simple[int]
     if annotation in simple:
         return simple[annotation]
-    arguments = typing.get_args(annotation)
+    arguments = entries_of(annotation)
     if arguments[1] is Ellipsis:
         return tuple(example_of(arguments[0], seed + extra) for extra in range(2))
-    return tuple(example_of(argument, seed + extra) for extra, argument in enumerate(arguments))
+    return made_of(annotation)(example_of(argument, seed + extra) for extra, argument in enumerate(arguments))
 
 
 @st.composite
@@ -86,8 +103,8 @@ def is_plain(annotation: Any) -> bool:
     """Whether a field's type is made of ints, strings, bytes, booleans and tuples of them only."""
     if annotation in {int, str, bytes, bool} or range_of(annotation) is not None:
         return True
-    arguments = [argument for argument in typing.get_args(annotation) if argument is not Ellipsis]
-    return typing.get_origin(annotation) is tuple and all(map(is_plain, arguments))
+    arguments = [argument for argument in entries_of(annotation) if argument is not Ellipsis]
+    return is_tuple(annotation) and all(map(is_plain, arguments))
 
 
 # --- the vocabulary ------------------------------------------------------------------------------
@@ -178,6 +195,22 @@ def test_a_payload_keeps_its_events_in_order(events: list[e.Event]) -> None:
         EventDecoder(Core.standard(), vocabulary_header(Core.standard())).decode(EventEncoder().encode(events))
         == events
     )
+
+
+def test_an_event_of_a_log_from_before_its_last_fields_has_their_defaults() -> None:
+    """Each field that was added behind the others says of such a log that it was not recorded."""
+    header = vocabulary_header(Core.standard())
+    entries = {entry["id"]: entry for entry in header["vocabulary"]}  # type: ignore[attr-defined]
+    for event_id in ("request.preempted", "request.finished"):
+        del entries[event_id]["fields"][5:]
+    written = [["r", 8, 9, 4, True], ["r", "FINISHED_STOPPED", 8, 9, 4], [0, 1, [], [], [], [[7, 2, 32]], 5]]
+    classes = (e.RequestPreempted, e.RequestFinished, e.StepScheduled)
+    arrays = [[e.wire_code(event_class), *fields] for event_class, fields in zip(classes, written, strict=True)]
+    assert EventDecoder(Core.standard(), header).decode(msgspec.msgpack.encode(arrays)) == [
+        e.RequestPreempted("r", 8, 9, 4, True, e.NOT_RECORDED),
+        e.RequestFinished("r", "FINISHED_STOPPED", 8, 9, 4, num_computed_tokens=e.NOT_RECORDED),
+        e.StepScheduled(0, 1, (), (), (), (e.SettledTokens(7, 2, 32, e.NOT_RECORDED),), 5),
+    ]
 
 
 def golden_vocabulary(golden: Any) -> list[dict[str, Any]]:

@@ -78,7 +78,7 @@ def busy() -> Driver:
             miss_cause=0,
         ),
         e.BlockTableObserved("a", (4, 5, 6), 80_000),
-        e.StepScheduled(3, 0, (), (), (), ((ordinal, 2, 16),), 80_000),
+        e.StepScheduled(3, 0, (), (), (), (e.SettledTokens(ordinal, 2, 16),), 80_000),
         e.SaveIssued(**life, job_id=7, chunks=(4,), slots=(5,), block_ids=(6,), before_forward=False, is_async=True),
     )
     for fact in facts:
@@ -98,7 +98,7 @@ AIMED: dict[str, Any] = {
     "advanced": ((ORDINAL, 16, 4, 50),),
     "paused": (ORDINAL,),
     "extended": ((ORDINAL, (80,)),),
-    "settled": ((ORDINAL, 2, 40),),
+    "settled": (e.SettledTokens(ORDINAL, 2, 40),),
     **dict.fromkeys(("failed", "sent", "received", "reported"), (ORDINAL,)),
     **dict.fromkeys(("job_ids", "awaited"), tuple(JOBS)),
     "ranks_done": (0,),
@@ -137,7 +137,7 @@ def example_of(annotation: Any) -> Any:
 def aimed(event_class: type[e.Event]) -> Iterator[Any]:
     """Events of the class about `a`: in each variant, about each of its jobs, and beginning its life or another."""
     hints = get_type_hints(event_class)
-    values = {name: [AIMED.get(name, example_of(hints[name]))] for name in e.field_names(event_class)}
+    values = {name: [AIMED[name] if name in AIMED else example_of(hints[name])] for name in e.field_names(event_class)}
     if "job_id" in values:
         values["job_id"] = [NEXT_JOB] if "slots" in values else JOBS
     if event_class.variants is not None:

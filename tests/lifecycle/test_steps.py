@@ -68,9 +68,9 @@ def test_a_chunk_settles_once_its_tokens_are_written_and_its_key_is_known() -> N
     driver.allocate("a", (1, 2, 3))
     step(driver, Scheduled("a", 0, 33, 40))
     assert step(driver, Scheduled("a", 33, 3, 40, num_in_flight_tokens=33)).settled == ()
-    assert step(driver, Scheduled("a", 36, 1, 40, num_in_flight_tokens=3)).settled == ((0, 0, 16),)
+    assert step(driver, Scheduled("a", 36, 1, 40, num_in_flight_tokens=3)).settled == ((0, 0, 16, 3),)
     driver.keys("a", 1, keys_of("a", 1, first_chunk=1))
-    assert step(driver, Scheduled("a", 37, 1, 40, num_in_flight_tokens=1)).settled == ((0, 1, 32),)
+    assert step(driver, Scheduled("a", 37, 1, 40, num_in_flight_tokens=1)).settled == ((0, 1, 32, 1),)
 
 
 def test_a_request_that_nobody_knows_is_counted_and_named_nowhere() -> None:

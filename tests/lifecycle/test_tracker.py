@@ -176,7 +176,9 @@ def test_events_of_unknown_requests_leave_no_trace() -> None:
     for event_class, fold in tracker.folds().items():
         if event_class in Core.standard().request_events and event_class is not e.RequestArrived:
             fold(event_class(**example_values(event_class)), 1)
-    tracker.folds()[e.StepScheduled](e.StepScheduled(0, 1, ((9, 0, 1, 1),), (9,), ((9, (1,)),), ((9, 0, 1),), 5), 1)
+    tracker.folds()[e.StepScheduled](
+        e.StepScheduled(0, 1, ((9, 0, 1, 1),), (9,), ((9, (1,)),), (e.SettledTokens(9, 0, 1),), 5), 1
+    )
     tracker.state.computed.num_steps = tracker.state.time_ns = 0
     assert msgspec.msgpack.encode(tracker.state) == before
 

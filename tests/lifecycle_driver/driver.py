@@ -163,7 +163,9 @@ class Driver:
                 tuple((self._ordinals[request_id], *counts) for request_id, *counts in advanced),  # type: ignore[misc]
                 tuple(self._ordinals[request_id] for request_id in paused),
                 tuple((self._ordinals[request_id], tuple(block_ids)) for request_id, block_ids in extended),
-                tuple((self._ordinals[request_id], first, tokens) for request_id, first, tokens in settled),
+                tuple(
+                    e.SettledTokens(self._ordinals[request_id], first, tokens) for request_id, first, tokens in settled
+                ),
                 self._now(),
             )
         )
@@ -205,11 +207,25 @@ class Driver:
             e.TransferReported(job_ids, done, failed, is_repeated, num_bytes, duration_ns, error, withheld, self._now())
         )
 
-    def preempt(self, request_id: str, num_settled_tokens: int, num_tokens: int | None = None) -> list[e.Event]:
+    def preempt(
+        self,
+        request_id: str,
+        num_settled_tokens: int,
+        num_tokens: int | None = None,
+        num_in_flight_tokens: int = e.NOT_RECORDED,
+    ) -> list[e.Event]:
         """Take a request's blocks; unless it is said, it has the tokens that are known or settled."""
         if num_tokens is None:
             num_tokens = max(num_settled_tokens, self.record(request_id).num_tokens)
-        return self.observe(e.RequestPreempted(request_id, num_settled_tokens, num_tokens, self._now()))
+        return self.observe(
+            e.RequestPreempted(
+                request_id,
+                num_settled_tokens,
+                num_tokens,
+                self._now(),
+                num_in_flight_tokens=num_in_flight_tokens,
+            )
+        )
 
     def finish(self, request_id: str, num_settled_tokens: int, num_tokens: int) -> list[e.Event]:
         """End a request."""

@@ -101,6 +101,7 @@ class Walk:
             num_ranks=self.random.choice((1, 1, 2)),
             async_saves=self.random.random() < 0.5,
             async_load_tokens=self.random.choice((None, 0, 20)),
+            settles_in_flight=False,
             **options,
         )
         self.device = Device(block_size, self.random.randint(6, 14))
@@ -161,16 +162,25 @@ class Walk:
             player.num_keys += len(keys)
 
     def _preempt(self, player: Player) -> None:
-        self.driver.preempt(player.request_id, player.settled, len(player.contents))
+        self.driver.preempt(player.request_id, player.settled, len(player.contents), player.in_flight)
         self._let_go(player)
         player.computed = player.in_flight = 0
         self._scheduled = [entry for entry in self._scheduled if entry[0] is not player]
         self._victims.append(player)
 
     def _finish(self, player: Player, status: str) -> None:
-        settled = 0 if player.loading else player.settled
+        counted = self.driver.projections.tracker.num_computed_tokens(self.driver.record(player.request_id))
+        settled = 0 if player.loading else min(player.settled, counted)  # what no step computed upon is a promise
         decisions = self.driver.observe(
-            e.RequestFinished(player.request_id, status, settled, len(player.contents), self._step)
+            e.RequestFinished(
+                player.request_id,
+                status,
+                settled,
+                len(player.contents),
+                self._step,
+                num_in_flight_tokens=player.in_flight,
+                num_computed_tokens=0 if player.loading else player.computed,
+            )
         )
         self.players.remove(player)
         if player.loading or any(isinstance(decision, e.BlocksHeld) for decision in decisions):

@@ -59,6 +59,8 @@ class Life(msgspec.Struct, gc=False):
     """Computed or scheduled tokens when they were last recorded."""
     decoding_since: int = NEVER
     """Number of the step since which it decodes one token a step without being recorded."""
+    row: tuple[int, int] = (NEVER, 0)
+    """Number of the last step that recorded it, and its computed tokens before that step."""
     settled: tuple[int, int] = (0, 0)
     """Tokens that were certainly written, as far as the log shows, and the event that says so; 0: only a bound."""
     settled_before: int = 0
@@ -134,6 +136,12 @@ class Lives:
         if life.decoding_since == NEVER:
             return life.counted_tokens
         return life.counted_tokens + self.num_steps - life.decoding_since
+
+    def num_computed_before_step(self, life: Life) -> int:
+        """Tokens computed or in flight before the last step."""
+        if life.row[0] == self.num_steps:
+            return life.row[1]
+        return self.num_computed_tokens(life) - (life.decoding_since != NEVER)  # otherwise the step skipped it
 
     def num_steps_decoding(self, life: Life) -> int:
         """For how many steps it has decoded one token in each without being recorded."""
@@ -252,6 +260,7 @@ class Lives:
 
     def _about_to_stop(self, life: Life) -> None:
         self._moment.was_stale, self._moment.num_steps_decoded = life.is_stale, self.num_steps_decoding(life)
+        self._moment.num_computed_tokens = self.num_computed_tokens(life)
         life.settled_before = life.settled[0]
 
     @on(e.BlocksHeld)
@@ -307,7 +316,7 @@ class Lives:
     def _step_scheduled(self, event: e.StepScheduled) -> None:
         """Count: one token for each that decoded one before, but for those that are paused or recorded."""
         self.time_ns = event.time_ns
-        self._moment.refused_rows, self._moment.rows_of_nobody = [], []
+        self._moment.refused_rows, self._moment.rows_of_nobody, self._moment.moved_rows = [], [], []
         for ordinal in event.paused:
             life = self.of(ordinal)
             if life is None or life.decoding_since == NEVER:
@@ -323,6 +332,7 @@ class Lives:
             if life is None:
                 self._moment.rows_of_nobody.append(ordinal)
                 continue
+            self._row(life, num_computed_tokens)
             life.num_tokens = num_tokens
             life.computes_first = False
             dest, is_legal = self._dests["tokens.scheduled"][life.state, life.blocks]
@@ -336,12 +346,20 @@ class Lives:
         for life in decoding:
             life.decoding_since = self.num_steps
         self.num_decoding += len(decoding)
-        for ordinal, _, num_settled_tokens in event.settled:
+        for ordinal, _, num_settled_tokens, _ in event.settled:
             life = self.of(ordinal)
             if life is not None:
                 life.settled_before, life.settled = life.settled[0], (num_settled_tokens, self._moment.sequence)
 
+    def _row(self, life: Life, num_computed_tokens: int) -> None:
+        """Compare where a row begins with what was counted; this step is counted already where one more is expected."""
+        counted = self.num_computed_tokens(life) - (life.decoding_since != NEVER)
+        if num_computed_tokens > counted:
+            self._moment.moved_rows.append((life, counted, num_computed_tokens))
+        life.row = self.num_steps, num_computed_tokens
+
     def _cut(self, life: Life, num_computed_tokens: int) -> None:
+        self._moment.num_computed_tokens = self.num_computed_tokens(life)
         num_settled_tokens, sequence = life.settled
         life.settled = (min(num_settled_tokens, num_computed_tokens), self._moment.sequence if sequence else 0)
         self._count(life, num_computed_tokens)

@@ -44,9 +44,13 @@ class Moment:
     """Of a preemption and an end: whether what the request had computed was from before a reset."""
     num_steps_decoded: int = 0
     """Of a preemption and an end: for how many steps the request had decoded one token in each."""
+    num_computed_tokens: int = 0
+    """Of a preemption, an end, a next turn and a rollback: tokens that the request had computed or in flight before."""
     is_legal: bool = True
     """Whether the tables have a row for the event in phase and blocks; not if nobody had the request's id."""
     refused_rows: list[tuple[Life, RequestState, BlocksRegion]] = attrs.field(factory=list)
     """Of a step: whom it schedules where none can be scheduled, and where each was before."""
+    moved_rows: list[tuple[Life, int, int]] = attrs.field(factory=list)
+    """Of a step: whose row begins with more tokens than the steps before add up to, that sum, and the row's count."""
     rows_of_nobody: list[int] = attrs.field(factory=list)
     """Of a step: the ordinals of rows that concern no life, or that pause one that does not decode as before."""

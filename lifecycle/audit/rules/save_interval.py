@@ -46,7 +46,7 @@ class SaveInterval(Checker):
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
-        for ordinal, _, num_settled_tokens in event.settled:
+        for ordinal, _, num_settled_tokens, _ in event.settled:
             life = self.lives.of(ordinal)
             if life is not None and not life.is_stale and life.blocks is not BlocksRegion.LOADING:
                 self._check(life, self.lives.num_steps_decoding(life), num_settled_tokens)

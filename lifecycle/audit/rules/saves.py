@@ -95,7 +95,7 @@ class CursorLeFrontier(Checker):
     def _check_step(self, event: e.StepScheduled) -> None:
         cursors, life_of, chunk_size = self._cursors, self.lives.of, self._chunk_size
         is_any_loading, recorded_at = bool(self.jobs.loads), self.moment.sequence
-        for ordinal, first_chunk, num_settled_tokens in event.settled:
+        for ordinal, first_chunk, num_settled_tokens, _ in event.settled:
             life = life_of(ordinal)
             if life is None:
                 continue
@@ -178,7 +178,7 @@ class StoreContiguous(Checker):
         if event.settled:
             life_of, accounts = self.lives.of, self._accounts
             known, chunk_size = self._known, self._chunk_size
-            for ordinal, first_chunk, num_settled_tokens in event.settled:
+            for ordinal, first_chunk, num_settled_tokens, _ in event.settled:
                 life = life_of(ordinal)
                 if life is None:
                     continue

@@ -294,3 +294,101 @@ class StepSum(Checker):
             self.broken(f"step {event.step} follows upon {num_before} steps")
         elif num_tokens != counted and not (self._may_be_hidden and num_tokens > counted):
             self.broken(f"the step has {num_tokens} tokens, its requests add up to {counted}")
+
+
+class SettledExact(Checker):
+    """SETTLED_EXACT: what the log counts as computed or settled is what its steps add up to.
+
+    A token that is counted too many may be saved before it is written; one too few may cost a chunk.
+
+    Verifies: the settled tokens of every preemption, every end, every step and every window that is left, against the
+    tokens that steps have scheduled, less those in flight as the engine counts them, where the log has that number;
+    without speculative decoding also that no row of a step begins behind the end of the last one; that a next turn and
+    a rollback keep no more than there was.
+    Does not verify: how many tokens are in flight, and how many drafts were rejected: only the engine knows; the first
+    row after an allocation (TOKEN_CONSERVATION); an end after a hook has failed, whose blocks are given up.
+    """
+
+    rule = "SETTLED_EXACT"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._may_be_given_up: dict[str, bool] = {}
+        """Request id -> True, once a hook failed for it."""
+        model.forgotten.at(LIFE, self._may_be_given_up)
+
+    def begin(self, start: Start) -> None:
+        """What the log before the first event has."""
+        if start.has_hook_failed:
+            self._may_be_given_up.update((life.request_id, True) for life in start.lives)
+
+    @on(e.HookFailed)
+    def _hook_failed(self, event: e.HookFailed) -> None:
+        if event.request_id:
+            self._may_be_given_up[event.request_id] = True
+
+    @on(e.RequestPreempted)
+    def _preempted(self, event: e.RequestPreempted) -> None:
+        if event.num_in_flight_tokens != e.NOT_RECORDED and self.moment.life is not None:
+            self._check(event, self.moment.num_computed_tokens)
+
+    @on(e.RequestFinished)
+    def _finished(self, event: e.RequestFinished) -> None:
+        if e.NOT_RECORDED in {event.num_in_flight_tokens, event.num_computed_tokens} or self.moment.life is None:
+            return
+        if event.num_settled_tokens or event.request_id not in self._may_be_given_up:
+            # vLLM counts what another connector begins to load; no step has computed upon it.
+            self._check(event, min(self.moment.num_computed_tokens, event.num_computed_tokens))
+
+    def _check(self, event: e.RequestPreempted | e.RequestFinished, num_computed_tokens: int) -> None:
+        num_in_flight_tokens = event.num_in_flight_tokens
+        if self.configuration.settles_in_flight:
+            expected, less = min(num_computed_tokens, event.num_tokens), ""
+        else:
+            # Of drafts none counts for certain but those that are known; the last known token is computed next.
+            expected = max(0, min(num_computed_tokens, event.num_tokens - 1) - num_in_flight_tokens)
+            less = f", {num_in_flight_tokens} of them in flight"
+        if event.num_settled_tokens != expected:
+            of = f"{num_computed_tokens} computed tokens{less}, {event.num_tokens} known"
+            self.broken(f"{event.num_settled_tokens} tokens are counted as settled, it must be {expected}: {of}")
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
+        if self.configuration.settles_in_flight:
+            for moved, counted, num_computed_tokens in self.moment.moved_rows:
+                if counted and not moved.quarantined:
+                    detail = f"the step begins at {num_computed_tokens} tokens, those before it ended at {counted}"
+                    self.broken(detail, request_id=moved.request_id)
+        for ordinal, _, num_settled_tokens, num_in_flight_tokens in event.settled:
+            life = self.lives.of(ordinal)
+            if life is None or num_in_flight_tokens == e.NOT_RECORDED:
+                continue
+            num_computed_tokens = self.lives.num_computed_before_step(life)
+            expected = num_computed_tokens - num_in_flight_tokens
+            if not any(self.configuration.windows):
+                expected = min(expected, len(life.keys) * self.configuration.chunk_size)
+            if num_settled_tokens != expected:
+                detail = (
+                    f"{num_settled_tokens} tokens are counted as settled, it must be {expected}: {num_computed_tokens} "
+                    f"computed tokens, {num_in_flight_tokens} of them in flight"
+                )
+                self.broken(detail, request_id=life.request_id)
+
+    @on(e.WindowLeft)
+    def _window_left(self, event: e.WindowLeft) -> None:
+        life = self.moment.life
+        if life is None or not self.moment.is_legal or event.num_in_flight_tokens == e.NOT_RECORDED:
+            return
+        num_computed_tokens = self.lives.num_computed_before_step(life)
+        if event.num_settled_tokens != num_computed_tokens - event.num_in_flight_tokens:
+            detail = (
+                f"a window is left by {event.num_settled_tokens} tokens, but {num_computed_tokens} were computed "
+                f"before the last step, {event.num_in_flight_tokens} of them in flight"
+            )
+            self.broken(detail)
+
+    @on(e.SessionContinued, e.TokensRolledBack)
+    def _cut(self, event: e.SessionContinued | e.TokensRolledBack) -> None:
+        if self.moment.life is not None and event.num_computed_tokens > self.moment.num_computed_tokens:
+            detail = f"{event.num_computed_tokens} computed tokens are kept of {self.moment.num_computed_tokens}"
+            self.broken(detail)

@@ -226,7 +226,7 @@ def test_a_step_without_the_request_ends_what_can_be_known(make_engine: Any) -> 
     engine.add("a", range(150), 30)
     engine.step()
     reader = engine.connector.scheduler_side._reader
-    assert reader._processed == {"a": 0}
+    assert reader._processed == {"a": (0, 0)}
     engine.step()
     assert [event.num_settled_tokens for event in engine.logged(e.WindowLeft)] == [0]
     reader._processed_before, reader._processed = {}, {}
@@ -239,7 +239,7 @@ def test_a_step_has_how_many_tokens_are_really_settled(make_engine: Any) -> None
     engine = make_engine(num_blocks=60, windows=(0, 48), chunk_size=32)
     engine.serve("a", range(150), 4)
     step = next(event for event in engine.logged(e.StepScheduled) if event.settled)
-    assert step.settled == ((0, 0, 150),)
+    assert step.settled == ((0, 0, 150, 0),)
     save = engine.logged(e.SaveIssued)[0]
     assert save.before_forward
     assert [slot == NO_SLOT for slot in save.slots[1::2]] == [True] * 5 + [False] * 3

@@ -115,7 +115,7 @@ def test_a_job_that_is_asked_after_in_the_first_step_behind_the_cut_is_asked_in_
         e.ChunkKeysObserved("a", 0, (b"one", b"two")),
         e.LookupRequested("a", 0, 32, 2),
         e.BlocksAllocated("a", (1, 2), 0, 3),
-        e.StepScheduled(0, 32, ((0, 0, 32, 32),), (), (), ((0, 0, 32),), 4),
+        e.StepScheduled(0, 32, ((0, 0, 32, 32),), (), (), (e.SettledTokens(0, 0, 32),), 4),
         *(e.StepScheduled(step, 0, (), (), (), (), 4 + step) for step in (1, 2, 3)),
         e.RequestArrived("b", 1, 32, 10_000_000),
     ]

@@ -125,6 +125,11 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "WAITING_KEPT": (e.LogNote, 1, lambda _: e.ChunkEvicted(keys_of("a", 1)[0], "a", 0, 0, HERE)),
     "LONGEST_HIT": (e.LookupAnswered, 0, evolve(miss_reason="evicted")),
     "STEP_SUM": (e.StepScheduled, 1, one_more("num_scheduled_tokens")),
+    "SETTLED_EXACT": (
+        e.RequestFinished,
+        -1,
+        evolve(num_settled_tokens=17, num_in_flight_tokens=0, num_computed_tokens=18),
+    ),
     "BYTES_UNCHANGED": (e.LogNote, 0, lambda _: e.PagesDigested("a", 0, 0, 0, True, 0, 0, (1,), (2,), 1)),
     "RECORDED": (e.LogNote, 0, lambda _: e.HookFailed("build_connector_meta", "", "ValueError: no", 1)),
 }

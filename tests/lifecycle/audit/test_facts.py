@@ -35,6 +35,7 @@ _COPIED = "copied from the record for people: what the projections have already"
 _PEOPLE = "words for people; no state follows from them"
 _EXTENSIONS = "the projections of the extension fold it, or nobody can; the core counts events by extension"
 _COUNTED = "counted, and nothing else; `show` and `why` read the event itself"
+_CHECKED = "SETTLED_EXACT makes the settled tokens from it once more; nothing is decided upon it"
 NOT_FOLDED: dict[str, dict[str, str]] = {
     "request.arrived": {"trace_parent": "only `export` needs the caller's span, and reads the event"},
     "request.finished": {
@@ -43,7 +44,10 @@ NOT_FOLDED: dict[str, dict[str, str]] = {
             ("num_settled_tokens", "blocks_zeroed"),
             "what is saved of it is decided at this event, and is in those decisions; later it has no blocks",
         ),
+        **dict.fromkeys(("num_in_flight_tokens", "num_computed_tokens"), _CHECKED),
     },
+    "request.preempted": {"num_in_flight_tokens": _CHECKED},
+    "window.left": {"num_in_flight_tokens": _CHECKED},
     "step.scheduled": {"step": "steps are counted; STEP_SUM compares the number with the count"},
     "hook.failed": {"error": _PEOPLE, "request_id": "whom it costs the cache is in the decisions upon it"},
     "lookup.deferred": {
@@ -116,7 +120,7 @@ def further_story() -> tuple[Driver, list[SequencedEvent]]:
     driver.observe(e.LoadErrorsObserved((1, 2), 90))
     driver.roll_back("a", 0)
     driver.step(("a", 0, 33, 33))
-    driver.observe(e.WindowLeft("a", 0, 91))
+    driver.observe(e.WindowLeft("a", 0, 91, 0))
     driver.observe(e.BlockTableObserved("a", (1, 2, 3), 92))
     for kind in ("observed", "decided", "stopped"):
         driver.observe(e.LogNote(kind, 93))

@@ -140,7 +140,7 @@ def test_vllm_52211_the_cursor_goes_back_with_the_table(
         if isinstance(event, e.RequestPreempted):
             cursors[event.request_id] = 0
         elif isinstance(event, e.StepScheduled):
-            for ordinal, first_chunk, num_settled_tokens in event.settled:
+            for ordinal, first_chunk, num_settled_tokens, _ in event.settled:
                 request_id = ordinals[ordinal]
                 num_restarted += request_id in preempted and first_chunk == 0
                 assert first_chunk <= cursors.get(request_id, 0), "nothing was jumped over"

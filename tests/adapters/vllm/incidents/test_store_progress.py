@@ -123,7 +123,7 @@ def test_lmcache_3145_progress_never_goes_back_within_a_life(
         if isinstance(event, e.RequestPreempted):
             progress.pop(ordinals[event.request_id], None)
         elif isinstance(event, e.StepScheduled):
-            for ordinal, _, num_settled_tokens in event.settled:
+            for ordinal, _, num_settled_tokens, _ in event.settled:
                 assert num_settled_tokens >= progress.get(ordinal, 0)
                 progress[ordinal] = num_settled_tokens
     assert len(progress) == 3

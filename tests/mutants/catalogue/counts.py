@@ -1,0 +1,165 @@
+"""Mistakes about counts: how many tokens have settled or are computed, one too many or one too few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvledger.adapters.vllm.noticing import Noticing
+from kvledger.adapters.vllm.step_reader import StepReader
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.ledger import Ledger
+from kvledger.lifecycle.steps import StepEncoder
+from mutants.catalogue.parts import wrapped
+from mutants.mutant import Patch, Touch, mutant
+from mutants.scenes import HybridWorlds, Walks, Worlds
+
+TWO_IN_FLIGHT = Worlds(settings=(("num_steps", 120), ("async_scheduling", True)))
+
+
+def counted_as(touch: Touch, change: Callable[[e.Event], e.Event]) -> Patch:
+    """An observation that is written down with another count."""
+
+    def observe(original: Any, ledger: Ledger, event: e.Event) -> Any:
+        counted = change(event)
+        if counted != event:
+            touch()
+        return original(ledger, counted)
+
+    return wrapped(Ledger, "observe", observe)
+
+
+def by(touch: Touch, event_class: type[e.Event], difference: int) -> Patch:
+    """One observation whose settled tokens are that many more."""
+
+    def change(event: e.Event) -> e.Event:
+        if not isinstance(event, event_class) or event.num_settled_tokens + difference < 0:  # type: ignore[attr-defined]
+            return event
+        return msgspec.structs.replace(event, num_settled_tokens=event.num_settled_tokens + difference)  # type: ignore[attr-defined]
+
+    return counted_as(touch, change)
+
+
+@mutant("SETTLED_EXACT", "LMCache#653", scene=Worlds())
+def settled_before_it_is_written(touch: Touch) -> Sequence[Patch]:
+    """Of what a request loses one token more counts as written than its steps have computed."""
+
+    def num_written_tokens(original: Any, noticing: Noticing, request: Any, num_computed_tokens: int) -> int:
+        written: int = original(noticing, request, num_computed_tokens)
+        if num_computed_tokens:
+            touch()
+            written += 1
+        return written
+
+    return [wrapped(Noticing, "num_written_tokens", num_written_tokens)]
+
+
+@mutant("SETTLED_EXACT", "vllm#53498", scene=TWO_IN_FLIGHT)
+def written_counted_as_in_flight(touch: Touch) -> Sequence[Patch]:
+    """Of what a request loses nothing counts that a step in flight has computed, though the copy comes after it."""
+
+    def num_written_tokens(original: Any, noticing: Noticing, request: Any, num_computed_tokens: int) -> int:
+        written: int = original(noticing, request, num_computed_tokens)
+        fewer = max(0, written - request.num_in_flight_tokens)
+        if fewer != written:
+            touch()
+        return fewer
+
+    return [wrapped(Noticing, "num_written_tokens", num_written_tokens)]
+
+
+@mutant("SETTLED_EXACT", "vllm#54193", "vllm#49285", scene=Worlds())
+def stop_token_counted_as_computed(touch: Touch) -> Sequence[Patch]:
+    """At its end a request is counted with the token that it stopped with, though nobody computed it."""
+
+    def change(event: e.Event) -> e.Event:
+        if isinstance(event, e.RequestFinished) and event.num_settled_tokens == event.num_tokens - 1:
+            return msgspec.structs.replace(event, num_settled_tokens=event.num_tokens)
+        return event
+
+    return [counted_as(touch, change)]
+
+
+@mutant("SETTLED_EXACT", "vllm#53498", scene=Worlds())
+def one_short_at_the_end(touch: Touch) -> Sequence[Patch]:
+    """At its end a request is counted without its last computed token, so a chunk that this fills is lost."""
+    return [by(touch, e.RequestFinished, -1)]
+
+
+@mutant("SETTLED_EXACT", "vllm#53498", scene=Walks())
+def one_short_at_a_preemption(touch: Touch) -> Sequence[Patch]:
+    """A preempted request is counted without its last computed token."""
+    return [by(touch, e.RequestPreempted, -1)]
+
+
+@mutant("SETTLED_EXACT", "vllm#46014", scene=TWO_IN_FLIGHT)
+def in_flight_counted_as_settled(touch: Touch) -> Sequence[Patch]:
+    """A step counts tokens as settled that another step in flight still computes."""
+
+    def settled(original: Any, encoder: StepEncoder, record: Any, num_settled: int, num_in_flight: int = -1) -> Any:
+        counts = num_settled, num_settled + max(0, num_in_flight)
+        right, entry = (original(encoder, record, count, num_in_flight) for count in counts)
+        if entry != right:
+            touch()
+        return entry
+
+    return [wrapped(StepEncoder, "settled", settled)]
+
+
+@mutant("SETTLED_EXACT", "vllm#53498", scene=Worlds(connector=(("chunk_size", 8),)))
+def one_short_in_a_step(touch: Touch) -> Sequence[Patch]:
+    """A step counts a computed prompt without its last token."""
+
+    def settled(original: Any, encoder: StepEncoder, record: Any, num_settled: int, num_in_flight: int = -1) -> Any:
+        right, entry = (original(encoder, record, num, num_in_flight) for num in (num_settled, num_settled - 1))
+        if entry is not None and entry != right:
+            touch()
+        return entry
+
+    return [wrapped(StepEncoder, "settled", settled)]
+
+
+@mutant("SETTLED_EXACT", "vllm#47728", scene=HybridWorlds())
+def window_left_too_late(touch: Touch) -> Sequence[Patch]:
+    """What a window has left is counted as if the last step's tokens had settled before it."""
+
+    def left(original: Any, reader: StepReader, record: Any, processed: Any, time_ns: int) -> None:
+        if processed is not None:
+            touch()
+            processed = processed[0] + 1, processed[1]
+        original(reader, record, processed, time_ns)
+
+    return [wrapped(StepReader, "_window_left", left)]
+
+
+@mutant("SETTLED_EXACT", "LMCache#653", scene=Worlds())
+def later_part_counted_from_one_further(touch: Touch) -> Sequence[Patch]:
+    """A later part of a prompt is counted as beginning one token behind the end of the part before."""
+
+    def advanced(original: Any, reader: StepReader, counts: Any, num_scheduled: Any) -> list[Any]:
+        rows = original(reader, counts, num_scheduled)
+        written = []
+        for ordinal, count, num_tokens, num_known in rows:
+            end = count + num_tokens
+            has_place = end % reader._projections.configuration.block_size > 0
+            further = has_place and 0 < reader._tracker.computed.count(ordinal) == count and end < num_known
+            if further:
+                touch()
+            written.append((ordinal, count + further, num_tokens, num_known))
+        return written
+
+    return [wrapped(StepReader, "_advanced", advanced)]
+
+
+@mutant("SETTLED_EXACT", "LMCache#653", scene=Walks())
+def next_turn_keeps_too_much(touch: Touch) -> Sequence[Patch]:
+    """A session's next turn keeps one token more than the turn before had computed."""
+
+    def change(event: e.Event) -> e.Event:
+        if isinstance(event, e.SessionContinued):
+            return msgspec.structs.replace(event, num_computed_tokens=event.num_tokens)
+        return event
+
+    return [counted_as(touch, change)]
