@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvledger.adapters import vllm_plugin
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.description import described
-from kvledger.adapters.recorder.ends import WorkerEnds
+from kvledger.adapters.recorder.ends import Keepers, WorkerEnds
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.forwarding import forwards_everything
 from kvledger.adapters.recorder.log import RecorderLog
@@ -106,10 +106,13 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         """Makes digests on a worker; None where the configuration asks for none."""
         self.ends: WorkerEnds | None = None
         """Who reports which ends on a worker; None in the scheduler's process."""
+        self.keepers: Keepers | None = None
+        """Which children keep the blocks of ended requests; None on workers."""
         groups = describe_groups(vllm_config, kv_cache_config)
         configuration = _configuration(kv_cache_config, groups, speculates=versions.uses_speculation(vllm_config))
         if role is KVConnectorRole.SCHEDULER:
             self.recording = self._begin(vllm_config, kv_cache_config, settings, groups, configuration)
+            self.keepers = Keepers(self.wrapped)
             return
         self.ends = WorkerEnds(self.wrapped, vllm_config.parallel_config.rank, is_child())
         if settings.digest_share and not groups.declined:
@@ -340,7 +343,8 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         self._recorded.finished(request)
         answer: tuple[bool, dict[str, Any] | None]
         answer, duration_ns = self._timed(hook, request, request, block_ids)
-        self._recorded.end_returned(request, answer, duration_ns)
+        kept_by = () if self.keepers is None else self.keepers.take()
+        self._recorded.end_returned(request, answer, duration_ns, kept_by)
         return answer
 
     def reset_cache(self) -> bool | None:

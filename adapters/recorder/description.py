@@ -44,4 +44,5 @@ def described(
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         max_model_len=config.model_config.max_model_len,
+        speculates=versions.uses_speculation(config),
     )

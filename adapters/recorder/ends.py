@@ -30,6 +30,37 @@ def name_of(connector: object) -> str:
 
 
 @attrs.define(eq=False)
+class Keepers:
+    """Which children of a `MultiConnector` keep the blocks of an ended request; on the scheduler's side."""
+
+    _connector: Any
+    """The wrapped one."""
+    _found: list[int] = attrs.field(factory=list, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        for place, child in enumerate(children_of(self._connector)):
+            for hook in ("request_finished", "request_finished_all_groups"):
+                if hasattr(child, hook):
+                    self._watch(place, child, hook)
+
+    def take(self) -> tuple[int, ...]:
+        """Places of those that answered so since the last call."""
+        found, self._found = self._found, []
+        return tuple(sorted(set(found)))
+
+    def _watch(self, place: int, child: Any, hook: str) -> None:
+        end = getattr(child, hook)
+
+        def request_finished(*arguments: Any, **named: Any) -> Any:
+            answer = end(*arguments, **named)
+            if isinstance(answer, tuple) and answer and answer[0]:
+                self._found.append(place)
+            return answer
+
+        setattr(child, hook, request_finished)
+
+
+@attrs.define(eq=False)
 class WorkerEnds:
     """Ends that one rank has reported since they were last taken."""
 

@@ -33,6 +33,8 @@ class RecordingStarted(msgspec.Struct, frozen=True):
     max_num_seqs: Count
     max_num_batched_tokens: NumTokens
     max_model_len: NumTokens
+    speculates: bool = False
+    """Whether the engine computes tokens that it may take back."""
 
 
 class LookupReturned(msgspec.Struct, frozen=True):
@@ -46,11 +48,13 @@ class LookupReturned(msgspec.Struct, frozen=True):
     duration_ns: DurationNs
 
 
-class EndReturned(msgspec.Struct, frozen=True):
+class EndReturned(msgspec.Struct, frozen=True, omit_defaults=True):
     """What `request_finished` returned: whether vLLM is to keep the blocks until the request is reported."""
 
     keeps_blocks: bool
     duration_ns: DurationNs
+    kept_by: tuple[Int64, ...] = ()
+    """Places of the children of a recorded `MultiConnector` that keep the blocks; empty: not recorded, or none."""
 
 
 class Returned(msgspec.Struct, frozen=True):
@@ -138,7 +142,7 @@ class Sent(msgspec.Struct, frozen=True):
     """No copy reads the blocks of the ended request any more; vLLM frees them."""
 
 
-class Transferred(msgspec.Struct, frozen=True):
+class Transferred(msgspec.Struct, frozen=True, omit_defaults=True):
     """A copy that the connector's metadata hands to its workers, as a decoder reads it."""
 
     job: str
@@ -151,6 +155,8 @@ class Transferred(msgspec.Struct, frozen=True):
     block_ids: tuple[Int64, ...]
     ends_with: str = ""
     """One of `ENDS`; empty where the log does not show it."""
+    is_whole: bool = False
+    """Whether it copies all tokens of each of its blocks; False where the metadata does not say so."""
 
     def places(self, table: Sequence[int]) -> Iterator[int | None]:
         """Where in a table each block stands, behind the one before; None, and no more, for one that does not."""
@@ -187,6 +193,17 @@ STEP, JOB, REQUEST = ENDS = ("step", "job", "request")
 """When a copy is done: before the next step begins, when the workers report its job, when vLLM has its request's."""
 
 
+class MetadataSeen(msgspec.Struct, frozen=True):
+    """A connector, which may be a child of a recorded `MultiConnector`, hands its workers metadata of this class."""
+
+    place: str
+    """What the names of the child's jobs begin with; empty for the recorded connector itself."""
+    metadata: str
+    """Its class."""
+    is_decoded: bool
+    """Whether a decoder knows the class, so that all copies are in the log."""
+
+
 class Undecoded(msgspec.Struct, frozen=True):
     """The decoder did not understand the connector's metadata; from here on copies are not recorded."""
 
@@ -221,6 +238,7 @@ class RecorderEvents(Extension):
         "transfers_ended": TransfersEnded,
         "transfers_awaited": TransfersAwaited,
         "undecoded": Undecoded,
+        "metadata_seen": MetadataSeen,
     }
 
 

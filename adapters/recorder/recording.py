@@ -209,14 +209,14 @@ class Recording:
         )
 
     @_records
-    def end_returned(self, request: Request, answer: Any, duration_ns: int) -> None:
-        """Whether its blocks are to be kept."""
+    def end_returned(self, request: Request, answer: Any, duration_ns: int, kept_by: tuple[int, ...] = ()) -> None:
+        """Whether its blocks are to be kept, and by which children of a recorded `MultiConnector`."""
         request = self._ids.of(request)
         self._ids.ended(request)
         self._requests.pop(request.request_id, None)
         self._loaded_to.pop(request.request_id, None)
         if self._tracker.get(request.request_id) is not None:
-            self.log.note(payloads.EndReturned(bool(answer[0]), duration_ns), request.request_id)
+            self.log.note(payloads.EndReturned(bool(answer[0]), duration_ns, kept_by), request.request_id)
 
     def _arrived(self, request: Request) -> Request:
         """The request as the log has it. A connector may be bound after its first requests came."""

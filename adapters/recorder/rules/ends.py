@@ -44,9 +44,9 @@ class CompletionOnce(RuleOfEnds):
     `finished_sending` of one whose blocks are kept; each of them once. A load that is reported of a request that has
     ended frees its blocks, also those that were to be kept: nobody may name it after that. Under a `MultiConnector`:
     the recorded child's own workers report only what it owes; if the `MultiConnector` is recorded, no child reports a
-    load that another one was chosen for, or kept blocks where none are kept.
-    Does not verify: ends that were owed where the log does not begin at its beginning; which child of a recorded
-    `MultiConnector` keeps blocks; that an end comes (LIVENESS).
+    load that another one was chosen for, or kept blocks that it does not keep. A worker reports kept blocks once, also
+    where a `MultiConnector` waits for the end of another child that keeps them.
+    Does not verify: ends that were owed where the log does not begin at its beginning; that an end comes (LIVENESS).
     """
 
     rule = "COMPLETION_ONCE"
@@ -61,6 +61,10 @@ class CompletionOnce(RuleOfEnds):
         """Request id → child of a recorded `MultiConnector` that loads for it."""
         self._named: set[tuple[str, bool, int]] = set()
         """(request id, whether of kept blocks, child) of ends that are not owed; reported once in a life."""
+        self._kept_by: dict[str, frozenset[int]] = {}
+        """Request id → children of a recorded `MultiConnector` that keep its blocks, as far as the log says so."""
+        self._reported_by_workers: dict[str, set[tuple[int, int]]] = {}
+        """Request id → (child, rank) of workers that have reported the end of its kept blocks, until vLLM has it."""
         self._reporters: dict[tuple[str, bool], dict[str, None]] = {}
         """(request id, whether of kept blocks) → classes of the children that have reported it in this output."""
 
@@ -78,12 +82,19 @@ class CompletionOnce(RuleOfEnds):
         for was_kept in (False, True):
             self._ended.pop((event.request_id, was_kept), None)
         self._chosen.pop(event.request_id, None)
+        self._kept_by.pop(event.request_id, None)
+        self._reported_by_workers.pop(event.request_id, None)
         self._named = {named for named in self._named if named[0] != event.request_id} if self._named else self._named
 
     @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated) -> None:
         if not self._is_alone:  # another child may load into them
             self._ended.pop((event.request_id, False), None)
+
+    @on(payloads.EndReturned)
+    def _kept(self, answer: payloads.EndReturned) -> None:
+        if answer.kept_by and self.moment.life is not None:
+            self._kept_by[self.moment.life.request_id] = frozenset(answer.kept_by)
 
     @on(payloads.LoadChosen)
     def _load_chosen(self, chosen: payloads.LoadChosen) -> None:
@@ -101,6 +112,8 @@ class CompletionOnce(RuleOfEnds):
             for request_id in ids:
                 self._reporters.setdefault((request_id, was_kept), {})[ends.connector] = None
                 what = self._breach_of(request_id, ends, owed, was_kept=was_kept)
+                if was_kept:
+                    self._reported_by_workers.setdefault(request_id, set()).add((ends.child, ends.rank))
                 if what and (request_id, was_kept, ends.child) not in self._named:
                     self._named.add((request_id, was_kept, ends.child))
                     of = "blocks that are kept" if was_kept else "an asynchronous load"
@@ -110,11 +123,16 @@ class CompletionOnce(RuleOfEnds):
     def _breach_of(
         self, request_id: str, ends: payloads.ReportedBy, owed: Mapping[str, tuple[int, int]], *, was_kept: bool
     ) -> str:
+        if was_kept and (ends.child, ends.rank) in self._reported_by_workers.get(request_id, ()):
+            return "a second time"
         is_owed = request_id in owed or (request_id, was_kept) in self._ended or not self._is_from_beginning
         if ends.child == payloads.OWN:
             return "" if is_owed else "which it does not owe"
         if was_kept and not is_owed:  # kvledger, if it is a child, removes it before vLLM gets it
             return "which no child owes"
+        keepers = self._kept_by.get(request_id, frozenset()) if was_kept else frozenset()
+        if keepers and ends.child not in keepers:
+            return "which other children keep"
         chosen = None if was_kept or request_id not in owed else self._chosen.get(request_id)
         return "" if chosen is None or chosen.child == ends.child else f"which {chosen.connector} loads"
 
@@ -123,6 +141,9 @@ class CompletionOnce(RuleOfEnds):
         self._check(dict.fromkeys((*ends.finished_recving, *ends.failed_recving)), ends.finished_sending)
 
     def _check(self, received: Iterable[str], sent: Iterable[str]) -> None:
+        for request_id in sent:
+            self._kept_by.pop(request_id, None)
+            self._reported_by_workers.pop(request_id, None)
         for request_id in self.kept.keys() & set(received) if self._is_alone else ():  # who has ended
             del self.kept[request_id]
             self._ended[request_id, True] = self.moment.sequence

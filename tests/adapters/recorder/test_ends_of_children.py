@@ -14,7 +14,7 @@ from sim.recorded import audited, recordings, said_in
 from sim.slow_copies import SlowCopies
 
 from kvledger.adapters.recorder import payloads
-from kvledger.adapters.simulation.connectors import KVLEDGER, ConnectorSetup
+from kvledger.adapters.simulation.connectors import KVLEDGER, ConnectorSetup, Offloading, SimpleCPU
 from kvledger.adapters.simulation.engine import SimulatedEngine
 
 pytestmark = pytest.mark.scheduler
@@ -116,3 +116,68 @@ def test_ends_that_are_owed_are_sound(recorded: str) -> None:
     engine.run(300)
     assert found_in(engine) == {}
     assert any(said_in(each, payloads.ReportedBy) for each in recordings(engine.scheduler.connector))
+
+
+def phantom(num_steps: int = 1, **options: Any) -> NamedConnector:
+    """Reports the end of kept blocks of "victim" once it has ended."""
+    given = {"field": "finished_sending", "num_steps": num_steps, "after": "request_finished", **options}
+    return NamedConnector(name="Meddler", module="sim.meddler", options=given)
+
+
+def details_of(setup: ConnectorSetup) -> tuple[list[str], str]:
+    """What COMPLETION_ONCE says in all recorders' logs of a request that ends, and what ended the engine."""
+    engine = SimulatedEngine(setup=setup, num_blocks=40, host_bytes=1 << 20, chunk_size=16)
+    engine.add("victim", range(100), 2)
+    error = ""
+    try:
+        engine.run(100)
+        for _ in range(4):
+            engine.step()
+    except Exception as raised:  # noqa: BLE001 -- whatever ends the engine
+        error = type(raised).__name__
+    found = [each for log in recordings(engine.scheduler.connector) for each in audited(log).violations]
+    engine.shutdown()
+    assert {each.rule for each in found} <= {"COMPLETION_ONCE"}
+    return [each.detail for each in found], error
+
+
+@pytest.mark.parametrize("recorded", ["child", "parent"])
+@pytest.mark.parametrize("sibling", [Offloading(), SimpleCPU()], ids=lambda each: each.name)
+def test_a_phantom_end_that_ends_the_engine_is_named(sibling: ConnectorSetup, recorded: str) -> None:
+    """vllm#52954, next to connectors that do not keep it from vLLM: the assertion comes after the log has it."""
+    children = (sibling, Recorded(inner=phantom()) if recorded == "child" else phantom())
+    setup: ConnectorSetup = Several(children=children)
+    details, error = details_of(setup if recorded == "child" else Recorded(inner=setup))
+    assert error == "AssertionError"
+    assert details
+    assert "Meddler reports an end of blocks that are kept of 'victim'" in details[0]
+
+
+@pytest.mark.parametrize("recorded", ["child", "parent"])
+def test_an_end_of_blocks_that_only_a_sibling_keeps_is_named(recorded: str) -> None:
+    """The end is one that vLLM waits for, so the engine lives; the sibling still reads the blocks."""
+    keeper, other = phantom(num_steps=0, keeps=True), phantom()
+    children = (keeper, Recorded(inner=other) if recorded == "child" else other)
+    setup: ConnectorSetup = Several(children=children)
+    details, _ = details_of(setup if recorded == "child" else Recorded(inner=setup))
+    what = "which it does not owe" if recorded == "child" else "which other children keep"
+    assert f"Meddler reports an end of blocks that are kept of 'victim', {what}" in details
+
+
+@pytest.mark.parametrize("recorded", ["child", "parent"])
+def test_a_child_that_reports_an_end_twice_while_a_sibling_keeps_the_blocks_is_named(recorded: str) -> None:
+    """Both keep them. `MultiConnector` counts two ends and lets vLLM free what the sibling still reads."""
+    keeper, twice = phantom(num_steps=0, keeps=True), phantom(num_steps=2, keeps=True)
+    children = (keeper, Recorded(inner=twice) if recorded == "child" else twice)
+    setup: ConnectorSetup = Several(children=children)
+    details, _ = details_of(setup if recorded == "child" else Recorded(inner=setup))
+    assert details == ["Meddler reports an end of blocks that are kept of 'victim', a second time"]
+
+
+@pytest.mark.parametrize("recorded", ["child", "parent"])
+def test_two_children_that_keep_a_request_and_report_it_once_each_are_sound(recorded: str) -> None:
+    """One of them a step later than the other, and a third child that keeps nothing."""
+    first, second = phantom(keeps=True), phantom(keeps=True)
+    children = (first, Recorded(inner=second) if recorded == "child" else second, phantom(num_steps=0))
+    setup: ConnectorSetup = Several(children=children)
+    assert details_of(setup if recorded == "child" else Recorded(inner=setup)) == ([], "")
