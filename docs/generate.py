@@ -31,6 +31,7 @@ from kvledger.adapters.cli.commands import COMMANDS
 from kvledger.adapters.cli.parser import build_parser
 from kvledger.adapters.conformance import obligations
 from kvledger.adapters.conformance.scenarios import SCENARIOS
+from kvledger.adapters.recorder.rules import RULES as RECORDER_RULES
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.adapters.vllm.metric_names import BY_EXTENSION, COUNTERS, GAUGES, HISTOGRAMS, PREFIX
@@ -419,6 +420,24 @@ def mutants_page() -> list[str]:
                 str(entry["num_seeds"]),
             ]
             for entry in sorted(measured["mutants"], key=lambda entry: order.index(entry["rule"]))
+        ],
+    )
+    lines += prose(
+        """
+        ## Mistakes of recorded connectors
+
+        The rules by which [a recorder's log](recording.md) is judged, each with what a connector gets wrong and the
+        incidents. [`tests/adapters/recorder`](../tests/adapters/recorder) has the mistakes: put into vLLM's own
+        connectors, or theirs already.
+        """
+    )
+    lines += rows(
+        ["rule", "what a connector must keep to", "incidents"],
+        [
+            [f"`{rule}`", obligation.text, ", ".join(obligation.incidents)]
+            for rule in RECORDER_RULES
+            for obligation in obligations.OBLIGATIONS.values()
+            if rule in obligation.checks
         ],
     )
     lines += prose(

@@ -233,12 +233,12 @@ _ALL: Final = (
         _SCHEDULER,
         "build_connector_meta",
         "What is saved is computed, in the step of the save at the latest: never the slot of the token sampled "
-        "last, nor what an end or an abort left uncomputed.",
+        "last, nor what an end or an abort left uncomputed, nor the rest of a block that a step filled in part.",
         ("scheduler.py, _update_after_schedule",),
         Seen.DECODER,
         ("CHUNK_COMPLETE",),
         Precondition.SAVE,
-        incidents=("vllm#54193", "vllm#49285", "vllm#49118"),
+        incidents=("vllm#54193", "vllm#49285", "vllm#49118", "vllm#16928"),
     ),
     Obligation(
         "loads-own-their-destination",
@@ -250,6 +250,30 @@ _ALL: Final = (
         ("LOAD_DST_EXCLUSIVE", "LOAD_XOR_STORES"),
         Precondition.COPY,
         incidents=("vllm#46014", "vllm#32255", "vllm#56104", "vllm#50696"),
+    ),
+    Obligation(
+        "loads-bring-what-was-claimed",
+        _BOTH,
+        "build_connector_meta, get_block_ids_with_load_errors",
+        "Each block that vLLM claimed of an answer is loaded, or reported as failed, itself or one before it: what is "
+        "reported as loaded is not computed.",
+        ("base.py, get_block_ids_with_load_errors", "scheduler.py, _update_requests_with_invalid_blocks"),
+        Seen.DECODER,
+        ("LOAD_COMPLETE",),
+        Precondition.COPY,
+    ),
+    Obligation(
+        "keys-tell-requests-apart",
+        _SCHEDULER,
+        "get_num_new_matched_tokens, build_connector_meta",
+        "A request is given what was saved under its own keys. Beyond the tokens, a key has what vLLM's block hashes "
+        "have: the LoRA adapter, the media, the cache salt.",
+        ("v1/core/kv_cache_utils.py, generate_block_hash_extra_keys",),
+        Seen.DECODER,
+        ("SAVED_UNDER_KEY",),
+        Precondition.COPY,
+        incidents=("vllm#53495", "vllm#44250", "LMCache#2961"),
+        limit="of stores that outlive the engine only with digests",
     ),
     Obligation(
         "saved-tokens-are-offered",
@@ -321,7 +345,7 @@ _ALL: Final = (
         Seen.OUTSIDE,
         ("COMPLETION_ONCE", "LIVENESS"),
         Precondition.KEPT,
-        incidents=("vllm#46240", "vllm#43226", "vllm#48616", "vllm#58188", "vllm#50754"),
+        incidents=("vllm#46240", "vllm#43226", "vllm#48616", "vllm#58188", "vllm#50754", "vllm#52954"),
     ),
     Obligation(
         "blocks-come-back",

@@ -49,8 +49,12 @@ class Transfers:
         self._tracker = log.tracker
         self._tables = log.projections.blocks
         self._decodes = True
+        self._seen: set[payloads.MetadataSeen] = set()
+        """Classes of metadata that are in the log."""
         self._given: dict[int, _Page] = {}
         """Block -> whose it was made last."""
+        self._part_filled: dict[int, tuple[_Page, payloads.Transferred]] = {}
+        """Block that was saved as a whole before its last tokens were computed → whose, and by which copy."""
         self._reports: Counter[str] = Counter()
         """Job -> workers that have done it, until all have."""
 
@@ -71,6 +75,10 @@ class Transfers:
 
     def built(self, metadata: object, loaded_to: Mapping[str, int]) -> tuple[CopiedPages, ...]:
         """Record what the workers are given; returns what they are to digest of it."""
+        for seen in self._read(metadata, lambda: tuple(decoders.seen(metadata))) or ():
+            if seen not in self._seen:
+                self._seen.add(seen)
+                self._log.note(seen)
         jobs = self._read(metadata, lambda: tuple(decoders.awaited(metadata)))
         if jobs:
             self._log.note(payloads.TransfersAwaited(jobs))
@@ -82,7 +90,21 @@ class Transfers:
                 self._observe(life, part, is_inferred=not request_id)
             if self._digest_share:
                 asked += self._ask(request_id, copy, loaded_to)
-        return tuple(asked)
+        return (*self._filled_since(), *asked)
+
+    def _filled_since(self) -> Iterator[CopiedPages]:
+        """Blocks that were saved in part and are full with this step: what their tokens' pages are in truth."""
+        num_groups = len(self._log.configuration.windows)
+        for block_id, (page, copy) in list(self._part_filled.items()):
+            record, (block, group) = self._tracker.of(page.life[1]), divmod(page.place, num_groups)
+            table = () if record is None else self._tables.held(record.request_id)
+            if record is None or record.life != page.life or page.place >= len(table) or table[page.place] != block_id:
+                del self._part_filled[block_id]
+            elif block < self._tracker.num_computed_tokens(record) // self._log.configuration.block_size:
+                del self._part_filled[block_id]
+                vllm_id = self._ids.given(page.life[0])
+                of_copy = vllm_id, copy.job, copy.is_load, payloads.STEP
+                yield CopiedPages(page.life, *of_copy, group, block, (block_id,))
 
     def _ask(self, request_id: str, copy: payloads.Transferred, loaded_to: Mapping[str, int]) -> Iterator[CopiedPages]:
         """The full and chosen blocks, those together that stand in a row in one group of a table."""
@@ -95,8 +117,12 @@ class Transfers:
             page = places.get(block_id) or self._given.get(block_id)
             if page is not None and block_id != NULL_BLOCK:
                 block, group = divmod(page.place, num_groups)
-                if block < self._num_full_blocks(page.life, copy, loaded_to) and is_chosen(block, self._digest_share):
+                if not is_chosen(block, self._digest_share):
+                    continue
+                if block < self._num_full_blocks(page.life, copy, loaded_to):
                     found.append((page.life, group, block, block_id))
+                elif copy.is_whole and not copy.is_load:
+                    self._part_filled[block_id] = page, copy
         numbered = enumerate(sorted(found))
         for _, row in groupby(numbered, lambda each: (*each[1][:2], each[1][2] - each[0])):
             pages = [page for _, page in row]

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvledger.adapters.recorder.decoders import example, lmcache_mp, nixl, offloading, simple_cpu
-from kvledger.adapters.recorder.payloads import Transferred
+from kvledger.adapters.recorder.payloads import MetadataSeen, Transferred
 from kvledger.lifecycle import logged_request_id
 
 Copies = Iterator[tuple[str, Transferred]]
@@ -61,6 +61,14 @@ def unread(worker_metadata: object) -> str:
     """The class of which nobody knows what it reports; empty where there is none."""
     parts = (type(part).__name__ for _, part in _parts(worker_metadata) if part is not None)
     return next((name for name in parts if name not in COMPLETED), "")
+
+
+def seen(metadata: object) -> Iterator[MetadataSeen]:
+    """The classes of which metadata consists, and whether a decoder knows them."""
+    for place, part in _parts(metadata):
+        if part is not None:
+            name = type(part).__name__
+            yield MetadataSeen(place, name, name in COPIES)
 
 
 def _job(place: str, job: object) -> str:

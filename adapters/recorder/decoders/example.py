@@ -16,4 +16,5 @@ def copies(metadata: Any, block_size: int) -> Iterator[tuple[str, Transferred]]:
     for number, request in enumerate(metadata.requests):
         block_ids = tuple(int(slot) // block_size for slot in request.slot_mapping[::block_size])
         if block_ids:
-            yield "", Transferred(str(number), not request.is_store, 0, 0, block_ids, STEP)
+            is_whole = len(request.slot_mapping) % block_size == 0
+            yield "", Transferred(str(number), not request.is_store, 0, 0, block_ids, STEP, is_whole)

@@ -26,4 +26,5 @@ def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]
                 # What is cached locally at the beginning of the range is left as it is.
                 kept = op.skip_first_n_tokens // block_size if is_load else 0
                 job, first_block = f"{op.start}-{op.end}", op.start // block_size + kept
-                yield request.request_id, Transferred(job, is_load, group, first_block, tuple(block_ids[kept:]))
+                copied = tuple(block_ids[kept:])
+                yield request.request_id, Transferred(job, is_load, group, first_block, copied, is_whole=True)

@@ -22,7 +22,7 @@ def _of(jobs: Mapping[int, Any], *, is_load: bool) -> Iterator[tuple[str, Transf
             block_ids = tuple(int(block) for block in spec.block_ids[first : first + size])
             first += size
             if block_ids:
-                yield job.req_id, Transferred(str(job_id), is_load, group, int(index), block_ids, JOB)
+                yield job.req_id, Transferred(str(job_id), is_load, group, int(index), block_ids, JOB, is_whole=True)
 
 
 def awaited(metadata: Any) -> Iterator[str]:

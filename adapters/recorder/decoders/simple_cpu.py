@@ -25,7 +25,7 @@ def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]
 
 
 def _copy(job: str, block_ids: tuple[int, ...], *, is_load: bool) -> Transferred:
-    return Transferred(job, is_load, -1, -1, block_ids, REQUEST if is_load else JOB)
+    return Transferred(job, is_load, -1, -1, block_ids, REQUEST if is_load else JOB, is_whole=True)
 
 
 def completed(worker_metadata: Any) -> Iterator[tuple[str, int]]:

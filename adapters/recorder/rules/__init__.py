@@ -10,20 +10,21 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kvledger.adapters.recorder.rules.answers import LastToken
+from kvledger.adapters.recorder.rules.complete import ChunkComplete, LoadComplete
 from kvledger.adapters.recorder.rules.copies import SrcBlockOwned, TableEq
 from kvledger.adapters.recorder.rules.ends import CompletionOnce, Liveness
 from kvledger.adapters.recorder.rules.exclusive import (
     BlockReuseFenced,
-    ChunkComplete,
     LoadDstExclusive,
     LoadXorStores,
     SrcBlockStable,
 )
+from kvledger.adapters.recorder.rules.keys import SavedUnderKey
 from kvledger.adapters.recorder.rules.resumed import ResumeCoversOutput
 from kvledger.adapters.recorder.rules.saves import StoreContiguous
 from kvledger.lifecycle.audit import Checker
 
-_CHECKERS = (
+_REPLACING = (
     LastToken,
     TableEq,
     SrcBlockOwned,
@@ -37,7 +38,10 @@ _CHECKERS = (
     StoreContiguous,
     ResumeCoversOutput,
 )
-RULES: Mapping[str, type[Checker]] = MappingProxyType({checker.rule: checker for checker in _CHECKERS})
+"""Rules of the core, of a recorded connector's copies and answers."""
+_OWN = (LoadComplete, SavedUnderKey)
+"""Rules that the core does not have."""
+RULES: Mapping[str, type[Checker]] = MappingProxyType({checker.rule: checker for checker in (*_REPLACING, *_OWN)})
 
 _SLOTS = "where a recorded connector keeps what it saves is not in the log"
 _CHUNKS = "how a recorded connector cuts into chunks what it saves is not in the log"
@@ -64,7 +68,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
             "store, and neither is in the log; where asking has moved what is saved, STORE_CONTIGUOUS says so"
         ),
         **dict.fromkeys(("RELEASE_ALL", "DELAY_FREE_CONTRACT"), _KEPT),
-        **dict.fromkeys(RULES, ""),
+        **{checker.rule: "" for checker in _REPLACING},
     }
 )
 """Rule of the core -> why it cannot be checked; empty where a rule here has its name."""

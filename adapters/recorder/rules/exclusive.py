@@ -106,33 +106,3 @@ class LoadXorStores(RuleOfCopies):
             if load.copy.ends_with != STEP and (shared := begun.block_ids & load.block_ids):
                 detail = f"save {begun.copy.job} reads block {min(shared)}, which load {load.copy.job} is still filling"
                 self.broken(detail, load.sequence, request_id=begun.request_id)
-
-
-class ChunkComplete(RuleOfCopies):
-    """CHUNK_COMPLETE: what is saved is computed, in the step of the save at the latest.
-
-    Verifies: for each save of a request that holds its blocks, that each block begins with a token that is computed
-    then, or in flight, or was cached or loaded when it was given the block.
-    Does not verify: how much of a block is; saves of what was just lost; copies of a connector without a decoder.
-    """
-
-    rule = "CHUNK_COMPLETE"
-    judges_loads = False
-
-    def begins(self, begun: Begun) -> None:
-        """Are the tokens of its blocks computed?"""
-        life, table = self.moment.life, self.tables.of(begun.ordinal)
-        if life is None or not table or life.ordinal != begun.ordinal:
-            return
-        configuration, own = self.configuration, begun.block_ids
-        num_computed_tokens = self.lives.num_computed_tokens(life)
-        num_pages = -(-num_computed_tokens // configuration.block_size) * len(configuration.windows)
-        num_pages = max(num_pages, life.num_old)
-        early = next((place for place in range(num_pages, len(table)) if table[place] in own), None)
-        if early is not None:
-            first = early // len(configuration.windows) * configuration.block_size
-            detail = (
-                f"save {begun.copy.job} reads block {table[early]} of the tokens from {first} on, of which "
-                f"{num_computed_tokens} are computed"
-            )
-            self.broken(detail, request_id=begun.request_id)

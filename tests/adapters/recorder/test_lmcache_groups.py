@@ -35,16 +35,16 @@ def read(direction: str, block_ids: Any, start: int, end: int, skipped: int = 0)
 def test_each_group_is_a_copy_with_its_own_blocks() -> None:
     """Of one job; its first block is counted in the group's table."""
     assert read(STORE, [[20, 21], [30, 31]], 64, 96) == [
-        ("a", Transferred("64-96", False, 0, 4, (20, 21))),
-        ("a", Transferred("64-96", False, 1, 4, (30, 31))),
+        ("a", Transferred("64-96", False, 0, 4, (20, 21), is_whole=True)),
+        ("a", Transferred("64-96", False, 1, 4, (30, 31), is_whole=True)),
     ]
 
 
 def test_blocks_of_more_tokens_begin_earlier_in_their_table() -> None:
     """A block of 32 tokens stands where two of 16 stand."""
     assert read(STORE, [[20, 21], [30]], 64, 96) == [
-        ("a", Transferred("64-96", False, 0, 4, (20, 21))),
-        ("a", Transferred("64-96", False, 1, 2, (30,))),
+        ("a", Transferred("64-96", False, 0, 4, (20, 21), is_whole=True)),
+        ("a", Transferred("64-96", False, 1, 2, (30,), is_whole=True)),
     ]
 
 
@@ -67,7 +67,7 @@ def test_what_is_cached_locally_is_left_out_of_a_load_in_each_group(direction: s
 def test_one_group_may_come_as_a_plain_list() -> None:
     """As vLLM 0.32's own connector lists it, and serializers make of a list of one."""
     assert read(STORE, [20, 21], 32, 64) == read(STORE, [[20, 21]], 32, 64)
-    assert read(STORE, [20, 21], 32, 64) == [("a", Transferred("32-64", False, 0, 2, (20, 21)))]
+    assert read(STORE, [20, 21], 32, 64) == [("a", Transferred("32-64", False, 0, 2, (20, 21), is_whole=True))]
 
 
 def test_a_request_without_blocks_has_no_copy() -> None:
