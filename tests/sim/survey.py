@@ -37,11 +37,12 @@ WINDOWS = ((0, 48), (48, 0), (0, 64), (17, 0), (0, 32, 80))
 
 def connectors() -> Mapping[str, Callable[[], ConnectorSetup]]:
     """Name -> how to make who is recorded."""
-    from kvledger.adapters.simulation.connectors import Offloading, SimpleCPU
+    from kvledger.adapters.simulation.connectors import KVLEDGER, Offloading, SimpleCPU
     from sim.connectors import Example, Several
     from sim.lmcache_mp import LMCacheMP
 
     return {
+        "kvledger": lambda: KVLEDGER,
         "offloading": Offloading,
         "offloading-late": lambda: Offloading(num_questions=2),
         "simple": SimpleCPU,
