@@ -25,6 +25,7 @@ class _Table(msgspec.Struct, gc=False):
 
     block_ids: Sequence[int]
     num_tokens: int
+    num_prompt_tokens: int
     num_shared: int = 0
     """Blocks at the front that were there when the request got the table, where the log does not say of which tokens;
     otherwise 0."""
@@ -44,12 +45,13 @@ class _Load:
 class ChunkComplete(RuleOfCopies):
     """CHUNK_COMPLETE: what is saved is computed, in the step of the save at the latest.
 
-    Verifies: for each save, that all tokens of each of its blocks are computed, in flight, cached or loaded then, up to
-    the last token of the block if the copy takes whole blocks, else up to the first. For a request that is preempted or
-    has ended: by the tokens that it had computed until then, also after an error or an abort in the middle of a prompt.
+    Verifies: for each save, that all tokens of each of its blocks are computed, in flight, cached or loaded then: up to
+    the last token of the block if the copy takes whole blocks or the prompt is not computed, else up to the first. For
+    a request that is preempted or has ended: by the tokens that it had computed until then, also after an error or an
+    abort in the middle of a prompt.
     Does not verify: copies of a connector without a decoder; saves of ended requests whose blocks lie more than a
-    million blocks back, or whose id is used again; how many tokens are in the last block where a copy may take a part
-    of a block (NIXL).
+    million blocks back, or whose id is used again; how many tokens are in the last block of a computed prompt where a
+    copy may take a part of a block (NIXL).
     """
 
     rule = "CHUNK_COMPLETE"
@@ -75,7 +77,8 @@ class ChunkComplete(RuleOfCopies):
         table = self._table_of(begun)
         if table is None:
             return
-        size, is_whole = self.configuration.block_size, begun.copy.is_whole
+        # In the middle of a prompt nobody can use a part of a block, and no connector copies it again.
+        size, is_whole = self.configuration.block_size, self._is_whole(begun, table)
         num_blocks = table.num_tokens // size if is_whole else -(-table.num_tokens // size)
         num_pages = max(num_blocks * self._num_groups, table.num_shared)
         own, block_ids = begun.block_ids, table.block_ids
@@ -98,7 +101,11 @@ class ChunkComplete(RuleOfCopies):
         num_tokens = max(self.lives.num_computed_tokens(life), self._given.get(begun.ordinal, 0))
         # A part of the last shared block is enough where parts are copied; and what came before the audit is not known.
         is_unknown = not begun.copy.is_whole or begun.ordinal not in self._given
-        return _Table(held, num_tokens, max(life.num_old, 0) if is_unknown else 0)
+        return _Table(held, num_tokens, life.num_prompt_tokens, max(life.num_old, 0) if is_unknown else 0)
+
+    @staticmethod
+    def _is_whole(begun: Begun, table: _Table) -> bool:
+        return begun.copy.is_whole or table.num_tokens < table.num_prompt_tokens
 
     @on(payloads.RecordingStarted)
     def _started(self, started: payloads.RecordingStarted) -> None:
@@ -159,7 +166,7 @@ class ChunkComplete(RuleOfCopies):
             num_tokens = max(num_tokens, life.counted_tokens)
         table = array("I", self.tables.lost_by(life))
         if self.moment.blocks_before is not BlocksRegion.NONE or life.ordinal not in self._lost:
-            self._lost[life.ordinal] = _Table(table, num_tokens)
+            self._lost[life.ordinal] = _Table(table, num_tokens, life.num_prompt_tokens)
 
     @on(e.BlocksAllocated)
     def _allocated_again(self, _event: e.BlocksAllocated) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from sim.connectors import Example, NamedConnector, Recorded, Several
-from sim.recorded import audited
+from sim.recorded import audited, said_in
 from vllm.v1.request import RequestStatus
 
+from kvledger.adapters.recorder.payloads import Transferred
 from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
 from kvledger.adapters.simulation.hashed_model import CorruptKV
 
@@ -146,6 +147,30 @@ def test_what_is_saved_of_a_request_that_ended_in_the_middle_of_its_prompt_was_c
     engine.add("again", range(100), 1)
     with pytest.raises(CorruptKV, match="again reads wrong KV"):
         engine.run()
+
+
+@pytest.mark.parametrize(("budget", "is_named"), [(40, True), (48, False)])
+def test_a_part_of_a_block_that_nixl_copies_in_the_middle_of_a_prompt_is_named(
+    record: Record, budget: int, is_named: bool
+) -> None:
+    """With a host buffer NIXL 0.32 copies the new blocks of each step, and never again the rest of one filled in part.
+
+    The last block of the prompt is copied in part, too, which is right.
+    """
+    engine, recording = record(
+        NamedConnector(name="PullWithoutWorker", module="sim.nixl"), max_num_batched_tokens=budget
+    )
+    wrapped(engine).connector_scheduler.use_host_buffer = True
+    request = engine.add("first", range(100), 1)
+    request.kv_transfer_params = {"do_remote_decode": True, "do_remote_prefill": False}
+    for _ in range(3):
+        engine.step()
+    saves = [copy for copy in said_in(recording, Transferred) if not copy.is_load]
+    assert sum(len(copy.block_ids) for copy in saves) == 7
+    details = named(recording).get("CHUNK_COMPLETE", [])
+    assert bool(details) is is_named
+    if is_named:
+        assert "block 3, which has the tokens 32 to 47, of a request of which 40 are computed" in details[0]
 
 
 @pytest.mark.parametrize("end", ["abort", "preempt"])
