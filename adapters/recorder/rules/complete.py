@@ -14,7 +14,7 @@ from kvledger.adapters.recorder.rules.under_way import Begun, RuleOfCopies
 from kvledger.lifecycle import BlocksRegion, RequestState, on
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Checker, Model, Start
-from kvledger.lifecycle.windows import NULL_BLOCK
+from kvledger.lifecycle.events import NULL_BLOCK
 
 MAX_REMEMBERED_BLOCKS = 1 << 20
 """Blocks of ended requests whose tables are remembered; the oldest tables are forgotten first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from kvledger.adapters.recorder import payloads
@@ -171,7 +172,9 @@ class SavedUnderKey(RuleOfTables):
             return
         first, end = event.first_token // self._block_size, (event.first_token + event.num_tokens) // self._block_size
         blocks = range(first, min(end, len(life.keys)))
-        unsaved = frozenset(block for block in blocks if life.keys[block] not in self._saved)
+        # A key stands for everything before its block. So what lies before a saved block is a hole, and no other key's.
+        backwards = takewhile(lambda block: life.keys[block] not in self._saved, reversed(blocks))
+        unsaved = frozenset(backwards)
         if unsaved:
             self._unsaved[event.ordinal] = unsaved
         else:
