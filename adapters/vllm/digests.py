@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvledger.adapters.vllm.metadata import JobReport
+from kvledger.adapters.vllm.metadata import DigestedJob, JobReport
 from kvledger.lifecycle import PageJob as Issued
 from kvledger.lifecycle import Projections
 from kvledger.lifecycle import events as e
@@ -63,21 +63,21 @@ class DigestedPages:
 
     def events(self, reports: Iterable[JobReport], time_ns: int) -> Iterator[e.PagesDigested]:
         """What the workers have found, one event for blocks in a row; nothing of jobs that are settled already."""
-        for report in reports:
-            job = self._transfers.get(report.job_ids[0])
-            if job is None or not report.digests:
+        for rank, digested in [(report.rank, digested) for report in reports for digested in report.digested]:
+            job = self._transfers.get(digested.job_id)
+            if job is None:
                 continue
-            for group, run in self._runs(report):
+            for group, run in self._runs(digested):
                 digests = tuple(digest for _, digest, _ in run)
                 stored = tuple(digest for _, _, digest in run if digest is not None)
                 is_load, first_block = job.kind.value == "load", run[0][0]
-                yield e.PagesDigested(*job.life, report.rank, is_load, group, first_block, digests, stored, time_ns)
+                yield e.PagesDigested(*job.life, rank, is_load, group, first_block, digests, stored, time_ns)
 
-    def _runs(self, report: JobReport) -> Iterator[tuple[int, list[tuple[int, int, int | None]]]]:
+    def _runs(self, digested: DigestedJob) -> Iterator[tuple[int, list[tuple[int, int, int | None]]]]:
         """(group, [(block, digest, digest of its slot)]), blocks ascending without a gap."""
         by_group: dict[int, list[tuple[int, int, int | None]]] = {}
-        stored = report.stored_digests or (None,) * len(report.digests)
-        for page, digest, of_slot in zip(report.pages, report.digests, stored, strict=True):
+        stored = digested.stored_digests or (None,) * len(digested.digests)
+        for page, digest, of_slot in zip(digested.pages, digested.digests, stored, strict=True):
             by_group.setdefault(page % self._num_groups, []).append((page // self._num_groups, digest, of_slot))
         for group, found in sorted(by_group.items()):
             run: list[tuple[int, int, int | None]] = []

@@ -55,6 +55,19 @@ _NOTHING = StepJobs()
 
 
 @attrs.frozen(slots=False)
+class DigestedJob:
+    """Digests of the pages of one job."""
+
+    job_id: int
+    pages: tuple[int, ...]
+    """Place of each block in the request's flat table."""
+    digests: tuple[int, ...]
+    """Of these blocks: before a save, after a load."""
+    stored_digests: tuple[int, ...] = ()
+    """Of their slots before a load; empty for a save."""
+
+
+@attrs.frozen(slots=False)
 class JobReport:
     """How one rank fared with one copy."""
 
@@ -67,12 +80,8 @@ class JobReport:
     error: str = ""
     is_repeated: bool = False
     """Whether this was reported before, and was asked for again."""
-    pages: tuple[int, ...] = ()
-    """What was digested, by place in the request's flat table."""
-    digests: tuple[int, ...] = ()
-    """Of the blocks of these pages: before a save, after a load."""
-    stored_digests: tuple[int, ...] = ()
-    """Of their slots before a load; empty of a save."""
+    digested: tuple[DigestedJob, ...] = ()
+    """Digests of those of its jobs that have any."""
 
 
 @attrs.frozen(slots=False)

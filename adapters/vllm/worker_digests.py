@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvledger.adapters.vllm.messages import messages
-from kvledger.adapters.vllm.metadata import JobReport, PageJob
+from kvledger.adapters.vllm.metadata import DigestedJob, JobReport, PageJob
 from kvledger.lifecycle import described, raise_if_unstoppable
 
 if TYPE_CHECKING:
@@ -62,13 +62,17 @@ class WorkerDigests:
         return [self._with_digests(report) for report in reports]
 
     def _with_digests(self, report: JobReport) -> JobReport:
+        digested = tuple([found for job_id in report.job_ids if (found := self._of_job(job_id, report)) is not None])
+        return attrs.evolve(report, digested=digested) if digested else report
+
+    def _of_job(self, job_id: int, report: JobReport) -> DigestedJob | None:
         if report.done:
-            self.after_load(report.job_ids[0])
-        found = self._found.pop(report.job_ids[0], None)  # what is digested has a copy of its own
+            self.after_load(job_id)
+        found = self._found.pop(job_id, None)
         if found is None or found.digests is None or not report.done:
-            return report
+            return None
         stored = () if found.stored is None else tuple(found.stored.tolist())
-        return attrs.evolve(report, pages=found.pages, digests=tuple(found.digests.tolist()), stored_digests=stored)
+        return DigestedJob(job_id, found.pages, tuple(found.digests.tolist()), stored)
 
     def _make(self, job: PageJob, make: Callable[[_Numbers, _Numbers, _Numbers], _Found]) -> None:
         chosen = [each for each in zip(job.pages, job.block_ids, job.slots, strict=bool(job.pages)) if each[0] >= 0]

@@ -221,12 +221,12 @@ class WorkerSide:
     def _joined(self, saves: Sequence[PageJob]) -> Iterator[Sequence[PageJob]]:
         """What is copied in one call and reported with one report, since a call costs more than the pages of a chunk.
 
-        Somebody may wait for any of them, so not everything; and digests are of one job.
+        Somebody may wait for any of them, so not everything.
         """
         together: list[PageJob] = []
         num_pages = 0
         for job in self._not_begun(saves):
-            if job.pages or len(job.slots) > self._max_joined_pages:
+            if len(job.slots) > self._max_joined_pages:
                 yield (job,)
                 continue
             if together and num_pages + len(job.slots) > self._max_joined_pages:

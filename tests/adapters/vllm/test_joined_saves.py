@@ -44,6 +44,18 @@ def test_saves_of_one_step_are_one_copy_and_one_report(make_engine: Any, save_mo
 
 
 @modes
+def test_digests_do_not_part_the_saves_of_one_step(make_engine: Any, save_mode: str) -> None:
+    """With digests the same copies are made as without, in the same order; each job has its own digests."""
+    plain, digesting = (crowd(make_engine, save_mode=save_mode, digests=share) for share in ("off", "all"))
+    plain.run()
+    digesting.run()
+    assert reports_of_saves(digesting) == reports_of_saves(plain)
+    assert len(reports_of_saves(digesting)[0]) == 3
+    saved = {event.request_id: len(event.digests) for event in digesting.logged(e.PagesDigested)}
+    assert saved == {f"request {number}": 2 for number in range(3)}
+
+
+@modes
 def test_a_report_says_how_much_was_copied_for_each_job(make_engine: Any, save_mode: str) -> None:
     """All pages are of one size: two pages each."""
     engine = crowd(make_engine, save_mode=save_mode)
