@@ -11,6 +11,7 @@ numbers in `ranges`. Nothing else is promised.
 from kvledger.lifecycle import decisions, handlers
 from kvledger.lifecycle.codec import log_header
 from kvledger.lifecycle.configuration import ConfigurationError, LedgerConfiguration, Refusal
+from kvledger.lifecycle.copy_moments import CopyMoments, Hook, Moment
 from kvledger.lifecycle.core import Core, CoreError
 from kvledger.lifecycle.divergences import Divergence
 from kvledger.lifecycle.errors import Unstoppable, described, raise_if_unstoppable, without_secrets
@@ -39,6 +40,7 @@ __all__ = [
     "Channel",
     "ComputedTokens",
     "ConfigurationError",
+    "CopyMoments",
     "Core",
     "CoreError",
     "Divergence",
@@ -46,11 +48,13 @@ __all__ = [
     "Extension",
     "Figures",
     "Hidden",
+    "Hook",
     "Ledger",
     "LedgerConfiguration",
     "LedgerCorrupt",
     "LookupsInFull",
     "MissReason",
+    "Moment",
     "PageJob",
     "Projection",
     "ProjectionSpec",

@@ -336,6 +336,8 @@ class TransferReported(Event, frozen=True, tag=10):
     withheld: str
     """Why the connector reports in the workers' place, one of `Withheld`. Mostly empty."""
     time_ns: TimeNs
+    moments: tuple[Int64, ...] = ()
+    """When these ranks began and ended the copy, see `CopyMoments.as_fields`; empty if not recorded."""
 
     @classmethod
     def by(cls, ranks: Iterable[int], job_id: int, time_ns: int, *, error: str = "") -> TransferReported:
@@ -845,6 +847,20 @@ class PrefixCacheReset(Event, frozen=True, tag=46):
     """
 
     time_ns: TimeNs
+
+
+@observation("step.reported")
+class StepReported(Event, frozen=True, tag=47):
+    """Ranks sent the output of a step that has to report copies: those that it waits for, or that were asked after.
+
+    It follows their reports of that output, so a copy that is missing among them was not made.
+    """
+
+    delivered: Sequence
+    """Sequence number of the step's `EffectsDelivered`."""
+    ranks: tuple[Int64, ...]
+    under_way: tuple[JobId, ...]
+    """Copies that have begun, that everything given to the device later comes after, and that are not over yet."""
 
 
 _DECLARED = [

@@ -167,6 +167,9 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.DecisionWithheld: lambda event: f"withheld from vLLM: {event.detail}",
     e.LoadRefused: lambda _: "vLLM claimed an answer that cannot be loaded; reported as failed",
     e.EffectsDelivered: _delivered,
+    e.StepReported: lambda event: (
+        f"the output of the step of event {event.delivered} arrived, from {plural(len(event.ranks), 'rank')}"
+    ),
     e.LoadErrorsObserved: lambda event: f"{plural(len(event.block_ids), 'block')} could not be filled",
     e.CacheReset: lambda _: "cache reset: everything saved before is stale",
     e.PrefixCacheReset: lambda _: (

@@ -109,7 +109,7 @@ class _Grouping:
             self._call(hook, sequence, getattr(event, "request_id", ""), event, 1)
         elif isinstance(event, e.CacheReset):
             self._call("reset_cache", sequence, "", event, 1 + self._num_preempted_by_reset())
-        elif isinstance(event, e.ExtensionNoted | e.LoadErrorsObserved | e.TransferReported):
+        elif isinstance(event, e.ExtensionNoted | e.LoadErrorsObserved | e.TransferReported | e.StepReported):
             self._call("update_connector_output", sequence, "", event, self._num_in_output(event))
         elif isinstance(event, e.HookFailed):
             self._failed(sequence, event)
@@ -181,14 +181,15 @@ class _Grouping:
             return self._end_of_run(self._end_of_run(end, e.LoadErrorsObserved), e.TokensRolledBack) - self._at
         if isinstance(event, e.LoadErrorsObserved):
             end = self._end_of_run(end + 1, e.TokensRolledBack)
-        seen: set[tuple[tuple[int, ...], bool]] = set()
+        seen: set[tuple[tuple[int, ...], bool, tuple[int, ...]]] = set()
         for _, report in self._entries[end:]:
             if not isinstance(report, e.TransferReported) or is_withheld(report):
                 break
-            if (report.job_ids, report.is_repeated) in seen:
+            copied = (report.job_ids, report.is_repeated, report.moments)
+            if copied in seen:
                 break
-            seen.add((report.job_ids, report.is_repeated))
-        return end + len(seen) - self._at
+            seen.add(copied)
+        return self._end_of_run(end + len(seen), e.StepReported) - self._at
 
     def _failed(self, sequence: int, event: e.HookFailed) -> None:
         hook = _HOOK_OF_FAILURE.get(event.hook, event.hook)

@@ -203,8 +203,9 @@ class ConnectorUnderTest(SchedulerHalf):
         reports: Iterable[e.TransferReported] = (),
         load_errors: Iterable[int] = (),
         reported: Iterable[int] = (),
+        steps: Iterable[e.StepReported] = (),
     ) -> None:
-        """What the workers report; and the requests, by ordinal, whose end they report to vLLM."""
+        """What the workers report; the requests, by ordinal, whose end they report to vLLM; and whose output it is."""
         to_report = self.connector.scheduler_side.journal.obligations.state.to_report
         finished = {to_report[ordinal] for ordinal in reported if ordinal in to_report}
         received = finished & self.requests.keys()  # their load failed; of the others nothing is read any more
@@ -212,7 +213,9 @@ class ConnectorUnderTest(SchedulerHalf):
             self.requests[request_id].status = RequestStatus.WAITING_FOR_REMOTE_KVS
         of_ranks: list[JobReport] = [of_rank for report in reports for of_rank in vllm_objects.job_reports(report)]
         self.connector.update_connector_output(
-            vllm_objects.connector_output(tuple(of_ranks), set(load_errors), finished - received, received)
+            vllm_objects.connector_output(
+                tuple(of_ranks), set(load_errors), finished - received, received, vllm_objects.step_reports(steps)
+            )
         )
         for request_id in received:
             self.requests[request_id].status = RequestStatus.WAITING

@@ -34,6 +34,8 @@ class CoreRun(Run):
         for sequence, event in call.observed:
             adapted = None if isinstance(event, e.HookFailed) else self._adapted(event)
             if adapted is not None:
+                if isinstance(adapted, e.EffectsDelivered):
+                    self._deliveries[sequence] = self._ledger.next_sequence
                 self._observe(call, sequence, adapted)
         return not self._is_corrupt
 
@@ -79,6 +81,8 @@ class CoreRun(Run):
             return self._computing_more(event)
         elif isinstance(event, e.TransferReported):
             return self._of_present_jobs(event)
+        elif isinstance(event, e.StepReported):
+            return self._present_output(event)
         return event
 
     def _computing_more(self, step: e.StepScheduled) -> e.StepScheduled:

@@ -213,6 +213,8 @@ class LedgerRun(HookRun):
         for sequence, event in events:
             if not event.is_decision:
                 recorded[sequence] = _recorded_sequence(event, waiting, call.sequence)
+                if isinstance(event, e.EffectsDelivered):
+                    self._deliveries[recorded[sequence]] = sequence
             elif isinstance(event, JOB_ISSUED):
                 self._issued(event, recorded.get(event.cause, call.sequence))
 
@@ -227,8 +229,10 @@ class LedgerRun(HookRun):
             self._live.take_back(call.noticed(e.TokensRolledBack))
         reported = [event for event in call.noticed(e.TransferReported) if not is_withheld(event)]
         reports = [report for event in reported if (report := self._of_present_jobs(event)) is not None]
+        outputs = map(self._present_output, call.noticed(e.StepReported))
+        steps = [step for step in outputs if step is not None]
         ends = [ordinal for delivered in call.noticed(e.EffectsDelivered) for ordinal in delivered.reported]
-        self._ours.update_connector_output(reports, load_errors, ends)
+        self._ours.update_connector_output(reports, load_errors, ends, steps)
 
     def _table_at_end(self, incarnation: Incarnation, main: e.RequestFinished) -> Sequence[int]:
         configuration = self._recording.configuration

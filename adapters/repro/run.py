@@ -11,8 +11,8 @@ from collections import defaultdict
 
 from kvledger.adapters.repro.calls import HookCall, hook_calls
 from kvledger.adapters.repro.outcome import Rerun
-from kvledger.adapters.repro.recording import Recording, of_jobs
-from kvledger.lifecycle import Core
+from kvledger.adapters.repro.recording import Recording, changed, of_jobs
+from kvledger.lifecycle import CopyMoments, Core
 from kvledger.lifecycle import events as e
 
 
@@ -29,6 +29,8 @@ class Run:
         self._unrecorded: list[int] = []
         self._overdue: list[int] = []
         self._shortfall: dict[str, int] = {}
+        self._deliveries: dict[int, int] = {}
+        """Recorded `EffectsDelivered` to the workers -> the one that is now what it was; sequence numbers."""
 
     def run(self) -> Rerun:
         """All calls, then the audit's last look."""
@@ -79,7 +81,27 @@ class Run:
     def _of_present_jobs(self, report: e.TransferReported) -> e.TransferReported | None:
         """The report of the jobs that are now what its own were; None where there are none."""
         present = {job_id: self._job(job_id) for job_id in report.job_ids}
-        return of_jobs(report, {job_id: now for job_id, now in present.items() if now is not None})
+        left = of_jobs(report, {job_id: now for job_id, now in present.items() if now is not None})
+        return None if left is None else changed(left, moments=self._present_moments(report))
+
+    def _present_moments(self, report: e.TransferReported) -> tuple[int, ...]:
+        """When the copy would begin and end now; empty if that is not known."""
+        moments = CopyMoments.of_fields(report.moments)
+        if moments is None:
+            return ()
+        began, ended = (moment._replace(delivered=self._deliveries.get(moment.delivered, 0)) for moment in moments)
+        return CopyMoments(began, ended).as_fields() if began.delivered and ended.delivered else ()
+
+    def _present_output(self, step: e.StepReported) -> e.StepReported | None:
+        """The output of the step that is now what that one was; None if there is none.
+
+        Jobs that were not issued then are reported later, see `_overdue_reports`.
+        """
+        delivered = self._deliveries.get(step.delivered)
+        if delivered is None:
+            return None
+        under_way = [now for job_id in step.under_way if (now := self._job(job_id)) is not None]
+        return changed(step, delivered=delivered, under_way=(*under_way, *self._overdue, *self._unrecorded))
 
     def _overdue_reports(self, time_ns: int) -> list[e.TransferReported]:
         """Reports of jobs that were not issued then: they are done one step after they were handed out."""

@@ -18,7 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvledger.adapters.recorder.payloads import WorkersReported
-from kvledger.adapters.vllm.metadata import JobReport, WorkerReports
+from kvledger.adapters.vllm.metadata import JobReport, StepReport, WorkerReports
 from kvledger.lifecycle import events as e
 
 
@@ -78,20 +78,30 @@ def job_reports(report: e.TransferReported) -> list[JobReport]:
             duration_ns=report.duration_ns,
             error=report.error if rank in report.ranks_failed or not report.ranks_failed else "",
             is_repeated=report.is_repeated,
+            moments=report.moments,
         )
         for rank in ranks
     ]
 
 
+def step_reports(steps: Iterable[e.StepReported]) -> tuple[StepReport, ...]:
+    """What each rank says of the steps whose output it sends."""
+    return tuple(StepReport(step.delivered, rank, step.under_way) for step in steps for rank in step.ranks)
+
+
 def connector_output(
-    reports: tuple[JobReport, ...], load_errors: set[int], finished_sending: set[str], finished_recving: set[str]
+    reports: tuple[JobReport, ...],
+    load_errors: set[int],
+    finished_sending: set[str],
+    finished_recving: set[str],
+    steps: tuple[StepReport, ...] = (),
 ) -> KVConnectorOutput:
     """What comes back of a step."""
     return KVConnectorOutput(
         finished_sending=finished_sending or None,
         finished_recving=finished_recving or None,
         invalid_block_ids=load_errors,
-        kv_connector_worker_meta=WorkerReports(reports) if reports else None,
+        kv_connector_worker_meta=WorkerReports(reports, steps=steps) if reports or steps else None,
     )
 
 

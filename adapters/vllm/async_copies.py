@@ -13,7 +13,8 @@ import attrs
 
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import JobReport
-from kvledger.lifecycle import described, raise_if_unstoppable
+from kvledger.adapters.vllm.step_clock import StepClock
+from kvledger.lifecycle import CopyMoments, Moment, described, raise_if_unstoppable
 from kvledger.storage.kv import PendingCopy
 
 IDLE_WAIT_S = 0.001
@@ -26,40 +27,75 @@ class AsyncCopies:
     """The pending copies of one rank, and the latest reports.
 
     With `waits` it waits for copies that must precede what follows, instead of leaving that to the device's order.
+    `clock` says when copies begin and end.
     """
 
-    def __init__(self, rank: int, *, waits: bool = False) -> None:
+    def __init__(self, rank: int, clock: StepClock | None = None, *, waits: bool = False) -> None:
         self._rank = rank
+        self._clock = StepClock() if clock is None else clock
         self._waits = waits
         self._pending: dict[tuple[int, ...], PendingCopy] = {}
         """By the jobs that it copies."""
         self._copy_of: dict[int, tuple[int, ...]] = {}
         """Job id -> all jobs that are copied with it."""
+        self._began: dict[tuple[int, ...], Moment] = {}
+        """By the jobs; of copies that are pending."""
+        self._preceded: dict[tuple[int, ...], Moment] = {}
+        """By the jobs; of pending copies that everything given to the device later comes after."""
         self._reported: OrderedDict[int, JobReport] = OrderedDict()
 
     def start(self, job_ids: tuple[int, ...], begin: Callable[[], PendingCopy]) -> None:
         """Begin a copy that is for these jobs. Raises what `begin` raises; then there is none, see `failed`."""
+        began = self._clock.now()
         self._pending[job_ids] = begin()
+        self._began[job_ids] = began
         self._copy_of.update(dict.fromkeys(job_ids, job_ids))
 
-    def failed(self, job_ids: tuple[int, ...], error: BaseException) -> JobReport:
+    def failed(self, job_ids: tuple[int, ...], error: BaseException, moments: CopyMoments | None = None) -> JobReport:
         """The report of a copy that failed, or could not begin."""
+        if moments is None:
+            moments = CopyMoments(now := self._clock.now(), now)
         text = described(error)
         messages.error("a copy failed, what it was for is computed again", job_ids=job_ids, error=text)
-        return self._remember(JobReport(job_ids, self._rank, done=False, num_bytes=0, duration_ns=0, error=text))
+        report = JobReport(
+            job_ids,
+            self._rank,
+            done=False,
+            num_bytes=0,
+            duration_ns=0,
+            error=text,
+            moments=moments.as_fields(),
+        )
+        return self._remember(report)
 
     def take_done(self) -> list[JobReport]:
         """Reports of the copies that have come to an end since the last call. Waits for nothing."""
-        return [
-            self._end(job_ids) for job_ids in [job_ids for job_ids, copy in self._pending.items() if _is_over(copy)]
-        ]
+        done = [job_ids for job_ids, copy in self._pending.items() if _is_over(copy)]
+        if not done:
+            return []
+        now = self._clock.now()  # one for all, as nothing else came between them
+        return [self._end(job_ids, now) for job_ids in done]
+
+    def under_way(self) -> tuple[int, ...]:
+        """Jobs of the pending copies that everything given to the device later comes after."""
+        return tuple([job_id for job_ids in self._preceded for job_id in job_ids])
 
     def precede(self, job_ids: Iterable[int]) -> list[JobReport]:
         """Put these copies before all that the device is given from now on; reports of those that are over."""
         if self._waits:
             return self.wait_for(job_ids)
         pending = {copied: self._pending[copied] for job_id in job_ids if (copied := self._copy_of.get(job_id))}
-        return [self._end(copied) for copied, copy in pending.items() if not _precedes(copy) or _is_over(copy)]
+        if not pending:
+            return []
+        preceding = {copied for copied, copy in pending.items() if _precedes(copy)}
+        now = self._clock.now()
+        for copied in preceding:
+            self._preceded.setdefault(copied, now)
+        return [
+            self._end(copied, now if copied in preceding else None)
+            for copied, copy in pending.items()
+            if copied not in preceding or _is_over(copy)
+        ]
 
     def give_way(self) -> None:
         """Let pending copies have the interpreter for a moment.
@@ -94,16 +130,29 @@ class AsyncCopies:
         error = "this worker knows of no such job"
         return JobReport((job_id,), self._rank, done=False, num_bytes=0, duration_ns=0, error=error, is_repeated=True)
 
-    def _end(self, job_ids: tuple[int, ...]) -> JobReport:
+    def _end(self, job_ids: tuple[int, ...], now: Moment | None = None) -> JobReport:
+        """Wait for a copy, unless it is known to be over, which was seen `now`."""
         copy = self._pending.pop(job_ids)
+        began, preceded = self._began.pop(job_ids), self._preceded.pop(job_ids, None)
         for job_id in job_ids:
             del self._copy_of[job_id]
+        error: BaseException | None = None
         try:
             result = copy.result()
-        except BaseException as error:  # noqa: BLE001 -- a failed copy costs its request the cache, not the worker its life
-            raise_if_unstoppable(error)
-            return self.failed(job_ids, error)
-        report = JobReport(job_ids, self._rank, done=True, num_bytes=result.num_bytes, duration_ns=result.duration_ns)
+        except BaseException as raised:  # noqa: BLE001 -- a failed copy costs its request the cache, not the worker its life
+            raise_if_unstoppable(raised)
+            error = raised
+        moments = CopyMoments(began, preceded or now or self._clock.now())
+        if error is not None:
+            return self.failed(job_ids, error, moments)
+        report = JobReport(
+            job_ids,
+            self._rank,
+            done=True,
+            num_bytes=result.num_bytes,
+            duration_ns=result.duration_ns,
+            moments=moments.as_fields(),
+        )
         return self._remember(report)
 
     def _remember(self, report: JobReport) -> JobReport:

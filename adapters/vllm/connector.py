@@ -29,7 +29,7 @@ from kvledger.adapters.vllm.plan import plan
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.adapters.vllm.stats import ConnectorStats, StatsSource
 from kvledger.adapters.vllm.worker_side import WorkerSide
-from kvledger.lifecycle import ConfigurationError
+from kvledger.lifecycle import ConfigurationError, Hook
 from kvledger.storage.kv import Sharing
 
 if TYPE_CHECKING:
@@ -151,6 +151,14 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._connector_metadata if metadata is None else metadata
         return metadata if isinstance(metadata, StepJobs) and metadata else None
 
+    def _enter(self, hook: Hook, metadata: KVConnectorMetadata | None = None) -> tuple[WorkerSide, StepJobs] | None:
+        """Note that vLLM calls a hook; the worker's half and its jobs, if there are any."""
+        worker_side, jobs = self._worker_side, self._jobs(metadata)
+        if worker_side is None:
+            return None
+        worker_side.enter(hook, jobs)
+        return None if jobs is None else (worker_side, jobs)
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learn where the pages lie and allocate the host pool."""
         if self._worker_side is not None:
@@ -170,6 +178,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         """The KV memory goes (vLLM 0.33, sleep): copies under way are finished first. May be called twice."""
         if self._worker_side is not None:
+            self._worker_side.enter(Hook.UNREGISTER_KV_CACHES, None)
             self._worker_side.sleep()
 
     def restore_kv_caches(self) -> None:
@@ -179,15 +188,17 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Copy out what this step may overwrite."""
-        jobs = self._jobs(kv_connector_metadata)
-        if jobs is not None and self._worker_side is not None:
-            self._worker_side.before_forward(jobs)
+        entered = self._enter(Hook.HANDLE_PREEMPTIONS, kv_connector_metadata)
+        if entered is not None:
+            worker_side, jobs = entered
+            worker_side.before_forward(jobs)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Copy in what this step's forward needs."""
-        jobs = self._jobs()
-        if jobs is not None and self._worker_side is not None:
-            self._worker_side.load(jobs)
+        entered = self._enter(Hook.START_LOAD_KV)
+        if entered is not None:
+            worker_side, jobs = entered
+            worker_side.load(jobs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: the forward comes after the loads that `start_load_kv` has begun."""
@@ -203,9 +214,10 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Copy out what has settled."""
-        jobs = self._jobs()
-        if jobs is not None and self._worker_side is not None:
-            self._worker_side.save(jobs)
+        entered = self._enter(Hook.WAIT_FOR_SAVE)
+        if entered is not None:
+            worker_side, jobs = entered
+            worker_side.save(jobs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What vLLM's scheduler learns with this step's output; `update_connector_output` adds loads that succeed."""
@@ -226,6 +238,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         """The reports of this step."""
         if self._worker_side is None:
             return None
+        self._enter(Hook.OUTPUT)
         jobs = self._connector_metadata
         if isinstance(jobs, StepJobs) and jobs.is_idle:
             self._worker_side.give_way()

@@ -46,9 +46,16 @@ class StepJobs(KVConnectorMetadata):
     """Finished requests out of whose blocks nobody copies any more; every rank reports them to vLLM."""
     is_idle: bool = attrs.field(default=False, eq=False)
     """Whether the step computes nothing, so that only copies can bring the engine on."""
+    delivered: int = attrs.field(default=0, eq=False)
+    """Sequence number of the `EffectsDelivered` that records that these jobs were handed out; 0 if none does."""
 
     def __bool__(self) -> bool:
         return self != _NOTHING
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether the output of the step has to report copies: those that it waits for, or that were asked after."""
+        return bool(self.saves_before_forward or self.loads or self.saves or self.asked_after)
 
 
 _NOTHING = StepJobs()
@@ -82,6 +89,19 @@ class JobReport:
     """Whether this was reported before, and was asked for again."""
     digested: tuple[DigestedJob, ...] = ()
     """Digests of those of its jobs that have any."""
+    moments: tuple[int, ...] = ()
+    """When the copy began and ended, see `CopyMoments.as_fields`."""
+
+
+@attrs.frozen(slots=False)
+class StepReport:
+    """One rank has sent the output of a step that has to report copies, see `StepJobs.has_reports`."""
+
+    delivered: int
+    """See `StepJobs.delivered`."""
+    rank: int
+    under_way: tuple[int, ...] = ()
+    """Jobs whose copies have begun, that the device keeps in order, and that are not over yet."""
 
 
 @attrs.frozen(slots=False)
@@ -105,9 +125,10 @@ class WorkerReports(KVConnectorWorkerMetadata):
     reports: tuple[JobReport, ...]
     starts: tuple[WorkerStart, ...] = ()
     """In the first step, where nobody asked for it at start."""
+    steps: tuple[StepReport, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
         """Put the reports of several ranks together; each names its rank."""
         if not isinstance(other, WorkerReports):
             return self
-        return WorkerReports(self.reports + other.reports, self.starts + other.starts)
+        return WorkerReports(self.reports + other.reports, self.starts + other.starts, self.steps + other.steps)

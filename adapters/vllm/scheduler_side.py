@@ -283,7 +283,10 @@ class SchedulerSide:
             self.hook_failed("build_connector_meta", "", error)
             ready = self.journal.ready()
             jobs = no_copies(ready)
+        sequence = self.ledger.next_sequence
         self._advance(ready)
+        if self.ledger.next_sequence > sequence:
+            jobs = attrs.evolve(jobs, delivered=sequence)
         if not jobs.failed_loads and not jobs.finished_saves:
             return jobs
         failed_loads, finished_saves = map(self.ids.all_given, (jobs.failed_loads, jobs.finished_saves))
@@ -430,6 +433,7 @@ class SchedulerSide:
         if isinstance(worker_meta, WorkerReports):
             self._take_digests(worker_meta)
             self._take_reports(worker_meta)
+            self._take_steps(worker_meta)
             disagreement = self.compare(worker_meta.starts)
             if disagreement:  # too late to refuse the start
                 self.journal.decline(disagreement)
@@ -447,10 +451,11 @@ class SchedulerSide:
                 self.journal.observe(digested)
 
     def _take_reports(self, worker_reports: WorkerReports) -> None:
-        by_copy: dict[tuple[tuple[int, ...], bool], dict[int, JobReport]] = {}
+        by_copy: dict[tuple[tuple[int, ...], bool, tuple[int, ...]], dict[int, JobReport]] = {}
         for report in worker_reports.reports:
-            by_copy.setdefault((report.job_ids, report.is_repeated), {}).setdefault(report.rank, report)
-        for (job_ids, is_repeated), by_rank in by_copy.items():
+            copied = (report.job_ids, report.is_repeated, report.moments)
+            by_copy.setdefault(copied, {}).setdefault(report.rank, report)
+        for (job_ids, is_repeated, moments), by_rank in by_copy.items():
             if self.journal.is_disabled and not self.journal.obligations.is_waiting:
                 return
             reports = by_rank.values()
@@ -464,9 +469,21 @@ class SchedulerSide:
                 error=next((report.error for report in reports if report.error), ""),
                 withheld="",
                 time_ns=self.journal.now(),
+                moments=moments,
             )
             if not self._take_report(reported):
                 self._take_report(reported)
+
+    @guarded(default=None, hook_name="update_connector_output")
+    def _take_steps(self, worker_reports: WorkerReports) -> None:
+        """After the reports: what is missing among them then is missing."""
+        if self.journal.is_disabled:
+            return
+        ranks: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for step in worker_reports.steps:
+            ranks.setdefault((step.delivered, step.under_way), []).append(step.rank)
+        for (delivered, under_way), of_ranks in ranks.items():
+            self.journal.observe(e.StepReported(delivered, tuple(sorted(of_ranks)), under_way))
 
     def _bytes_of(self, job_ids: tuple[int, ...], num_bytes: int) -> tuple[int, ...]:
         """What a copy moved for each of its jobs: all pages are of one size."""

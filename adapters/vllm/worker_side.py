@@ -14,9 +14,17 @@ from typing import TYPE_CHECKING, TypeVar
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.async_copies import AsyncCopies
 from kvledger.adapters.vllm.messages import messages
-from kvledger.adapters.vllm.metadata import JobReport, PageJob, StepJobs, WorkerReports, WorkerStart
+from kvledger.adapters.vllm.metadata import (
+    JobReport,
+    PageJob,
+    StepJobs,
+    StepReport,
+    WorkerReports,
+    WorkerStart,
+)
+from kvledger.adapters.vllm.step_clock import StepClock
 from kvledger.adapters.vllm.worker_digests import WorkerDigests
-from kvledger.lifecycle import raise_if_unstoppable
+from kvledger.lifecycle import Hook, raise_if_unstoppable
 from kvledger.storage.kv import (
     BlockLayout,
     CopyEngine,
@@ -75,9 +83,11 @@ class WorkerSide:
         self._pool: HostPool | None = None
         self._engine: CopyEngine | None = None
         self._async_engine: CopyEngine | None = None
-        self._copies = AsyncCopies(rank)
+        self._clock = StepClock()
+        self._copies = AsyncCopies(rank, self._clock)
         self._digests: WorkerDigests | None = None
         self._step: StepJobs | None = None
+        self._bound: StepJobs | None = None
         self._executed: set[int] = set()
         self._max_joined_pages = 1
         self._reports: list[JobReport] = []
@@ -97,7 +107,7 @@ class WorkerSide:
         layout = describe_pages(kv_caches, self._num_blocks)
         is_cuda = layout.device.type == "cuda"
         self._max_joined_pages = max(1, MAX_JOINED_BYTES // layout.block_bytes)
-        self._copies = AsyncCopies(self._rank, waits=not is_alone)
+        self._copies = AsyncCopies(self._rank, self._clock, waits=not is_alone)
         self._pool = HostPool(self._num_slots, layout.block_bytes, pin=is_cuda, sharing=self._sharing)
         self._digests = WorkerDigests(PageDigests(layout, self._pool))
         batched_copy = versions.batched_copy() if is_cuda else None
@@ -117,6 +127,11 @@ class WorkerSide:
             num_layers=len(layout.layers),
             runs_a_block=len(layout.runs()),
         )
+
+    def enter(self, hook: Hook, jobs: StepJobs | None) -> None:
+        """VLLM calls a hook in a step with these jobs; None if there are none. Copies are noted with that hook."""
+        self._clock.enter(hook, 0 if jobs is None else jobs.delivered)
+        self._bound = jobs
 
     def before_forward(self, jobs: StepJobs) -> None:
         """Copy out what the step may overwrite, before it does (`handle_preemptions`). A second call does nothing."""
@@ -160,7 +175,15 @@ class WorkerSide:
             reports = self._digests.with_digests(reports)
         start = self.take_start()
         starts = () if start is None else (start,)
-        return WorkerReports(tuple(reports), starts) if reports or starts else None
+        steps = self._take_step()
+        return WorkerReports(tuple(reports), starts, steps) if reports or starts or steps else None
+
+    def _take_step(self) -> tuple[StepReport, ...]:
+        """Whose output this is, also if it has no report: that is how a copy that was never made is found."""
+        jobs, self._bound = self._bound, None
+        if jobs is None or not jobs.has_reports or not jobs.delivered:
+            return ()
+        return (StepReport(jobs.delivered, self._rank, self._copies.under_way()),)
 
     def give_way(self) -> None:
         """Let copies have the interpreter for a moment: the step computes nothing."""

@@ -88,6 +88,12 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
         "num_bytes": "measured by the workers, for metrics",
         "duration_ns": "measured by the workers, for metrics",
         "withheld": "the connector's word on why it reports in the workers' place; no worker could tell",
+        "moments": ("COPY_IN_TIME",),
+    },
+    "step.reported": {
+        "delivered": ("COPY_IN_TIME",),
+        "ranks": ("COPY_IN_TIME",),
+        "under_way": ("COPY_IN_TIME",),
     },
     "load.errors_observed": {"block_ids": ("FAILED_LOAD_TAINT",)},
     "hook.failed": dict.fromkeys(("hook", "request_id", "error"), _PASSED_ON),

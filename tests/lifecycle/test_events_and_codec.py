@@ -147,7 +147,11 @@ def test_a_decision_names_its_cause_and_an_observation_its_time(event_class: typ
     else:
         assert "cause" not in fields
         # These two come with others that tell the time.
-        assert "time_ns" in fields or event_class in {e.ChunkKeysObserved, e.EffectsDelivered}
+        assert "time_ns" in fields or event_class in {
+            e.ChunkKeysObserved,
+            e.EffectsDelivered,
+            e.StepReported,
+        }
 
 
 @each_event

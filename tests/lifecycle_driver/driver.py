@@ -14,6 +14,7 @@ from kvledger.lifecycle import (
     Core,
     Ledger,
     LedgerConfiguration,
+    PageJob,
     Ready,
     RequestState,
     Scheduled,
@@ -22,6 +23,7 @@ from kvledger.lifecycle import (
 )
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
+from kvledger.lifecycle.copy_moments import Hook
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.replay import SequencedEvent
@@ -36,6 +38,14 @@ def keys_of(document: str, num_chunks: int, first_chunk: int = 0) -> tuple[bytes
         hashlib.blake2b(f"{document}/{chunk}".encode(), digest_size=16).digest()
         for chunk in range(first_chunk, first_chunk + num_chunks)
     )
+
+
+def hook_of(job: PageJob) -> Hook:
+    """In which hook a worker makes a copy."""
+    if isinstance(job, e.LoadIssued):
+        return Hook.START_LOAD_KV
+    is_before_forward = isinstance(job, e.TailSaveIssued) or job.before_forward
+    return Hook.HANDLE_PREEMPTIONS if is_before_forward else Hook.WAIT_FOR_SAVE
 
 
 class Driver:
@@ -193,6 +203,7 @@ class Driver:
         withheld: str = "",
         together: Sequence[int] = (),
         duration_ns: int = 10,
+        moments: tuple[int, ...] = (),
     ) -> list[e.Event]:
         """Workers report a job: the first `num_ranks` of them, or `ranks`. Of one `withheld` it is the connector.
 
@@ -204,7 +215,9 @@ class Driver:
         job_ids = (job_id, *together)
         num_bytes = (100,) * len(job_ids)
         return self.observe(
-            e.TransferReported(job_ids, done, failed, is_repeated, num_bytes, duration_ns, error, withheld, self._now())
+            e.TransferReported(
+                job_ids, done, failed, is_repeated, num_bytes, duration_ns, error, withheld, self._now(), moments
+            )
         )
 
     def preempt(
@@ -252,6 +265,17 @@ class Driver:
         if delivered is not None:
             self.observe(delivered)
         return ready
+
+    def carry_out(self) -> None:
+        """Hand out what is owed, make the copies as workers do in a step, and report them with its output."""
+        delivered = self.ledger.next_sequence
+        ready, num_ranks, number = self.deliver(Channel.WORKERS), self.configuration.num_ranks, 1
+        for hook in Hook:
+            for job in [job for job in ready.jobs if hook_of(job) is hook]:
+                ended = (0, number + 1, Hook.OUTPUT if getattr(job, "is_async", False) else hook)
+                self.report(job.job_id, num_ranks=num_ranks, moments=(delivered, number, hook, *ended))
+                number += 2
+        self.observe(e.StepReported(delivered, tuple(range(num_ranks)), ()))
 
     # --- whole stories ---------------------------------------------------------------------------
 

@@ -59,6 +59,18 @@ class InFlight(msgspec.Struct, gc=False):
     """Of a load: the preemption or the end that took its blocks; 0: none did."""
     ranks_done: frozenset[int] = frozenset()
     ranks_failed: frozenset[int] = frozenset()
+    is_before_forward: bool = False
+    """Whether it is a save that must be over before its step computes anything."""
+    delivered_at: int = 0
+    """Sequence number of the `EffectsDelivered` with which it was handed out; 0 if none is in the log."""
+    delivered_step: int = 0
+    """Steps in the log when it was handed out."""
+    awaited_at: int = 0
+    """Sequence number of the first `EffectsDelivered` whose step had to wait for it; 0 if none is in the log."""
+    asked_at: int = 0
+    """Sequence number of the last `EffectsDelivered` that asked after it; 0 if none is in the log."""
+    reminders: tuple[bool, ...] = ()
+    """Of each reminder that was decided and not handed out, whether a step has to wait."""
 
     @property
     def filled(self) -> list[int]:
@@ -178,11 +190,28 @@ class JobsInFlight:
 
     @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued) -> None:
-        self._issued(event, event.chunks, is_load=False, is_async=event.is_async)
+        save = self._issued(event, event.chunks, is_load=False, is_async=event.is_async)
+        save.is_before_forward = event.before_forward
 
     @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
-        self._issued(event, (), is_load=False, is_async=False)
+        self._issued(event, (), is_load=False, is_async=False).is_before_forward = True
+
+    @on(e.EffectsDelivered)
+    def _delivered(self, event: e.EffectsDelivered) -> None:
+        for job_id in event.job_ids:
+            job = self._jobs.get(job_id)
+            if job is not None and job.sequence and not job.delivered_at:  # else nothing says when it must be copied
+                job.delivered_at, job.delivered_step = self._moment.sequence, self._lives.num_steps
+        for job_id in event.awaited:
+            job = self._jobs.get(job_id)
+            if job is None:
+                continue
+            if not any(job.reminders):
+                job.asked_at = self._moment.sequence if job.reminders else job.asked_at
+            elif job.delivered_at < self._moment.sequence:
+                job.awaited_at = job.awaited_at or self._moment.sequence
+            job.reminders = ()
 
     def _issued(
         self,
@@ -257,6 +286,7 @@ class JobsInFlight:
         # Who was asked twice in vain is not asked a third time.
         if event.before_forward or not job.is_asked_after:
             job.since_step, job.since_ns = self._lives.num_steps, self._lives.time_ns
+        job.reminders = (*job.reminders, event.before_forward)
         job.is_asked_after |= not event.before_forward
         job.is_fenced |= event.before_forward
 

@@ -15,6 +15,7 @@ from kvledger.lifecycle.audit.rules import (
     keys,
     lives,
     lookups,
+    order,
     read_blocks,
     recorded,
     save_interval,
@@ -26,7 +27,7 @@ from kvledger.lifecycle.audit.rules import (
 
 _SUBJECTS = (
     *(recorded, lives, lookups, failed_loads, tokens, keys, saves, save_interval),
-    *(digests, slots, evictions, tables, filled_blocks, read_blocks, jobs),
+    *(digests, slots, evictions, tables, filled_blocks, read_blocks, jobs, order),
 )
 RULES: Mapping[str, type[Checker]] = MappingProxyType(
     {

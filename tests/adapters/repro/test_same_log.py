@@ -50,13 +50,11 @@ def without_log_before(events: list[tuple[int, e.Event]]) -> list[tuple[int, e.E
         return events
     moved = [events[0]]
     for sequence, event in events[2:]:
-        causes = {name: getattr(event, name, 0) for name in ("cause", "miss_cause")}
-        moved.append(
-            (
-                sequence - 1,
-                replace(event, **{name: cause - 1 for name, cause in causes.items() if cause}),
-            )
-        )
+        causes = {name: getattr(event, name, 0) for name in ("cause", "miss_cause", "delivered")}
+        changes: dict[str, object] = {name: cause - 1 for name, cause in causes.items() if cause}
+        if isinstance(event, e.TransferReported) and event.moments:
+            changes["moments"] = (event.moments[0] - 1, *event.moments[1:])
+        moved.append((sequence - 1, replace(event, **changes)))
     return moved
 
 

@@ -146,7 +146,8 @@ def test_a_worker_that_knows_nothing_of_a_copy_fails_it(make_engine: Any, async_
     make_slow(engine, "load")
     engine.add("reader", PROMPT, 2)
     engine.step()
-    engine.worker._worker_side._copies = AsyncCopies(0)
+    side = engine.worker._worker_side
+    side._copies = AsyncCopies(0, side._clock)
     engine.run()
     assert (reported.received, reported.failed) == (["reader"], ["reader"])
     (failed,) = engine.logged(e.LoadFailed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from lifecycle_driver import Driver, keys_of
 
+from kvledger.lifecycle import Channel
 from kvledger.lifecycle import events as e
 
 
@@ -188,3 +189,45 @@ def reading_story() -> Driver:
 def reading() -> Driver:
     """The story of a load that is read meanwhile, played once."""
     return reading_story()
+
+
+def ordered_story() -> Driver:
+    """Two ranks make and report the copies of each step: saves before and after a forward, and a load.
+
+    In the end the first rank has made the save of "c", its device still copies for "d", and no output of the step of
+    "e" has arrived.
+    """
+    driver = Driver(chunk_size=16, num_slots=32, num_ranks=2)
+    keys = keys_of("a", 4)
+    driver.start("a", keys[:2], 40, (1, 2, 3))
+    driver.step(("a", 40, 1, 41), settled=[("a", 0, 40)])
+    driver.carry_out()
+    driver.preempt("a", 40)
+    driver.step()
+    driver.carry_out()
+    driver.lookup("a", 0, 41)
+    driver.allocate("a", (7, 8, 9), 40)
+    driver.step(("a", 40, 1, 41))
+    driver.carry_out()
+    delivered, jobs = {}, {}
+    for first_block, name in enumerate("bcde", 20):
+        driver.start(name, keys_of(name, 2), 33, range(10 * first_block, 10 * first_block + 3))
+        driver.step((name, 33, 1, 34), settled=[(name, 0, 33)])
+        if name == "b":
+            driver.carry_out()
+        else:
+            delivered[name] = driver.ledger.next_sequence
+            (jobs[name],) = [job.job_id for job in driver.deliver(Channel.WORKERS).jobs]
+    driver.report(jobs["c"], ranks=(0,), moments=(delivered["c"], 1, 2, 0, 2, 2))
+    driver.observe(e.StepReported(delivered["e"], (0,), (jobs["d"],)))
+    for _ in range(6):
+        driver.step()
+    driver.observe(e.LogNote("the engine goes on", 9))
+    driver.ledger.commit()
+    return driver
+
+
+@pytest.fixture(scope="module")
+def ordered() -> Driver:
+    """The story of copies in order, played once."""
+    return ordered_story()

@@ -131,6 +131,8 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
         evolve(num_settled_tokens=17, num_in_flight_tokens=0, num_computed_tokens=18),
     ),
     "BYTES_UNCHANGED": (e.LogNote, 0, lambda _: e.PagesDigested("a", 0, 0, 0, True, 0, 0, (1,), (2,), 1)),
+    "COPY_IN_TIME": (e.TransferReported, 0, first_of("moments", 1)),
+    "SETTLED_AT_CLOSE": (e.LogNote, 0, evolve(text="connector shut down")),
     "RECORDED": (e.LogNote, 0, lambda _: e.HookFailed("build_connector_meta", "", "ValueError: no", 1)),
 }
 
@@ -142,6 +144,7 @@ STORIES = {
         ("SRC_BLOCK_STABLE", "BLOCK_REUSE_FENCED", "DELAY_FREE_CONTRACT", "DEFER_BOUNDED", "FAILED_LOAD_TAINT"),
         "asynchronous",
     ),
+    **dict.fromkeys(("COPY_IN_TIME", "SETTLED_AT_CLOSE"), "ordered"),
     **dict.fromkeys(("EVICT_IDLE_ONLY", "ROLLBACK_OBSERVED", "LIVENESS", "LOAD_XOR_STORES"), "reading"),
 }
 """Rules that are broken in another story than the first."""

@@ -1,0 +1,192 @@
+"""Order inside the workers: when copies begin and end, and that none is forgotten."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.jobs import InFlight, Settled
+from kvledger.lifecycle.copy_moments import CopyMoments, Hook, Moment
+from kvledger.lifecycle.marks import on
+
+_STEPS_IN_FLIGHT: Final = 2
+"""Steps that vLLM has at most in flight, on top of one for each rank of a pipeline (`config/vllm.py`,
+max_concurrent_batches, 0.32), so that their outputs may be missing at the end of a log."""
+_MAX_STEPS: Final = 64
+"""Steps whose order is remembered: reports of their copies come later only if the device is far behind."""
+_NEVER: Final = (0, 0)
+_Numbers = dict[int, tuple[int, int]]
+"""Rank -> (number in the step, job)."""
+
+
+class CopyInTime(Checker):
+    """COPY_IN_TIME: a copy begins and ends when it must in its step, and a step is not over without its copies.
+
+    A save out of blocks that a step may overwrite, and a copy that it awaits, are over before everything else in it;
+    its loads come next; its other saves begin after the forward; and all copies that it waits for are reported with it.
+
+    Verifies: for each reported copy whose moments were recorded, that it began in the step with which it was handed
+    out: in `handle_preemptions` if it is a save before the forward, in `start_load_kv` if it is a load, else in
+    `wait_for_save`; that one which is not asynchronous was over, or came before everything that the device was given
+    later, in that hook; that an awaited copy was so by the `handle_preemptions` of the step that awaits it; and that
+    loads and saves came after the copies that had to precede them. For each output of a step with copies that it waits
+    for, or that were asked after, that those of this and earlier steps were reported by then, or are under way.
+    Does not verify: copies that were never reported, in steps after which no rank reported another one (see LIVENESS
+    and SETTLED_AT_CLOSE); that the device kept the order; whether vLLM called `start_load_kv` before the forward.
+    """
+
+    rule = "COPY_IN_TIME"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._preceding: dict[int, _Numbers] = {}
+        """Sequence number of an `EffectsDelivered` -> the last ends in its step that had to precede other copies."""
+        self._following: dict[int, _Numbers] = {}
+        """The same -> the first begins that had to follow them."""
+        self._missing: set[int] = set()
+        """Jobs in flight that were named as missing."""
+
+    @on(e.TransferReported)
+    def _reported(self, event: e.TransferReported) -> None:
+        moments = CopyMoments.of_fields(event.moments)
+        if moments is None or event.withheld:
+            return
+        ranks = (*event.ranks_done, *event.ranks_failed)
+        for job_id in event.job_ids:
+            job = self.jobs.get(job_id)
+            if job is not None and job.delivered_at:
+                detail = _wrong_moment(job, moments) or self._wrong_order(job, moments, ranks)
+                if detail:
+                    what = f"job {job_id}, {_kind(job)}, of ranks {sorted(ranks)}: {detail}"
+                    self.broken(what, job.sequence, job.delivered_at, request_id=job.request_id)
+
+    def _wrong_order(self, job: InFlight, moments: CopyMoments, ranks: tuple[int, ...]) -> str:
+        began, ended = moments
+        detail = ""
+        for rank in ranks:
+            if job.is_before_forward or (job.awaited_at and ended.delivered == job.awaited_at):
+                detail = detail or self._ended(ended, rank, job.job_id)
+            if not job.is_before_forward:
+                detail = detail or self._began(began, rank, job.job_id)
+        return detail
+
+    def _ended(self, ended: Moment, rank: int, job_id: int) -> str:
+        last = _of(self._preceding, ended.delivered)
+        if last.get(rank, _NEVER)[0] < ended.number:
+            last[rank] = ended.number, job_id
+        number, other = self._following.get(ended.delivered, {}).get(rank, _NEVER)
+        return f"it ended after job {other} had begun, which had to follow it" if 0 < number < ended.number else ""
+
+    def _began(self, began: Moment, rank: int, job_id: int) -> str:
+        first = _of(self._following, began.delivered)
+        if not 0 < first.get(rank, _NEVER)[0] < began.number:
+            first[rank] = began.number, job_id
+        number, other = self._preceding.get(began.delivered, {}).get(rank, _NEVER)
+        return f"it began before job {other} had ended, which had to precede it" if began.number < number else ""
+
+    @on(e.StepReported)
+    def _step_reported(self, event: e.StepReported) -> None:
+        ranks = self.jobs.every_rank.intersection(event.ranks)
+        for job_id, job in self.jobs:
+            if not _is_due(job, event.delivered) or job_id in event.under_way:
+                continue
+            missing = sorted(ranks - job.ranks_done - job.ranks_failed)
+            if missing and job_id not in self._missing:
+                self._missing.add(job_id)
+                step = "output after they were asked about it" if job.asked_at else "output of its step"
+                detail = f"job {job_id}, {_kind(job)}, is not among the reports of ranks {missing}, who sent the {step}"
+                self.broken(detail, job.sequence, job.asked_at or job.delivered_at, request_id=job.request_id)
+
+    @on(e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
+    def _settled(self, event: Settled) -> None:
+        self._missing.discard(event.job_id)
+
+
+def _of(by_step: dict[int, _Numbers], delivered: int) -> _Numbers:
+    found = by_step.setdefault(delivered, {})
+    if len(by_step) > _MAX_STEPS:
+        del by_step[next(iter(by_step))]
+    return found
+
+
+def _is_due(job: InFlight, delivered: int) -> bool:
+    """Whether the output of that step comes after the job's report."""
+    if 0 < job.asked_at <= delivered:
+        return True
+    if job.is_async or not job.delivered_at:
+        return False
+    # Saves after the forward may come after the output of their step, if vLLM has a drafter.
+    is_reported_with_step = job.is_load or job.is_before_forward
+    return job.delivered_at <= delivered if is_reported_with_step else job.delivered_at < delivered
+
+
+def _kind(job: InFlight) -> str:
+    name = "load" if job.is_load else "save"
+    return f"asynchronous {name}" if job.is_async else name + " before the forward" * job.is_before_forward
+
+
+def _hook_of(job: InFlight) -> Hook:
+    """In which it has to begin."""
+    if job.is_load:
+        return Hook.START_LOAD_KV
+    return Hook.HANDLE_PREEMPTIONS if job.is_before_forward else Hook.WAIT_FOR_SAVE
+
+
+def _wrong_moment(job: InFlight, moments: CopyMoments) -> str:
+    """What is wrong with the moments of one copy; empty if nothing is."""
+    began, ended = moments
+    if began.delivered != job.delivered_at:
+        return f"it began in the step of event {began.delivered}, and was handed out with event {job.delivered_at}"
+    hook = _hook_of(job)
+    if began.hook != hook:
+        return f"it began in {began.hook_name} of its step, not in {hook.name.lower()}"
+    if not job.is_async and (ended.delivered, ended.hook) != (began.delivered, hook):
+        return f"its step did not wait for it: it ended in {_place(ended, began.delivered)}"
+    if job.awaited_at and (ended.delivered, ended.hook) > (job.awaited_at, Hook.HANDLE_PREEMPTIONS):
+        where = _place(ended, job.awaited_at)
+        return f"the step of event {job.awaited_at} had to wait for it before its forward, and it ended in {where}"
+    return ""
+
+
+def _place(moment: Moment, delivered: int) -> str:
+    return f"{moment.hook_name} of {'that step' if moment.delivered == delivered else f'event {moment.delivered}'}"
+
+
+class SettledAtClose(Checker):
+    """SETTLED_AT_CLOSE: when the log is closed, every copy that a step waited for is reported.
+
+    A connector that is shut down has made all copies of the steps that are over.
+
+    Verifies: at the note "connector shut down", that each rank has reported each copy that is not asynchronous, unless
+    it was handed out with one of the last steps, whose output vLLM may not have processed; in logs that record the
+    outputs of such steps (`step.reported`).
+    Does not verify: asynchronous copies, which a shutdown may interrupt; logs that end without that note; copies in
+    flight of a request that is released (RELEASE_ALL).
+    """
+
+    rule = "SETTLED_AT_CLOSE"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._has_outputs = False
+        self._under_way: frozenset[int] = frozenset()
+
+    @on(e.StepReported)
+    def _step_reported(self, event: e.StepReported) -> None:
+        self._has_outputs = True
+        self._under_way = frozenset(event.under_way)
+
+    @on(e.LogNote)
+    def _noted(self, event: e.LogNote) -> None:
+        if event.text != "connector shut down" or not self._has_outputs:
+            return
+        last_step = self.lives.num_steps - _STEPS_IN_FLIGHT - len(self.jobs.every_rank)
+        for job_id, job in self.jobs:
+            if job.is_async or not job.delivered_at or job.delivered_step >= last_step or job_id in self._under_way:
+                continue
+            missing = sorted(self.jobs.every_rank - job.ranks_done - job.ranks_failed)
+            if missing:
+                detail = f"the log is closed, and ranks {missing} never reported job {job_id}, {_kind(job)}"
+                self.broken(detail, job.sequence, job.delivered_at, request_id=job.request_id)
