@@ -82,6 +82,8 @@ class Worlds:
     """Settings of the engine that are not left to the seed."""
     num_slots: int | None = None
     """Slots of the host pool; None: as the seed draws."""
+    closes: bool = False
+    """Whether the engine is shut down in the end."""
     title: str = "vLLM's scheduler"
 
     def play(self, seed: int, told: Callable[[SequenceOf], None]) -> Story:
@@ -101,6 +103,8 @@ class Worlds:
             with world:
                 told(lambda: world.side.ledger.next_sequence)
                 ended_by = _to_the_end(lambda: _live(world))
+                if self.closes:
+                    world.side.shutdown()
                 world.side.ledger.commit()
                 log = read_end(world.side)
                 return Story(log.configuration, log.events, ended_by, allowed_rules(world))

@@ -115,6 +115,7 @@ class World:
         names = names if faults is None else names & faults
         chosen = [fault for fault in FAULTS if fault.name in names and fault.suits(self.settings)]
         self.faults: list[Fault] = [fault(self) for fault in chosen]
+        self._reports_are_lost = any(type(fault).reports is not Fault.reports for fault in self.faults)
         for fault in self.faults:
             self._exits.callback(fault.detach)
         self.log_dir: Path | None = None
@@ -364,7 +365,9 @@ class World:
         reports = [report for child in ours for report in child.reports]
         for fault in self.faults:
             reports = fault.reports(reports)
-        passed = WorkerReports(tuple(reports)) if reports else None
+        # A wire that loses reports would lose with them that they are missing.
+        steps = () if self._reports_are_lost else tuple(step for child in ours for step in child.steps)
+        passed = WorkerReports(tuple(reports), steps=steps) if reports or steps else None
         if self.settings.neighbour is None:
             output.kv_connector_worker_meta = passed
         else:
