@@ -171,10 +171,18 @@ class RequestArrived(RequestEvent, frozen=True, tag=0):
 
 @observation("chunk.keys_observed")
 class ChunkKeysObserved(RequestEvent, frozen=True, tag=1):
-    """The keys of the chunks from `first_chunk` on; they replace what was known from there."""
+    """The keys of the chunks from `first_chunk` on; they replace what was known from there.
+
+    `hash_prefixes` is what the keys are checked with: for each chunk the first 4 bytes of vLLM's hash
+    (`Request.block_hashes`) of the last block that ends within the chunk or before it, one after the other. Zeros:
+    there is no such block. Empty: not recorded. `are_block_hashes` says whether each key has to be that hash itself,
+    cut, or another one that covers more.
+    """
 
     first_chunk: ChunkNumber
     keys: tuple[bytes, ...]
+    hash_prefixes: bytes = b""
+    are_block_hashes: bool = False
 
 
 @observation("lookup.requested")

@@ -75,7 +75,8 @@ def with_numbered_keys(events: Iterable[SequencedEvent]) -> Iterator[SequencedEv
 
     for sequence, event in events:
         if isinstance(event, e.ChunkKeysObserved):
-            yield sequence, changed(event, keys=tuple(map(number, event.keys)))
+            keys = tuple(map(number, event.keys))
+            yield sequence, changed(event, keys=keys, hash_prefixes=b"", are_block_hashes=False)
         elif isinstance(event, e.ChunkEvicted | e.ChunkTainted):
             yield sequence, changed(event, key=number(event.key))
         elif isinstance(event, e.InvariantViolated | e.DecisionWithheld):

@@ -45,6 +45,7 @@ class ChunkKeySource:
                 must not save such blocks, so these requests get no keys.
         """
         self._chunk_size = chunk_size
+        self.hash_block_size = hash_block_size
         self._hash_tokens = hash_tokens
         self._hashes_per_chunk = chunk_size // hash_block_size if chunk_size % hash_block_size == 0 else 0
         self._vllm_shares_blocks = vllm_shares_blocks

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
+from kvledger.adapters.vllm.key_checks import KeyChecks
 from kvledger.lifecycle import BlocksRegion, Rule, TrustRegion, raise_if_unstoppable
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NULL_BLOCK
@@ -51,6 +52,7 @@ class Noticing:
         self._tracker = journal.projections.tracker
         self._chunk_size = journal.configuration.chunk_size
         self._keys = keys
+        self._checks = KeyChecks(chunk_size=self._chunk_size, hash_block_size=keys.hash_block_size)
         self._speculates = speculates
         self._uncached: set[str] = set()
         """Reasons not to cache a request that are in the log."""
@@ -76,9 +78,19 @@ class Noticing:
             self._journal.hook_failed("chunk_keys", request.request_id, error)
             return
         if keys:
-            self._journal.observe(e.ChunkKeysObserved(request.request_id, num_known, keys))
+            self._observe_keys(request, num_known, keys)
         elif not num_known:
             self._note_uncached(request)
+
+    def _observe_keys(self, request: Request, first_chunk: int, keys: tuple[bytes, ...]) -> None:
+        try:
+            prefixes = self._checks.hash_prefixes(request, first_chunk, len(keys))
+            are_block_hashes = self._checks.are_block_hashes(request)
+        except BaseException as error:  # noqa: BLE001 -- read from live objects of vLLM; see `keys`
+            raise_if_unstoppable(error)
+            self._journal.hook_failed("chunk_keys", request.request_id, error)
+            return
+        self._journal.observe(e.ChunkKeysObserved(request.request_id, first_chunk, keys, prefixes, are_block_hashes))
 
     def _note_uncached(self, request: Request) -> None:
         """Record why a request is not cached, once for each reason."""
@@ -159,7 +171,7 @@ class Noticing:
         if first_chunk <= len(known):
             parent = known[first_chunk - 1] if first_chunk else None
             keys = self._keys.keys(request, first_chunk, parent)
-            self._journal.observe(e.ChunkKeysObserved(request.request_id, first_chunk, keys))
+            self._observe_keys(request, first_chunk, keys)
 
     def load_errors(self, block_ids: Iterable[int], requests: Iterable[Request]) -> None:
         """Record blocks that could not be filled, and what the scheduler has taken back because of them."""

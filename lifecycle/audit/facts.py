@@ -40,7 +40,10 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
         "num_prompt_tokens": _ENGINE,
         "trace_parent": "the caller's word, for exports; nothing in the log hangs on it",
     },
-    "chunk.keys_observed": {"first_chunk": ("LONGEST_HIT",), "keys": ("KEY_IDENTITY",)},
+    "chunk.keys_observed": {
+        "first_chunk": ("LONGEST_HIT",),
+        **dict.fromkeys(("keys", "hash_prefixes", "are_block_hashes"), ("KEY_IDENTITY",)),
+    },
     "lookup.requested": {
         "num_computed_tokens": ("LOOKUP_PURE",),
         "num_tokens": ("LOOKUP_PURE", "RESUME_COVERS_OUTPUT"),

@@ -11,24 +11,33 @@ from kvledger.lifecycle.marks import on
 
 MAX_KEYS = 1 << 16
 """Keys that are remembered; the oldest are forgotten first."""
+_PREFIX_BYTES = 4
+"""Of each hash in `ChunkKeysObserved.hash_prefixes`."""
 
 
 class KeyIdentity(Checker):
     """KEY_IDENTITY: a chunk key stands for one prefix, and so for one place in it.
 
-    The same key never names chunks at two places, or behind two different chunks.
+    The same key never names chunks at two places, or after two different chunks, or with two different hashes of vLLM
+    for the last block.
 
-    Verifies: this for the last 65536 keys of the log, over all requests; and that keys of a request come without a gap.
+    Verifies: this for the last 65536 keys of the log, over all requests; that keys of a request come without a gap;
+    that a key is vLLM's hash of the chunk's last block, cut to 16 bytes, if chunks are whole blocks and the request has
+    no adapter, no given embeddings and is no pooling request; and that it is another one if not. Of vLLM's hash the log
+    has the first 4 bytes, read apart from the key.
     Does not verify: that a key covers everything else its KV depends on, such as salt, adapter, media and weights:
-    tokens never enter the log, only keys made from them.
+    tokens never enter the log, only keys made from them. A key that is not vLLM's hash, as that of a chunk smaller than
+    a block, is compared with equal keys alone, and not by the tokens after the last whole block. A key without vLLM's
+    hash beside it is not compared with that.
     """
 
     rule = "KEY_IDENTITY"
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
-        self._known: OrderedDict[bytes, tuple[int, bytes, int]] = OrderedDict()
-        """Key -> its chunk, the key of the chunk before it (empty: none), and the event that recorded it first."""
+        self._known: OrderedDict[bytes, tuple[int, bytes, bytes, int]] = OrderedDict()
+        """Key → its chunk, the key of the chunk before it (empty: none), the beginning of vLLM's hash of its last block
+        (empty: not known), and the event that recorded it first."""
 
     @on(e.ChunkKeysObserved)
     def _observed(self, event: e.ChunkKeysObserved) -> None:
@@ -43,17 +52,47 @@ class KeyIdentity(Checker):
                 self.broken(detail)
                 return
             parent = known[event.first_chunk - 1]
-        for chunk, key in enumerate(event.keys, event.first_chunk):
-            named = (chunk, parent, self.moment.sequence)
-            known_chunk, known_parent, known_at = self._known.setdefault(key, named)
+        prefixes = _prefixes(event)
+        if len(prefixes) != len(event.keys):
+            self.broken(f"{len(event.keys)} keys, and hashes of {len(prefixes)} blocks to check them with")
+            return
+        for chunk, (key, prefix) in enumerate(zip(event.keys, prefixes, strict=True), event.first_chunk):
+            named = (chunk, parent, prefix, self.moment.sequence)
+            known_chunk, known_parent, known_prefix, known_at = self._known.setdefault(key, named)
+            wrong = _wrong_hash(event, key, prefix, known_prefix)
+            if wrong:
+                self.broken(f"key {key.hex()} of chunk {chunk} {wrong}", known_at)
+                break
             if known_chunk != chunk or known_parent != parent:
-                prefix = "behind another prefix" if parent != known_parent else "behind the same chunk"
-                detail = f"key {key.hex()} names chunk {chunk}, {prefix}; it had named chunk {known_chunk}"
+                after = "behind another prefix" if parent != known_parent else "behind the same chunk"
+                detail = f"key {key.hex()} names chunk {chunk}, {after}; it had named chunk {known_chunk}"
                 self.broken(detail, known_at)
                 break
             parent = key
         while len(self._known) > MAX_KEYS:
             self._known.popitem(last=False)
+
+
+def _prefixes(event: e.ChunkKeysObserved) -> list[bytes]:
+    """The beginning of vLLM's hash of each chunk's last block; empty where it is not known."""
+    if not event.hash_prefixes:
+        return [b""] * len(event.keys)
+    firsts = range(0, len(event.hash_prefixes), _PREFIX_BYTES)
+    found = [event.hash_prefixes[first : first + _PREFIX_BYTES] for first in firsts]
+    return [prefix if any(prefix) else b"" for prefix in found]
+
+
+def _wrong_hash(event: e.ChunkKeysObserved, key: bytes, prefix: bytes, known_prefix: bytes) -> str:
+    """What contradicts vLLM's hash of the chunk's last block; empty: nothing does."""
+    if not prefix:
+        return ""
+    if known_prefix and prefix != known_prefix:
+        return f"stands for a chunk whose last block has hash {prefix.hex()}…; it had stood for {known_prefix.hex()}…"
+    if event.are_block_hashes and not key.startswith(prefix):
+        return f"is not vLLM's hash of the chunk's last block, {prefix.hex()}…"
+    if not event.are_block_hashes and key.startswith(prefix):
+        return "is vLLM's hash of the chunk's last block, which leaves out what the chunk's KV depends on"
+    return ""
 
 
 class ResetEpoch(Checker):

@@ -70,6 +70,7 @@ def without_names(events: Sequence[SequencedEvent]) -> list[SequencedEvent]:
         changes: dict[str, object] = {name: 0 for name in ("time_ns", "duration_ns") if hasattr(event, name)}
         if isinstance(event, e.ChunkKeysObserved):
             changes["keys"] = tuple(named(key) for key in event.keys)
+            changes["hash_prefixes"] = b""  # of other tokens
         elif isinstance(event, e.ChunkEvicted | e.ChunkTainted):
             changes["key"] = named(event.key)
         found.append((sequence, replace(event, **changes)))

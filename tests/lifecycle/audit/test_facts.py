@@ -37,6 +37,7 @@ _EXTENSIONS = "the projections of the extension fold it, or nobody can; the core
 _COUNTED = "counted, and nothing else; `show` and `why` read the event itself"
 _CHECKED = "SETTLED_EXACT makes the settled tokens from it once more; nothing is decided upon it"
 NOT_FOLDED: dict[str, dict[str, str]] = {
+    "chunk.keys_observed": dict.fromkeys(("hash_prefixes", "are_block_hashes"), "what the audit checks keys with"),
     "request.arrived": {"trace_parent": "only `export` needs the caller's span, and reads the event"},
     "request.finished": {
         "status": _PEOPLE,
@@ -108,9 +109,11 @@ def further_story() -> tuple[Driver, list[SequencedEvent]]:
     driver = Driver(chunk_size=16, num_slots=16, max_failed_loads=1)
     keys = keys_of("a", 2)
     driver.save_prefix("earlier", keys)
-    driver.arrive("whole", 32, keys)
+    driver.arrive("whole", 32)
+    driver.observe(e.ChunkKeysObserved("whole", 0, tuple(keys), bytes(range(1, 9)), are_block_hashes=False))
     driver.lookup("whole", 0, 32)
-    driver.arrive("b", 17, keys_of("b", 1))
+    driver.arrive("b", 17)
+    driver.observe(e.ChunkKeysObserved("b", 0, tuple(keys_of("b", 1)), bytes(range(11, 15)), are_block_hashes=False))
     driver.lookup("b", 0, 17)
     driver.allocate("b", (17, 18))
     driver.observe(e.LoadRefused("b", (17, 18), 89))

@@ -119,3 +119,88 @@ def key_of_own_tokens(touch: Touch) -> Sequence[Patch]:
         return [*world.tokens(rng, 16), *world._shared_prefix[:48]] if num_tokens % 2 else drawn
 
     return [wrapped(ChunkKeySource, "keys", keys), wrapped(World, "prompt", prompt)]
+
+
+WHOLE_BLOCKS = Worlds(connector=(("chunk_size", 32),))
+
+
+def _keys_moved(touch: Touch, by: int) -> Patch:
+    """Keys of whole blocks come from hashes that are so many blocks further on."""
+    from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
+
+    def keys_of_blocks(original: Any, source: ChunkKeySource, request: Any, first_chunk: int, parent: Any) -> Any:
+        made = list(original(source, request, first_chunk, parent))
+        hashes, step = request.block_hashes, source._hashes_per_chunk
+        for number in range(len(made)):
+            block = (first_chunk + number + 1) * step - 1 + by
+            if 0 <= block < len(hashes):
+                touch()
+                made[number] = bytes(hashes[block])[:16]
+        return tuple(made)
+
+    return wrapped(ChunkKeySource, "_keys_of_blocks", keys_of_blocks)
+
+
+@mutant("KEY_IDENTITY", "vllm#42119", scene=WHOLE_BLOCKS)
+def key_of_the_block_before(touch: Touch) -> Sequence[Patch]:
+    """A chunk's key is the hash of the block before its last one: prompts that differ in the last one share it."""
+    return [_keys_moved(touch, -1)]
+
+
+@mutant("KEY_IDENTITY", "vllm#42119", scene=WHOLE_BLOCKS)
+def key_of_the_block_after(touch: Touch) -> Sequence[Patch]:
+    """A chunk's key is the hash of the block after its last one, where there is one."""
+    return [_keys_moved(touch, 1)]
+
+
+@mutant("KEY_IDENTITY", "vllm#42119", "LMCache#1380", scene=WHOLE_BLOCKS)
+def key_of_another_request(touch: Touch) -> Sequence[Patch]:
+    """A request gets the keys of the one that was asked about before it."""
+    from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
+
+    before: dict[int, Any] = {}
+
+    def keys(original: Any, source: ChunkKeySource, request: Any, first_chunk: int, parent: Any) -> Any:
+        own = original(source, request, first_chunk, parent)
+        other = before.get(id(source), request)
+        before[id(source)] = request
+        if first_chunk or other.request_id == request.request_id:
+            return own
+        theirs = original(source, other, first_chunk, parent)[: len(own)]
+        if theirs != own[: len(theirs)]:
+            touch()
+        return (*theirs, *own[len(theirs) :])
+
+    return [wrapped(ChunkKeySource, "keys", keys)]
+
+
+@mutant("KEY_IDENTITY", "vllm#42119", scene=Worlds(connector=(("chunk_size", 8),)))
+def key_without_its_last_tokens(touch: Touch) -> Sequence[Patch]:
+    """The key of a small chunk that ends a block leaves out the chunk's second half."""
+    from sim.world import World
+
+    from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
+
+    right_of: dict[bytes, bytes] = {}
+
+    def keys(original: Any, source: ChunkKeySource, request: Any, first_chunk: int, parent: Any) -> Any:
+        right = original(source, request, first_chunk, None if parent is None else right_of[parent])
+        hash_tokens = source._hash_tokens
+        source._hash_tokens = lambda its, after, start, end: hash_tokens(
+            its, after, start, end if end % source.hash_block_size else (start + end) // 2
+        )
+        try:
+            made = original(source, request, first_chunk, parent)
+        finally:
+            source._hash_tokens = hash_tokens
+        for wrong, key in zip(made, right, strict=True):
+            if right_of.setdefault(wrong, key) != key:
+                touch()
+        return made
+
+    def prompt(original: Any, world: Any, rng: Any, num_tokens: int) -> list[int]:
+        """Prompts differ in the last tokens of a block alone."""
+        drawn: list[int] = original(world, rng, num_tokens)
+        return [*world._shared_prefix[:12], *drawn[12:]] if len(drawn) > 16 else drawn
+
+    return [wrapped(ChunkKeySource, "keys", keys), wrapped(World, "prompt", prompt)]
