@@ -49,6 +49,8 @@ class Walks:
     """Whether every copy is reported, and once."""
     chunks_in_blocks: tuple[tuple[int, int], ...] = ((4, 16), (8, 16), (16, 16), (32, 16))
     """(tokens of a chunk, of a block), of which the seed chooses."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Settings of the ledger that are not left to the seed."""
     title: str = "walk"
 
     def play(self, seed: int, told: Callable[[SequenceOf], None], *, watched: bool = False) -> Story:
@@ -62,7 +64,7 @@ class Walks:
                 stack.enter_context(_unwatched_walk())
             if self.is_reliable:
                 stack.enter_context(_reliable_walk())
-            walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
+            walk = Walk(seed, chunk_size=chunk_size, block_size=block_size, **dict(self.options))
             driver = walk.driver
             told(lambda: driver.ledger.next_sequence)
             ended_by = _to_the_end(lambda: walk.run(self.num_steps))

@@ -21,6 +21,7 @@ from kvledger.lifecycle.audit.model.tables import Tables
 from kvledger.lifecycle.audit.model.tails import Tails
 from kvledger.lifecycle.audit.violations import Violations
 from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.machine import CompiledRegions
 from kvledger.lifecycle.marks import marked
 from kvledger.lifecycle.table import Gating
@@ -91,6 +92,24 @@ class Model:
         """Whether the answer at hand offers nothing of what can be used, because computing it costs less."""
         is_more = min(num_usable_tokens, answer.num_tokens - 1) > answer.num_computed_tokens
         return is_more and self.costs.is_slower and not self.configuration.offers_slow_loads
+
+    def longest_seen(self, life: Life, num_tokens: int) -> int:
+        """The longest prefix of so many tokens after which all is stored that the windows of the next token see."""
+        spans, chunks, tail = self.spans, self.chunks, self.tails.saved(life)
+
+        def is_stored(page: int, end_token: int) -> bool:
+            # The last of these tokens that the page holds tells which chunk's image of the page is long enough.
+            last_token = min(end_token, spans.tokens_of_page(page).stop) - 1
+            (chunk,) = spans.chunks_of(range(last_token, last_token + 1))
+            slots = chunks.slots_of(life.keys[chunk]) if chunk < len(life.keys) else None
+            if slots is not None and slots[page - spans.pages_of_chunk(chunk).start] != NO_SLOT:
+                return True
+            if tail is None or end_token > tail.end_token:
+                return False
+            place = page - spans.pages_of(range(tail.first_token, tail.end_token)).start
+            return 0 <= place < len(tail.slots) and tail.slots[place] != NO_SLOT
+
+        return spans.longest_seen(num_tokens, is_stored)
 
     def begin(self, start: Start) -> None:
         """Take over what is known where an audit starts in the middle of a log."""

@@ -85,11 +85,11 @@ class LoadDstExclusive(Checker):
     def _check_load(self, event: e.LoadIssued) -> None:
         table = self.tables.held_by(self.moment.life)
         pages = self.spans.pages_of(range(event.first_token, event.first_token + event.num_tokens))
-        expected = tuple(table[pages.start : pages.stop])
-        if event.block_ids != expected:
+        expected = tuple(table[max(pages.start, 0) : max(pages.stop, 0)])
+        if event.block_ids != expected or len(expected) != len(pages):
             detail = (
                 f"load {event.job_id} fills blocks {list(event.block_ids)}, "
-                f"in the request's table its tokens have {list(expected)}"
+                f"in the request's table its tokens, on {len(pages)} pages, have {list(expected)}"
             )
             self.broken(detail, event.cause)
         filled = [] if self.jobs.current is None else self.jobs.current.filled

@@ -9,7 +9,6 @@ from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.audit.model.jobs import InFlight
 from kvledger.lifecycle.audit.model.lives import Life
 from kvledger.lifecycle.audit.model.start import Start
-from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
 
 
@@ -164,7 +163,7 @@ class LongestHit(Checker):
             usable, reason, sequence = 0, "quarantined", 0
         if model.spans.has_windows:
             end_token = min(usable, event.num_tokens - 1)
-            if self._boundary(life, end_token) != end_token:
+            if model.longest_seen(life, end_token) != end_token:
                 reason, sequence = "window", 0
         return hit, reason, sequence
 
@@ -176,25 +175,6 @@ class LongestHit(Checker):
             return "saving", 0
         departed = self.chunks.departed(missing)
         return ("never_saved", 0) if departed is None else (departed.reason, departed.sequence)
-
-    def _boundary(self, life: Life, num_tokens: int) -> int:
-        """The longest prefix behind which all is stored that windows see."""
-        model, spans = self.model, self.spans
-        tail = model.tails.saved(life)
-
-        def is_stored(page: int, end_token: int) -> bool:
-            # The last of these tokens that the page holds tells which chunk's image of the page is long enough.
-            last_token = min(end_token, spans.tokens_of_page(page).stop) - 1
-            (chunk,) = spans.chunks_of(range(last_token, last_token + 1))
-            slots = model.chunks.slots_of(life.keys[chunk]) if chunk < len(life.keys) else None
-            if slots is not None and slots[page - spans.pages_of_chunk(chunk).start] != NO_SLOT:
-                return True
-            if tail is None or end_token > tail.end_token:
-                return False
-            place = page - spans.pages_of(range(tail.first_token, tail.end_token)).start
-            return 0 <= place < len(tail.slots) and tail.slots[place] != NO_SLOT
-
-        return spans.longest_seen(num_tokens, is_stored)
 
 
 class DeferBounded(Checker):

@@ -19,7 +19,8 @@ from kvledger.lifecycle.states import BlocksRegion, RequestState
 class ChunkComplete(Checker):
     """CHUNK_COMPLETE: only settled tokens are saved.
 
-    Every saved chunk, and every saved tail, ends at or before the settled tokens that the log had by then.
+    Every saved chunk, and every saved tail, ends at or before the settled tokens that the log had by then. A tail
+    begins at the end of a chunk and is shorter than a chunk.
 
     Verifies: this for saves after a step, a preemption and the end; at the end the last sampled token does not
     count, whatever the status: it was never computed.
@@ -34,7 +35,14 @@ class ChunkComplete(Checker):
 
     @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
-        self._check(event, event.first_token + event.num_tokens)
+        tokens = range(event.first_token, event.first_token + event.num_tokens)
+        if not tokens or tokens.start % self.spans.chunk_size or len(tokens) >= self.spans.chunk_size:
+            detail = (
+                f"save {event.job_id} is of tokens {tokens.start} to {tokens.stop}, "
+                f"which are no part of a chunk of {self.spans.chunk_size} tokens from its beginning on"
+            )
+            self.broken(detail, event.cause)
+        self._check(event, tokens.stop)
 
     def _check(self, event: e.SaveIssued | e.TailSaveIssued, num_tokens: int) -> None:
         num_settled_tokens, sequence = (0, 0) if self.moment.life is None else self.moment.life.settled

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.jobs import InFlight
+from kvledger.lifecycle.audit.model.lives import Life
 from kvledger.lifecycle.audit.model.moment import EventChecks
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
@@ -117,8 +119,9 @@ class SrcBlockOwned(Checker):
     @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
         lost = self.tables.lost_by(self.moment.life)
-        if lost or self.moment.state_before is not RequestState.FINISHED:
-            self._check(event, lost, self.spans.pages_of(_tokens(event)))
+        tokens = _tokens(event)
+        if tokens and (lost or self.moment.state_before is not RequestState.FINISHED):  # none: CHUNK_COMPLETE names it
+            self._check(event, lost, self.spans.pages_of(tokens))
 
     def _check(self, event: e.SaveIssued | e.TailSaveIssued, table: Sequence[int], pages: Sequence[int]) -> None:
         """Look the tokens up in the table."""
@@ -148,7 +151,9 @@ class GroupAgreement(Checker):
 
     A load ends at one token for all groups and brings each group what that token's successor sees, no more.
 
-    Verifies: for every page of a load that it is copied if and only if its group sees it at the load's end; for every
+    Verifies: that an answer of some tokens ends at the last one of the usable hit after which all is stored that the
+    windows of the next token see, and that an answer of none has no such token, or another request's load is in flight;
+    for every page of a load that it is copied if and only if its group sees it at the load's end; for every
     page of a save that its group still saw it when the tokens settled that the log had by then, or left it just
     then and the copy precedes the forward. With full attention alone there is nothing to verify.
     Does not verify: that the windows in the log's header are the model's, nor which blocks vLLM had freed.
@@ -200,6 +205,33 @@ class GroupAgreement(Checker):
     def _settled(self) -> tuple[int, int]:
         settled = (0, 0) if self.moment.life is None else self.moment.life.settled
         return settled if settled[1] else (0, 0)  # where only a bound is known, nothing is
+
+    @on(e.LookupAnswered)
+    def _answered(self, event: e.LookupAnswered) -> None:
+        life, model, num_computed_tokens = self.moment.life, self.model, event.num_computed_tokens
+        if life is None or event.num_hit_tokens > self._num_there(life):
+            return  # a hit of more than is there: LOADABLE_AFTER_COMMIT and RESET_EPOCH look at that
+        gets_nothing = life.quarantined or life.computes_first or event.miss_reason == e.MissReason.SLOWER
+        usable = 0 if gets_nothing else model.usable_tokens(life, event.num_hit_tokens)
+        usable = min(usable, event.num_tokens - 1)
+        end_token = max(model.longest_seen(life, usable), num_computed_tokens)
+        if num_computed_tokens % self.spans.block_size:
+            end_token = num_computed_tokens  # loads begin with a block
+        answered = num_computed_tokens + event.num_external_tokens
+        if answered == end_token or answered > usable:
+            return  # LOOKUP_PURE looks at an answer of more than is usable
+        if answered == num_computed_tokens and any(job.ordinal != life.ordinal for job in self._loads()):
+            return  # one load after another
+        what = f"answered tokens to {answered} of a usable hit of {usable}"
+        self.broken(f"{what}, but what windows see is stored for a load to token {end_token}", event.cause)
+
+    def _loads(self) -> Iterator[InFlight]:
+        return (job for job_id in self.jobs.loads if (job := self.jobs.get(job_id)) is not None)
+
+    def _num_there(self, life: Life) -> int:
+        """Tokens of the life's committed chunks without a gap, and of its saved tail after them."""
+        num_tokens, tail = self.chunks.num_committed(life) * self.spans.chunk_size, self.tails.saved(life)
+        return tail.end_token if tail is not None and tail.first_token == num_tokens else num_tokens
 
     @on(e.LoadIssued)
     def _check_load(self, event: e.LoadIssued) -> None:

@@ -1,5 +1,5 @@
 """All mutants, one room per part of a request's life. Importing this declares them."""
 
-from mutants.catalogue import counts, deliveries, endings, loads, lookups, order, reports, saves, tables
+from mutants.catalogue import counts, deliveries, endings, loads, lookups, order, reports, saves, spans, tables
 
-__all__ = ["counts", "deliveries", "endings", "loads", "lookups", "order", "reports", "saves", "tables"]
+__all__ = ["counts", "deliveries", "endings", "loads", "lookups", "order", "reports", "saves", "spans", "tables"]
