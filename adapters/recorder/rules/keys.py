@@ -69,6 +69,8 @@ class SavedUnderKey(RuleOfTables):
         """Request id → ordinal of its last life, if that is among the ended ones."""
         self._continued: set[int] = set()
         """Ordinals of sessions with another turn: the keys say nothing of what was saved before it."""
+        self._has_sessions = False
+        """Whether a session had another turn; then it is not known under which keys all that is saved was saved."""
         self._options: Mapping[str, Any] = {}
         self._is_in_own_memory: dict[str, bool] = {}
         """Place of a connector, as in `MetadataSeen` → whether its store was empty when the log began."""
@@ -112,6 +114,9 @@ class SavedUnderKey(RuleOfTables):
         if table is None:
             self._save(life.keys)
             return
+        if copy.first_block >= 0 and None in copy.places(table):  # TABLE_EQ says so; what is saved is not known
+            self._knows_all = False
+            return
         copied = frozenset(copy.block_ids)
         num_groups = 1 if copy.group >= 0 else self._num_groups
         blocks = {place // num_groups for place, block_id in enumerate(table) if block_id in copied}
@@ -144,6 +149,7 @@ class SavedUnderKey(RuleOfTables):
     @on(e.SessionContinued)
     def _session_continued(self, _event: e.SessionContinued) -> None:
         if self.moment.life is not None:
+            self._has_sessions = True
             self._continued.add(self.moment.life.ordinal)
 
     @on(e.RequestReleased)
@@ -190,7 +196,7 @@ class SavedUnderKey(RuleOfTables):
         # A running request may have saved them, of whose output the keys are not known yet.
         unknown = {block for blocks in self._nameless.values() for block in blocks}
         left = sorted(block for block in unsaved if block not in unknown)
-        if left and not self._continued:
+        if left and not self._has_sessions:
             detail = f"load {copy.job} brings block {left[0]} of the request, which nobody has saved under its key"
             del self._unsaved[life.ordinal]
             self.broken(detail)
