@@ -80,7 +80,7 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
             "SETTLED_EXACT",
         ),
         "paused": ("STEP_SUM",),
-        "extended": ("TABLE_EQ", "BLOCK_REUSE_FENCED", "SRC_BLOCK_OWNED"),
+        "extended": ("TABLE_EQ", "BLOCK_REUSE_FENCED", "SRC_BLOCK_OWNED", "NEW_BLOCK_EXCLUSIVE"),
         "settled": ("CURSOR_LE_FRONTIER", "CHUNK_COMPLETE", "SAVE_INTERVAL", "SETTLED_EXACT"),
     },
     "transfer.reported": {

@@ -78,7 +78,9 @@ class Tables:
     def _allocated(self, event: e.BlocksAllocated) -> None:
         life = self._moment.life
         if life is not None:
-            life.num_old, life.num_own = life.num_own, len(event.block_ids)
+            num_held = len(self.of(life.ordinal))  # of a next turn more than its allocation gave
+            life.num_old = life.num_own if life.num_own == NEVER else max(life.num_own, num_held)
+            life.num_own = len(event.block_ids)
             self._hold(life.ordinal, event.block_ids)
 
     @on(e.BlockTableObserved)

@@ -154,3 +154,62 @@ class LoadXorStores(Checker):
             if load.is_async or load.request_id == event.request_id:
                 detail = f"save {event.job_id} reads blocks that load {job_id} is still filling"
                 self.broken(detail, max(0, sequence), event.cause)
+
+
+class NewBlockExclusive(Checker):
+    """NEW_BLOCK_EXCLUSIVE: no request is given a block to fill that another running request has in its table.
+
+    Requests share only blocks that vLLM's prefix cache has. Those stand at the front of a new table, up to the computed
+    tokens of the lookup; what comes after them is filled by the request alone.
+
+    Verifies: at the first step after an allocation and at each step that extends a table, that no other request that
+    computes held one of the new blocks before, or got it as a new one in the same step.
+    Does not verify: groups with a window and requests whose load has failed, whose blocks vLLM frees without a hook;
+    blocks that a load fills (LOAD_DST_EXCLUSIVE); quarantined requests; an allocation whose lookup came before the
+    audit began.
+    """
+
+    rule = "NEW_BLOCK_EXCLUSIVE"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._allocated: set[int] = set()
+        """Ordinals of lives with an allocation since the last step."""
+        self._suspects: list[tuple[int, int, int, int]] = []
+        """(sequence of an allocation since then, ordinal, block, ordinal of a life that had it)."""
+
+    @on(e.BlocksAllocated)
+    def _given(self, event: e.BlocksAllocated) -> None:
+        life = self.moment.life
+        if life is None or life.quarantined:
+            return
+        self._allocated.add(life.ordinal)
+        if life.num_old != NEVER:
+            for other, block_id in self.tables.other_holders(life.ordinal, event.block_ids[life.num_old :]):
+                self._suspects.append((self.moment.sequence, life.ordinal, block_id, other.ordinal))
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
+        for sequence, ordinal, block_id, other in self._suspects:
+            if block_id in self.tables.of(other):  # it was not preempted since
+                self._check(ordinal, block_id, other, sequence)
+        for ordinal, block_ids in event.extended:
+            for holder, block_id in self.tables.other_holders(ordinal, block_ids):
+                if not self._shares(holder, block_id):
+                    self._check(ordinal, block_id, holder.ordinal)
+        self._allocated.clear()
+        self._suspects.clear()
+
+    def _shares(self, holder: Life, block_id: int) -> bool:
+        """Whether vLLM's prefix cache gave it the block in this very step, as one that another fills, or may have."""
+        if holder.num_old == NEVER:  # its lookup came before the audit began
+            return True
+        return holder.ordinal in self._allocated and block_id in self.tables.of(holder.ordinal)[: holder.num_old]
+
+    def _check(self, ordinal: int, block_id: int, other: int, *evidence: int) -> None:
+        life, holder = self.lives.of(ordinal), self.lives.of(other)
+        if life is None or holder is None or life.quarantined:
+            return
+        if self.lives.num_computed_tokens(life) > 0 and self.lives.num_computed_tokens(holder) > 0:
+            detail = f"it is given block {block_id} to fill, which {holder.request_id!r} has and still runs"
+            self.broken(detail, *evidence, request_id=life.request_id)

@@ -7,7 +7,7 @@ from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.answers import Answer
 from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.audit.model.lives import Life
+from kvledger.lifecycle.audit.model.lives import NEVER, Life
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.marks import on
 
@@ -379,6 +379,8 @@ class SettledExact(Checker):
         life = self.moment.life
         if life is None or not self.moment.is_legal or event.num_in_flight_tokens == e.NOT_RECORDED:
             return
+        if life.row[0] == NEVER == life.decoding_since:
+            return  # the audit began after the step that scheduled it
         num_computed_tokens = self.lives.num_computed_before_step(life)
         if event.num_settled_tokens != num_computed_tokens - event.num_in_flight_tokens:
             detail = (

@@ -141,7 +141,7 @@ _NOTHING_TO_TAKE_OVER = {
     "LOAD_DST_EXCLUSIVE", "SRC_BLOCK_STABLE", "FAILED_LOAD_TAINT",
     # What they do not know they do not judge.
     "LAST_TOKEN", "TOKEN_CONSERVATION", "DELAY_FREE_CONTRACT", "TABLE_EQ", "RESUME_COVERS_OUTPUT", "ROLLBACK_OBSERVED",
-    "KEY_IDENTITY", "BYTES_UNCHANGED", "COPY_IN_TIME", "SETTLED_AT_CLOSE",
+    "KEY_IDENTITY", "BYTES_UNCHANGED", "COPY_IN_TIME", "SETTLED_AT_CLOSE", "NEW_BLOCK_EXCLUSIVE",
     "LIVENESS",  # the first step tells who is overdue; the time of what came before it could be later than its own
 }  # fmt: skip
 

@@ -124,6 +124,7 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "SLOT_EXCLUSIVE": (e.SaveIssued, 2, lambda event: msgspec.structs.replace(event, slots=(0, *event.slots[1:]))),  # type: ignore[attr-defined]
     "WAITING_KEPT": (e.LogNote, 1, lambda _: e.ChunkEvicted(keys_of("a", 1)[0], "a", 0, 0, HERE)),
     "LONGEST_HIT": (e.LookupAnswered, 0, evolve(miss_reason="evicted")),
+    "NEW_BLOCK_EXCLUSIVE": (e.StepScheduled, RESUMING_STEP + 2, evolve(extended=((2, (11,)),))),
     "STEP_SUM": (e.StepScheduled, 1, one_more("num_scheduled_tokens")),
     "SETTLED_EXACT": (
         e.RequestFinished,

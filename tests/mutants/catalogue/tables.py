@@ -7,13 +7,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
+from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.step_reader import StepReader
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.ledger import Ledger
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.save_cursor import SaveCursor
+from kvledger.lifecycle.states import FirstRegion, RequestState
 from kvledger.lifecycle.steps import StepEncoder
 from mutants.catalogue.parts import wrapped
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import Worlds
 
+WITHIN_STEPS = Worlds(connector=(("save_mode", "sync"), ("load_mode", "sync")))
 RUNNER_V1 = Worlds(settings=(("num_steps", 120), ("model_runner_v2", False)))
 
 
@@ -204,3 +212,50 @@ def key_without_its_last_tokens(touch: Touch) -> Sequence[Patch]:
         return [*world._shared_prefix[:12], *drawn[12:]] if len(drawn) > 16 else drawn
 
     return [wrapped(ChunkKeySource, "keys", keys), wrapped(World, "prompt", prompt)]
+
+
+AS_IN_VLLM = wrapped(Noticing, "block_table", lambda *_: None)
+"""The scheduler's own table has the same blocks, so the connector finds no difference."""
+
+
+def block_of_another(projections: Projections, ordinal: int) -> int | None:
+    """The last block of another request that computes."""
+    for record in projections.tracker:
+        is_computing = record.state in {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}
+        held = projections.blocks.of_life(record.ordinal) or ()
+        if record.ordinal != ordinal and is_computing and held and record.first is not FirstRegion.COMPUTES_FIRST:
+            return int(held[-1])
+    return None
+
+
+@mutant("NEW_BLOCK_EXCLUSIVE", "vllm#46595", scene=WITHIN_STEPS)
+def block_of_another_appended(touch: Touch) -> Sequence[Patch]:
+    """A table grows by a block into which another running request writes."""
+
+    def extended(original: Any, reader: StepReader, cached: Any) -> Any:
+        changed = []
+        for ordinal, block_ids in original(reader, cached):
+            block_id = block_of_another(reader._projections, ordinal)
+            if block_id is not None:
+                touch()
+            changed.append((ordinal, block_ids if block_id is None else (block_id, *block_ids[1:])))
+        return changed
+
+    return [wrapped(StepReader, "_extended", extended), AS_IN_VLLM]
+
+
+@mutant("NEW_BLOCK_EXCLUSIVE", "vllm#46595", scene=WITHIN_STEPS)
+def block_of_another_given(touch: Touch) -> Sequence[Patch]:
+    """An admitted request gets a block into which a running request writes."""
+
+    def observe(original: Any, ledger: Ledger, event: e.Event) -> Any:
+        if isinstance(event, e.BlocksAllocated) and not event.num_external_tokens and event.block_ids:
+            record = ledger.projections.tracker.get(event.request_id)
+            block_id = None if record is None else block_of_another(ledger.projections, record.ordinal)
+            is_computing = record is not None and record.state in {RequestState.NEW, RequestState.PREEMPTED}
+            if block_id is not None and block_id not in event.block_ids and is_computing:
+                touch()
+                event = msgspec.structs.replace(event, block_ids=(*event.block_ids[:-1], block_id))
+        return original(ledger, event)
+
+    return [wrapped(Ledger, "observe", observe), AS_IN_VLLM]
