@@ -871,6 +871,80 @@ class StepReported(Event, frozen=True, tag=47):
     """Copies that have begun, that everything given to the device later comes after, and that are not over yet."""
 
 
+class Difference(enum.StrEnum):
+    """What differed between a hook and the log, in `HooksExchanged`."""
+
+    ARRIVAL = "arrival"
+    """A request arrived that the log does not have. The number is -1."""
+    ANSWER = "answer"
+    """A lookup was not answered as decided. The number is the life's ordinal, as in the following ones."""
+    SAFE_ANSWER = "safe answer"
+    """A lookup was answered with 0 tokens although more were decided."""
+    ALLOCATION = "allocation"
+    """Blocks were allocated, and the log does not have it, or has another number of tokens."""
+    FINISH = "finish"
+    """The answer at a request's end is not the one decided, or the log does not have the end."""
+    OPEN = "open"
+    """vLLM has finished the request, and the log has no end of it."""
+    END = "end"
+    """An end was reported to vLLM, or by the workers, and the log has it otherwise."""
+    JOB = "job"
+    """A copy was not handed to the workers as decided. The number is the job's id, as in the following two."""
+    REMINDER = "reminder"
+    """The workers were not asked about a copy as decided."""
+    REPORT = "report"
+    """A report of a worker was not recorded as it arrived."""
+    BLOCK = "block"
+    """A block was not reported as not filled as decided. The number is the block, as in the following one."""
+    LOAD_ERROR = "load error"
+    """A block that vLLM named as not filled was not recorded, or another one was."""
+    RESET = "reset"
+    """The answer to a reset is not what the log has."""
+    PENDING_WORK = "pending work"
+    """vLLM was told that no step is needed although a copy is in flight. The number is its job id."""
+    EDGE_FAILED = "edge failed"
+    """The comparison itself failed. Nothing is compared from here on."""
+
+
+@observation("hooks.exchanged")
+class HooksExchanged(Event, frozen=True, tag=48):
+    """What left the hooks and what arrived in them since the last such event.
+
+    Counted where the hook returns to vLLM, or vLLM calls it, by code that does not decide. What equals the decision
+    in the log is counted. What does not is in `differences`. Recorded at the beginning of `build_connector_meta` and
+    at shutdown, if there is anything to count: a step in which every request only decodes has no such event.
+    """
+
+    num_arrivals: Count = 0
+    """Requests that arrived (`on_new_request`)."""
+    num_answers: Count = 0
+    """Lookups that were answered as decided, deferred ones included (`get_num_new_matched_tokens`)."""
+    num_deferred: Count = 0
+    """Of these, those that vLLM repeats."""
+    num_async: Count = 0
+    """Of these, those with an asynchronous load."""
+    num_tokens: Count = 0
+    """Tokens that these answers offer, in total."""
+    num_allocations: Count = 0
+    """Allocations (`update_state_after_alloc`)."""
+    num_handed_out: Count = 0
+    """Jobs, reminders, blocks and ends in the metadata of steps (`build_connector_meta`)."""
+    num_reports: Count = 0
+    """Reports of workers, one for each job and rank (`update_connector_output`)."""
+    num_load_errors: Count = 0
+    """Blocks that vLLM named as not filled."""
+    num_received: Count = 0
+    """Ends of loads that were added to what vLLM acts on."""
+    num_finished: Count = 0
+    """Ends of requests (`request_finished`)."""
+    num_held: Count = 0
+    """Of these, those that were answered with True."""
+    num_resets: Count = 0
+    """Resets that were answered with True (`reset_cache`)."""
+    differences: tuple[tuple[str, Int64, str], ...] = ()
+    """(one of `Difference`, ordinal, job id or block, what happened instead)."""
+
+
 _DECLARED = [
     each
     for each in vars().values()

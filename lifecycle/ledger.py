@@ -7,7 +7,7 @@ go to the sink it was given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvledger.lifecycle.codec import EventEncoder
@@ -74,6 +74,8 @@ class Ledger:
         self._in_short = self.projections.lookups.in_short
         self._raised = self.projections.extensions.raised
         self.projections.extensions.on_raised = self._stop_extensions
+        self.on_recorded: Callable[[Event], None] | None = None
+        """Called with each event when it is recorded, while the ledger is sound; must not raise."""
 
     @property
     def next_sequence(self) -> int:
@@ -185,6 +187,8 @@ class Ledger:
         sequence = self._next_sequence
         self._next_sequence = sequence + 1
         self._uncommitted.append(self._in_short(event, sequence))
+        if self.on_recorded is not None:
+            self.on_recorded(event)
         try:
             self.projections.fold(event, sequence)
         except BaseException as error:

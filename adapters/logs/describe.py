@@ -133,6 +133,21 @@ def _payload_text(payload: bytes) -> str:
     return f" ({', '.join(f'{name} {value}' for name, value in fields.items())})" if fields else ""
 
 
+def _exchanged(event: e.HooksExchanged) -> str:
+    counts = (
+        (event.num_arrivals, "arrival"),
+        (event.num_answers, "answer"),
+        (event.num_allocations, "allocation"),
+        (event.num_handed_out, "entry of metadata"),
+        (event.num_reports, "report"),
+        (event.num_received, "end of a load"),
+        (event.num_finished, "end of a request"),
+    )
+    shown = [f"{number} x {what}" for number, what in counts if number]
+    shown += [f"DIFFERENT: {kind} {number}: {what}" for kind, number, what in event.differences]
+    return f"left and arrived as recorded: {', '.join(shown) or 'nothing else'}"
+
+
 def _delivered(event: e.EffectsDelivered) -> str:
     reported = (
         ("jobs", event.job_ids),
@@ -176,6 +191,7 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
         "vLLM reset its prefix cache, not the connector's: what was saved can still be loaded"
     ),
     e.EndRefused: lambda event: f"another connector reported {event.field} too early; removed before vLLM acted on it",
+    e.HooksExchanged: _exchanged,
     e.LogNote: lambda event: f"note: {event.text}",
     # Decisions. Progress is left out: the state shows it.
     e.LookupAnswered: _lookup,

@@ -115,8 +115,8 @@ class _Grouping:
             self._failed(sequence, event)
         elif isinstance(event, e.LogNote):
             self._noted(sequence, event)
-        elif isinstance(event, e.EndRefused):
-            self._at += 1  # what another connector did; no call of ours makes it happen again
+        elif isinstance(event, e.EndRefused | e.HooksExchanged):
+            self._at += 1  # what another connector did, or what was counted; no call of ours makes it happen again
         else:
             self._noticed.append((sequence, event))
             self._at += 1

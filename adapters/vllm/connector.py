@@ -20,6 +20,7 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.cache_events import chunk_blocks
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.configuration import ConnectorSettings
+from kvledger.adapters.vllm.edge import Edge
 from kvledger.adapters.vllm.event_log import open_event_log
 from kvledger.adapters.vllm.key_secrecy import note_guessable_keys
 from kvledger.adapters.vllm.messages import messages, refusals_are_said
@@ -115,6 +116,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         blocks = None if groups.declined else chunk_blocks(vllm_config, kv_cache_config, configuration)
         if blocks is not None:
             self._scheduler_side.publish(blocks)
+        self._edge = Edge(self._scheduler_side.journal)
         self._stats = StatsSource(self._scheduler_side)
         messages.info(
             "recording",
@@ -266,36 +268,54 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """A request was accepted."""
         self.scheduler_side.on_new_request(request)
+        self._edge.arrived(request.request_id)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond `num_computed_tokens` can be loaded, and whether asynchronously. Changes nothing."""
-        return self.scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
+        answer = self.scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
+        self._edge.answered(request.request_id, answer)
+        return answer
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were given."""
         self.scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
+        self._edge.allocated(request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepJobs:
         """This step's jobs."""
-        return self.scheduler_side.build_connector_meta(scheduler_output)
+        self._edge.step_begins(scheduler_output.finished_req_ids)
+        jobs = self.scheduler_side.build_connector_meta(scheduler_output)
+        self._edge.handed_out(jobs)
+        return jobs
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers report."""
+        arrived = self._edge.output_arrives(connector_output)
         self.scheduler_side.update_connector_output(connector_output)
+        self._edge.output_leaves(arrived, connector_output)
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request ended; whether its blocks must be kept until a copy out of them is done."""
-        return self.scheduler_side.request_finished(request, len(block_ids))
+        return self._request_finished(request, len(block_ids))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """What vLLM calls of a connector that takes several groups; their tables are of equal length."""
-        return self.scheduler_side.request_finished(request, max(map(len, block_ids), default=0))
+        return self._request_finished(request, max(map(len, block_ids), default=0))
+
+    def _request_finished(self, request: Request, num_blocks: int) -> tuple[bool, dict[str, Any] | None]:
+        answer = self.scheduler_side.request_finished(request, num_blocks)
+        self._edge.finished(request.request_id, answer[0])
+        return answer
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping for a copy."""
-        return self._scheduler_side is not None and self._scheduler_side.has_pending_push_work()
+        if self._scheduler_side is None:
+            return False
+        answer = self._scheduler_side.has_pending_push_work()
+        self._edge.pending_work(answer)
+        return answer
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of ended requests are coming back, so that nobody need be preempted (base.py, 0.32)."""
@@ -303,7 +323,9 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         """Everything saved is stale."""
-        return self.scheduler_side.reset_cache()
+        answer = self.scheduler_side.reset_cache()
+        self._edge.reset(answer)
+        return answer
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """KV events of the host pool, where vLLM's `kv_events_config` asks for any."""
@@ -312,6 +334,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """Close the log or free the pool. May be called twice."""
         if self._scheduler_side is not None:
+            self._edge.shut_down()
             self._scheduler_side.shutdown()
         if self._worker_side is not None:
             self._worker_side.close()

@@ -175,6 +175,10 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
     "decision.withheld": {
         **dict.fromkeys(("request_id", "rule", "detail"), "the connector's word about what never left it"),
     },
+    "hooks.exchanged": {
+        **dict.fromkeys(e.field_names(e.HooksExchanged), ("TOLD_AS_DECIDED",)),
+        "differences": "each is a violation of TOLD_AS_DECIDED by itself",
+    },
     "end.refused": dict.fromkeys(("request_id", "ordinal", "field"), "the connector's word on another one's report"),
     "extension.decided": {
         "request_id": _KNOWN,

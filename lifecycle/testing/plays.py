@@ -212,5 +212,6 @@ OBSERVED: tuple[Observed, ...] = (
     lambda play: [e.WindowLeft("a", 8, play.now)],
     lambda play: [e.PrefixCacheReset(play.now), play.step()],
     lambda play: [e.EndRefused("a", 0, "finished_recving", play.now)],
+    lambda _: [e.HooksExchanged(num_tokens=1)],
 )
 """What may happen to a request, legal in its state or not."""

@@ -146,11 +146,12 @@ def test_a_decision_names_its_cause_and_an_observation_its_time(event_class: typ
         assert "time_ns" not in fields
     else:
         assert "cause" not in fields
-        # These two come with others that tell the time.
+        # These come with others that tell the time.
         assert "time_ns" in fields or event_class in {
             e.ChunkKeysObserved,
             e.EffectsDelivered,
             e.StepReported,
+            e.HooksExchanged,
         }
 
 

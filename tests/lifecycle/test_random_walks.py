@@ -63,6 +63,7 @@ def test_the_random_walks_reach_what_they_are_for() -> None:
     never = {
         e.LoadRefused,  # where a hook fails
         *(e.PagesDigested, e.StepReported),  # a walk has no bytes, and no workers
+        e.HooksExchanged,  # a walk has no hooks
         *(e.PrefixCacheReset, e.EndRefused),  # what vLLM or another connector does without a hook
         *(e.BlockTableObserved, e.DecisionWithheld, e.HookFailed, e.LogNote, e.RequestQuarantined, e.WindowLeft),
         *(e.ExtensionObserved, e.ExtensionNoted, e.ExtensionDecided, e.ExtensionStopped),

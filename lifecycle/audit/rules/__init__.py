@@ -9,6 +9,7 @@ from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.rules import (
     digests,
     evictions,
+    exchanged,
     failed_loads,
     filled_blocks,
     jobs,
@@ -27,7 +28,7 @@ from kvledger.lifecycle.audit.rules import (
 
 _SUBJECTS = (
     *(recorded, lives, lookups, failed_loads, tokens, keys, saves, save_interval),
-    *(digests, slots, evictions, tables, filled_blocks, read_blocks, jobs, order),
+    *(digests, slots, evictions, tables, filled_blocks, read_blocks, jobs, order, exchanged),
 )
 RULES: Mapping[str, type[Checker]] = MappingProxyType(
     {

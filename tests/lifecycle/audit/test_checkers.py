@@ -134,6 +134,7 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "BYTES_UNCHANGED": (e.LogNote, 0, lambda _: e.PagesDigested("a", 0, 0, 0, True, 0, 0, (1,), (2,), 1)),
     "COPY_IN_TIME": (e.TransferReported, 0, first_of("moments", 1)),
     "SETTLED_AT_CLOSE": (e.LogNote, 0, evolve(text="connector shut down")),
+    "TOLD_AS_DECIDED": (e.LogNote, 0, lambda _: e.HooksExchanged(differences=(("job", 1, "handed out twice"),))),
     "RECORDED": (e.LogNote, 0, lambda _: e.HookFailed("build_connector_meta", "", "ValueError: no", 1)),
 }
 
@@ -345,8 +346,8 @@ def test_random_walks_break_only_rules_that_were_broken_live(seed: int, chunk_si
     assert not audit.reference_differences
 
 
-OF_A_FIXED_NUMBER = {"_ended", "_known"}
-"""What is remembered of a fixed number: ended requests, for a connector may save them later; keys."""
+OF_A_FIXED_NUMBER = {"_ended", "_known", "_num"}
+"""What is remembered of a fixed number: ended requests, for a connector may save them later; keys; counts."""
 
 
 def test_checkers_forget_released_requests() -> None:

@@ -84,6 +84,9 @@ NOT_FOLDED: dict[str, dict[str, str]] = {
     "step.reported": dict.fromkeys(
         ("delivered", "ranks", "under_way"), "COPY_IN_TIME looks for what is missing; no state follows from it"
     ),
+    "hooks.exchanged": dict.fromkeys(
+        e.field_names(e.HooksExchanged), "TOLD_AS_DECIDED compares it with the log; no state follows from it"
+    ),
     "pages.digested": dict.fromkeys(
         ("request_id", "ordinal", "generation", "rank", "is_load", "group", "first_block", "digests", "stored"),
         "BYTES_UNCHANGED compares digests; no state follows from them",
@@ -102,6 +105,19 @@ def test_only_rules_that_there_are_verify_facts() -> None:
     """And a reason is in words."""
     assert set().union(*CLAIMS.values()) <= CORE.rules.keys()
     assert all(" " in why for fields in FACTS.values() for why in fields.values() if isinstance(why, str))
+
+
+EXCHANGED = e.HooksExchanged(
+    num_arrivals=6,
+    num_answers=6,
+    num_tokens=79,
+    num_allocations=5,
+    num_handed_out=2,
+    num_reports=4,
+    num_load_errors=2,
+    num_finished=6,
+)
+"""What the story below counts up to."""
 
 
 def further_story() -> tuple[Driver, list[SequencedEvent]]:
@@ -140,6 +156,7 @@ def further_story() -> tuple[Driver, list[SequencedEvent]]:
         driver.observe(e.PagesDigested(*driver.record(request_id).life, 0, is_load, 0, 0, (5, 6), stored, 94))
         driver.finish(request_id, 16, 34)
         driver.settle_all()
+    driver.observe(EXCHANGED)
     driver.ledger.commit()
     recorded = driver.sink.events()
     (cause,) = [its for its, event in recorded if isinstance(event, e.LogNote) and event.text == "observed"]

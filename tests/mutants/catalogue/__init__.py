@@ -1,5 +1,29 @@
 """All mutants, one room per part of a request's life. Importing this declares them."""
 
-from mutants.catalogue import counts, deliveries, endings, loads, lookups, order, reports, saves, spans, tables
+from mutants.catalogue import (
+    counts,
+    deliveries,
+    endings,
+    exchanges,
+    loads,
+    lookups,
+    order,
+    reports,
+    saves,
+    spans,
+    tables,
+)
 
-__all__ = ["counts", "deliveries", "endings", "loads", "lookups", "order", "reports", "saves", "spans", "tables"]
+__all__ = [
+    "counts",
+    "deliveries",
+    "endings",
+    "exchanges",
+    "loads",
+    "lookups",
+    "order",
+    "reports",
+    "saves",
+    "spans",
+    "tables",
+]

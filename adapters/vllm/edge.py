@@ -1,0 +1,504 @@
+"""Compares what leaves the hooks and what arrives in them with what the ledger has recorded for it.
+
+The connector calls it last before a value goes back to vLLM, and first when vLLM calls. It sees every event that the
+ledger records, and nothing of what lies between: a mistake on the way from a decision to vLLM, or from vLLM to an
+observation, is a difference here. Counts and differences go into the log as `hooks.exchanged`, which the audit judges
+(TOLD_AS_DECIDED). It must not decide anything, and must not use what answers the hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+
+from kvledger.adapters.vllm.journal import Journal
+from kvledger.adapters.vllm.messages import messages
+from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports
+from kvledger.lifecycle import LedgerCorrupt, logged_request_id, on
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.events import NO_SLOT, Difference
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import KVConnectorOutput
+
+_Issued = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
+_Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
+_Report = tuple[tuple[int, ...], bool, tuple[int, ...], int, bool]
+"""Jobs, whether it is repeated, moments, rank, whether it is done."""
+_NOTHING: frozenset[str] = frozenset()
+_Entry = tuple[Difference, int | str, str]
+"""What is handed out, its job id, block or vLLM's id, and the field of `StepJobs`."""
+_UNKNOWN: _Entry = (Difference.END, "", "")
+_OTHERS = (
+    (Difference.REMINDER, "awaited"),
+    (Difference.REMINDER, "asked_after"),
+    (Difference.BLOCK, "undeliverable_block_ids"),
+    (Difference.END, "failed_loads"),
+    (Difference.END, "finished_saves"),
+)
+_LISTS = ("saves_before_forward", "loads", "saves", "async_loads", "async_saves")
+_MAX_DIFFERENCES = 64
+"""In one event; further ones are not written."""
+_Parameters = ParamSpec("_Parameters")
+
+
+def _safely(
+    method: Callable[Concatenate[Edge, _Parameters], None],
+) -> Callable[Concatenate[Edge, _Parameters], None]:
+    """Compare nothing any more if the method raises, and while nothing is decided."""
+
+    @functools.wraps(method)
+    def call(self: Edge, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
+        if self.is_off or self.journal.is_disabled:
+            return
+        try:
+            method(self, *args, **kwargs)
+            if self.differs:  # at once, so that the log has it before what follows from it
+                self.record()
+        except Exception as error:  # noqa: BLE001 -- nothing may raise into vLLM
+            self.failed(error)
+
+    return call
+
+
+class Edge:
+    """The counts and differences of one connector since they were last recorded."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.is_off = False
+        """Whether the comparison has failed and is over."""
+        self._counts: dict[str, int] = {}
+        self._differences: list[tuple[str, int, str]] = []
+        # What the ledger has recorded for the hook at hand.
+        self._answer: e.LookupAnswered | e.LookupDeferred | None = None
+        self._is_void = False
+        """Whether that answer was withheld."""
+        self._arrived: e.RequestArrived | None = None
+        self._allocated: e.BlocksAllocated | None = None
+        self._finished: list[int] = []
+        self._held: list[int] = []
+        self._num_resets = 0
+        self._delivered: list[e.EffectsDelivered] = []
+        self._reported: list[e.TransferReported] = []
+        self._load_errors: list[e.LoadErrorsObserved] = []
+        self._refused: list[e.EndRefused] = []
+        # What a later hook needs.
+        self._open: dict[str, int] = {}
+        """vLLM's id → ordinal of requests whose end the log does not have."""
+        self._ordinals: dict[str, int] = {}
+        """Id in the log → ordinal of the same requests."""
+        self._ids: dict[int, tuple[str, str]] = {}
+        """Ordinal → vLLM's id and the one in the log, while an end of the life may follow."""
+        self._forgotten: tuple[list[int], list[int]] = ([], [])
+        """Lives that were released since the last step, and since the one before."""
+        self._ended: set[str] = set()
+        """vLLM's ids for which it has called `request_finished` since the last step."""
+        self._to_report: dict[str, int] = {}
+        """vLLM's id → ordinal of lives whose end the workers were asked to report."""
+        self._jobs: dict[int, _Issued] = {}
+        """Job id → decision, until the job is settled."""
+        self._reminders: dict[int, bool] = {}
+        """Job id → whether the step waits for it, until the reminder is handed out."""
+        self._seen: Mapping[type[e.Event], Callable[[Any], None]] = dict(_marked(self))
+        journal.ledger.on_recorded = self._see
+
+    # --- what the ledger records ---------------------------------------------------------------
+
+    def _see(self, event: e.Event) -> None:
+        see = self._seen.get(type(event))
+        if see is not None and not self.is_off and not self.journal.is_disabled:
+            try:
+                see(event)
+            except Exception as error:  # noqa: BLE001 -- nothing may raise into vLLM
+                self.failed(error)
+
+    @on(e.LookupAnswered, e.LookupDeferred)
+    def _see_answer(self, event: e.LookupAnswered | e.LookupDeferred) -> None:
+        self._answer, self._is_void = event, False
+
+    @on(e.DecisionWithheld, e.RequestQuarantined)
+    def _see_withheld(self, event: e.DecisionWithheld | e.RequestQuarantined) -> None:
+        if self._answer is not None and event.request_id == self._answer.request_id:
+            self._is_void = True
+
+    @on(e.RequestArrived)
+    def _see_arrival(self, event: e.RequestArrived) -> None:
+        self._arrived = event
+        self._ordinals[event.request_id] = event.ordinal
+
+    @on(e.BlocksAllocated)
+    def _see_allocation(self, event: e.BlocksAllocated) -> None:
+        self._allocated = event
+
+    @on(e.RequestFinished)
+    def _see_end(self, event: e.RequestFinished) -> None:
+        ordinal = self._ordinals.pop(event.request_id, e.NO_LIFE)
+        self._finished.append(ordinal)
+        given = self._ids.get(ordinal)
+        if given is not None and self._open.get(given[0]) == ordinal:
+            del self._open[given[0]]
+
+    @on(e.BlocksHeld)
+    def _see_hold(self, event: e.BlocksHeld) -> None:
+        self._held.append(event.ordinal)
+
+    @on(e.RequestReleased)
+    def _see_release(self, event: e.RequestReleased) -> None:
+        self._forgotten[0].append(event.ordinal)
+
+    @on(e.CacheReset)
+    def _see_reset(self, _event: e.CacheReset) -> None:
+        self._num_resets += 1
+
+    @on(e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
+    def _see_job(self, event: _Issued) -> None:
+        self._jobs[event.job_id] = event
+
+    @on(e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
+    def _see_settlement(self, event: _Settled) -> None:
+        self._jobs.pop(event.job_id, None)
+        self._reminders.pop(event.job_id, None)
+
+    @on(e.TransferAwaited)
+    def _see_reminder(self, event: e.TransferAwaited) -> None:
+        self._reminders[event.job_id] = event.before_forward or self._reminders.get(event.job_id, False)
+
+    @on(e.EffectsDelivered)
+    def _see_delivery(self, event: e.EffectsDelivered) -> None:
+        self._delivered.append(event)
+
+    @on(e.TransferReported)
+    def _see_report(self, event: e.TransferReported) -> None:
+        if not event.withheld:
+            self._reported.append(event)
+
+    @on(e.LoadErrorsObserved)
+    def _see_load_errors(self, event: e.LoadErrorsObserved) -> None:
+        self._load_errors.append(event)
+
+    @on(e.EndRefused)
+    def _see_refusal(self, event: e.EndRefused) -> None:
+        self._refused.append(event)
+
+    # --- the hooks -----------------------------------------------------------------------------
+
+    @_safely
+    def arrived(self, request_id: str) -> None:
+        """`on_new_request` is about to return."""
+        arrived, self._arrived = self._arrived, None
+        if arrived is None:
+            self._differ(Difference.ARRIVAL, e.NO_LIFE, "the arrival of a request was not recorded")
+            return
+        if request_id in self._open:  # this life displaces another one
+            self._forgotten[0].append(self._open[request_id])
+        self._open[request_id] = arrived.ordinal
+        self._ids[arrived.ordinal] = (request_id, arrived.request_id)
+        self._count("num_arrivals")
+
+    @_safely
+    def answered(self, request_id: str, answer: tuple[int | None, bool]) -> None:
+        """`get_num_new_matched_tokens` is about to return this."""
+        decided, self._answer = self._answer, None
+        ordinal = self._open.get(request_id, e.NO_LIFE)
+        if decided is not None and decided.ordinal != ordinal:  # of another hook, or of another request
+            decided = None
+        expected: tuple[int | None, bool] = (0, False)
+        if isinstance(decided, e.LookupDeferred) and not self._is_void:
+            expected = (None, False)
+        elif isinstance(decided, e.LookupAnswered) and not self._is_void:
+            expected = (decided.num_external_tokens, decided.is_async)
+        if answer != expected:
+            kind = Difference.SAFE_ANSWER if answer == (0, False) else Difference.ANSWER
+            self._differ(kind, ordinal, f"vLLM was told {_words(answer)}, decided: {_words(expected)}")
+        elif decided is not None and not self._is_void:
+            self._count("num_answers")
+            self._count("num_deferred", expected[0] is None)
+            self._count("num_async", expected[1])
+            self._count("num_tokens", expected[0] or 0)
+
+    @_safely
+    def allocated(self, request_id: str, num_external_tokens: int) -> None:
+        """`update_state_after_alloc` is about to return."""
+        allocated, self._allocated = self._allocated, None
+        ordinal = self._open.get(request_id, e.NO_LIFE)
+        if allocated is None or self._ordinals.get(allocated.request_id, e.NO_LIFE) != ordinal:
+            if ordinal != e.NO_LIFE:
+                self._differ(Difference.ALLOCATION, ordinal, "an allocation was not recorded")
+        elif allocated.num_external_tokens != num_external_tokens:
+            recorded = f"recorded: {allocated.num_external_tokens}"
+            self._differ(Difference.ALLOCATION, ordinal, f"vLLM claims {num_external_tokens} tokens, {recorded}")
+        else:
+            self._count("num_allocations")
+
+    @_safely
+    def finished(self, request_id: str, keeps_blocks: bool) -> None:
+        """`request_finished` is about to return this."""
+        finished, held = self._finished, self._held
+        self._finished, self._held = [], []
+        self._ended.add(request_id)
+        if not finished:
+            if request_id in self._open:
+                self._differ(Difference.FINISH, self._open[request_id], "the end of the request was not recorded")
+            elif keeps_blocks:
+                self._differ(Difference.FINISH, e.NO_LIFE, "blocks of a request that the log does not have are kept")
+            return
+        ordinal = finished[0]
+        if self._ids.get(ordinal, (request_id,))[0] != request_id:
+            self._differ(Difference.FINISH, ordinal, "the end of another request was recorded")
+        elif keeps_blocks is not (ordinal in held):
+            told = "blocks are kept, decided: not kept" if keeps_blocks else "blocks are not kept, decided: kept"
+            self._differ(Difference.FINISH, ordinal, told)
+        else:
+            self._count("num_finished")
+            self._count("num_held", keeps_blocks)
+
+    @_safely
+    def step_begins(self, finished_request_ids: Iterable[str]) -> None:
+        """VLLM calls `build_connector_meta`; record what has passed since the last call."""
+        for request_id in finished_request_ids:
+            if request_id not in self._ended and request_id in self._open:
+                self._differ(Difference.OPEN, self._open[request_id], "vLLM has finished the request")
+        self._ended.clear()
+        for ordinal in self._forgotten[1]:
+            self._ids.pop(ordinal, None)
+        self._forgotten = ([], self._forgotten[0])
+        self.record()
+
+    @_safely
+    def shut_down(self) -> None:
+        """`shutdown` is called; record what has passed since the last step."""
+        self.record()
+
+    @_safely
+    def handed_out(self, jobs: StepJobs) -> None:
+        """`build_connector_meta` is about to return this."""
+        delivered, self._delivered = self._delivered, []
+        if not delivered and not jobs:
+            return
+        owed = Counter(entry for event in delivered for entry in self._owed(event))
+        given = Counter(self._given(jobs))
+        num_unknown = owed.pop(_UNKNOWN, 0)
+        self._count("num_handed_out", (owed & given).total())
+        for (kind, which, place), number in (given - owed).items():
+            if kind is Difference.END and num_unknown:  # its id is forgotten
+                num_unknown -= number
+                self._count("num_handed_out", number)
+            else:
+                self._differ(kind, self._number(which), f"handed out in {place}, not recorded so")
+        for kind, which, place in owed - given:
+            self._differ(kind, self._number(which), f"recorded as handed out in {place}, and was not")
+        for event in delivered:
+            for ordinal in (*event.failed, *event.sent):
+                if ordinal in self._ids:
+                    self._to_report[self._ids[ordinal][0]] = ordinal
+
+    def _owed(self, event: e.EffectsDelivered) -> Iterator[_Entry]:
+        for job_id in event.job_ids:
+            job = self._jobs.get(job_id)
+            yield Difference.JOB, job_id, "no list" if job is None else _list_of(job)
+        for job_id in event.awaited:
+            yield Difference.REMINDER, job_id, "awaited" if self._reminders.pop(job_id, False) else "asked_after"
+        for block_id in event.block_ids:
+            yield Difference.BLOCK, block_id, "undeliverable_block_ids"
+        for ordinals, name in ((event.failed, "failed_loads"), (event.sent, "finished_saves")):
+            for ordinal in ordinals:
+                yield (Difference.END, self._ids[ordinal][0], name) if ordinal in self._ids else _UNKNOWN
+
+    def _given(self, jobs: StepJobs) -> Iterator[_Entry]:
+        for name in _LISTS:
+            for job in getattr(jobs, name):
+                yield Difference.JOB, job.job_id, self._list_of_job(name, job)
+        for kind, name in _OTHERS:
+            for which in getattr(jobs, name):
+                yield kind, which, name
+
+    def _number(self, which: int | str) -> int:
+        """The ordinal of vLLM's id."""
+        if isinstance(which, int):
+            return which
+        return next((ordinal for ordinal, (given, _) in self._ids.items() if given == which), e.NO_LIFE)
+
+    def _list_of_job(self, name: str, job: Any) -> str:
+        """The list that the job is in; with a remark if its pages are not those decided."""
+        decided = self._jobs.get(job.job_id)
+        if decided is None or (decided.block_ids == job.block_ids and decided.slots == job.slots):
+            return name
+        pages = zip(decided.block_ids, decided.slots, strict=True)
+        copied = [(block_id, slot) for block_id, slot in pages if slot != NO_SLOT]
+        is_same = copied == list(zip(job.block_ids, job.slots, strict=False))
+        return name if is_same else f"{name} with other pages"
+
+    @_safely
+    def pending_work(self, answer: bool) -> None:
+        """`has_pending_push_work` is about to return this."""
+        if not answer and self._jobs:
+            self._differ(Difference.PENDING_WORK, min(self._jobs), "vLLM was told that nothing is pending")
+
+    @_safely
+    def reset(self, answer: bool | None) -> None:
+        """`reset_cache` is about to return this."""
+        num_resets, self._num_resets = self._num_resets, 0
+        if bool(answer) is not bool(num_resets):
+            self._differ(Difference.RESET, e.NO_LIFE, f"vLLM was told {answer}, {num_resets} resets were recorded")
+        else:
+            self._count("num_resets", num_resets)
+
+    # --- what the workers report ---------------------------------------------------------------
+
+    def output_arrives(self, output: KVConnectorOutput) -> Arrived | None:
+        """VLLM calls `update_connector_output`; returns what `output_leaves` needs."""
+        self._reported, self._load_errors, self._refused, self._delivered = [], [], [], []
+        if self.is_off or self.journal.is_disabled:
+            return None
+        try:
+            return Arrived(output)
+        except Exception as error:  # noqa: BLE001 -- nothing may raise into vLLM
+            self.failed(error)
+            return None
+
+    @_safely
+    def output_leaves(self, arrived: Arrived | None, output: KVConnectorOutput) -> None:
+        """`update_connector_output` is about to return; vLLM acts on the output next."""
+        delivered, self._delivered = self._delivered, []
+        if arrived is None:
+            return
+        if arrived.reports or self._reported:
+            self._compare_reports(arrived.reports)
+        if arrived.load_errors or self._load_errors:
+            recorded = frozenset(block_id for event in self._load_errors for block_id in event.block_ids)
+            self._count("num_load_errors", len(recorded & arrived.load_errors))
+            for block_id in recorded ^ arrived.load_errors:
+                which = "recorded, and did not arrive" if block_id in recorded else "not recorded"
+                self._differ(Difference.LOAD_ERROR, block_id, which)
+        received = {ordinal for event in delivered for ordinal in event.received}
+        reported = {ordinal for event in delivered for ordinal in event.reported}
+        if arrived.has_ends or received or reported or output.finished_recving or output.finished_sending:
+            self._compare_ends(arrived, output, received, reported)
+
+    def _compare_reports(self, arrived: frozenset[_Report]) -> None:
+        recorded = frozenset(
+            (event.job_ids, event.is_repeated, event.moments, rank, is_done)
+            for event in self._reported
+            for ranks, is_done in ((event.ranks_done, True), (event.ranks_failed, False))
+            for rank in ranks
+        )
+        self._count("num_reports", sum(len(report[0]) for report in recorded & arrived))
+        for report in recorded ^ arrived:
+            job_ids, _, _, rank, is_done = report
+            how = "done" if is_done else "failed"
+            which = "recorded, and did not arrive" if report in recorded else "not recorded"
+            for job_id in job_ids:
+                self._differ(Difference.REPORT, job_id, f"reported as {how} by rank {rank}: {which}")
+
+    def _compare_ends(
+        self, arrived: Arrived, output: KVConnectorOutput, received: set[int], reported: set[int]
+    ) -> None:
+        added = {self._ids[ordinal][0] for ordinal in received if ordinal in self._ids}
+        reported_ids: set[str] = set()
+        num_missing = 0
+        for field, before in arrived.ends.items():
+            after = frozenset(getattr(output, field) or ())
+            refused = {each.request_id for each in self._refused if each.field == field}
+            expected = {each for each in before if not refused or self._logged(each) not in refused}
+            reported_ids |= expected
+            if field == "finished_recving":
+                expected |= added
+                num_missing = len(added - after)
+            for request_id in after ^ expected:
+                which = "is given to vLLM, not recorded so" if request_id in after else "is not given to vLLM"
+                self._differ(Difference.END, self._number(request_id), f"{field} {which}")
+        self._count("num_received", len(received) - num_missing)
+        found = {self._to_report.pop(request_id) for request_id in reported_ids if request_id in self._to_report}
+        for ordinal in found ^ reported:
+            if ordinal in found or ordinal in self._ids:
+                which = "not recorded" if ordinal in found else "recorded, and did not arrive"
+                self._differ(Difference.END, ordinal, f"reported by the workers, {which}")
+
+    def _logged(self, request_id: str) -> str:
+        ordinal = self._open.get(request_id, e.NO_LIFE)
+        lives = (logged for given, logged in self._ids.values() if given == request_id)
+        return self._ids[ordinal][1] if ordinal in self._ids else next(lives, logged_request_id(request_id))
+
+    # --- what is recorded ----------------------------------------------------------------------
+
+    def _count(self, name: str, number: int = 1) -> None:
+        if number:
+            self._counts[name] = self._counts.get(name, 0) + number
+
+    def _differ(self, kind: Difference, number: int, what: str) -> None:
+        if len(self._differences) < _MAX_DIFFERENCES:
+            self._differences.append((kind.value, number, what))
+
+    @property
+    def differs(self) -> bool:
+        """Whether a difference is not recorded yet."""
+        return bool(self._differences)
+
+    def record(self) -> None:
+        """Record what has passed since the last time.
+
+        Raises:
+            LedgerCorrupt: see `Journal.observe`.
+        """
+        if self._counts or self._differences:
+            exchanged = e.HooksExchanged(**self._counts, differences=tuple(self._differences))
+            self._counts, self._differences = {}, []
+            self.journal.observe(exchanged)
+
+    def failed(self, error: Exception) -> None:
+        """Compare nothing any more."""
+        self.is_off = True
+        self.journal.ledger.on_recorded = None
+        what = type(error).__name__
+        messages.error("what leaves the hooks is not compared with the log any more; report it", error=what)
+        try:
+            self.journal.observe(e.HooksExchanged(differences=((Difference.EDGE_FAILED.value, 0, what),)))
+        except Exception as corrupt:  # noqa: BLE001 -- as in any hook
+            error = corrupt
+        if isinstance(error, LedgerCorrupt):
+            self.journal.hook_failed("edge", "", error)
+
+
+class Arrived:
+    """What `update_connector_output` is given."""
+
+    def __init__(self, output: KVConnectorOutput) -> None:
+        worker_meta = output.kv_connector_worker_meta
+        reports: dict[tuple[tuple[int, ...], bool, tuple[int, ...], int], bool] = {}
+        for report in worker_meta.reports if isinstance(worker_meta, WorkerReports) else ():
+            which = (report.job_ids, report.is_repeated, report.moments, report.rank)
+            reports.setdefault(which, report.done)
+        self.reports: frozenset[_Report] = frozenset((*which, is_done) for which, is_done in reports.items())
+        """The first report of each rank about each copy."""
+        self.load_errors = frozenset(output.invalid_block_ids or ())
+        self.ends = {
+            field: frozenset(ids) if (ids := getattr(output, field, None)) else _NOTHING
+            for field in ("finished_recving", "finished_sending", "failed_recving")
+        }
+        self.has_ends = any(self.ends.values())
+
+
+def _list_of(job: _Issued) -> str:
+    """The list of `StepJobs` that the job belongs in."""
+    if isinstance(job, e.LoadIssued):
+        return "async_loads" if job.is_async else "loads"
+    if isinstance(job, e.TailSaveIssued) or job.before_forward:
+        return "saves_before_forward"
+    return "async_saves" if job.is_async else "saves"
+
+
+def _words(answer: tuple[int | None, bool]) -> str:
+    num_tokens, is_async = answer
+    if num_tokens is None:
+        return "to ask again"
+    return f"{num_tokens} tokens{', asynchronously' if is_async else ''}"
+
+
+def _marked(edge: Edge) -> Iterator[tuple[type[e.Event], Callable[[Any], None]]]:
+    """(event class, method) of every method that is marked."""
+    for name, function in vars(Edge).items():
+        for event_class in getattr(function, "event_classes", ()):
+            yield event_class, getattr(edge, name)

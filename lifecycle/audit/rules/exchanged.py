@@ -1,0 +1,207 @@
+"""Exchanges: what vLLM and the workers got and what they reported, counted where it left, against the log."""
+
+from __future__ import annotations
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.forgotten import LIFE
+from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.marks import on
+
+_COUNTED = tuple(field for field in e.field_names(e.HooksExchanged) if field.startswith("num_"))
+_WORDS = {
+    "num_arrivals": "arrivals of requests",
+    "num_answers": "answers to lookups",
+    "num_deferred": "lookups that vLLM is to repeat",
+    "num_async": "answers with an asynchronous load",
+    "num_tokens": "tokens in answers to lookups",
+    "num_allocations": "allocations",
+    "num_handed_out": "entries in the metadata of steps",
+    "num_reports": "reports of workers",
+    "num_load_errors": "blocks that were not filled",
+    "num_received": "ends of loads for vLLM",
+    "num_finished": "ends of requests",
+    "num_held": "ends of requests whose blocks are kept",
+    "num_resets": "resets",
+}
+_DECLINED = "declined: "
+_SHUT_DOWN = "connector shut down"
+
+
+class ToldAsDecided(Checker):
+    """TOLD_AS_DECIDED: vLLM and the workers get what was decided, and what they report is recorded.
+
+    Counted where values leave the hooks and arrive in them (`hooks.exchanged`), and counted again from the decisions.
+
+    Verifies: no difference was found there; since the last such event as many answers, tokens in them, asynchronous and
+    deferred ones, allocations, ends of requests, kept blocks, entries in the metadata of steps, reports, blocks that
+    were not filled, ends of loads and resets left or arrived as the log has decisions and observations of them. Nothing
+    is uncounted when a step is recorded and when the connector shuts down. An answer of 0 tokens is allowed where the
+    decision was withheld, and for a quarantined request.
+    Does not verify: anything before the first `hooks.exchanged` of a log, or of the part where an audit begins, and so
+    a connector that never writes one; the time between two of them if a hook failed then, and all after the model was
+    declined or the ledger became corrupt; what vLLM and the workers do with what they get.
+    """
+
+    rule = "TOLD_AS_DECIDED"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._num = dict.fromkeys(_COUNTED, 0)
+        """What the log has since the last `hooks.exchanged`."""
+        self._first = 0
+        """The first event that was counted; 0: none."""
+        self._answers: dict[str, e.LookupAnswered | e.LookupDeferred] = {}
+        """Request id → the last decision of a lookup since then."""
+        model.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._answers)
+        self._is_recorded = False
+        """Whether the log has such events."""
+        self._knows_all = True
+        """Whether all since the last one is known."""
+        self._is_over = False
+        self._has_failed = False
+        """Whether a hook has failed since the last one."""
+
+    def begin(self, _start: Start) -> None:
+        """What came since the last `hooks.exchanged` is not known."""
+        self._knows_all = False
+
+    def _count(self, name: str, number: int = 1) -> None:
+        if number:
+            self._num[name] += number
+            self._first = self._first or self.moment.sequence
+
+    # --- what the log has ----------------------------------------------------------------------
+
+    @on(e.RequestArrived)
+    def _arrived(self, _event: e.RequestArrived) -> None:
+        self._count("num_arrivals")
+
+    @on(e.LookupAnswered, e.LookupDeferred)
+    def _answered(self, event: e.LookupAnswered | e.LookupDeferred) -> None:
+        self._answers[event.request_id] = event
+        self._count_answer(event, 1)
+
+    def _count_answer(self, event: e.LookupAnswered | e.LookupDeferred, number: int) -> None:
+        self._count("num_answers", number)
+        if isinstance(event, e.LookupDeferred):
+            self._count("num_deferred", number)
+        else:
+            self._count("num_async", number * event.is_async)
+            self._count("num_tokens", number * event.num_external_tokens)
+
+    def _take_back(self, request_id: str) -> bool:
+        """Whether there was an answer that did not leave."""
+        answer = self._answers.pop(request_id, None)
+        if answer is not None:
+            self._count_answer(answer, -1)
+        return answer is not None
+
+    @on(e.DecisionWithheld)
+    def _withheld(self, event: e.DecisionWithheld) -> None:
+        self._take_back(event.request_id)
+
+    @on(e.RequestQuarantined)
+    def _quarantined(self, event: e.RequestQuarantined) -> None:
+        answer = self._answers.get(event.request_id)
+        if answer is not None and answer.cause == event.cause:
+            self._take_back(event.request_id)
+
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
+        self._answers.pop(event.request_id, None)  # what is withheld from here on is a job
+        self._count("num_allocations")
+
+    @on(e.EffectsDelivered)
+    def _delivered(self, event: e.EffectsDelivered) -> None:
+        handed_out = (event.job_ids, event.awaited, event.block_ids, event.failed, event.sent)
+        self._count("num_handed_out", sum(map(len, handed_out)))
+        self._count("num_received", len(event.received))
+
+    @on(e.TransferReported)
+    def _reported(self, event: e.TransferReported) -> None:
+        if not event.withheld:
+            self._count("num_reports", len(event.job_ids) * (len(event.ranks_done) + len(event.ranks_failed)))
+
+    @on(e.LoadErrorsObserved)
+    def _load_errors(self, event: e.LoadErrorsObserved) -> None:
+        self._count("num_load_errors", len(event.block_ids))
+
+    @on(e.RequestFinished)
+    def _finished(self, _event: e.RequestFinished) -> None:
+        self._count("num_finished")
+
+    @on(e.BlocksHeld)
+    def _held(self, _event: e.BlocksHeld) -> None:
+        self._count("num_held")
+
+    @on(e.CacheReset)
+    def _reset(self, _event: e.CacheReset) -> None:
+        self._count("num_resets")
+
+    @on(e.HookFailed)
+    def _hook_failed(self, event: e.HookFailed) -> None:
+        self._has_failed = True
+        self._is_over |= event.error.startswith(e.CORRUPT)
+
+    @on(e.LogNote)
+    def _noted(self, event: e.LogNote) -> None:
+        if event.text == _SHUT_DOWN:
+            self._must_be_counted()
+        self._is_over |= event.text.startswith(_DECLINED)
+
+    # --- what left and arrived -----------------------------------------------------------------
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, _event: e.StepScheduled) -> None:
+        self._must_be_counted()
+
+    def _must_be_counted(self) -> None:
+        if self._is_judged and self._is_recorded and any(self._num.values()):
+            had = ", ".join(f"{number} {_WORDS[name]}" for name, number in self._num.items() if number)
+            self.broken(f"the log has {had}, and no hooks.exchanged says what left or arrived", self._first)
+            self._begin_again()
+
+    @property
+    def _is_judged(self) -> bool:
+        return self._knows_all and not self._has_failed and not self._is_over
+
+    @on(e.HooksExchanged)
+    def _exchanged(self, event: e.HooksExchanged) -> None:
+        if self._is_judged and not (self._num_differences(event) or self._is_equal(event)):
+            self._compare(event)
+        self._is_over |= any(kind == e.Difference.EDGE_FAILED for kind, _, _ in event.differences)
+        self._is_recorded = self._knows_all = True
+        self._begin_again()
+
+    def _num_differences(self, event: e.HooksExchanged) -> int:
+        """How many differences are not explained by the log."""
+        num_differences = 0
+        for kind, number, what in event.differences:
+            life = self.lives.of(number)
+            is_safe = kind == e.Difference.SAFE_ANSWER and life is not None and life.quarantined
+            if is_safe and life is not None and self._take_back(life.request_id):
+                continue
+            num_differences += 1
+            of = {"job": "job", "reminder": "job", "report": "job", "pending work": "job"}.get(kind, "")
+            of = of or ("block" if kind in (e.Difference.BLOCK, e.Difference.LOAD_ERROR) else "life")
+            request_id = life.request_id if life is not None and of == "life" else ""
+            where = "" if number == e.NO_LIFE else f" of {of} {number}"
+            self.broken(f"{kind}{where}: {what}", self._first, request_id=request_id)
+        return num_differences
+
+    def _is_equal(self, event: e.HooksExchanged) -> bool:
+        return all(getattr(event, name) == number for name, number in self._num.items())
+
+    def _compare(self, event: e.HooksExchanged) -> None:
+        for name, number in self._num.items():
+            counted = getattr(event, name)
+            if counted != number:
+                self.broken(f"{counted} {_WORDS[name]} left or arrived, the log has {number}", self._first)
+
+    def _begin_again(self) -> None:
+        self._num = dict.fromkeys(_COUNTED, 0)
+        self._answers.clear()
+        self._first = 0
+        self._has_failed = False

@@ -1,0 +1,188 @@
+"""What leaves the hooks and what arrives in them is counted in the log, and every difference is named.
+
+108 deliberate mistakes were put into kvledger. Those on the way from a decision to vLLM led to wrong KV or a hang, and
+`verify` called the log sound.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+
+from kvledger.adapters.vllm.edge import Edge
+from kvledger.adapters.vllm.scheduler_side import SchedulerSide
+from kvledger.lifecycle import events as e
+
+pytestmark = pytest.mark.scheduler
+RULE = "TOLD_AS_DECIDED"
+
+
+def crowded(make_engine: Any, **options: Any) -> Any:
+    """An engine whose requests are preempted and load what they lost."""
+    engine = make_engine(num_blocks=13, chunk_size=16, enable_prefix_caching=False, replays=False, **options)
+    engine.add_crowd()
+    return engine
+
+
+def found(engine: Any) -> list[str]:
+    """What the rule finds in the engine's log."""
+    return [violation.detail for violation in engine.audit().violations if violation.rule == RULE]
+
+
+def test_a_step_in_which_every_request_decodes_has_no_such_event(make_engine: Any) -> None:
+    """The last one before the first of forty decoding steps is about the prefill, the next one about the end."""
+    engine = make_engine(num_blocks=40, chunk_size=1024)
+    engine.serve("a", range(20), 40)
+    steps = [event for _, event in engine.events() if isinstance(event, e.StepScheduled | e.HooksExchanged)]
+    assert [type(event) for event in steps[:2]] == [e.HooksExchanged, e.StepScheduled]
+    assert all(isinstance(event, e.StepScheduled) for event in steps[2:40])
+
+
+def test_counts_add_up_to_what_the_log_has(make_engine: Any) -> None:
+    """Shutdown records what has passed since the last step, too."""
+    engine = make_engine(num_blocks=13, chunk_size=16, enable_prefix_caching=False)
+    engine.add_crowd()
+    engine.run()
+    engine.connector.shutdown()
+    exchanged = engine.logged(e.HooksExchanged)
+    answers = engine.logged(e.LookupAnswered)
+    assert sum(event.num_tokens for event in exchanged) == sum(answer.num_external_tokens for answer in answers) > 0
+    assert sum(event.num_finished for event in exchanged) == 3
+    assert sum(event.num_handed_out for event in exchanged) >= sum(
+        len(event.job_ids) for event in engine.logged(e.EffectsDelivered)
+    )
+    assert not any(event.differences for event in exchanged)
+
+
+def test_an_answer_that_could_not_be_written_is_no_difference(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM gets the safe answer, and the log says so."""
+    engine = crowded(make_engine)
+    hits: list[Any] = []
+
+    def look_up(side: SchedulerSide, request: Any, num_computed_tokens: int) -> Any:
+        answer, is_repeated = original(side, request, num_computed_tokens)
+        hits.extend([answer] if answer[0] else [])
+        side.journal.is_behind = lambda: bool(answer[0]) and len(hits) < 3
+        return answer, is_repeated
+
+    original = SchedulerSide._look_up
+    monkeypatch.setattr(SchedulerSide, "_look_up", look_up)
+    engine.run()
+    withheld = engine.logged(e.DecisionWithheld)
+    assert any(each.detail == "the event log could not be written" for each in withheld)
+    assert found(engine) == []
+
+
+def test_a_lookup_that_was_deferred_and_could_not_be_written_is_no_difference(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: in worlds with a full disk, the safe answer in the place of "ask again" was called a difference."""
+    engine = make_engine(num_blocks=30, chunk_size=8, enable_prefix_caching=False, replays=False)
+    engine.add_crowd()
+    for _ in range(12):
+        engine.step()
+    engine.drain()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    take_reports = engine.worker._worker_side.take_reports
+    monkeypatch.setattr(engine.worker._worker_side, "take_reports", lambda: None)
+
+    def look_up(side: SchedulerSide, request: Any, num_computed_tokens: int) -> Any:
+        answer, is_repeated = original(side, request, num_computed_tokens)
+        side.journal.is_behind = lambda: answer[0] is None
+        return answer, is_repeated
+
+    original = SchedulerSide._look_up
+    monkeypatch.setattr(SchedulerSide, "_look_up", look_up)
+    engine.step()
+    monkeypatch.setattr(engine.worker._worker_side, "take_reports", take_reports)
+    engine.run()
+    assert engine.logged(e.LookupDeferred)
+    assert engine.logged(e.DecisionWithheld)
+    assert found(engine) == []
+
+
+def test_a_hook_that_fails_is_no_difference(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had decided until then did not leave, and `hook.failed` says so."""
+    engine = crowded(make_engine)
+    is_asked = iter(range(1000))
+
+    def last_answer(side: SchedulerSide, request: Any) -> int:
+        if next(is_asked) % 4 == 3:
+            raise ValueError("broken")
+        return original(side, request)
+
+    original = SchedulerSide._last_answer
+    monkeypatch.setattr(SchedulerSide, "_last_answer", last_answer)
+    engine.run()
+    assert engine.logged(e.HookFailed)
+    assert found(engine) == []
+
+
+def test_a_comparison_that_fails_stops_nothing_but_itself(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is recorded, and nothing is compared from there on."""
+    engine = crowded(make_engine)
+
+    def broken(*_: Any) -> None:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(Edge, "_compare_reports", broken)
+    engine.run()
+    assert found(engine) == ["edge failed of life 0: KeyError"]
+    assert [event.differences[0][0] for event in engine.logged(e.HooksExchanged) if event.differences] == [
+        "edge failed"
+    ]
+
+
+def test_a_request_that_vllm_has_finished_without_calling_the_hook_is_named(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays open in the log for ever. Its id comes with the next step."""
+    engine = crowded(make_engine)
+    engine.step()
+    monkeypatch.setattr(type(engine.scheduler), "_connector_finished", lambda *_: (False, None))
+    engine.abort("request 2")
+    engine.step()
+    monkeypatch.undo()
+    engine.run()
+    assert found(engine) == ["open of life 2: vLLM has finished the request"]
+
+
+def test_blocks_that_are_not_reported_as_not_filled_are_named(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM would compute on them."""
+    engine = crowded(make_engine)
+    refuse, hand_out = SchedulerSide._claim, SchedulerSide._hand_out
+
+    def claim(side: SchedulerSide, request: Any, blocks: Any, num_external_tokens: int) -> bool:
+        return refuse(side, request, blocks, num_external_tokens) and False
+
+    def without_blocks(side: SchedulerSide) -> Any:
+        return attrs.evolve(hand_out(side), undeliverable_block_ids=())
+
+    monkeypatch.setattr(SchedulerSide, "_claim", claim)
+    monkeypatch.setattr(SchedulerSide, "_hand_out", without_blocks)
+    engine.run()
+    assert "recorded as handed out in undeliverable_block_ids, and was not" in found(engine)[0]
+
+
+def test_a_hook_that_bypasses_the_comparison_is_named(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log has its decisions, and nothing says what left."""
+    engine = crowded(make_engine)
+    engine.step()
+    monkeypatch.setattr(Edge, "answered", lambda *_: None)
+    engine.run()
+    assert "answers to lookups left or arrived, the log has" in found(engine)[0]
+
+
+def test_a_connector_that_no_longer_counts_is_named(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is recorded, and what was decided since the last count has no count."""
+    engine = crowded(make_engine)
+    engine.step()
+    monkeypatch.setattr(Edge, "step_begins", lambda *_: None)
+    engine.run()
+    assert "and no hooks.exchanged says what left or arrived" in found(engine)[0]

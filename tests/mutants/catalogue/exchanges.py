@@ -1,0 +1,398 @@
+"""Mistakes between a decision and vLLM, or between what arrives and the log: the log itself is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from kvledger.adapters.vllm import scheduler_side
+from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports
+from kvledger.adapters.vllm.scheduler_side import SchedulerSide
+from mutants.catalogue.parts import wrapped
+from mutants.mutant import Patch, Touch, mutant
+from mutants.scenes import FailedLoads, Worlds
+
+RULE = "TOLD_AS_DECIDED"
+ASYNC_LOADS = Worlds(connector=(("load_mode", "async"), ("offer", "always")))
+SYNC_LOADS = Worlds(connector=(("load_mode", "sync"), ("offer", "always")))
+ASYNC_SAVES = Worlds(connector=(("save_mode", "async"), ("keep_for_preempted", True)))
+LATE = Worlds(
+    faults=frozenset({"aborts", "storms", "delayed reports"}),
+    connector=(("load_mode", "async"), ("save_mode", "async"), ("offer", "always"), ("max_silent_steps", 64)),
+)
+LATE_IN_STEPS = Worlds(
+    faults=frozenset({"delayed reports"}),
+    connector=(("load_mode", "sync"), ("save_mode", "sync"), ("max_silent_steps", 64)),
+    settings=(("num_steps", 40),),
+)
+RESETTING = Worlds(faults=frozenset({"aborts", "resets"}))
+FAILING = Worlds(
+    faults=frozenset({"aborts", "storms", "failing copies"}), connector=(("load_mode", "async"), ("offer", "always"))
+)
+
+
+def _answers(change: Callable[[SchedulerSide, Any, tuple[int | None, bool]], tuple[int | None, bool]]) -> Patch:
+    """Every lookup is answered with `change(side, request, answer)`."""
+
+    def answer(original: Any, side: SchedulerSide, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return change(side, request, original(side, request, num_computed_tokens))
+
+    return wrapped(SchedulerSide, "get_num_new_matched_tokens", answer)
+
+
+def _hands_out(change: Callable[[StepJobs], StepJobs]) -> Patch:
+    """The metadata of every step is `change(metadata)`."""
+
+    def step_jobs(original: Any, *arguments: Any) -> StepJobs:
+        return change(original(*arguments))
+
+    return wrapped(scheduler_side, "step_jobs", step_jobs)
+
+
+@mutant(RULE, scene=Worlds())
+def answers_a_block_less(touch: Touch) -> Sequence[Patch]:
+    """VLLM is told of one block less than was decided, where that leaves nothing."""
+
+    def change(side: SchedulerSide, _request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
+        num_tokens, _ = answer
+        if not num_tokens or num_tokens > side._block_size:
+            return answer
+        touch()
+        return 0, False
+
+    return [_answers(change)]
+
+
+@mutant(RULE, scene=Worlds())
+def answers_the_last_one(touch: Touch) -> Sequence[Patch]:
+    """A lookup of which something is found is answered with what the lookup before it was answered, if that is less."""
+    last: dict[int, tuple[int | None, bool]] = {}
+
+    def change(side: SchedulerSide, _request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
+        before = last.get(id(side), (0, False))
+        last[id(side)] = answer
+        if not answer[0] or before[0] is None or before[0] >= answer[0]:
+            return answer
+        touch()
+        return before
+
+    return [_answers(change)]
+
+
+@mutant(RULE, "vllm#49829", scene=Worlds())
+def asks_again_instead(touch: Touch) -> Sequence[Patch]:
+    """A lookup that was answered with a hit is answered with "ask again" the first time."""
+    asked: set[tuple[int, str]] = set()
+
+    def change(side: SchedulerSide, request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
+        which = id(side), request.request_id
+        if not answer[0] or which in asked:
+            return answer
+        touch()
+        asked.add(which)
+        return None, False
+
+    return [_answers(change)]
+
+
+@mutant(RULE, "LMCache#4355", scene=ASYNC_LOADS)
+def async_answered_as_sync(touch: Touch) -> Sequence[Patch]:
+    """An asynchronous load is answered as one that precedes the step, so vLLM computes on blocks that it fills."""
+
+    def change(_side: SchedulerSide, _request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
+        if not answer[1]:
+            return answer
+        touch()
+        return answer[0], False
+
+    return [_answers(change)]
+
+
+@mutant(RULE, scene=SYNC_LOADS)
+def sync_answered_as_async(touch: Touch) -> Sequence[Patch]:
+    """A load that precedes the step is answered as asynchronous, so vLLM waits for an end that nobody reports."""
+
+    def change(_side: SchedulerSide, _request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
+        if not answer[0] or answer[1]:
+            return answer
+        touch()
+        return answer[0], True
+
+    return [_answers(change)]
+
+
+def _ends(change: Callable[[SchedulerSide, Any, bool], bool]) -> Patch:
+    """`request_finished` answers `change(side, request, whether blocks are kept)`."""
+
+    def finish(original: Any, side: SchedulerSide, request: Any, num_blocks: int) -> tuple[bool, None]:
+        return change(side, request, original(side, request, num_blocks)[0]), None
+
+    return wrapped(SchedulerSide, "request_finished", finish)
+
+
+@mutant(RULE, "vllm#46240", scene=ASYNC_SAVES)
+def freed_under_a_copy(touch: Touch) -> Sequence[Patch]:
+    """VLLM frees the blocks of a request that ends, although a copy reads them and it was decided to keep them."""
+
+    def change(_side: SchedulerSide, _request: Any, keeps_blocks: bool) -> bool:
+        if keeps_blocks:
+            touch()
+        return False
+
+    return [_ends(change)]
+
+
+@mutant(RULE, "vllm#50297", scene=Worlds())
+def kept_without_a_copy(touch: Touch) -> Sequence[Patch]:
+    """VLLM keeps the blocks of every request that ends, and waits for an end that nobody reports."""
+
+    def change(_side: SchedulerSide, _request: Any, keeps_blocks: bool) -> bool:
+        if not keeps_blocks:
+            touch()
+        return True
+
+    return [_ends(change)]
+
+
+@mutant(RULE, "vllm#30745", scene=Worlds())
+def aborted_while_waiting_stays_open(touch: Touch) -> Sequence[Patch]:
+    """The end of a request that never got blocks is not recorded."""
+
+    def finish(original: Any, side: SchedulerSide, request: Any, num_blocks: int) -> Any:
+        record = side._tracker.get(request.request_id)
+        if num_blocks or record is None or side._tracker.num_computed_tokens(record):
+            return original(side, request, num_blocks)
+        touch()
+        return True
+
+    return [wrapped(SchedulerSide, "_finish", finish)]
+
+
+@mutant(RULE, scene=SYNC_LOADS)
+def load_left_out(touch: Touch) -> Sequence[Patch]:
+    """Loads are recorded as handed out, and are not in the metadata of the step."""
+
+    def change(jobs: StepJobs) -> StepJobs:
+        if jobs.loads:
+            touch()
+        return attrs.evolve(jobs, loads=())
+
+    return [_hands_out(change)]
+
+
+@mutant(RULE, "vllm#55209", scene=ASYNC_LOADS)
+def second_load_left_out(touch: Touch) -> Sequence[Patch]:
+    """Of several asynchronous loads in one step, only the first is handed out."""
+
+    def change(jobs: StepJobs) -> StepJobs:
+        if len(jobs.async_loads) > 1:
+            touch()
+        return attrs.evolve(jobs, async_loads=jobs.async_loads[:1])
+
+    return [_hands_out(change)]
+
+
+@mutant(RULE, scene=Worlds())
+def saved_too_late(touch: Touch) -> Sequence[Patch]:
+    """Copies that must precede the forward pass are handed out with those that follow it."""
+
+    def change(jobs: StepJobs) -> StepJobs:
+        if jobs.saves_before_forward:
+            touch()
+        return attrs.evolve(jobs, saves_before_forward=(), saves=(*jobs.saves, *jobs.saves_before_forward))
+
+    return [_hands_out(change)]
+
+
+@mutant(RULE, scene=Worlds())
+def handed_out_with_other_slots(touch: Touch) -> Sequence[Patch]:
+    """A save's slots are handed out in reverse order."""
+
+    def change(jobs: StepJobs) -> StepJobs:
+        saves = tuple(attrs.evolve(job, slots=job.slots[::-1]) for job in jobs.saves)
+        if saves != jobs.saves:
+            touch()
+        return attrs.evolve(jobs, saves=saves)
+
+    return [_hands_out(change)]
+
+
+@mutant(RULE, scene=LATE)
+def not_waited_for(touch: Touch) -> Sequence[Patch]:
+    """The workers are not told to finish a copy before the step that overwrites its blocks."""
+
+    def change(jobs: StepJobs) -> StepJobs:
+        if jobs.awaited:
+            touch()
+        return attrs.evolve(jobs, awaited=())
+
+    return [_hands_out(change)]
+
+
+@mutant(RULE, "LMCache#4762", scene=ASYNC_SAVES)
+def end_of_save_left_out(touch: Touch) -> Sequence[Patch]:
+    """That the blocks of an ended request may be freed is recorded, and not handed to the workers."""
+
+    def change(jobs: StepJobs) -> StepJobs:
+        if jobs.finished_saves:
+            touch()
+        return attrs.evolve(jobs, finished_saves=())
+
+    return [_hands_out(change)]
+
+
+@mutant(RULE, scene=FAILING)
+def failed_load_told_as_save(touch: Touch) -> Sequence[Patch]:
+    """The failure of a load is handed to the workers as the end of a save."""
+
+    def change(jobs: StepJobs) -> StepJobs:
+        if jobs.failed_loads:
+            touch()
+        return attrs.evolve(jobs, failed_loads=(), finished_saves=(*jobs.finished_saves, *jobs.failed_loads))
+
+    return [_hands_out(change)]
+
+
+@mutant(RULE, "vllm#18246", scene=Worlds())
+def report_lost(touch: Touch) -> Sequence[Patch]:
+    """Of several reports of one step, the last one is not recorded."""
+
+    def take(original: Any, side: SchedulerSide, reports: WorkerReports) -> None:
+        if len(reports.reports) > 1:
+            touch()
+            reports = attrs.evolve(reports, reports=reports.reports[:-1])
+        original(side, reports)
+
+    return [wrapped(SchedulerSide, "_take_reports", take)]
+
+
+@mutant(RULE, "vllm#56104", scene=FAILING)
+def failure_recorded_as_done(touch: Touch) -> Sequence[Patch]:
+    """A copy that a worker could not make is recorded as done."""
+
+    def take(original: Any, side: SchedulerSide, reports: WorkerReports) -> None:
+        if not all(report.done for report in reports.reports):
+            touch()
+        done = tuple(attrs.evolve(report, done=True) for report in reports.reports)
+        original(side, attrs.evolve(reports, reports=done))
+
+    return [wrapped(SchedulerSide, "_take_reports", take)]
+
+
+@mutant(RULE, "LMCache#3388", scene=FailedLoads())
+def load_errors_lost(touch: Touch) -> Sequence[Patch]:
+    """Which blocks vLLM was told are not filled is not recorded."""
+
+    def take(_original: Any, _side: SchedulerSide, _block_ids: frozenset[int]) -> None:
+        touch()
+
+    return [wrapped(SchedulerSide, "_take_load_errors", take)]
+
+
+@mutant(RULE, "LMCache#4355", "LMCache#4762", scene=ASYNC_LOADS)
+def end_of_load_not_told(touch: Touch) -> Sequence[Patch]:
+    """That a load is in place is recorded as reported, and vLLM waits for it."""
+
+    def end(original: Any, side: SchedulerSide, output: Any) -> tuple[str, ...]:
+        if original(side, output):
+            touch()
+        return ()
+
+    return [wrapped(SchedulerSide, "_end_waiting", end)]
+
+
+@mutant(RULE, "vllm#43226", scene=ASYNC_LOADS)
+def end_of_load_told_too_early(touch: Touch) -> Sequence[Patch]:
+    """With the first load that is in place, all requests that wait for one are reported to vLLM."""
+
+    def end(original: Any, side: SchedulerSide, output: Any) -> tuple[str, ...]:
+        received: tuple[str, ...] = original(side, output)
+        waiting = [job.request_id for job in side.journal.obligations.state.in_flight.values() if job.is_load]
+        if not received or not waiting:
+            return received
+        touch()
+        return (*received, *waiting)
+
+    return [wrapped(SchedulerSide, "_end_waiting", end)]
+
+
+@mutant(RULE, scene=ASYNC_SAVES)
+def end_that_workers_told_is_forgotten(touch: Touch) -> Sequence[Patch]:
+    """That vLLM has the end of a save from the workers is not recorded."""
+
+    def reported(original: Any, obligations: Any, request_ids: Any) -> tuple[int, ...]:
+        if original(obligations, request_ids):
+            touch()
+        return ()
+
+    from kvledger.lifecycle.projections.obligations import Obligations
+
+    return [wrapped(Obligations, "reported", reported)]
+
+
+@mutant(RULE, scene=LATE_IN_STEPS)
+def nothing_pending(touch: Touch) -> Sequence[Patch]:
+    """VLLM is told that no step is needed while a copy is in flight."""
+
+    def pending(original: Any, side: SchedulerSide) -> bool:
+        if original(side):
+            touch()
+        return False
+
+    return [wrapped(SchedulerSide, "has_pending_push_work", pending)]
+
+
+@mutant(RULE, "vllm#57727", scene=RESETTING)
+def reset_not_recorded(touch: Touch) -> Sequence[Patch]:
+    """A reset is answered with True, and what was saved stays."""
+
+    def reset(_original: Any, _side: SchedulerSide) -> bool:
+        touch()
+        return True
+
+    return [wrapped(SchedulerSide, "_reset", reset)]
+
+
+@mutant(RULE, scene=Worlds())
+def allocation_not_recorded(touch: Touch) -> Sequence[Patch]:
+    """An allocation for which nothing is loaded is not recorded: the step has the blocks."""
+
+    def claim(original: Any, side: SchedulerSide, request: Any, blocks: Any, num_external_tokens: int) -> Any:
+        if num_external_tokens:
+            return original(side, request, blocks, num_external_tokens)
+        touch()
+        return False
+
+    return [wrapped(SchedulerSide, "_claim", claim)]
+
+
+@mutant(RULE, scene=Worlds())
+def second_arrival_not_recorded(touch: Touch) -> Sequence[Patch]:
+    """Of the requests that arrive, every second one is not recorded."""
+    num_arrived: dict[int, int] = {}
+
+    def arrive(original: Any, side: SchedulerSide, request: Any) -> None:
+        num_arrived[id(side)] = num_arrived.get(id(side), 0) + 1
+        if num_arrived[id(side)] % 2:
+            original(side, request)
+        else:
+            touch()
+
+    return [wrapped(SchedulerSide, "_arrive", arrive)]
+
+
+@mutant(RULE, scene=Worlds())
+def answers_the_stored_hit_again(touch: Touch) -> Sequence[Patch]:
+    """A lookup that a preempted request repeats is answered with what its first one was answered."""
+    first: dict[tuple[int, str], tuple[int | None, bool]] = {}
+
+    def change(side: SchedulerSide, request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
+        before = first.setdefault((id(side), request.request_id), answer)
+        if before != (0, False) or not answer[0]:
+            return answer
+        touch()
+        return before
+
+    return [_answers(change)]
