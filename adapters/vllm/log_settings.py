@@ -20,7 +20,7 @@ from kvledger.storage.events import MIN_LOG_SEGMENTS, Durability
 from kvledger.storage.events.files import RefusedFile, is_full
 
 MIN_SEGMENT_BYTES = 16 * 1024
-"""Each segment begins with a header of about 10 kB, vocabulary and configuration; smaller ones hold little else."""
+"""Each segment begins with a header of about 11 kB, vocabulary and configuration; smaller ones hold little else."""
 
 
 _ADDRESS = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -72,7 +72,7 @@ class LogSettings(pydantic.BaseModel):
     step writes everything itself, for as long as it takes."""
 
     segment_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
-    """Size at which the log begins a new file, at least 16 KiB: each begins with a header of about 10 kB."""
+    """Size at which the log begins a new file, at least 16 KiB: each begins with a header of about 11 kB."""
 
     max_log_bytes: pydantic.ByteSize | None = pydantic.Field(pydantic.ByteSize(16 * 1024**3), validate_default=True)
     """What all logs in `log_dir` together may take: the oldest segments are deleted, with a record of that. At least 3
@@ -116,7 +116,7 @@ class LogSettings(pydantic.BaseModel):
     def _check_segment_bytes(cls, segment_bytes: pydantic.ByteSize) -> pydantic.ByteSize:
         if segment_bytes < MIN_SEGMENT_BYTES:
             remedy = f"write {written_size(MIN_SEGMENT_BYTES)!r} or more"
-            raise ConfigurationError(Refusal("each segment begins with a header of about 10 kB", remedy))
+            raise ConfigurationError(Refusal("each segment begins with a header of about 11 kB", remedy))
         return segment_bytes
 
     @pydantic.field_validator("max_log_bytes")

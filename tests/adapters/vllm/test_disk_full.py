@@ -158,12 +158,12 @@ def test_all_logs_of_a_directory_keep_to_their_size_while_one_is_written(
 
 
 def test_segments_that_are_hardly_more_than_headers_are_refused_with_the_figures(tmp_path: Path) -> None:
-    """Each would hold a frame or two; the smallest that is allowed has two thirds of the room that its header takes."""
-    with pytest.raises(ConfigurationError, match=r"segment_bytes: .*header of about 10 kB; write '16KiB' or more"):
+    """Each would hold a frame or two; the smallest that is allowed has half of the room that its header takes."""
+    with pytest.raises(ConfigurationError, match=r"segment_bytes: .*header of about 11 kB; write '16KiB' or more"):
         ConnectorSettings.from_extra_config({"segment_bytes": 16383})
     _open(tmp_path, _observations()[0], []).store.close()
     (segment,) = tmp_path.glob("*/*.kvlog")
-    assert 9_000 < segment.stat().st_size < 10_500
+    assert 10_000 < segment.stat().st_size < 11_500
 
 
 @pytest.mark.parametrize("max_log_bytes", ["1MiB", "64MiB", "191MiB"])
