@@ -35,6 +35,7 @@ from kvledger.lifecycle.ranges import (
     Group,
     Int64,
     JobId,
+    LifeOrdinal,
     NumBytes,
     NumTokens,
     Ordinal,
@@ -163,7 +164,7 @@ class RequestArrived(RequestEvent, frozen=True, tag=0):
     the 8 of the span's. Empty where it did not.
     """
 
-    ordinal: Ordinal
+    ordinal: LifeOrdinal
     num_prompt_tokens: NumTokens
     time_ns: TimeNs
     trace_parent: bytes = b""
@@ -726,7 +727,7 @@ class ExtensionObserved(RequestEvent, frozen=True, tag=36):
 
     extension: str
     name: str
-    extension_version: int
+    extension_version: Count
     payload: bytes
     time_ns: TimeNs
 
@@ -737,7 +738,7 @@ class ExtensionDecided(RequestDecision, frozen=True, tag=37):
 
     extension: str
     name: str
-    extension_version: int
+    extension_version: Count
     payload: bytes
     cause: Sequence
 
@@ -751,7 +752,7 @@ class ExtensionStopped(Event, frozen=True, tag=38):
     """
 
     extension: str
-    extension_version: int
+    extension_version: Count
     where: str
     """What raised: a method of a handler, a projection, or `kept`."""
     error: str
@@ -768,7 +769,7 @@ class ExtensionNoted(Event, frozen=True, tag=41):
 
     extension: str
     name: str
-    extension_version: int
+    extension_version: Count
     payload: bytes
     time_ns: TimeNs
 

@@ -17,7 +17,7 @@ import attrs
 import msgspec
 
 from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections import Projection, Projections
 from kvledger.lifecycle.projections.recency import Recency
 from kvledger.lifecycle.untrusted import converted, msgpack_decoder
 
@@ -51,6 +51,9 @@ def restore(core: Core, state: bytes, configuration: LedgerConfiguration) -> Pro
         named: dict[str, Any] = dict(projections.named())
         for name, there in projections.states().items():
             named[name].state = msgpack_decoder(type(there), _decoded)(bytes(parts[name]))
+        for projection in named.values():
+            if isinstance(projection, Projection):  # one of an extension may be of any class
+                projection.check()
         for name, projection in named.items():
             _index(projections, name, projection.index)
     except Exception as error:  # an index may stumble over a state that no fold leads to

@@ -14,6 +14,7 @@ import attrs
 import msgspec
 
 from kvledger.lifecycle.events import NOT_RECORDED, SettledTokens, StepScheduled
+from kvledger.lifecycle.ranges import Count, LifeOrdinal, SumOfTokens
 from kvledger.lifecycle.states import TrustRegion
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):
     step of 256 decoding requests costs nothing.
     """
 
-    num_steps: int = 0
-    last_counts: dict[int, int] = {}
+    num_steps: Count = 0
+    last_counts: dict[LifeOrdinal, SumOfTokens] = {}
     """Ordinal -> the count when it was last set."""
-    decoding: dict[int, int] = {}
+    decoding: dict[LifeOrdinal, SumOfTokens] = {}
     """Ordinal -> the count less the number of steps, of those whom every step gives one more token."""
 
     def count(self, ordinal: int) -> int:

@@ -51,7 +51,7 @@ class Request:
     def interest(self) -> tuple[int, int, int]:
         """The more, the rather it is shown: trouble, preemptions, then a sample from all over the log."""
         # Of numbers written backwards the smallest belong to multiples of the highest power of two: evenly spread.
-        backwards = int(f"{self.incarnation.ordinal:064b}"[::-1], 2)
+        backwards = int(f"{self.incarnation.ordinal % 2**64:064b}"[::-1], 2)
         return self.num_troubles, self.incarnation.summary.num_preemptions, -backwards
 
 

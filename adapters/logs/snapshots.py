@@ -5,13 +5,14 @@ For whoever writes a log, in a process beside it, and for whoever has one that l
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.lifecycle import Projections
 from kvledger.lifecycle.events import Event
-from kvledger.lifecycle.snapshots import capture, restore, state_fingerprint
+from kvledger.lifecycle.snapshots import SnapshotError, capture, restore, state_fingerprint
 from kvledger.storage.events import LogError, Snapshot, find_snapshot, segments_without_snapshot, write_snapshot
 from kvledger.storage.events.segment_file import first_sequence_of, read_header
 
@@ -41,11 +42,11 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
         )
     log_id, fingerprint = str(log.header["log_id"]), state_fingerprint(log.core, log.configuration)
     begun, _ = find_snapshot(log.path, log_id=log_id, fingerprint=fingerprint, at_most=min(lacking), newest=True)
-    if begun is None:
-        projections, batches = Projections(log.core, log.configuration), log.batches()
-    else:
-        projections = restore(log.core, begun.state, log.configuration)
-        batches = log.batches_behind(begun.sequence)
+    projections, batches = Projections(log.core, log.configuration), log.batches()
+    if begun is not None:
+        with suppress(SnapshotError):  # then from the log's beginning, if it is there
+            projections = restore(log.core, begun.state, log.configuration)
+            batches = log.batches_behind(begun.sequence)
     num_written = 0
     for batch in batches:
         if log.damage or not log.is_trusted:

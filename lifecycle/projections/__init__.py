@@ -60,6 +60,13 @@ class Projection:
     def index(self) -> None:
         """Make anew what follows from the state; called when the states of all projections are there."""
 
+    def check(self) -> None:
+        """Check what folds rely on and types do not say; called with a state that was read, before `index`.
+
+        Raises:
+            ValueError: no fold leads to such a state, and a later one might fail on it.
+        """
+
     def folds(self) -> dict[type[Event], Fold]:
         """Event class -> fold, called as `fold(event, sequence)`.
 

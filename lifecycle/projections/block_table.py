@@ -15,16 +15,17 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.ranges import LifeOrdinal, NumTokens, Ordinal
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """All by the ordinal of a life."""
 
-    held: dict[int, array] = {}  # type: ignore[type-arg]  # in Python 3.11 it takes no argument when it runs
-    lost: dict[int, array] = {}  # type: ignore[type-arg]
-    leaving: dict[int, int] = {}
+    held: dict[LifeOrdinal, array] = {}  # type: ignore[type-arg]  # in Python 3.11 it takes no argument when it runs
+    lost: dict[Ordinal, array] = {}  # type: ignore[type-arg]
+    leaving: dict[LifeOrdinal, NumTokens] = {}
     """Tokens that were settled when the windows of a request left pages, since the last step."""
-    left: dict[int, int] = {}
+    left: dict[LifeOrdinal, NumTokens] = {}
     """The same before the last step."""
 
 

@@ -24,6 +24,8 @@ from kvledger.lifecycle.projections.recency import Recency
 from kvledger.lifecycle.projections.room import Room
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
+from kvledger.lifecycle.ranges import Count, LifeOrdinal, Slot
+from kvledger.lifecycle.ranges import Sequence as SequenceNumber
 
 _SHORT = 16
 """Chunks up to which a prefix is renewed with every one of them, for an eighth of it is no more than one."""
@@ -34,26 +36,26 @@ class Departed:
     """Why and by which event a chunk left."""
 
     reason: e.MissReason
-    sequence: int
+    sequence: SequenceNumber
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """What is there, and what was promised of it."""
 
     slots: host_slots.State = msgspec.field(default_factory=host_slots.State)
-    committed: dict[bytes, tuple[int, ...]] = {}
+    committed: dict[bytes, tuple[Slot, ...]] = {}
     """Every committed chunk and its slots."""
     by_age: Recency = msgspec.field(default_factory=Recency)
     """Committed chunks that nobody is sure to come back for, oldest first."""
     departed: dict[bytes, Departed] = {}
     """The longest gone first."""
-    pinned_by: dict[int, tuple[bytes, ...]] = {}
+    pinned_by: dict[LifeOrdinal, tuple[bytes, ...]] = {}
     """Ordinal of a life -> what its pending answer promised, by the keys that it had then."""
-    wanted_by: dict[int, tuple[bytes, ...]] = {}
+    wanted_by: dict[LifeOrdinal, tuple[bytes, ...]] = {}
     """Ordinal of a life -> what it will come back for, the same way."""
-    num_added: int = 0
+    num_added: Count = 0
     """How often chunks were added."""
-    num_removed: int = 0
+    num_removed: Count = 0
     """How often a chunk was removed."""
 
 
@@ -83,6 +85,10 @@ class ChunkIndex(Projection):
         self._keep_for_preempted = keep_for_preempted
         self.state = State()
         self.index()
+
+    def check(self) -> None:
+        """Each slot is in one place."""
+        self.state.slots.check(self.slots.num_slots)
 
     def index(self) -> None:
         """Make anew what follows from the state, and from the jobs in flight."""
@@ -341,7 +347,7 @@ class ChunkIndex(Projection):
 
         A group with a window may lack pages: it did not see them any more when the chunk was saved.
         """
-        if stored is not None:
+        if stored is not None and len(stored) == len(slots):
             slots = tuple(old if new == NO_SLOT else new for new, old in zip(slots, stored, strict=True))
         sizes = self._geometry.window_sizes
         missing = any(slot == NO_SLOT and not sizes[place % len(sizes)] for place, slot in enumerate(slots))

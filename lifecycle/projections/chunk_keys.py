@@ -14,12 +14,13 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.ranges import LifeOrdinal
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """By the ordinal of a life."""
 
-    keys: dict[int, list[bytes]] = {}
+    keys: dict[LifeOrdinal, list[bytes]] = {}
 
 
 class ChunkKeys(Projection):

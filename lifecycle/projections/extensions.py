@@ -15,6 +15,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.errors import raise_if_unstoppable, without_secrets
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection
+from kvledger.lifecycle.ranges import Sequence
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.projections import Projections
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """What the log says."""
 
-    stopped: dict[str, int] = {}
+    stopped: dict[str, Sequence] = {}
     """Extension -> the event that stopped it."""
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from kvledger.lifecycle.events import NO_SLOT
+from kvledger.lifecycle.ranges import Count, NumSlots
 
 _MANY = 4
 """Slots from which on it pays to ask whether they are those that come next."""
@@ -19,13 +20,41 @@ _MANY = 4
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """Which slots are taken, and which come next."""
 
-    num_touched: int = 0
+    num_touched: NumSlots = 0
     """One more than the largest slot that was ever taken."""
-    skipped: list[tuple[int, int]] = []
+    skipped: list[tuple[NumSlots, NumSlots]] = []
     """(First, end) of slots below `num_touched` that were never taken, ascending."""
-    free: list[int] = []
-    failed: list[int] = []
-    references: dict[int, int] = {}
+    free: list[NumSlots] = []
+    failed: list[NumSlots] = []
+    references: dict[NumSlots, Count] = {}
+
+    def check(self, num_slots: int) -> None:
+        """Check that each slot below `num_touched` is in exactly one place, and no other slot in any.
+
+        Raises:
+            ValueError: it is not so.
+        """
+        free, references = {*self.free, *self.failed}, self.references
+        num_skipped, last_end, is_ascending = 0, 0, True
+        for first, end in self.skipped:
+            is_ascending = is_ascending and last_end <= first < end
+            num_skipped, last_end = num_skipped + end - first, end
+        num_listed = len(free) + len(references)
+        is_whole = (
+            len(free) == len(self.free) + len(self.failed)
+            and references.keys().isdisjoint(free)
+            and num_listed + num_skipped == self.num_touched <= num_slots
+            and max(last_end - 1, *free, max(references, default=-1)) < self.num_touched
+        )
+        is_both = self.skipped and any(_run_of(self.skipped, slot) is not None for slot in (*free, *references))
+        if not is_whole or not is_ascending or is_both:
+            raise ValueError("a slot of the host pool is in two places or in none")
+
+
+def _run_of(skipped: Sequence[tuple[int, int]], slot: int) -> int | None:
+    """Where the run with that slot is; None where none has it."""
+    place = bisect_right(skipped, slot, key=lambda run: run[0]) - 1
+    return None if place < 0 or slot >= skipped[place][1] else place
 
 
 class HostSlots:
@@ -90,8 +119,8 @@ class HostSlots:
 
     def _take_skipped(self, slot: int) -> bool:
         skipped = self.state.skipped
-        place = bisect_right(skipped, slot, key=lambda run: run[0]) - 1
-        if place < 0 or slot >= skipped[place][1]:
+        place = _run_of(skipped, slot)
+        if place is None:
             return False
         first, end = skipped[place]
         skipped[place : place + 1] = [run for run in ((first, slot), (slot + 1, end)) if run[0] < run[1]]

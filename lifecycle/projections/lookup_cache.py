@@ -17,6 +17,8 @@ from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.ranges import Count, Generation, Int64, JobId, NumTokens, Ordinal
+from kvledger.lifecycle.ranges import Sequence as SequenceNumber
 
 _WINDOW = e.MissReason.WINDOW.value
 _LOOKUPS = (e.LookupRequested, e.LookupAnswered)
@@ -26,11 +28,11 @@ _IN_FULL_AFTER_EVENTS = 1024
 class CachedHit(msgspec.Struct, frozen=True, gc=False):
     """The number of committed chunks from the first on, and what that was true for."""
 
-    num_chunks: int
-    num_keys: int
-    generation: int
-    num_added: int
-    num_removed: int
+    num_chunks: Int64
+    num_keys: Count
+    generation: Generation
+    num_added: Count
+    num_removed: Count
 
 
 class _Counted(msgspec.Struct, frozen=True, gc=False):
@@ -52,16 +54,16 @@ class _Counted(msgspec.Struct, frozen=True, gc=False):
 class PendingAnswer(msgspec.Struct, frozen=True, gc=False):
     """What the scheduler was answered and has not claimed yet."""
 
-    generation: int
-    num_computed_tokens: int
-    num_tokens: int
-    num_hit_tokens: int
-    num_external_tokens: int
+    generation: Generation
+    num_computed_tokens: NumTokens
+    num_tokens: NumTokens
+    num_hit_tokens: Int64
+    num_external_tokens: Int64
     is_async: bool
     miss_reason: str
-    miss_cause: int
-    sequence: int
-    written_at: int
+    miss_cause: SequenceNumber
+    sequence: SequenceNumber
+    written_at: SequenceNumber
     """Sequence number of the last answer like this one that the log has in full."""
 
     def as_event(self, request_id: str, ordinal: int, cause: int) -> e.LookupAnswered:
@@ -93,13 +95,13 @@ def _repeats(last: PendingAnswer, event: e.LookupRequested | e.LookupAnswered, o
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """All by the ordinal of a life."""
 
-    hits: dict[int, CachedHit] = {}
-    pending: dict[int, PendingAnswer] = {}
-    taken_up: dict[int, PendingAnswer] = {}
-    num_deferred: dict[int, int] = {}
-    deferred_for: dict[int, int] = {}
+    hits: dict[Ordinal, CachedHit] = {}
+    pending: dict[Ordinal, PendingAnswer] = {}
+    taken_up: dict[Ordinal, PendingAnswer] = {}
+    num_deferred: dict[Ordinal, Count] = {}
+    deferred_for: dict[Ordinal, JobId] = {}
     """The job for which the last lookup was deferred."""
-    junctions: dict[int, int] = {}
+    junctions: dict[Ordinal, Int64] = {}
 
 
 class LookupCache(Projection):
@@ -257,7 +259,8 @@ class LookupCache(Projection):
         )
         self._end_row(ordinal)
         if event.miss_reason == _WINDOW:
-            self.state.junctions[ordinal] = event.num_hit_tokens // self._chunk_size * self._chunk_size
+            num_chunks = max(0, event.num_hit_tokens) // self._chunk_size
+            self.state.junctions[ordinal] = num_chunks * self._chunk_size
 
     @on(e.LookupDeferred)
     def _deferred(self, event: e.LookupDeferred, _sequence: int) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection
+from kvledger.lifecycle.ranges import MAX_COUNT, BlockId, Int64, JobId, LifeOrdinal, Ordinal, Sequence
 
 PageJob = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
 """A copy of pages, which a worker carries out."""
@@ -68,15 +69,16 @@ NOT_ISSUED = 0
 """The load of a life whose answer was claimed."""
 ENDED = -1
 """The load of a life whose end is known."""
+_LoadOrEnd = Annotated[int, msgspec.Meta(ge=ENDED, le=MAX_COUNT)]
 
 
 class InFlight(msgspec.Struct, gc=False):
     """An asynchronous job, until every rank has reported it."""
 
     request_id: str
-    ordinal: int
+    ordinal: Ordinal
     is_load: bool
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[Int64, ...] = ()
     """Those that have reported."""
     has_failed: bool = False
     is_fenced: bool = False
@@ -86,28 +88,28 @@ class InFlight(msgspec.Struct, gc=False):
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """Lives are ordinals; where a dict has strings, they are request ids."""
 
-    present: dict[str, int] = {}
+    present: dict[str, LifeOrdinal] = {}
     """Request id -> its present life, until it ends."""
-    jobs: dict[int, tuple[int, PageJob]] = {}
+    jobs: dict[JobId, tuple[Sequence, PageJob]] = {}
     """Job id -> sequence and job that no worker has been given."""
-    awaited: dict[int, tuple[int, e.TransferAwaited]] = {}
+    awaited: dict[JobId, tuple[Sequence, e.TransferAwaited]] = {}
     """Job id -> sequence and last reminder that no worker has been given."""
-    in_flight: dict[int, InFlight] = {}
-    promised: dict[int, None] = {}
+    in_flight: dict[JobId, InFlight] = {}
+    promised: dict[Ordinal, None] = {}
     """Lives that were answered last with an asynchronous load."""
-    receiving: dict[int, int] = {}
+    receiving: dict[Ordinal, _LoadOrEnd] = {}
     """Lives that wait for the end of their load, or for vLLM to have it -> job, `NOT_ISSUED` or `ENDED`."""
-    held: dict[int, str] = {}
+    held: dict[Ordinal, str] = {}
     """Ended lives out of whose blocks a copy reads, which `request_finished` answers with True."""
-    coming_back: dict[int, str] = {}
+    coming_back: dict[Ordinal, str] = {}
     """Ended lives whose blocks vLLM keeps until it has the end of a copy."""
-    failed: dict[int, str] = {}
-    sent: dict[int, str] = {}
-    received: dict[int, str] = {}
-    to_report: dict[int, str] = {}
+    failed: dict[Ordinal, str] = {}
+    sent: dict[Ordinal, str] = {}
+    received: dict[Ordinal, str] = {}
+    to_report: dict[Ordinal, str] = {}
     """Lives whose end the workers report to vLLM, which does not have it yet."""
-    block_ids: list[int] = []
-    closed: int = 0
+    block_ids: list[BlockId] = []
+    closed: Sequence = 0
     """Sequence: what was issued before belonged to a step that went without it."""
 
 

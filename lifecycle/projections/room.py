@@ -68,5 +68,6 @@ class Room:
         while self._passed_over:
             yield self._passed_over.pop(0)
         for key in self._keys:
-            if key not in self._spare and not self._is_kept(key, self._slots_of[key]):
+            slots = self._slots_of.get(key)  # a snapshot may name keys here that are not in the pool
+            if slots is not None and key not in self._spare and not self._is_kept(key, slots):
                 yield key

@@ -12,13 +12,14 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
+from kvledger.lifecycle.ranges import LifeOrdinal, NumTokens
 from kvledger.lifecycle.states import BlocksRegion
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """By the ordinal of a life."""
 
-    num_chunks: dict[int, int] = {}
+    num_chunks: dict[LifeOrdinal, NumTokens] = {}
 
 
 class SaveCursor(Projection):

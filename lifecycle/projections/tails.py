@@ -15,6 +15,7 @@ from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.ranges import JobId, LifeOrdinal, NumTokens, Slot, SumOfTokens
 
 
 @attrs.define
@@ -24,19 +25,19 @@ class Tail:
     They are at most one chunk, whatever a log says.
     """
 
-    job_id: int
-    first_token: int
-    end_token: int
-    slots: tuple[int, ...]
+    job_id: JobId
+    first_token: NumTokens
+    end_token: SumOfTokens
+    slots: tuple[Slot, ...]
     is_saved: bool = False
-    load_id: int = 0
+    load_id: JobId = 0
     """The last load that reads it; 0: none."""
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """By the ordinal of a life."""
 
-    tails: dict[int, Tail] = {}
+    tails: dict[LifeOrdinal, Tail] = {}
 
 
 class Tails(Projection):
@@ -51,6 +52,11 @@ class Tails(Projection):
         self._slots = slots
         self._chunk_size = chunk_size
         self.state = State()
+
+    def check(self) -> None:
+        """A tail is at most one chunk."""
+        if any(tail.end_token - tail.first_token > self._chunk_size for tail in self.state.tails.values()):
+            raise ValueError("a tail is longer than a chunk")
 
     def __len__(self) -> int:
         return len(self.state.tails)

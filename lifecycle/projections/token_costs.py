@@ -15,6 +15,7 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection
+from kvledger.lifecycle.ranges import DurationNs, Int64, JobId, NumTokens, SumOfTokens, TimeNs
 from kvledger.lifecycle.states import RequestState
 
 if TYPE_CHECKING:
@@ -41,15 +42,15 @@ _COMPUTING = (RequestState.CHUNKED_PREFILL, RequestState.RUNNING)
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """What was measured, and what follows from it."""
 
-    samples: list[tuple[int, int]] = []
+    samples: list[tuple[SumOfTokens, Int64]] = []
     """Tokens and nanoseconds of so many steps in a row, the oldest first."""
-    steps: list[tuple[int, int]] = []
+    steps: list[tuple[NumTokens, TimeNs]] = []
     """Tokens of steps in a row, and when each was scheduled: the next sample, which ends where its last one does."""
-    loading: dict[int, tuple[int, bool]] = {}
+    loading: dict[JobId, tuple[NumTokens, bool]] = {}
     """Load under way -> its tokens, and whether a step waits for it."""
-    loads: list[tuple[int, int]] = []
+    loads: list[tuple[NumTokens, DurationNs]] = []
     """Tokens and nanoseconds of loads since the last conclusion."""
-    declined_until_ns: int | None = None
+    declined_until_ns: Int64 | None = None
     """Where a load was found to cost more than computing: when one is offered nevertheless."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from typing import Final
+from typing import Annotated, Final, TypeVar
 
 import attrs
 import msgspec
@@ -19,43 +19,43 @@ from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import JobKind, Transfers
-from kvledger.lifecycle.ranges import MAX_INT64
+from kvledger.lifecycle.ranges import MAX_INT64, Count, Int64, JobId, LifeOrdinal, NumTokens, SumOfTokens, TimeNs
 
 
 @attrs.define
 class Figures:
     """Counters since the log was opened, in requests, tokens, chunks, pages, bytes and nanoseconds."""
 
-    num_requests: int = 0
-    num_preemptions: int = 0
-    num_lookups: int = 0
+    num_requests: Count = 0
+    num_preemptions: Count = 0
+    num_lookups: Count = 0
     """Answers, polls included: a request that waits is asked about in every step."""
-    num_tokens_offered: int = 0
+    num_tokens_offered: Int64 = 0
     """By these answers, so a poll that repeats an offer counts it again."""
-    num_admissions: int = 0
+    num_admissions: Count = 0
     """Requests that got blocks after an answer, once each time that they are admitted."""
-    num_tokens_queried: int = 0
+    num_tokens_queried: Int64 = 0
     """Of these, beyond vLLM's own prefix hit."""
-    num_tokens_hit: int = 0
+    num_tokens_hit: Int64 = 0
     """Of the queried, those that are loaded instead of computed."""
-    num_tokens_loaded: int = 0
-    num_tokens_recovered: int = 0
-    num_tokens_retained: int = 0
-    num_tokens_recomputed: int = 0
-    num_chunks_saved: int = 0
-    num_chunks_evicted: int = 0
-    num_chunks_declined: int = 0
-    num_chunks_tainted: int = 0
-    num_bytes_saved: int = 0
-    num_bytes_loaded: int = 0
-    save_duration_ns: int = 0
-    load_duration_ns: int = 0
-    num_loads_failed: int = 0
-    num_saves_failed: int = 0
-    num_violations: int = 0
-    num_hook_failures: int = 0
-    num_extension_events: int = 0
-    num_extensions_stopped: int = 0
+    num_tokens_loaded: Int64 = 0
+    num_tokens_recovered: Int64 = 0
+    num_tokens_retained: Int64 = 0
+    num_tokens_recomputed: Int64 = 0
+    num_chunks_saved: Count = 0
+    num_chunks_evicted: Count = 0
+    num_chunks_declined: Int64 = 0
+    num_chunks_tainted: Count = 0
+    num_bytes_saved: Int64 = 0
+    num_bytes_loaded: Int64 = 0
+    save_duration_ns: Int64 = 0
+    load_duration_ns: Int64 = 0
+    num_loads_failed: Count = 0
+    num_saves_failed: Count = 0
+    num_violations: Count = 0
+    num_hook_failures: Count = 0
+    num_extension_events: Count = 0
+    num_extensions_stopped: Count = 0
 
 
 def _sum(figure: int, more: int) -> int:
@@ -70,12 +70,17 @@ DURATION_BOUNDS_NS: Final = tuple(
 )
 """Up to and with which a duration belongs to a bucket; what is longer to one more."""
 
+_T = TypeVar("_T")
+_ByBucket = Annotated[
+    list[_T], msgspec.Meta(min_length=len(DURATION_BOUNDS_NS) + 1, max_length=len(DURATION_BOUNDS_NS) + 1)
+]
+
 
 class Durations(msgspec.Struct, forbid_unknown_fields=True):
     """How long something took each time: for each bucket how often, and the sum, with which its mean is exact."""
 
-    counts: list[int] = []
-    sums_ns: list[int] = []
+    counts: _ByBucket[Count] = []
+    sums_ns: _ByBucket[Int64] = []
 
     def __post_init__(self) -> None:
         """Not by a factory of the fields: a function's representation is another one in each process (`_layout`)."""
@@ -105,18 +110,18 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """The sums, and what will be added to them."""
 
     figures: Figures = msgspec.field(default_factory=Figures)
-    loading: dict[int, int] = {}
+    loading: dict[JobId, NumTokens] = {}
     """Load under way -> its tokens."""
-    returning: dict[int, tuple[int, int]] = {}
+    returning: dict[LifeOrdinal, tuple[NumTokens, SumOfTokens]] = {}
     """Life of a preempted request that was looked up again -> tokens retained and recovered, until a step runs."""
-    preempted_ns: dict[int, int] = {}
+    preempted_ns: dict[LifeOrdinal, TimeNs] = {}
     """Life that was preempted -> when, the first time since it last ran."""
     load_times: Durations = msgspec.field(default_factory=Durations)
     """Of copies, as the workers measured them; the slowest rank's."""
     save_times: Durations = msgspec.field(default_factory=Durations)
     recovery_times: Durations = msgspec.field(default_factory=Durations)
     """From a preemption until a step schedules the request again."""
-    num_events_of: dict[str, int] = {}
+    num_events_of: dict[str, Count] = {}
     """Extension -> how many of `figures.num_extension_events` are its own."""
 
 

@@ -15,6 +15,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import trigger_of, triggers_of
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection
+from kvledger.lifecycle.ranges import Count, LifeOrdinal, NumTokens, SumOfTokens, TimeNs
 from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
 from kvledger.lifecycle.steps import ComputedTokens
 
@@ -40,10 +41,10 @@ class RequestRecord:
     """What is known about one request."""
 
     request_id: str
-    ordinal: int
+    ordinal: LifeOrdinal
     """Names this life of the id; ids may be used again, ordinals never are."""
-    num_prompt_tokens: int
-    num_tokens: int
+    num_prompt_tokens: NumTokens
+    num_tokens: SumOfTokens
     """Prompt and output tokens, as of the last event that has the number. A rollback keeps those that were computed."""
     state: RequestState = RequestState.NEW
     """The phase. Its moves, and those of the next ones, stand in `table.py`."""
@@ -53,11 +54,11 @@ class RequestRecord:
     first: FirstRegion = FirstRegion.COMPUTED
     current: CurrentRegion = CurrentRegion.CURRENT
     trust: TrustRegion = TrustRegion.TRUSTED
-    state_since_ns: int = 0
-    generation: int = 0
-    num_preemptions: int = 0
-    num_failed_loads: int = 0
-    num_tokens_before_preemption: int = 0
+    state_since_ns: TimeNs = 0
+    generation: Count = 0
+    num_preemptions: Count = 0
+    num_failed_loads: Count = 0
+    num_tokens_before_preemption: NumTokens = 0
     """The most settled tokens it ever lost; what lies below and is computed again was lost for good."""
 
     @property
@@ -74,11 +75,11 @@ class RequestRecord:
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """What the tracker knows."""
 
-    records: dict[int, RequestRecord] = {}
+    records: dict[LifeOrdinal, RequestRecord] = {}
     """Ordinal -> record."""
-    num_arrived: int = 0
+    num_arrived: Count = 0
     computed: ComputedTokens = msgspec.field(default_factory=ComputedTokens)
-    time_ns: int = 0
+    time_ns: TimeNs = 0
 
 
 class RequestTracker(Projection):
@@ -99,6 +100,11 @@ class RequestTracker(Projection):
         """(Phase, blocks, first) that a step changes which schedules the request."""
         self.state = State()
         self.index()
+
+    def check(self) -> None:
+        """Records name the life that they are found by."""
+        if any(record.ordinal != ordinal for ordinal, record in self.state.records.items()):
+            raise ValueError("a record of a request is of another life than the one that it is kept for")
 
     def index(self) -> None:
         """Make anew what follows from the state."""

@@ -20,6 +20,18 @@ from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
+from kvledger.lifecycle.ranges import (
+    BlockId,
+    ChunkNumber,
+    Count,
+    Generation,
+    Int64,
+    JobId,
+    Ordinal,
+    Sequence,
+    Slot,
+    TimeNs,
+)
 from kvledger.lifecycle.states import SourceRegion, WorkRegion
 
 
@@ -33,29 +45,29 @@ class JobKind(enum.StrEnum):
 class Job(msgspec.Struct, gc=False):
     """One load or save that has not been settled."""
 
-    job_id: int
+    job_id: JobId
     kind: JobKind
     request_id: str
-    ordinal: int
-    generation: int
-    chunks: tuple[int, ...]
+    ordinal: Ordinal
+    generation: Generation
+    chunks: tuple[ChunkNumber, ...]
     keys: tuple[bytes, ...]
-    earlier_keys: tuple[tuple[int, bytes], ...]
+    earlier_keys: tuple[tuple[ChunkNumber, bytes], ...]
     """(chunk, key) of chunks that end earlier inside the blocks of a save: its images contain them too."""
-    slots: tuple[int, ...]
-    block_ids: tuple[int, ...]
-    epoch: int
+    slots: tuple[Slot, ...]
+    block_ids: tuple[BlockId, ...]
+    epoch: Count
     is_async: bool
-    asked_step: int
+    asked_step: Count
     """When it was issued, or asked after."""
-    asked_ns: int
+    asked_ns: TimeNs
     work: WorkRegion = WorkRegion.ISSUED
     """How far it is. This and the next move as `table.py` says."""
     source: SourceRegion = SourceRegion.OWNED
-    ranks_done: tuple[int, ...] = ()
+    ranks_done: tuple[Int64, ...] = ()
     """Ascending, as all ranks here."""
-    ranks_failed: tuple[int, ...] = ()
-    repeated_ranks: tuple[int, ...] = ()
+    ranks_failed: tuple[Int64, ...] = ()
+    repeated_ranks: tuple[Int64, ...] = ()
     """Ranks in the last report that had reported before, without being asked."""
     error: str = ""
     is_doubtful: bool = False
@@ -70,10 +82,10 @@ class Job(msgspec.Struct, gc=False):
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """By job id."""
 
-    jobs: dict[int, Job] = {}
-    given_up: dict[int, Job] = {}
-    next_job_id: int = 1
-    epoch: int = 0
+    jobs: dict[JobId, Job] = {}
+    given_up: dict[JobId, Job] = {}
+    next_job_id: Sequence = 1
+    epoch: Count = 0
 
 
 class Transfers(Projection):
@@ -101,6 +113,12 @@ class Transfers(Projection):
         self._unfilled = unfilled
         self.state = State()
         self.index()
+
+    def check(self) -> None:
+        """Jobs name the number that they are found by."""
+        jobs = (*self.state.jobs.items(), *self.state.given_up.items())
+        if any(job.job_id != job_id for job_id, job in jobs):
+            raise ValueError("a job has another number than the one that it is kept for")
 
     def index(self) -> None:
         """Make anew what follows from the state."""
@@ -231,6 +249,9 @@ class Transfers(Projection):
     ) -> None:
         tracker, job_id, request_id, ordinal = self._tracker, event.job_id, event.request_id, event.ordinal
         keys = self._chunk_keys.of_chunks(ordinal, chunks)
+        earlier = self.state.jobs.get(job_id)
+        if earlier is not None:  # a log may use a number twice
+            self._leave(earlier)
         self.state.jobs[job_id] = Job(
             job_id,
             kind,
@@ -306,6 +327,10 @@ class Transfers(Projection):
         self._move(job, trigger_of(event))
         if job.work is WorkRegion.GIVEN_UP:
             self.state.given_up[job.job_id] = job
+        self._leave(job)
+
+    def _leave(self, job: Job) -> None:
+        """Take a job out of what follows from the jobs in flight."""
         siblings = self._of_ordinal.get(job.ordinal)
         if siblings is not None:
             siblings.discard(job.job_id)

@@ -19,21 +19,22 @@ from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.block_table import BlockTable
 from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.ranges import BlockId, Count, Int64, JobId, NumTokens, Ordinal
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """The blocks, and what they may come from."""
 
-    blocks: dict[int, None] = {}
-    loads: dict[int, tuple[tuple[int, ...], bool]] = {}
+    blocks: dict[Int64, None] = {}
+    loads: dict[JobId, tuple[tuple[BlockId, ...], bool]] = {}
     """Job id -> blocks of a load in flight, and whether it is asynchronous."""
     lost: list[array] = []  # type: ignore[type-arg]  # in Python 3.11 it takes no argument when it runs
     """Tables that were lost since the last step; a failure of that step concerns them, too. Nobody changes them."""
     lost_before: list[array] = []  # type: ignore[type-arg]
     """And in the step before: with two steps in flight, the next one is scheduled before the failure is known."""
-    num_local_tokens: dict[int, int] = {}
+    num_local_tokens: dict[Ordinal, NumTokens] = {}
     """While a block is unfilled: what each life of a request has of vLLM's prefix cache, by its last lookup."""
-    num_failures: int = 0
+    num_failures: Count = 0
     """How often blocks were added."""
 
 

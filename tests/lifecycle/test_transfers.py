@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import events as e
@@ -63,6 +64,18 @@ def test_job_ids_are_never_used_again() -> None:
     ids = [issued.job_id for issued in driver.all_of(e.SaveIssued)]
     assert ids == sorted(set(ids))
     assert driver.projections.transfers.next_job_id > max(ids) >= save.job_id
+
+
+def test_a_log_may_use_the_number_of_a_job_twice() -> None:
+    """A shuffled log gave two requests one job number; once it was settled, the next event about the first raised."""
+    driver, save = with_save()
+    driver.start("b", keys_of("b", 4), 33, (4, 5, 6))
+    projections, sequence = driver.projections, driver.ledger.next_sequence
+    again = msgspec.structs.replace(save, request_id="b", ordinal=1, generation=0)
+    failed = e.SaveFailed("b", 1, 0, save.job_id, "lost", False, sequence)
+    for number, event in enumerate((again, failed, e.LoadFailed("a", 0, 1, 17, "lost", sequence))):
+        projections.fold(event, sequence + number)
+    assert not projections.transfers.of_life(0)
 
 
 def test_ranks_are_counted_until_all_have_reported() -> None:

@@ -12,7 +12,7 @@ import attrs
 
 from log_fuzz.commands import Line, lines
 from log_fuzz.guarded import Ended, run_guarded, size_of, warm_up
-from log_fuzz.mutations import KINDS, Mutation, Spot, one_integer, spots_of
+from log_fuzz.mutations import KINDS, Mutation, Spot, one_integer, other_snapshot, spots_of
 from log_fuzz.seeds import Log
 
 NUM_LINES = 5
@@ -48,12 +48,16 @@ class Failure:
 class Fuzz:
     """Runs cases; commands are imported once."""
 
-    def __init__(self, logs: Sequence[Log], scratch: Path) -> None:
-        self._logs = logs
+    def __init__(self, logs: Sequence[Log], scratch: Path, *, only_snapshots: bool = False) -> None:
+        """With `only_snapshots`, nothing else is changed."""
+        self._logs = [log for log in logs if log.snapshot is not None] if only_snapshots else logs
+        self._only_snapshots = only_snapshots
         self._spots: list[tuple[Log, Spot]] = []
         known = set()
-        for log in logs:
+        for log in self._logs:
             for spot in spots_of(log):
+                if only_snapshots and spot.kind[0] != "snapshot":
+                    continue
                 # What every header has is changed in one log only, each event in each.
                 if spot.kind[0] in {"event", "snapshot"} or spot.kind not in known:
                     self._spots.append((log, spot))
@@ -79,7 +83,8 @@ class Fuzz:
             mutation = one_integer(log, spot, chance)
         else:
             log = chance.choice(self._logs)
-            mutation = chance.choice(KINDS)(log, chance)
+            kinds = (*KINDS, other_snapshot, other_snapshot) if log.snapshot is not None else KINDS
+            mutation = other_snapshot(log, chance) if self._only_snapshots else chance.choice(kinds)(log, chance)
         every = [line for line in lines() if mutation.has_end or "--follow" not in line.rest]
         verify = chance.choice([line for line in every if line.command == "verify"])
         chosen = (verify, *chance.sample(every, NUM_LINES))

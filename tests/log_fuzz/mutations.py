@@ -261,6 +261,41 @@ def other_file_bytes(log: Log, chance: random.Random) -> Mutation:
     return Mutation(f"bytes of a file, {seed}", write, has_end=False)
 
 
+def other_snapshot(log: Log, chance: random.Random) -> Mutation:
+    """Numbers, keys and entries of a snapshot's state are others; each may be one from elsewhere in the state."""
+    changed, texts = copy.deepcopy(log), []
+    for _ in range(chance.randint(1, 3)):
+        parts = list(_parts(("snapshot", "state"), changed.snapshot and changed.snapshot["state"]))
+        path, part = chance.choice(parts)
+        places = list(part) if isinstance(part, dict) else list(range(len(part)))
+        place, other = chance.choice(places), chance.choice(places)
+        numbers = [value for _, value in _integers((), changed.snapshot, changed)]
+        value = chance.choice([chance.choice(INTEGERS), chance.choice(numbers)])
+        what = chance.choice(["value", "value", "key", "left out", "repeated", "swapped"])
+        if what == "left out":
+            del part[place]
+        elif what == "swapped":
+            part[place], part[other] = part[other], part[place]
+        elif what == "repeated" and isinstance(part, list):
+            part.insert(other, copy.deepcopy(part[place]))
+        elif what == "key" and isinstance(place, int) and isinstance(part, dict):
+            part[value] = part.pop(place)
+        elif what == "value" and isinstance(part[place], int) and not isinstance(part[place], bool):
+            part[place] = value
+        else:
+            part[place], other = copy.deepcopy(part[other]), place
+        texts.append(f"{what} {value} at {(*path, place)}, {other!r}")
+    return Mutation("; ".join(texts), changed.write)
+
+
+def _parts(path: Path_, value: Any) -> Iterator[tuple[Path_, Any]]:
+    """Every map and list that is not empty, and where it is."""
+    if isinstance(value, dict | list) and value:
+        yield path, value
+        for place, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _parts((*path, place), each)
+
+
 KINDS: tuple[Callable[[Log, random.Random], Mutation], ...] = (
     lambda log, chance: some_integers(log, spots_of(log), chance),
     lambda log, chance: some_integers(log, spots_of(log), chance),

@@ -189,6 +189,8 @@ def _small(name: str, kind: Any, time_ns: int) -> Any:
         return _small(name, next(each for each in arguments if each is not type(None)), time_ns)
     if arguments and arguments[-1] is ...:
         return (_small("", arguments[0], time_ns),)
+    if hasattr(kind, "_fields"):  # a named tuple
+        return kind(*(_small("", each, time_ns) for each in get_type_hints(kind).values()))
     return tuple(_small("", each, time_ns) for each in arguments)
 
 
@@ -209,8 +211,8 @@ def _payload_value(name: str, kind: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         hints = get_type_hints(kind)
         return kind(**{each: _payload_value(each, hints[each]) for each in kind.__struct_fields__})
-    texts = {"hook": "get_finished", "recorder": "KVLedgerRecorder", "job": "1", "jobs": ("1",)}
-    return texts.get(name, _small(name, kind, 0))
+    named = {"hook": "get_finished", "recorder": "KVLedgerRecorder", "job": "1", "jobs": ("1",), "is_whole": True}
+    return named.get(name, _small(name, kind, 0))
 
 
 @cache
@@ -234,6 +236,12 @@ def told() -> tuple[Log, ...]:
         request_id = next(event.request_id for event in own.observed if isinstance(event, e.RequestArrived))
         walked = log_of(f"walk {seed}", own.observed, own.configuration, standard, request_id)
         found += [walked, without_beginning(walked, standard, own.configuration)]
+    for seed in range(3, 6):
+        walk = Walk(seed, chunk_size=8 << seed - 3, block_size=16)
+        walk.run(40)
+        request_id = next(event.request_id for event in walk.driver.observed if isinstance(event, e.RequestArrived))
+        walked = log_of(f"walk {seed}", walk.driver.observed, walk.driver.configuration, standard, request_id)
+        found.append(without_beginning(walked, standard, walk.driver.configuration))
     return tuple(found)
 
 

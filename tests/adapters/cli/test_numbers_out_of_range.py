@@ -136,6 +136,7 @@ OUT_OF_RANGE: dict[str, e.Event] = {
     "declined chunks": e.SaveDeclined("r1", 0, 1, 0, HUGE, "pool_full", 5),
     "a job": changed(SAVE, job_id=HUGE),
     "a negative ordinal": changed(SAVE, ordinal=-2),
+    "an arrival that is no life": e.RequestArrived("r2", -1, 10, 31),
     "a generation": changed(SAVE, generation=HUGE),
     "a prompt": e.RequestArrived("r2", 1, HUGE, 31),
     "known tokens": e.LookupRequested("r1", 0, HUGE, 31),
