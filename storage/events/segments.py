@@ -207,6 +207,7 @@ class SegmentEventStore:
         if self._closed:
             return
         self._closed = True
+        is_closed = False
         try:
             if self._rollback_pending:
                 self._roll_back()
@@ -214,8 +215,9 @@ class SegmentEventStore:
             if self._sync is not None:
                 self._sync.stop()
                 self._sync.sync()
-            self._note_end(is_closed=True, expected_sequence=expected_sequence)
+            is_closed = True
         finally:
+            self._note_end(is_closed=is_closed, expected_sequence=expected_sequence)
             if self._maintenance is not None:
                 self._maintenance.stop()
             self._record.close()

@@ -330,6 +330,28 @@ def test_events_that_get_lost_between_ledger_and_store_are_missing_at_the_end(
     )
 
 
+def test_lost_events_are_missing_also_where_the_last_sync_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: the end was not noted after an EIO, and the log was sound up to where it was cut off."""
+    log = _open(tmp_path, durability="disk")
+    _swallowed(log.store, 3)
+    ledger = Ledger(Core.standard(), CONFIGURATION, log.store)
+    for at in range(5):
+        ledger.observe(e.LogNote(f"note {at}", at))
+        ledger.commit()
+
+    def fail(_descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", fail)
+        log.close(ledger.next_sequence)
+    assert main(["verify", str(log.directory), "--json"]) == 4
+    missing = _missing(capsys)
+    assert (missing["first_sequence"], missing["num_events"]) == (3, 3)
+
+
 def test_an_engine_tells_its_log_how_much_it_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], make_engine: Any
 ) -> None:
