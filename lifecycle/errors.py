@@ -10,7 +10,10 @@ runs such code and has to go on, it catches `BaseException` and calls `raise_if_
 
 from __future__ import annotations
 
+import inspect
 import traceback
+import types
+from collections.abc import Sequence
 
 
 class Unstoppable(BaseException):
@@ -30,17 +33,36 @@ def raise_if_unstoppable(error: BaseException) -> None:
         raise error
 
 
+class suppressed:  # noqa: N801 -- used as `contextlib.suppress` is
+    """Goes on behind a `with` block of somebody else's code, whatever that raises; see `raise_if_unstoppable`."""
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> bool:
+        """Forget the error if kvledger may go on without it."""
+        if error is not None:
+            raise_if_unstoppable(error)
+        return True
+
+
 def _is_of_signal_handler(error: BaseException) -> bool:
     """Whether a frame of its traceback got the frame that it interrupted as an argument, as signal handlers do."""
     interrupted = None
     step = error.__traceback__
     while step is not None:
         if interrupted is not None:
-            for value in step.tb_frame.f_locals.values():
+            # Only arguments: code that looks at its caller has the caller's frame in a variable.
+            for value in map(step.tb_frame.f_locals.get, _arguments_of(step.tb_frame.f_code)):
                 if value is interrupted or (type(value) is tuple and any(each is interrupted for each in value)):
                     return True
         interrupted, step = step.tb_frame, step.tb_next
     return False
+
+
+def _arguments_of(code: types.CodeType) -> Sequence[str]:
+    num_starred = sum(bool(code.co_flags & flag) for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS))
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + num_starred]
 
 
 def described(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -86,6 +87,16 @@ def test_what_a_signal_handler_raises_passes(handler: Any) -> None:
             caught(lambda: signal.raise_signal(signal.SIGUSR1))
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_code_that_looks_at_its_caller_is_no_signal_handler() -> None:
+    """Incident: an extension that took its caller's frame, as loggers do, and called `sys.exit()` ended the engine."""
+
+    def raises() -> None:
+        caller = sys._getframe(1)
+        raise SystemExit(caller.f_lineno)
+
+    assert isinstance(caught(raises), SystemExit)
 
 
 def test_an_error_that_cannot_be_printed_is_described_by_its_class() -> None:
