@@ -14,7 +14,7 @@ from kvledger.lifecycle.configuration import ConfigurationError, LedgerConfigura
 from kvledger.lifecycle.copy_moments import CopyMoments, Hook, Moment
 from kvledger.lifecycle.core import Core, CoreError
 from kvledger.lifecycle.divergences import Divergence
-from kvledger.lifecycle.errors import Unstoppable, described, raise_if_unstoppable, without_secrets
+from kvledger.lifecycle.errors import Unstoppable, described, raise_if_unstoppable, suppressed, without_secrets
 from kvledger.lifecycle.events import MissReason
 from kvledger.lifecycle.extension import Extension
 from kvledger.lifecycle.handlers import StateHandler
@@ -85,6 +85,7 @@ __all__ = [
     "lookups_in_full",
     "on",
     "raise_if_unstoppable",
+    "suppressed",
     "without_credentials",
     "without_secrets",
 ]

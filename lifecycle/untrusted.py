@@ -12,6 +12,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from kvledger.lifecycle.errors import raise_if_unstoppable
+
 __all__ = ["MAX_DEPTH", "Undecodable", "converted", "from_json", "from_msgpack", "is_too_deep", "msgpack_decoder"]
 
 MAX_DEPTH: Final = 64
@@ -30,7 +32,8 @@ def from_msgpack(data: bytes, kind: type[_T] | Any = Any, hook: Hook | None = No
     """Return `data` as a value of the type `kind`. Raises `Undecodable`."""
     try:
         value: _T = msgspec.msgpack.decode(data, type=kind, dec_hook=hook, ext_hook=_no_extension_type)
-    except Exception as error:  # whatever a hook, a constructor or the decoder makes of foreign bytes
+    except BaseException as error:  # whatever a hook, a constructor or the decoder makes of foreign bytes
+        raise_if_unstoppable(error)
         raise _undecodable(error) from error
     # A container takes at least one byte.
     return _shallow(value) if len(data) > MAX_DEPTH else value
@@ -40,7 +43,8 @@ def from_json(data: bytes | str, kind: type[_T]) -> _T:
     """Return `data` as a value of the type `kind`. Raises `Undecodable`."""
     try:
         value = msgspec.json.decode(data, type=kind)
-    except Exception as error:
+    except BaseException as error:
+        raise_if_unstoppable(error)
         raise _undecodable(error) from error
     return _shallow(value) if len(data) > MAX_DEPTH else value
 
@@ -49,7 +53,8 @@ def converted(value: object, kind: type[_T] | Any, hook: Hook | None = None) -> 
     """Return a decoded `value` as one of the type `kind`. Raises `Undecodable`."""
     try:
         result: _T = msgspec.convert(value, kind, dec_hook=hook)
-    except Exception as error:
+    except BaseException as error:
+        raise_if_unstoppable(error)
         raise _undecodable(error) from error
     return result
 
@@ -64,7 +69,8 @@ def msgpack_decoder(kind: Any, hook: Hook | None = None) -> Callable[[bytes], An
     def decode_untrusted(data: bytes) -> Any:  # noqa: ANN401 -- of the kind
         try:
             return decode(data)
-        except Exception as error:
+        except BaseException as error:
+            raise_if_unstoppable(error)
             raise _undecodable(error) from error
 
     return decode_untrusted
@@ -107,7 +113,7 @@ def _shallow(value: _T) -> _T:
 _TOO_DEEP: Final = f"nested more than {MAX_DEPTH} deep"
 
 
-def _undecodable(error: Exception) -> Undecodable:
+def _undecodable(error: BaseException) -> Undecodable:
     if isinstance(error, MemoryError):
         raise error
     return Undecodable(_TOO_DEEP if isinstance(error, RecursionError) else f"{type(error).__name__}: {error}")

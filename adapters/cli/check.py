@@ -22,7 +22,7 @@ from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import plural, size
 from kvledger.adapters.vllm_plugin import CONNECTORS
-from kvledger.lifecycle import ConfigurationError, Hidden, Refusal
+from kvledger.lifecycle import ConfigurationError, Hidden, Refusal, raise_if_unstoppable
 from kvledger.storage.extras import CONNECTOR, require
 
 if TYPE_CHECKING:
@@ -185,7 +185,8 @@ def _planned(settings: ConnectorSettings, transfer: dict[str, Any], arguments: a
         kv_cache_config = kv_cache_of(vllm_config)
     except ConfigurationError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        raise_if_unstoppable(error)
         reason = f"vLLM makes no KV cache for {arguments.model} on this machine ({platform()}): {in_words(error)}"
         remedy = "if that is for want of a device or a package, ask where the server will run"
         raise ConfigurationError(Refusal(reason, remedy)) from error

@@ -23,6 +23,7 @@ from kvledger.adapters.cli.options import count, json_object
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import plural
+from kvledger.lifecycle import described, raise_if_unstoppable
 from kvledger.storage.extras import CONNECTOR, require
 
 if TYPE_CHECKING:
@@ -189,23 +190,26 @@ def _subject(arguments: argparse.Namespace, first: Run, directory: Path) -> tupl
     from kvledger.adapters.conformance.subject import Subject
     from kvledger.adapters.recorder.options import without_unrecorded
 
-    def text(error: Exception) -> str:
-        return without_unrecorded(f"{type(error).__name__}: {error}", arguments.extra_config)
+    def text(error: BaseException) -> str:
+        return without_unrecorded(described(error), arguments.extra_config)
 
     try:
         subject = Subject.named(arguments.connector, arguments.extra_config, arguments.lose)
-    except Exception as error:
+    except BaseException as error:
+        raise_if_unstoppable(error)
         message = f"{arguments.connector}: {text(error)}; say MODULE:CLASS of a connector of vLLM's"
         raise CommandFailed(message) from error
     added = {key: value for key, value in subject.extra_config.items() if key not in arguments.extra_config}
     remarks = [f"run with --extra-config {json.dumps(added)}, the default for it here"] if added else []
     try:
         runs.built(first, subject, directory)
-    except Exception as error:  # noqa: BLE001 -- where its worker is the reason, the other side runs alone
+    except BaseException as error:  # noqa: BLE001 -- where its worker is the reason, the other side runs alone
+        raise_if_unstoppable(error)
         without = attrs.evolve(subject, has_worker=False)
         try:
             runs.built(first, without, directory)
-        except Exception:  # noqa: BLE001 -- the first error says more
+        except BaseException as again:  # noqa: BLE001 -- the first error says more
+            raise_if_unstoppable(again)
             message = (
                 f"{arguments.connector} cannot be started: {text(error)}; what it needs is said with --extra-config"
             )

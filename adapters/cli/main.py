@@ -23,7 +23,7 @@ from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.sources import engine_starts, find_logs, started_with
 from kvledger.adapters.logs.streams import StreamUrl, keep_mirrored, shown_log
 from kvledger.adapters.logs.visible import remark
-from kvledger.lifecycle import raise_if_unstoppable, without_credentials
+from kvledger.lifecycle import described, raise_if_unstoppable, without_credentials
 from kvledger.storage.events.files import refused_link
 from kvledger.storage.extras import EXTRAS
 
@@ -90,8 +90,8 @@ def _report_mistake(error: BaseException) -> None:
         sys.stderr.write(without_credentials("".join(traceback.format_exception(error))))
     place = traceback.extract_tb(error.__traceback__)[-1]
     remark(
-        f"a mistake in kvledger itself, and no judgement of the log: {type(error).__name__}: "
-        f"{error} ({Path(place.filename).name}:{place.lineno}). Please report it with this line, the command and, if "
+        f"a mistake in kvledger itself, and no judgement of the log: {described(error)} "
+        f"({Path(place.filename).name}:{place.lineno}). Please report it with this line, the command and, if "
         "you may share it, the log; KVLEDGER_TRACEBACK=1 prints the traceback"
     )
 

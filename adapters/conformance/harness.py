@@ -23,6 +23,7 @@ from kvledger.adapters.simulation.clock import SimulatedClock
 from kvledger.adapters.simulation.engine import SimulatedEngine
 from kvledger.adapters.simulation.expected import Expected
 from kvledger.adapters.simulation.hashed_model import CorruptKV
+from kvledger.lifecycle import described, raise_if_unstoppable
 
 MAX_STEPS = 2000
 """Of a run; an engine that is busy longer does not come to rest."""
@@ -190,7 +191,8 @@ class Harness:
         """Close both sides; the log is complete then."""
         try:
             self.engine.shutdown()
-        except Exception as error:  # noqa: BLE001 -- whatever it is, it is a failure
+        except BaseException as error:  # noqa: BLE001 -- whatever it is, it is a failure
+            raise_if_unstoppable(error)
             if not self._is_over:  # after another error it may be a consequence
                 self.failures.append(Failure(Check.SHUTS_DOWN, f"shutdown raised {_located(error)}"))
 
@@ -267,7 +269,8 @@ class Harness:
             check = Check.RESET_HONOURED if self._was_reset else Check.KV_RIGHT
             self.failures.append(Failure(check, str(error)))
             raise RunOver from error
-        except Exception as error:
+        except BaseException as error:
+            raise_if_unstoppable(error)
             self._is_over = True
             if _is_of_connector(error):
                 self.failures.append(Failure("RECORDED", f"a hook raised {_located(error)}"))
@@ -282,12 +285,13 @@ def _fields(scheduler_output: Any) -> dict[str, str]:
     return {name: repr(value) for name, value in vars(scheduler_output).items() if name not in left_out}
 
 
-def _located(error: Exception) -> str:
+def _located(error: BaseException) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} in {Path(place.filename).name}, {place.name}: {error}".rstrip(": ")
+    kind, _, text = described(error).partition(": ")
+    return f"{kind} in {Path(place.filename).name}, {place.name}: {text}".rstrip(": ")
 
 
-def _is_of_connector(error: Exception) -> bool:
+def _is_of_connector(error: BaseException) -> bool:
     """Whether a hook of a connector raised, and not its caller."""
     frame = error.__traceback__
     while frame is not None:

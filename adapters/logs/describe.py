@@ -10,7 +10,7 @@ import attrs
 import msgspec
 
 from kvledger.adapters.logs.amounts import duration, plural, ranges
-from kvledger.lifecycle import Core, Extension, MissReason
+from kvledger.lifecycle import Core, Extension, MissReason, suppressed
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Violation
 from kvledger.lifecycle.untrusted import Undecodable, from_msgpack
@@ -103,7 +103,7 @@ def _allocated(event: e.BlocksAllocated) -> str:
 def figures_of_extension(event: e.ExtensionEvent, core: Core) -> Mapping[str, int]:
     """What the event's extension counts of it, as `Extension.figures` says."""
     extension, payload = _read(event, core)
-    with contextlib.suppress(Exception):  # somebody else's code
+    with suppressed():  # somebody else's code
         if extension is not None and payload is not None:
             return extension.figures(payload)
     return {}
@@ -116,7 +116,7 @@ def _read(event: e.ExtensionEvent, core: Core) -> tuple[Extension | None, msgspe
 
 def _of_extension(event: e.ExtensionEvent, core: Core) -> str:
     extension, payload = _read(event, core)
-    with contextlib.suppress(Exception):  # somebody else's code; the fields say it as well
+    with suppressed():  # somebody else's code; the fields say it as well
         text = None if extension is None or payload is None else extension.words(payload)
         if text is not None:
             return text

@@ -5,7 +5,6 @@ Each has its reasons; what the log does not record is called inferred.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -29,7 +28,7 @@ from kvledger.adapters.reasons import (
     Sums,
 )
 from kvledger.adapters.reasons.spans import joined
-from kvledger.lifecycle import Core, LedgerConfiguration
+from kvledger.lifecycle import Core, LedgerConfiguration, suppressed
 from kvledger.lifecycle import events as e
 
 _PROVEN = frozenset(
@@ -153,7 +152,7 @@ class _Chain:
                 continue
             known.append((named.sequence, named.event))
             for extension in self.core.extensions:
-                with contextlib.suppress(Exception):  # somebody else's code; the causes stand without it
+                with suppressed():  # somebody else's code; the causes stand without it
                     cause.notes += extension.evidence(tuple(known), self.configuration)
 
     # --- what happened to the request -------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 
 import attrs
 
-from kvledger.lifecycle import Core, SequencedEvent
+from kvledger.lifecycle import Core, SequencedEvent, suppressed
 from kvledger.lifecycle import events as e
 
 
@@ -26,7 +25,7 @@ class UnderWay:
 def under_way(core: Core, event: e.Event, sequence: int, before: UnderWay | None) -> UnderWay | None:
     """What is under way behind an event, where something was before it."""
     for extension in core.extensions:
-        with contextlib.suppress(Exception):  # somebody else's code
+        with suppressed():  # somebody else's code
             what = extension.under_way(event)
             if what is not None:
                 return UnderWay(what, sequence, getattr(event, "time_ns", 0)) if what else None

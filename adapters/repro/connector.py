@@ -44,7 +44,7 @@ from kvledger.adapters.vllm.metadata import JobReport, StepJobs
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.adapters.vllm.transfer import accepted
 from kvledger.adapters.vllm.without_weights import in_words
-from kvledger.lifecycle import Core, LedgerConfiguration, SequencedEvent, log_header
+from kvledger.lifecycle import Core, LedgerConfiguration, SequencedEvent, log_header, raise_if_unstoppable
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.storage.events import MemoryEventStore
@@ -283,7 +283,8 @@ class WrappedUnderTest(SchedulerHalf):
             with_clock = type(wrapped.recorder, (recorder,), {"clock": staticmethod(lambda: self.now_ns)})
             cache = _cache_config(configuration, wrapped)
             self.connector = with_clock(config, KVConnectorRole.SCHEDULER, cache)
-        except Exception as error:
+        except BaseException as error:
+            raise_if_unstoppable(error)
             name, reason = visible(str(transfer["kv_connector"])), visible(in_words(error))
             raise NotRerunnable(
                 f"{name} cannot be made here: {reason}; install what it needs, put its module on PYTHONPATH, or give "

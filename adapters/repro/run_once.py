@@ -21,6 +21,7 @@ from pathlib import Path
 import attrs
 
 from kvledger.adapters.logs.visible import shortened
+from kvledger.lifecycle import raise_if_unstoppable
 
 _CHILD = "from kvledger.adapters.repro.run_once import main; main()"
 _MAX_TEXT = 500
@@ -74,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     test, result = map(Path, sys.argv[1:] if arguments is None else arguments)
     try:
         functions = {name: each for name, each in runpy.run_path(str(test)).items() if name.startswith("test_")}
-    except Exception as error:  # noqa: BLE001 -- whatever it imports
+    except BaseException as error:  # noqa: BLE001 -- whatever it imports
+        raise_if_unstoppable(error)
         functions = {}
         runs = [(test.stem, Ended.NOT_RUN.value, _text_of(error))]
     else:
@@ -84,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             function()
         except AssertionError as error:
             runs.append((name, Ended.FAILED.value, _text_of(error)))
-        except Exception as error:  # noqa: BLE001 -- whatever it runs into
+        except BaseException as error:  # noqa: BLE001 -- whatever it runs into
+            raise_if_unstoppable(error)
             runs.append((name, Ended.NOT_RUN.value, _text_of(error)))
         else:
             runs.append((name, Ended.PASSED.value, ""))
@@ -93,5 +96,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unfinished.replace(result)
 
 
-def _text_of(error: Exception) -> str:
+def _text_of(error: BaseException) -> str:
     return shortened(" ".join("".join(traceback.format_exception_only(error)).split()), _MAX_TEXT)

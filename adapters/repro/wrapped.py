@@ -25,6 +25,7 @@ from kvledger.adapters.repro.recording import (
     transferred,
 )
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle import raise_if_unstoppable
 
 _Ends = TypeVar("_Ends", WorkersReported, ReportedBy)
 _FIELDS_OF_ENDS = ("finished_sending", "finished_recving", "failed_recving")
@@ -53,7 +54,8 @@ class WrappedRun(HookRun):
     def _calls_hook(self, make: Callable[[HookCall, Any], object], call: HookCall) -> bool:
         try:
             make(call, call.main)
-        except Exception:  # noqa: BLE001 -- the recorder has written which; it is judged with the log
+        except BaseException as error:  # noqa: BLE001 -- the recorder has written which; it is judged with the log
+            raise_if_unstoppable(error)
             return False
         return True
 

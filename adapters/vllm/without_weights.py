@@ -19,7 +19,7 @@ import attrs
 import pydantic
 
 from kvledger.adapters.vllm.refusals import refusals
-from kvledger.lifecycle import ConfigurationError, Refusal
+from kvledger.lifecycle import ConfigurationError, Refusal, described
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,12 +72,12 @@ def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> 
     raise ConfigurationError(*found)
 
 
-def in_words(error: Exception) -> str:
+def in_words(error: BaseException) -> str:
     """What vLLM says, in one line, without what pydantic writes around it."""
     if isinstance(error, pydantic.ValidationError):
         said = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
     else:
-        said = f"{type(error).__name__}: {error}"
+        said = described(error)
     return " ".join(said.split()).rstrip(".")
 
 

@@ -7,7 +7,6 @@ does I/O: folding a recorded event never fails.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +14,7 @@ import attrs
 import msgspec
 
 from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.errors import suppressed
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.gate import Gate
 from kvledger.lifecycle.geometry import Geometry
@@ -174,7 +174,7 @@ class Projections:
         """Give the projections of an extension their state before the first event."""
         for name in self._order:
             if self.core.extension_of(name) == extension:
-                with suppress(Exception):  # its code; then it stays as it is, and folds nothing
+                with suppressed():  # its code; then it stays as it is, and folds nothing
                     self._order[name] = self._specs[name].make(self)
                     setattr(self, name, self._order[name])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,22 @@ def test_what_cannot_be_run_is_reported_and_is_wrong_usage(run: Any, arguments: 
     result = run("conformance", *arguments)
     assert result.exit_code == 64
     assert message in result.err
+
+
+@pytest.mark.parametrize(
+    ("hook", "exit_code", "message"),
+    [
+        ("__init__", 64, "cannot be started: SystemExit: 0"),
+        ("get_num_new_matched_tokens", 1, "a hook raised SystemExit in small_cache.py"),
+        ("start_load_kv", 1, "a hook raised SystemExit in small_cache.py"),
+        ("shutdown", 1, "shutdown raised SystemExit in small_cache.py"),
+    ],
+)
+def test_a_connector_that_exits_has_raised(run: Any, hook: str, exit_code: int, message: str) -> None:
+    """Incident: `sys.exit()` in a hook was reported as a mistake in kvledger."""
+    result = run("conformance", "small_cache:Leaves", "--extra-config", json.dumps({"leaves": hook}), *ONE_RUN)
+    assert result.exit_code == exit_code, result.err
+    assert message in result.out + result.err
 
 
 def test_a_worker_that_cannot_run_here_leaves_the_schedulers_side(run: Any) -> None:

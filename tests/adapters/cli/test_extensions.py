@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from lifecycle_driver import Driver, keys_of
-from starvation_guard import StarvationGuard, StarvingKept
+from starvation_guard import StarvationGuard, Starving, StarvingKept
 from stored_logs import write_log
 
 from kvledger.adapters.core import available_extensions, composed_core
@@ -54,13 +55,23 @@ def starving(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a package that names an extension by an entry point."""
+
+    def install(extension: str) -> None:
+        package = tmp_path / "site" / "starvation-1.dist-info"
+        package.mkdir(parents=True)
+        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: starvation\nVersion: 1\n")
+        (package / "entry_points.txt").write_text(f"[kvledger.extensions]\nstarvation = {extension}\n")
+        monkeypatch.syspath_prepend(str(package.parent))
+
+    return install
+
+
+@pytest.fixture
+def installed(install: Callable[[str], None]) -> None:
     """A package that names the guard by an entry point."""
-    package = tmp_path / "site" / "starvation-1.dist-info"
-    package.mkdir(parents=True)
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: starvation\nVersion: 1\n")
-    (package / "entry_points.txt").write_text(f"[kvledger.extensions]\nstarvation = {GUARD}\n")
-    monkeypatch.syspath_prepend(str(package.parent))
+    install(GUARD)
 
 
 def test_a_log_is_verified_with_its_extension(run: Any, starving: Path) -> None:
@@ -140,6 +151,45 @@ def test_a_rule_that_raises_is_named_and_the_rest_is_verified(
     as_json = run("verify", starving, "--json", *options)
     assert Unsure.rule in {each["rule"] for each in as_json.objects("not_checked")}
     assert Unsure.rule not in as_json.objects("verdict")[0]["rules"]
+
+
+class Exits(Starving):
+    """An event that cannot be made again."""
+
+    def __post_init__(self) -> None:
+        """Leave."""
+        raise SystemExit(0)
+
+
+def _exits(*_arguments: object) -> Any:
+    raise SystemExit(0)
+
+
+class Mute(StarvationGuard):
+    """One that leaves where it is asked for words or figures."""
+
+    words = evidence = under_way = figures = _exits
+
+
+class Unmakeable(StarvationGuard):
+    """One that leaves where its event is read."""
+
+    events: ClassVar[dict[str, Any]] = {"starving": Exits}
+
+
+@pytest.mark.parametrize("command", ["verify", "show", "show a", "why a", "stats", "export --csv events"])
+@pytest.mark.parametrize("guard", [Mute, Unmakeable])
+def test_an_extension_that_exits_costs_its_words_and_figures(
+    run: Any, starving: Path, install: Any, command: str, guard: type[StarvationGuard]
+) -> None:
+    """Incident: `sys.exit()` in an extension's words ended `show` with "a mistake in kvledger itself"."""
+    install(f"{guard.__module__}:{guard.__name__}")
+    name, *rest = command.split()
+    result = run(name, starving, *rest)
+    # An event that cannot be made is damage for who judges, and left out by who shows.
+    assert result.exit_code == (2 if (guard, name) == (Unmakeable, "verify") else 0), result.err
+    if guard is Mute and command == "show a":
+        assert "starvation 1: starving" in " ".join(result.out.split())
 
 
 @pytest.mark.parametrize("options", [(), ("--extensions", GUARD)])

@@ -208,3 +208,31 @@ class NoWorkerHere(SmallCache):
             raise RuntimeError(message)
         super().__init__(vllm_config, role, kv_cache_config)
         self._is_async = True
+
+
+class Leaves(SmallCache):
+    """Ends its process where its option `leaves` says."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._leaves: str = self._kv_transfer_config.kv_connector_extra_config["leaves"]
+        self._leave("__init__")
+
+    def _leave(self, hook: str) -> None:
+        if hook == self._leaves:
+            raise SystemExit(0)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Or leave."""
+        self._leave("get_num_new_matched_tokens")
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def start_load_kv(self, *arguments: Any, **options: Any) -> None:
+        """Or leave."""
+        self._leave("start_load_kv")
+        super().start_load_kv(*arguments, **options)
+
+    def shutdown(self) -> None:
+        """Or leave."""
+        self._leave("shutdown")
+        super().shutdown()
