@@ -95,7 +95,8 @@ class Counting:
         has_step = False
         if batch.gap is not None:
             self._accounts.lose()
-            self._projections.lookups.lose()
+            if not batch.gap.is_in_snapshot:
+                self._projections.lookups.lose()
         for sequence, event in batch.numbered():
             time_ns = getattr(event, "time_ns", None)
             self._time_ns = self._time_ns if time_ns is None else time_ns

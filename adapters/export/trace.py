@@ -112,7 +112,8 @@ class Trace:
         """Events are missing here. That the oldest are is no trouble: most often they were retired."""
         self._complete()
         self._reach(gap.last_sequence)
-        self.projections.lookups.lose()
+        if not gap.is_in_snapshot:
+            self.projections.lookups.lose()
         self._show_instant(
             Instant(
                 kind=LOST,

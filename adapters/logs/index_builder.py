@@ -162,7 +162,8 @@ class _Builder:
             memory.num_batches += 1
             if batch.gap is not None:
                 self._accounts.lose()
-                self._projections.lookups.lose()
+                if not batch.gap.is_in_snapshot:
+                    self._projections.lookups.lose()
             for sequence, event in batch.numbered():
                 self._take(sequence, event)
 

@@ -50,6 +50,8 @@ class Gap:
 
     first_sequence: int
     last_sequence: int
+    is_in_snapshot: bool = False
+    """Whether the state from which folding begins already holds what is missing."""
 
     @property
     def is_beginning(self) -> bool:
@@ -360,7 +362,10 @@ class StoredLog:
             if last is None and head_hash and next_chain_hash(bytes.fromhex(head_hash), frame) != frame.chain_hash:
                 raise LogError(f"{self.path}: event {frame.first_sequence} does not follow from chain hash {head_hash}")
             self._check_payloads(frame, decoded)
-            gap = None if frame.first_sequence == expected else Gap(expected, frame.first_sequence - 1)
+            gap = None
+            if frame.first_sequence != expected:
+                last_missing = frame.first_sequence - 1
+                gap = Gap(expected, last_missing, is_in_snapshot=last_missing <= self.start_sequence)
             expected = frame.next_sequence
             segment, offset = self._reader.place
             last = Batch(

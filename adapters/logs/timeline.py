@@ -94,7 +94,8 @@ class Timelines:
     def lose(self, gap: Gap) -> None:
         """Events are missing here."""
         self._gap = gap
-        self._known.lookups.lose()
+        if not gap.is_in_snapshot:
+            self._known.lookups.lose()
         for timeline in self._active.values():
             timeline.lose(gap)
 

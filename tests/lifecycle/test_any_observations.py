@@ -44,7 +44,9 @@ observations = st.one_of(
         st.lists(st.tuples(ordinals, tokens, tokens, tokens), max_size=2).map(tuple),
         st.lists(ordinals, max_size=2).map(tuple),
         st.lists(st.tuples(ordinals, blocks), max_size=2).map(tuple),
-        st.lists(st.tuples(ordinals, st.integers(0, 3), tokens), max_size=2).map(tuple),
+        st.lists(
+            st.builds(e.SettledTokens, ordinals, st.integers(0, 3), tokens, st.integers(-1, 60)), max_size=2
+        ).map(tuple),
         st.just(1),
     ),
     st.builds(reported, st.lists(st.integers(0, 6), max_size=3), ranks, ranks, st.booleans()),
