@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.forgotten import LIFE, Forgotten
 from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Moment
+from kvledger.lifecycle.audit.model.moment import Moment, num_intact_tokens
 from kvledger.lifecycle.marks import on
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Answers:
     @on(e.RequestPreempted)
     def _preempted(self, event: e.RequestPreempted) -> None:
         life = self._moment.life
-        keys = [] if life is None or not self._keeps else life.keys[: event.num_intact_tokens // self._chunk_size]
+        keys = [] if life is None or not self._keeps else life.keys[: num_intact_tokens(event) // self._chunk_size]
         if keys:
             self._waited_for[event.request_id] = frozenset(keys), self._moment.sequence
 

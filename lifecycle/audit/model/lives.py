@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.moment import EventChecks, Moment
+from kvledger.lifecycle.audit.model.moment import EventChecks, Moment, num_intact_tokens
 from kvledger.lifecycle.machine import CompiledRegions, Standing
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion, RequestState
@@ -224,7 +224,7 @@ class Lives:
             self._about_to_stop(life)
             life.generation += 1
             life.num_tokens = event.num_tokens
-            life.settled = (event.num_intact_tokens, self._moment.sequence)
+            life.settled = (num_intact_tokens(event), self._moment.sequence)
             self._count(life, 0)
 
     @on(e.SessionContinued)
@@ -255,7 +255,7 @@ class Lives:
         if life is not None:
             self._about_to_stop(life)
             life.num_tokens, life.finished_at = event.num_tokens, self._moment.sequence
-            life.settled = (min(event.num_intact_tokens, event.num_tokens - 1), self._moment.sequence)
+            life.settled = (min(num_intact_tokens(event), event.num_tokens - 1), self._moment.sequence)
             self._count(life, self.num_computed_tokens(life))
 
     def _about_to_stop(self, life: Life) -> None:

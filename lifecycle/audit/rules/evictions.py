@@ -8,7 +8,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import InFlight, Settled
-from kvledger.lifecycle.audit.model.moment import EventChecks
+from kvledger.lifecycle.audit.model.moment import EventChecks, num_intact_tokens
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
@@ -130,7 +130,7 @@ class PinBalance(Checker):
 
     @on(e.RequestPreempted)
     def _was_preempted(self, event: e.RequestPreempted) -> None:
-        self._preempted = (self.moment.sequence, event.num_intact_tokens)
+        self._preempted = (self.moment.sequence, num_intact_tokens(event))
 
     @on(e.SaveDeclined)
     def _declined(self, event: e.SaveDeclined) -> None:

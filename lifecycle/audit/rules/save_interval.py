@@ -7,6 +7,7 @@ from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.audit.model.lives import Life
+from kvledger.lifecycle.audit.model.moment import num_intact_tokens
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion
@@ -56,7 +57,7 @@ class SaveInterval(Checker):
         life, moment = self.moment.life, self.moment
         if life is None or moment.was_stale or moment.blocks_before is BlocksRegion.LOADING:
             return
-        num_tokens = min(event.num_intact_tokens, len(life.keys) * self.configuration.chunk_size)
+        num_tokens = min(num_intact_tokens(event), len(life.keys) * self.configuration.chunk_size)
         self._check(life, moment.num_steps_decoded, num_tokens)
 
     def _check(self, life: Life, num_steps: int, num_tokens: int) -> None:

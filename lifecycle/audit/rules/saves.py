@@ -10,7 +10,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.audit.model.moment import EventChecks
+from kvledger.lifecycle.audit.model.moment import EventChecks, num_intact_tokens
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion, RequestState
@@ -210,7 +210,7 @@ class StoreContiguous(Checker):
         life = self.moment.life
         if life is not None:
             account = self._account(event.request_id)
-            account.end_chunk = min(event.num_intact_tokens // self._chunk_size, len(life.keys))
+            account.end_chunk = min(num_intact_tokens(event) // self._chunk_size, len(life.keys))
             if life.quarantined or self.moment.was_stale:
                 self._pass_over(account, 0)
             elif account.end_chunk > account.num_chunks:
@@ -369,14 +369,14 @@ class SettledSaved(Checker):
     @on(e.RequestPreempted)
     def _preempted(self, event: e.RequestPreempted) -> None:
         if self.moment.blocks_before is not BlocksRegion.LOADING and self.moment.state_before is not RequestState.NEW:
-            self._take(event.num_intact_tokens)
+            self._take(num_intact_tokens(event))
 
     @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished) -> None:
         life = self.moment.life
         if life is not None and not self.jobs.is_loading(life.ordinal, life.generation, outside_steps=True):
             num_computed_tokens = self.lives.num_computed_tokens(life)
-            self._take(min(event.num_intact_tokens, event.num_tokens - 1, num_computed_tokens))
+            self._take(min(num_intact_tokens(event), event.num_tokens - 1, num_computed_tokens))
 
     def _take(self, num_settled_tokens: int) -> None:
         life = self.moment.life

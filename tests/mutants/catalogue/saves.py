@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from kvledger.adapters.vllm import versions
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.decisions.reach import Reach
@@ -227,3 +228,19 @@ def saved_behind_the_window(touch: Touch) -> Sequence[Patch]:
         return True
 
     return [wrapped(Reach, "_is_seen", is_seen)]
+
+
+@mutant("CHUNK_COMPLETE", scene=Worlds(connector=(("save_mode", "sync"),)))
+def saved_from_zeroed_blocks(touch: Touch) -> Sequence[Patch]:
+    """Blocks that vLLM zeroes before they could be copied are saved when a request loses them."""
+
+    def num_intact_tokens(event: e.RequestPreempted | e.RequestFinished) -> int:
+        if event.blocks_zeroed and event.num_settled_tokens:
+            touch()
+        return event.num_settled_tokens
+
+    mistaken = property(num_intact_tokens)
+    return [
+        (versions, "zeroes_new_blocks", lambda _kv_cache_config: True),
+        *((event, "num_intact_tokens", mistaken) for event in (e.RequestPreempted, e.RequestFinished)),
+    ]
