@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
-from kvledger.lifecycle import ConfigurationError, without_credentials
+from kvledger.lifecycle import ConfigurationError, suppressed, without_credentials
 
 
 def _as_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
@@ -22,10 +23,18 @@ def _as_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
     return without_credentials(f"kvledger: {said} ({values})" if values else f"kvledger: {said}")
 
 
+class _Messages(structlog.stdlib.BoundLogger):
+    """Never raises: filters and handlers of the server's logging are somebody else's code."""
+
+    def _proxy_to_logger(self, method_name: str, event: str | None = None, *event_args: str, **event_kw: Any) -> None:
+        with suppressed():
+            super()._proxy_to_logger(method_name, event, *event_args, **event_kw)
+
+
 messages: structlog.stdlib.BoundLogger = structlog.wrap_logger(
     # A child of vLLM's logger: its level, handlers and format apply without any configuration of ours.
     logging.getLogger("vllm.kvledger"),
-    wrapper_class=structlog.stdlib.BoundLogger,
+    wrapper_class=_Messages,
     processors=[structlog.stdlib.filter_by_level, _as_text],
     cache_logger_on_first_use=True,
 )

@@ -6,6 +6,7 @@ Whatever somebody else's code raises, the engine serves on. What has to end the 
 from __future__ import annotations
 
 import ast
+import logging
 import signal
 import sys
 import types
@@ -136,6 +137,25 @@ def test_a_request_that_cannot_be_read(make_engine: Any, hook: str, attribute: s
     setattr(connector, hook, call)
     serve(engine)
     assert all(failed.error.startswith(type(raised).__name__) for failed in engine.logged(e.HookFailed))
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), ValueError()], ids=["SystemExit", "ValueError"])
+def test_a_filter_of_the_servers_logging(
+    make_engine: Any, raised: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: a hook failed, the message about it raised, and the engine ended."""
+    logger = logging.getLogger("vllm.kvledger")
+    monkeypatch.setattr(logger, "filters", [raising(raised)])
+    engine = small(make_engine)
+    original, given = engine.connector.get_num_new_matched_tokens, []
+
+    def call(request: Any, *arguments: Any) -> Any:
+        given.append(1)
+        return original(Fading(request, "num_tokens", ValueError()) if len(given) == 1 else request, *arguments)
+
+    engine.connector.get_num_new_matched_tokens = call
+    serve(engine)
+    assert engine.logged(e.HookFailed)
 
 
 class Failing:
