@@ -860,7 +860,7 @@ class PrefixCacheReset(Event, frozen=True, tag=46):
 
 @observation("step.reported")
 class StepReported(Event, frozen=True, tag=47):
-    """Ranks sent the output of a step that has to report copies: those that it waits for, or that were asked after.
+    """Ranks sent the output of a step that has to report copies that it waits for, copies asked after, or ends.
 
     It follows their reports of that output, so a copy that is missing among them was not made.
     """
@@ -903,6 +903,8 @@ class Difference(enum.StrEnum):
     """The answer to a reset is not what the log has."""
     PENDING_WORK = "pending work"
     """vLLM was told that no step is needed although a copy is in flight. The number is its job id."""
+    PENDING_FREES = "pending frees"
+    """vLLM was told to wait for blocks that no copy holds. The number is -1."""
     EDGE_FAILED = "edge failed"
     """The comparison itself failed. Nothing is compared from here on."""
 

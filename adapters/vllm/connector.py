@@ -24,7 +24,7 @@ from kvledger.adapters.vllm.edge import Edge
 from kvledger.adapters.vllm.event_log import open_event_log
 from kvledger.adapters.vllm.key_secrecy import note_guessable_keys
 from kvledger.adapters.vllm.messages import messages, refusals_are_said
-from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports, WorkerStart
+from kvledger.adapters.vllm.metadata import Ends, StepJobs, WorkerReports, WorkerStart
 from kvledger.adapters.vllm.metrics import ConnectorPrometheus
 from kvledger.adapters.vllm.plan import plan
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
@@ -223,6 +223,13 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What vLLM's scheduler learns with this step's output; `update_connector_output` adds loads that succeed."""
+        results = self._transfer_results()
+        if self._worker_side is not None:
+            found = (results.finished_sending, results.finished_recving, results.failed_recving)
+            self._worker_side.gave(Ends(*map(frozenset, found)))
+        return results
+
+    def _transfer_results(self) -> KVConnectorTransferResults:
         jobs = self._jobs()
         if jobs is None:
             return KVConnectorTransferResults()
@@ -319,7 +326,9 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of ended requests are coming back, so that nobody need be preempted (base.py, 0.32)."""
-        return self.scheduler_side.has_pending_block_frees()
+        answer = self.scheduler_side.has_pending_block_frees()
+        self._edge.pending_frees(answer)
+        return answer
 
     def reset_cache(self) -> bool | None:
         """Everything saved is stale."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from kvledger.adapters.vllm.journal import Journal
 from kvledger.adapters.vllm.messages import messages
-from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports
+from kvledger.adapters.vllm.metadata import Ends, StepJobs, StepReport, WorkerReports
 from kvledger.lifecycle import LedgerCorrupt, logged_request_id, on
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT, Difference
@@ -38,6 +38,7 @@ _OTHERS = (
     (Difference.END, "failed_loads"),
     (Difference.END, "finished_saves"),
 )
+_END_FIELDS = ("finished_sending", "finished_recving", "failed_recving")
 _LISTS = ("saves_before_forward", "loads", "saves", "async_loads", "async_saves")
 _MAX_DIFFERENCES = 64
 """In one event; further ones are not written."""
@@ -98,6 +99,16 @@ class Edge:
         """vLLM's ids for which it has called `request_finished` since the last step."""
         self._to_report: dict[str, int] = {}
         """vLLM's id → ordinal of lives whose end the workers were asked to report."""
+        self._ends: dict[int, Ends] = {}
+        """Hand-out → the ends that the workers have to report with the output of that step."""
+        self._kept: set[int] = set()
+        """Ordinals of ended lives whose blocks vLLM keeps until it hears of an end."""
+        self._promised: set[int] = set()
+        """Ordinals of lives that were answered last with an asynchronous load."""
+        self._unfilled: dict[int, set[int]] = {}
+        """Job id of a load that its step waits for → its blocks that vLLM was told are not filled."""
+        self._receiving: set[int] = set()
+        """Ordinals of lives that wait for the end of an asynchronous load, which vLLM waits for if they end, too."""
         self._jobs: dict[int, _Issued] = {}
         """Job id → decision, until the job is settled."""
         self._reminders: dict[int, bool] = {}
@@ -118,6 +129,10 @@ class Edge:
     @on(e.LookupAnswered, e.LookupDeferred)
     def _see_answer(self, event: e.LookupAnswered | e.LookupDeferred) -> None:
         self._answer, self._is_void = event, False
+        if isinstance(event, e.LookupAnswered) and event.is_async:
+            self._promised.add(event.ordinal)
+        else:
+            self._promised.discard(event.ordinal)
 
     @on(e.DecisionWithheld, e.RequestQuarantined)
     def _see_withheld(self, event: e.DecisionWithheld | e.RequestQuarantined) -> None:
@@ -129,14 +144,28 @@ class Edge:
         self._arrived = event
         self._ordinals[event.request_id] = event.ordinal
 
+    @on(e.LoadRefused)
+    def _see_refusal_of_load(self, event: e.LoadRefused) -> None:
+        ordinal = self._ordinals.get(event.request_id, e.NO_LIFE)
+        if ordinal in self._promised:  # vLLM waits for the end of a load all the same
+            self._receiving.add(ordinal)
+
     @on(e.BlocksAllocated)
     def _see_allocation(self, event: e.BlocksAllocated) -> None:
         self._allocated = event
+        ordinal = self._ordinals.get(event.request_id, e.NO_LIFE)
+        if ordinal in self._promised:
+            self._promised.discard(ordinal)
+            if event.num_external_tokens:
+                self._receiving.add(ordinal)
 
     @on(e.RequestFinished)
     def _see_end(self, event: e.RequestFinished) -> None:
         ordinal = self._ordinals.pop(event.request_id, e.NO_LIFE)
         self._finished.append(ordinal)
+        self._promised.discard(ordinal)
+        if ordinal in self._receiving:
+            self._kept.add(ordinal)
         given = self._ids.get(ordinal)
         if given is not None and self._open.get(given[0]) == ordinal:
             del self._open[given[0]]
@@ -161,6 +190,7 @@ class Edge:
     def _see_settlement(self, event: _Settled) -> None:
         self._jobs.pop(event.job_id, None)
         self._reminders.pop(event.job_id, None)
+        self._unfilled.pop(event.job_id, None)
 
     @on(e.TransferAwaited)
     def _see_reminder(self, event: e.TransferAwaited) -> None:
@@ -169,6 +199,9 @@ class Edge:
     @on(e.EffectsDelivered)
     def _see_delivery(self, event: e.EffectsDelivered) -> None:
         self._delivered.append(event)
+        for ordinals in (event.received, event.reported):
+            self._receiving.difference_update(ordinals)
+            self._kept.difference_update(ordinals)
 
     @on(e.TransferReported)
     def _see_report(self, event: e.TransferReported) -> None:
@@ -246,6 +279,8 @@ class Edge:
                 self._differ(Difference.FINISH, e.NO_LIFE, "blocks of a request that the log does not have are kept")
             return
         ordinal = finished[0]
+        if keeps_blocks:
+            self._kept.add(ordinal)
         if self._ids.get(ordinal, (request_id,))[0] != request_id:
             self._differ(Difference.FINISH, ordinal, "the end of another request was recorded")
         elif keeps_blocks is not (ordinal in held):
@@ -294,6 +329,9 @@ class Edge:
             for ordinal in (*event.failed, *event.sent):
                 if ordinal in self._ids:
                     self._to_report[self._ids[ordinal][0]] = ordinal
+        if jobs.delivered and (jobs.failed_loads or jobs.finished_saves):
+            failed = frozenset(jobs.failed_loads)
+            self._ends[jobs.delivered] = Ends(frozenset(jobs.finished_saves), failed, failed)
 
     def _owed(self, event: e.EffectsDelivered) -> Iterator[_Entry]:
         for job_id in event.job_ids:
@@ -338,6 +376,12 @@ class Edge:
             self._differ(Difference.PENDING_WORK, min(self._jobs), "vLLM was told that nothing is pending")
 
     @_safely
+    def pending_frees(self, answer: bool) -> None:
+        """`has_pending_block_frees` is about to return this."""
+        if answer and not self._kept:
+            self._differ(Difference.PENDING_FREES, e.NO_LIFE, "vLLM was told to wait for blocks, and none are kept")
+
+    @_safely
     def reset(self, answer: bool | None) -> None:
         """`reset_cache` is about to return this."""
         num_resets, self._num_resets = self._num_resets, 0
@@ -354,10 +398,33 @@ class Edge:
         if self.is_off or self.journal.is_disabled:
             return None
         try:
-            return Arrived(output)
+            arrived = Arrived(output)
+            self._note_unfilled(arrived.load_errors)
+            for report in arrived.reports:
+                self._compare_failure(report)
+            return arrived
         except Exception as error:  # noqa: BLE001 -- nothing may raise into vLLM
             self.failed(error)
             return None
+
+    def _note_unfilled(self, block_ids: frozenset[int]) -> None:
+        for job_id, job in self._jobs.items() if block_ids else ():
+            if isinstance(job, e.LoadIssued) and not job.is_async:
+                self._unfilled.setdefault(job_id, set()).update(block_ids.intersection(job.block_ids))
+
+    def _compare_failure(self, report: _Report) -> None:
+        """Compare the failure of a load that its step waits for with what vLLM was told, now or before."""
+        job_ids, is_repeated, _, rank, is_done = report
+        if is_done or is_repeated:
+            return
+        for job_id in job_ids:
+            job = self._jobs.get(job_id)
+            if not isinstance(job, e.LoadIssued) or job.is_async:
+                continue
+            pages = zip(job.block_ids, job.slots, strict=True)
+            owed = {block_id for block_id, slot in pages if slot != NO_SLOT} - self._unfilled.get(job_id, set())
+            for block_id in sorted(owed):
+                self._differ(Difference.LOAD_ERROR, block_id, f"rank {rank} did not fill it, and vLLM was not told")
 
     @_safely
     def output_leaves(self, arrived: Arrived | None, output: KVConnectorOutput) -> None:
@@ -367,6 +434,8 @@ class Edge:
             return
         if arrived.reports or self._reported:
             self._compare_reports(arrived.reports)
+        for step in arrived.steps:
+            self._compare_step(step)
         if arrived.load_errors or self._load_errors:
             recorded = frozenset(block_id for event in self._load_errors for block_id in event.block_ids)
             self._count("num_load_errors", len(recorded & arrived.load_errors))
@@ -392,6 +461,21 @@ class Edge:
             which = "recorded, and did not arrive" if report in recorded else "not recorded"
             for job_id in job_ids:
                 self._differ(Difference.REPORT, job_id, f"reported as {how} by rank {rank}: {which}")
+
+    def _compare_step(self, step: StepReport) -> None:
+        """Compare the ends that a rank gave vLLM with those that it was to report with that step's output."""
+        expected = self._ends.get(step.delivered)
+        for earlier in [delivered for delivered in self._ends if delivered < step.delivered]:
+            del self._ends[earlier]
+        if step.ends is None:
+            return
+        for field in _END_FIELDS:
+            owed: frozenset[str] = frozenset() if expected is None else getattr(expected, field)
+            given: frozenset[str] = getattr(step.ends, field)
+            for request_id in owed ^ given:
+                which = "did not report, as it had to," if request_id in owed else "reported, unasked,"
+                detail = f"rank {step.rank} {which} the end in {field}"
+                self._differ(Difference.END, self._number(request_id), detail)
 
     def _compare_ends(
         self, arrived: Arrived, output: KVConnectorOutput, received: set[int], reported: set[int]
@@ -473,10 +557,10 @@ class Arrived:
             reports.setdefault(which, report.done)
         self.reports: frozenset[_Report] = frozenset((*which, is_done) for which, is_done in reports.items())
         """The first report of each rank about each copy."""
+        self.steps = worker_meta.steps if isinstance(worker_meta, WorkerReports) else ()
         self.load_errors = frozenset(output.invalid_block_ids or ())
         self.ends = {
-            field: frozenset(ids) if (ids := getattr(output, field, None)) else _NOTHING
-            for field in ("finished_recving", "finished_sending", "failed_recving")
+            field: frozenset(ids) if (ids := getattr(output, field, None)) else _NOTHING for field in _END_FIELDS
         }
         self.has_ends = any(self.ends.values())
 

@@ -54,8 +54,9 @@ class StepJobs(KVConnectorMetadata):
 
     @property
     def has_reports(self) -> bool:
-        """Whether the output of the step has to report copies: those that it waits for, or that were asked after."""
-        return bool(self.saves_before_forward or self.loads or self.saves or self.asked_after)
+        """Whether the output of the step has to report copies that it waits for, copies asked after, or ends."""
+        copies = self.saves_before_forward or self.loads or self.saves or self.asked_after
+        return bool(copies or self.failed_loads or self.finished_saves)
 
 
 _NOTHING = StepJobs()
@@ -94,6 +95,15 @@ class JobReport:
 
 
 @attrs.frozen(slots=False)
+class Ends:
+    """What `get_transfer_results` returned, in vLLM's ids. Here and not with vLLM: other connectors add theirs."""
+
+    finished_sending: frozenset[str] = frozenset()
+    finished_recving: frozenset[str] = frozenset()
+    failed_recving: frozenset[str] = frozenset()
+
+
+@attrs.frozen(slots=False)
 class StepReport:
     """One rank has sent the output of a step that has to report copies, see `StepJobs.has_reports`."""
 
@@ -102,6 +112,8 @@ class StepReport:
     rank: int
     under_way: tuple[int, ...] = ()
     """Jobs whose copies have begun, that the device keeps in order, and that are not over yet."""
+    ends: Ends | None = None
+    """What the rank gave vLLM with that output; None if that is not known."""
 
 
 @attrs.frozen(slots=False)

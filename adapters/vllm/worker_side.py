@@ -15,6 +15,7 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.async_copies import AsyncCopies
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import (
+    Ends,
     JobReport,
     PageJob,
     StepJobs,
@@ -88,6 +89,7 @@ class WorkerSide:
         self._digests: WorkerDigests | None = None
         self._step: StepJobs | None = None
         self._bound: StepJobs | None = None
+        self._ends = Ends()
         self._executed: set[int] = set()
         self._max_joined_pages = 1
         self._reports: list[JobReport] = []
@@ -132,6 +134,10 @@ class WorkerSide:
         """VLLM calls a hook in a step with these jobs; None if there are none. Copies are noted with that hook."""
         self._clock.enter(hook, 0 if jobs is None else jobs.delivered)
         self._bound = jobs
+
+    def gave(self, ends: Ends) -> None:
+        """Note what vLLM was given with this step's output; the report of the step says so."""
+        self._ends = ends
 
     def before_forward(self, jobs: StepJobs) -> None:
         """Copy out what the step may overwrite, before it does (`handle_preemptions`). A second call does nothing."""
@@ -181,9 +187,10 @@ class WorkerSide:
     def _take_step(self) -> tuple[StepReport, ...]:
         """Whose output this is, also if it has no report: that is how a copy that was never made is found."""
         jobs, self._bound = self._bound, None
+        ends, self._ends = self._ends, Ends()
         if jobs is None or not jobs.has_reports or not jobs.delivered:
             return ()
-        return (StepReport(jobs.delivered, self._rank, self._copies.under_way()),)
+        return (StepReport(jobs.delivered, self._rank, self._copies.under_way(), ends),)
 
     def give_way(self) -> None:
         """Let copies have the interpreter for a moment: the step computes nothing."""

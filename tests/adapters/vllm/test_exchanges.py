@@ -6,11 +6,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import attrs
 import pytest
+from sim.broken_copies import break_copies
+from sim.slow_copies import slow_down
 
+from kvledger.adapters.simulation.hashed_model import HashedModel
+from kvledger.adapters.vllm.connector import KVLedgerConnector
 from kvledger.adapters.vllm.edge import Edge
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.lifecycle import events as e
@@ -186,3 +191,63 @@ def test_a_connector_that_no_longer_counts_is_named(make_engine: Any, monkeypatc
     monkeypatch.setattr(Edge, "step_begins", lambda *_: None)
     engine.run()
     assert "and no hooks.exchanged says what left or arrived" in found(engine)[0]
+
+
+def _without_ends(field: str) -> Any:
+    def results(connector: Any) -> Any:
+        found = original(connector)
+        setattr(found, field, set())
+        return found
+
+    original = KVLedgerConnector._transfer_results
+    return results
+
+
+def test_an_end_that_a_worker_does_not_give_vllm_is_named(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Incident: vLLM kept the blocks of ended requests for ever, the engine stood still, and the log was sound."""
+    engine = make_engine(num_blocks=40, chunk_size=8, enable_prefix_caching=False, save_mode="async", replays=False)
+    slow_down(engine, "save")
+    monkeypatch.setattr(KVLedgerConnector, "_transfer_results", _without_ends("finished_sending"))
+    engine.add("a", range(64), 2)
+    with contextlib.suppress(AssertionError):
+        engine.run(400)
+    assert engine.logged(e.BlocksHeld)
+    assert "rank 0 did not report, as it had to, the end in finished_sending" in found(engine)[0]
+
+
+def test_a_failed_load_that_a_worker_reports_as_good_is_named(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: vLLM computed on blocks that were never filled, and the log was sound."""
+    engine = crowded(make_engine, load_mode="async", offer="always")
+    break_copies(engine, "load", 1)
+    monkeypatch.setattr(KVLedgerConnector, "_transfer_results", _without_ends("failed_recving"))
+    with contextlib.suppress(Exception):
+        engine.run()
+    assert engine.logged(e.LoadFailed)
+    assert "rank 0 did not report, as it had to, the end in failed_recving" in found(engine)[0]
+
+
+def test_a_failed_load_whose_blocks_vllm_is_not_told_is_named(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: a worker named the blocks of loads that had succeeded, and a client got a wrong token."""
+    engine = crowded(make_engine, load_mode="sync", offer="always")
+    break_copies(engine, "load", 1)
+    monkeypatch.setattr(KVLedgerConnector, "get_block_ids_with_load_errors", lambda _: set())
+    monkeypatch.setattr(HashedModel, "_check", lambda *_: None)  # it would end the test first
+    with contextlib.suppress(Exception):
+        engine.run()
+    assert engine.logged(e.LoadFailed)
+    assert "rank 0 did not fill it, and vLLM was not told" in found(engine)[0]
+
+
+def test_an_engine_that_waits_for_blocks_that_do_not_come_is_named(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: vLLM waited for blocks instead of preempting a request, nobody kept any, and the log was sound."""
+    engine = crowded(make_engine)
+    monkeypatch.setattr(SchedulerSide, "has_pending_block_frees", lambda _: True)
+    with contextlib.suppress(AssertionError):
+        engine.run(100)
+    assert found(engine)[0] == "pending frees: vLLM was told to wait for blocks, and none are kept"

@@ -8,8 +8,10 @@ from typing import Any
 import attrs
 
 from kvledger.adapters.vllm import scheduler_side
+from kvledger.adapters.vllm.connector import KVLedgerConnector
 from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
+from kvledger.adapters.vllm.worker_side import WorkerSide
 from mutants.catalogue.parts import wrapped
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import FailedLoads, Worlds
@@ -396,3 +398,64 @@ def answers_the_stored_hit_again(touch: Touch) -> Sequence[Patch]:
         return before
 
     return [_answers(change)]
+
+
+def _gives(change: Callable[[Any], None]) -> Patch:
+    """What a worker gives vLLM with each output goes through `change(results)`."""
+
+    def results(original: Any, connector: KVLedgerConnector) -> Any:
+        found = original(connector)
+        change(found)
+        return found
+
+    return wrapped(KVLedgerConnector, "_transfer_results", results)
+
+
+@mutant(RULE, "LMCache#4762", scene=ASYNC_SAVES)
+def end_of_save_not_given(touch: Touch) -> Sequence[Patch]:
+    """A worker that is to report the end of a save does not, and vLLM keeps the blocks for ever."""
+
+    def change(results: Any) -> None:
+        if results.finished_sending:
+            touch()
+            results.finished_sending = set()
+
+    return [_gives(change)]
+
+
+@mutant(RULE, "vllm#56104", scene=FAILING)
+def failed_load_given_as_good(touch: Touch) -> Sequence[Patch]:
+    """A worker gives vLLM the end of a load that failed, and not that it failed."""
+
+    def change(results: Any) -> None:
+        if results.failed_recving:
+            touch()
+            results.failed_recving = set()
+
+    return [_gives(change)]
+
+
+@mutant(RULE, "LMCache#3388", scene=FailedLoads())
+def load_errors_of_good_loads(touch: Touch) -> Sequence[Patch]:
+    """A worker names the blocks of loads that have succeeded as not filled, and not those that failed."""
+
+    def take(original: Any, side: WorkerSide) -> set[int]:
+        failed: set[int] = original(side)
+        if not failed or side._step is None:
+            return failed
+        touch()
+        return {block_id for job in side._step.loads for block_id in job.block_ids} - failed
+
+    return [wrapped(WorkerSide, "take_failed_block_ids", take)]
+
+
+@mutant(RULE, scene=Worlds())
+def waits_for_blocks_that_nobody_keeps(touch: Touch) -> Sequence[Patch]:
+    """VLLM is told that blocks are coming back, and waits for them instead of preempting a request."""
+
+    def pending(original: Any, side: SchedulerSide) -> bool:
+        if not original(side):
+            touch()
+        return True
+
+    return [wrapped(SchedulerSide, "has_pending_block_frees", pending)]
