@@ -39,6 +39,7 @@ from kvledger.adapters.simulation.engine import vllm_config
 from kvledger.adapters.simulation.tiny_model import MAX_MODEL_LEN
 from kvledger.adapters.vllm import KVLedgerConnector, versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
+from kvledger.adapters.vllm.edge import Edge
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.metadata import JobReport, StepJobs
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
@@ -148,6 +149,7 @@ class _Connector(KVLedgerConnector):
 
     def __init__(self, scheduler_side: SchedulerSide) -> None:
         self._scheduler_side, self._worker_side = scheduler_side, None
+        self._edge = Edge(scheduler_side.journal)
 
 
 class ConnectorUnderTest(SchedulerHalf):
