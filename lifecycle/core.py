@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -225,7 +225,8 @@ class Core:
             message = f"extension {extension.name} leaves out {unknown[0]}, which is no rule here; correct its name"
             raise CoreError(message)
         owners = {("projection", spec.name): "the core" for spec in (*self.projections, SUB_STATES)}
-        rules = {rule: checker for rule, checker in self.rules.items() if rule not in extension.leaves_out}
+        leaves_out = _left_out_by(extension, self.rules)
+        rules = {rule: checker for rule, checker in self.rules.items() if rule not in leaves_out}
         owners |= {("rule", rule): "the core" for rule in (*rules, *self.not_checked)}
         owners |= {part: f"extension {other.name}" for other in self.extensions for part in _named_parts(other)}
         for what, name in _named_parts(extension):
@@ -237,7 +238,7 @@ class Core:
         specs = (*self.projections, *extension.projections)
         if extension.rows and SUB_STATES not in specs:
             specs = (*specs[:1], SUB_STATES, *specs[1:])  # nothing folds before what is owed
-        left_out = {rule: why for rule, why in extension.leaves_out.items() if rule not in extension.rules}
+        left_out = {rule: why for rule, why in leaves_out.items() if rule not in extension.rules}
         try:
             return attrs.evolve(
                 self.replacing(*(each() for each in extension.replaces)).adding(
@@ -451,6 +452,13 @@ def _is_for_its_state(handler: StateHandler, hook: str) -> bool:
     """Whether the class that has the method, or the handler itself, has this state and no other."""
     owner = next((base for base in type(handler).__mro__ if hook in vars(base)), StateHandler)
     return hook in getattr(handler, "__dict__", ()) or getattr(owner, "state", None) is handler.state
+
+
+def _left_out_by(extension: Extension, rules: Container[str]) -> Mapping[str, str]:
+    """Rule → why it cannot be checked with the extension; also the order of evictions, if the extension decides it."""
+    if extension.declaration().keeps and "EVICTION_ORDER" in rules:
+        return {"EVICTION_ORDER": f"extension {extension.name} says what is evicted last"} | dict(extension.leaves_out)
+    return extension.leaves_out
 
 
 def _named_parts(extension: Extension) -> Iterator[tuple[str, str]]:

@@ -153,7 +153,7 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
     },
     "blocks.held": {"request_id": ("LEGAL_TRANSITION", "DELAY_FREE_CONTRACT")},
     "chunk.evicted": {
-        "key": ("EVICT_IDLE_ONLY", "HIT_PINNED", "WAITING_KEPT", "SLOT_EXCLUSIVE"),
+        "key": ("EVICT_IDLE_ONLY", "HIT_PINNED", "WAITING_KEPT", "EVICTION_ORDER", "SLOT_EXCLUSIVE"),
         **dict.fromkeys(("request_id", "ordinal", "generation"), _LIFE),
     },
     "chunk.tainted": {"key": ("FAILED_LOAD_TAINT", "LONGEST_HIT")},

@@ -49,6 +49,7 @@ def taken_over(projections: Projections) -> Start:
         last_job_id=transfers.next_job_id - 1,
         epoch=transfers.epoch,
         committed=dict(chunks.state.committed),
+        by_age=list(chunks.state.by_age),
         departed={key: Departed(why.reason.value, why.sequence) for key, why in chunks.state.departed.items()},
         tails={
             ordinal: IssuedTail(

@@ -54,7 +54,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(
             (
                 *("LOADABLE_AFTER_COMMIT", "SLOT_EXCLUSIVE", "EVICT_IDLE_ONLY"),
-                *("HIT_PINNED", "PIN_BALANCE", "WAITING_KEPT", "GROUP_AGREEMENT"),
+                *("HIT_PINNED", "PIN_BALANCE", "WAITING_KEPT", "EVICTION_ORDER", "GROUP_AGREEMENT"),
             ),
             _SLOTS,
         ),

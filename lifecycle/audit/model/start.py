@@ -57,6 +57,8 @@ class Start:
     """Resets so far."""
     committed: Mapping[bytes, tuple[int, ...]]
     """Chunk key -> slots."""
+    by_age: Sequence[bytes]
+    """Committed chunks that no preempted request waits for, least recently used first."""
     departed: Mapping[bytes, Departed]
     tails: Mapping[int, IssuedTail]
     """By ordinal."""

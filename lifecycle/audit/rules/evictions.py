@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
@@ -89,8 +91,8 @@ class WaitingKept(Checker):
 
     Verifies: this for every eviction, where the configuration keeps for the preempted (decision 0009): a save that
     would need the room is declined.
-    Does not verify: what the request was promised already (HIT_PINNED); in which order the others are evicted; chunks
-    that were tainted or are from before a reset.
+    Does not verify: what the request was promised already (HIT_PINNED); in which order the others are evicted
+    (EVICTION_ORDER); chunks that were tainted or are from before a reset.
     """
 
     rule = "WAITING_KEPT"
@@ -169,3 +171,187 @@ class PinBalance(Checker):
         if event.cause == sequence and num_settled_tokens in tokens:  # it ends inside the chunk: a tail
             tokens = range(tokens.start, num_settled_tokens)
         return len(self.spans.pages_of(tokens))
+
+
+class EvictionOrder(Checker):
+    """EVICTION_ORDER: among the chunks that may be evicted, the least recently used one is evicted first.
+
+    A chunk is used when a save of it completes, when a load reads it or a chunk after it, when a request that has it is
+    preempted or ends, and when a preempted request that waited for it gets blocks again. A save of a growing request
+    uses all chunks before it: every save in the first 16 chunks, later whenever the request has grown by an eighth. A
+    lookup uses nothing. Of the chunks that one event uses, the first one of the prompt counts as the youngest.
+
+    Verifies: for every eviction, that each chunk used before the evicted one had to stay: it is promised, a preempted
+    request waits for it, it belongs to the request that saves, or its slots are needed by a load or by another chunk.
+    Does not verify: chunks that stay although a lookup has promised them since they were saved, because they may still
+    be pinned (PIN_BALANCE names that when a save is declined for them); chunks that share the slot of a block with
+    others; more than 256 chunks that had to stay, for one save; chunks that had to stay themselves and were evicted
+    (HIT_PINNED, WAITING_KEPT, EVICT_IDLE_ONLY); whether so many evictions were needed. The order in which chunks were
+    used before the audit began is taken over. The rule is off where an extension says what is evicted last.
+    """
+
+    rule = "EVICTION_ORDER"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._order: OrderedDict[bytes, None] = OrderedDict()
+        """Committed chunks, least recently used first; without those found to be waited for."""
+        self._waited_for: dict[str, dict[bytes, None]] = {}
+        """Request id → chunks that it was preempted with, in their order, until it has blocks again or ends."""
+        self._save = (0, 0)
+        """Cause and ordinal of the last eviction before which another chunk was used."""
+        self._own: frozenset[bytes] = frozenset()
+        """Chunks of the request that saves."""
+        self._once_promised: set[bytes] = set()
+        """Committed chunks that a lookup has promised since they were saved."""
+        self._passed: set[bytes] = set()
+        """Chunks at the front of the order that had to stay in this save."""
+
+    def begin(self, start: Start) -> None:
+        """Take over in which order chunks were used, and what is waited for."""
+        self._order = OrderedDict.fromkeys((*start.by_age, *start.committed))
+        self._waited_for.update((who, dict.fromkeys(keys)) for who, keys in start.waited_for.items())
+
+    # --- uses ------------------------------------------------------------------------------------
+
+    def _use(self, keys: Sequence[bytes]) -> None:
+        order = self._order
+        self._passed.clear()
+        deque(map(order.move_to_end, filter(order.__contains__, reversed(keys))), 0)
+
+    def _add(self, keys: Iterable[bytes]) -> None:
+        order, chunks = self._order, self.chunks
+        self._passed.clear()
+        for key in keys:
+            if key in chunks:
+                order[key] = None
+                order.move_to_end(key)
+
+    @on(e.SaveCompleted)
+    def _saved(self, _event: e.SaveCompleted) -> None:
+        job = self.jobs.current
+        if job is None or job.is_load or job.epoch != self.jobs.epoch:
+            return
+        self._add((*reversed(job.keys), *(key for _, key in reversed(job.earlier_keys))))
+        first = job.chunks[0] if job.chunks else 0
+        if first and (first < _EVERY_SAVE or first % (first // 8) == 0):
+            life = self.lives.of(job.ordinal)
+            self._use(() if life is None else life.keys[:first])
+
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued) -> None:
+        life = self.lives.of(event.ordinal)
+        if life is not None:
+            self._use(life.keys[: -(-(event.first_token + event.num_tokens) // self.spans.chunk_size)])
+
+    @on(e.RequestPreempted)
+    def _was_preempted(self, event: e.RequestPreempted) -> None:
+        life = self.moment.life
+        if life is None or not self.moment.is_legal:
+            return
+        self._use(life.keys)
+        if self.configuration.keep_for_preempted:
+            self._no_longer_waiting(event.request_id)
+            keys = life.keys[: event.num_intact_tokens // self.spans.chunk_size]
+            self._waited_for[event.request_id] = dict.fromkeys(keys)
+
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
+        if self._waited_for and self.moment.is_legal:
+            self._no_longer_waiting(event.request_id)
+
+    @on(e.RequestArrived)
+    def _arrived(self, event: e.RequestArrived) -> None:
+        if self._waited_for:
+            self._no_longer_waiting(event.request_id)
+
+    @on(e.RequestFinished)
+    def _finished(self, event: e.RequestFinished) -> None:
+        self._no_longer_waiting(event.request_id)
+        if self.moment.life is not None:
+            self._use(self.moment.life.keys)
+
+    def _no_longer_waiting(self, request_id: str) -> None:
+        keys = self._waited_for.pop(request_id, None)
+        if keys:
+            self._add(reversed(keys))
+
+    @on(e.LookupAnswered)
+    def _answered(self, event: e.LookupAnswered) -> None:
+        if event.num_external_tokens:
+            life = self.lives.of(event.ordinal)
+            num_tokens = event.num_computed_tokens + event.num_external_tokens
+            keys = () if life is None else life.keys[: -(-num_tokens // self.spans.chunk_size)]
+            self._once_promised.update(filter(self.chunks.__contains__, keys))
+
+    # --- what is gone ----------------------------------------------------------------------------
+
+    @on(e.ChunkTainted)
+    def _tainted(self, event: e.ChunkTainted) -> None:
+        self._passed.discard(event.key)
+        self._once_promised.discard(event.key)
+        self._order.pop(event.key, None)
+
+    @on(e.CacheReset)
+    def _reset(self, _event: e.CacheReset) -> None:
+        self._order.clear()
+        self._once_promised.clear()
+        self._passed.clear()
+        self._waited_for.clear()
+
+    @on(e.ChunkEvicted)
+    def _evicted(self, event: e.ChunkEvicted) -> None:
+        self._once_promised.discard(event.key)
+        if event.key not in self._order:
+            return
+        if event.key in self._passed:
+            self._passed.clear()
+        older = None if next(iter(self._order)) == event.key else self._older(event)
+        del self._order[event.key]
+        if older is not None and not self._had_to_stay(event.key):
+            detail = (
+                f"chunk {event.key.hex()} was evicted, though chunk {older.hex()} was used before it and did not have "
+                f"to stay"
+            )
+            self.broken(detail, event.cause)
+
+    def _older(self, event: e.ChunkEvicted) -> bytes | None:
+        """A chunk that was used before the evicted one and could have been evicted in its place."""
+        if self._save != (event.cause, event.ordinal):
+            life = self.lives.of(event.ordinal)
+            self._save = event.cause, event.ordinal
+            self._passed.clear()
+            self._own = frozenset(() if life is None else life.keys)
+        waited_for: list[bytes] = []
+        older = None
+        for key in islice(self._order, len(self._passed), _MAX_PASSED):
+            if key == event.key:
+                break
+            if any(key in keys for keys in self._waited_for.values()):
+                waited_for.append(key)
+            elif self._could_be_evicted(key):
+                older = key
+                break
+            else:
+                self._passed.add(key)
+        for key in waited_for:  # used when that is over; no later walk has to pass them
+            del self._order[key]
+        return older
+
+    def _could_be_evicted(self, key: bytes) -> bool:
+        holders = [self.slots.num_holders(slot) for slot in self.chunks.slots_of(key) or () if slot != NO_SLOT]
+        is_in_use = key in self._own or key in self._once_promised or self._is_relied_on(key)
+        return not is_in_use and set(holders) == {1}
+
+    def _had_to_stay(self, key: bytes) -> bool:
+        loads = filter(None, map(self.jobs.get, self.jobs.loads))
+        return self._is_relied_on(key) or any(key in load.keys for load in loads)
+
+    def _is_relied_on(self, key: bytes) -> bool:
+        return any(self.answers.promised(key)) or any(self.answers.waited_for(key))
+
+
+_EVERY_SAVE = 16
+"""Chunks up to which every save of a growing request uses all chunks before it."""
+_MAX_PASSED = 256
+"""Chunks that had to stay, which are looked at for one save."""

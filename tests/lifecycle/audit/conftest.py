@@ -134,6 +134,27 @@ def decoding() -> Driver:
     return decoding_story()
 
 
+def crowded_story() -> Driver:
+    """Two prefixes of two chunks fill the pool; another request evicts one chunk of the older one."""
+    driver = Driver(chunk_size=16, num_slots=4, save_tails=False)
+    driver.save_prefix("old", keys_of("old", 2))
+    driver.save_prefix("young", keys_of("young", 2), first_block=10)
+    driver.start("new", keys_of("new", 1), 17, (20, 21))
+    driver.step(settled=[("new", 0, 16)])
+    driver.settle_all()
+    driver.finish("new", 17, 18)
+    driver.settle_all()
+    driver.step()
+    driver.ledger.commit()
+    return driver
+
+
+@pytest.fixture(scope="module")
+def crowded() -> Driver:
+    """The story of a full pool, played once."""
+    return crowded_story()
+
+
 def groups_story() -> Driver:
     """Two groups, one of which sees 32 tokens: a request is saved, and another one loads what it saved."""
     driver = Driver(chunk_size=32, num_slots=64, windows=(0, 32))

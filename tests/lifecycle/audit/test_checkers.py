@@ -122,6 +122,7 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "LOAD_XOR_STORES": (e.LoadIssued, 0, evolve(is_async=True)),
     "KEY_IDENTITY": (e.ChunkKeysObserved, 3, swap_first_two("keys")),
     "SLOT_EXCLUSIVE": (e.SaveIssued, 2, lambda event: msgspec.structs.replace(event, slots=(0, *event.slots[1:]))),  # type: ignore[attr-defined]
+    "EVICTION_ORDER": (e.ChunkEvicted, 0, evolve(key=keys_of("young", 1)[0])),
     "WAITING_KEPT": (e.LogNote, 1, lambda _: e.ChunkEvicted(keys_of("a", 1)[0], "a", 0, 0, HERE)),
     "LONGEST_HIT": (e.LookupAnswered, 0, evolve(miss_reason="evicted")),
     "NEW_BLOCK_EXCLUSIVE": (e.StepScheduled, RESUMING_STEP + 2, evolve(extended=((2, (11,)),))),
@@ -146,6 +147,7 @@ STORIES = {
         ("SRC_BLOCK_STABLE", "BLOCK_REUSE_FENCED", "DELAY_FREE_CONTRACT", "DEFER_BOUNDED", "FAILED_LOAD_TAINT"),
         "asynchronous",
     ),
+    "EVICTION_ORDER": "crowded",
     **dict.fromkeys(("COPY_IN_TIME", "SETTLED_AT_CLOSE"), "ordered"),
     **dict.fromkeys(("EVICT_IDLE_ONLY", "ROLLBACK_OBSERVED", "LIVENESS", "LOAD_XOR_STORES"), "reading"),
 }
@@ -287,7 +289,9 @@ def test_a_healthy_log_breaks_no_rule(
 
 FOLLOWING = {
     # A chunk that was not the one to be evicted still lies where the next save writes.
-    **{rule: {"SLOT_EXCLUSIVE", "LONGEST_HIT"} for rule in ("HIT_PINNED", "EVICT_IDLE_ONLY", "FAILED_LOAD_TAINT")},
+    **{rule: {"SLOT_EXCLUSIVE", "LONGEST_HIT"} for rule in ("EVICTION_ORDER", "FAILED_LOAD_TAINT")},
+    # It is also older than the chunks that are evicted after it.
+    **{rule: {"SLOT_EXCLUSIVE", "LONGEST_HIT", "EVICTION_ORDER"} for rule in ("HIT_PINNED", "EVICT_IDLE_ONLY")},
     # Whoever waited for it does not find it, and saves nothing in its place.
     "WAITING_KEPT": {"LOADABLE_AFTER_COMMIT", "LONGEST_HIT", "SETTLED_SAVED"},
     "CHUNK_COMPLETE": {"SAVE_INTERVAL"},  # a chunk that has not settled is one that nobody deals with
@@ -346,8 +350,8 @@ def test_random_walks_break_only_rules_that_were_broken_live(seed: int, chunk_si
     assert not audit.reference_differences
 
 
-OF_A_FIXED_NUMBER = {"_ended", "_known", "_num"}
-"""What is remembered of a fixed number: ended requests, for a connector may save them later; keys; counts."""
+OF_A_FIXED_NUMBER = {"_ended", "_known", "_num", "_order", "_once_promised"}
+"""What is remembered of a fixed number: ended requests, for a connector may save them later; keys; counts; chunks."""
 
 
 def test_checkers_forget_released_requests() -> None:
