@@ -914,8 +914,8 @@ class HooksExchanged(Event, frozen=True, tag=48):
     """What left the hooks and what arrived in them since the last such event.
 
     Counted where the hook returns to vLLM, or vLLM calls it, by code that does not decide. What equals the decision
-    in the log is counted. What does not is in `differences`. Recorded at the beginning of `build_connector_meta` and
-    at shutdown, if there is anything to count: a step in which every request only decodes has no such event.
+    in the log is counted. What does not is in `differences`. Recorded before a step and at shutdown, if there is
+    anything to count: a step in which every request only decodes has no such event.
     """
 
     num_arrivals: Count = 0

@@ -115,6 +115,7 @@ class Edge:
         """Job id → whether the step waits for it, until the reminder is handed out."""
         self._seen: Mapping[type[e.Event], Callable[[Any], None]] = dict(_marked(self))
         journal.ledger.on_recorded = self._see
+        journal.before_step = self.step_is_recorded
 
     # --- what the ledger records ---------------------------------------------------------------
 
@@ -292,7 +293,7 @@ class Edge:
 
     @_safely
     def step_begins(self, finished_request_ids: Iterable[str]) -> None:
-        """VLLM calls `build_connector_meta`; record what has passed since the last call."""
+        """VLLM calls `build_connector_meta`."""
         for request_id in finished_request_ids:
             if request_id not in self._ended and request_id in self._open:
                 self._differ(Difference.OPEN, self._open[request_id], "vLLM has finished the request")
@@ -300,6 +301,10 @@ class Edge:
         for ordinal in self._forgotten[1]:
             self._ids.pop(ordinal, None)
         self._forgotten = ([], self._forgotten[0])
+
+    @_safely
+    def step_is_recorded(self) -> None:
+        """A step is about to be recorded; record what has passed since the last one."""
         self.record()
 
     @_safely

@@ -64,6 +64,8 @@ class Journal:
         """Whether everything was in the log after the last commit."""
         self.follow: Callable[[e.Event, Sequence[e.Event]], None] | None = None
         """Called with each observation and what was decided on it; must not raise."""
+        self.before_step: Callable[[], None] = lambda: None
+        """Called before a step is recorded; must not raise."""
         self.loads_must_not_fail = False
         """Whether vLLM delivers a wrong token where a load within a step fails."""
 

@@ -309,6 +309,7 @@ class SchedulerSide:
         if not scheduler_output.total_num_scheduled_tokens and self._says_nothing(now_ns):
             return
         self._last_step_ns = now_ns
+        self.journal.before_step()
         step = self._reader.read(scheduler_output, now_ns)
         added = dict(step.extended)
         for settled in step.settled:

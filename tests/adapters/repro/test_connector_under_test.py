@@ -31,6 +31,7 @@ def test_the_example_of_the_documents_runs() -> None:
         e.ChunkKeysObserved,
         e.LookupRequested,
         e.BlocksAllocated,
+        e.HooksExchanged,
         e.StepScheduled,
     ]
 

@@ -184,11 +184,11 @@ def test_a_hook_that_bypasses_the_comparison_is_named(make_engine: Any, monkeypa
     assert "answers to lookups left or arrived, the log has" in found(engine)[0]
 
 
-def test_a_connector_that_no_longer_counts_is_named(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connector_that_no_longer_counts_is_named(make_engine: Any) -> None:
     """A step is recorded, and what was decided since the last count has no count."""
     engine = crowded(make_engine)
     engine.step()
-    monkeypatch.setattr(Edge, "step_begins", lambda *_: None)
+    engine.connector.scheduler_side.journal.before_step = lambda: None
     engine.run()
     assert "and no hooks.exchanged says what left or arrived" in found(engine)[0]
 
