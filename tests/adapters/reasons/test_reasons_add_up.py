@@ -109,7 +109,8 @@ VALUES: dict[object, st.SearchStrategy[object]] = {
     tuple[bytes, ...]: st.lists(st.sampled_from([b"1", b"2", b"3"]), max_size=3).map(tuple),
     tuple[tuple[int, int, int, int], ...]: st.lists(st.tuples(SMALL, SMALL, SMALL, SMALL), max_size=2).map(tuple),
     tuple[tuple[int, tuple[int, ...]], ...]: st.just(()),
-    tuple[tuple[int, int, int], ...]: st.just(()),
+    tuple[e.SettledTokens, ...]: st.just(()),
+    tuple[tuple[str, int, str], ...]: st.just(()),
 }
 
 

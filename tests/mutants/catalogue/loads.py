@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from kvledger.adapters.vllm.edge import Edge
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import events as e
@@ -210,7 +211,11 @@ def failed_blocks_not_told(touch: Touch) -> Sequence[Patch]:
             touch()
         return set()
 
-    return [wrapped(WorkerSide, "take_failed_block_ids", take_failed_block_ids)]
+    # The edge would notice first; whether the request is rolled back is another question.
+    return [
+        wrapped(WorkerSide, "take_failed_block_ids", take_failed_block_ids),
+        wrapped(Edge, "_compare_failure", lambda *_: None),
+    ]
 
 
 @mutant("GROUP_AGREEMENT", "vllm#52735", "vllm#45268", scene=HybridWorlds())

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
-
 from kvledger.adapters.vllm.async_copies import AsyncCopies
 from kvledger.adapters.vllm.connector import KVLedgerConnector
 from kvledger.adapters.vllm.metadata import StepJobs
-from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.adapters.vllm.worker_side import WorkerSide
 from mutants.catalogue.parts import wrapped
 from mutants.mutant import Patch, Touch, mutant
@@ -52,14 +49,17 @@ def preemptions_of_the_step_before(touch: Touch) -> Sequence[Patch]:
 def saved_after_the_forward(touch: Touch) -> Sequence[Patch]:
     """A save that must precede the forward is made with the other saves."""
 
-    def hand_out(original: Any, side: Any) -> StepJobs:
-        jobs: StepJobs = original(side)
-        if not jobs.saves_before_forward:
-            return jobs
-        touch()
-        return attrs.evolve(jobs, saves_before_forward=(), saves=(*jobs.saves_before_forward, *jobs.saves))
+    def precede(_original: Any, side: WorkerSide, jobs: StepJobs) -> None:
+        side._begin(jobs)
+        if jobs.saves_before_forward:
+            touch()
 
-    return [wrapped(SchedulerSide, "_hand_out", hand_out)]
+    def save(original: Any, side: WorkerSide, jobs: StepJobs) -> None:
+        original(side, jobs)
+        for together in side._joined(jobs.saves_before_forward):
+            side._copy(together, side._begin_save)
+
+    return [wrapped(WorkerSide, "_precede", precede), wrapped(WorkerSide, "save", save)]
 
 
 @mutant("COPY_IN_TIME", scene=Worlds())

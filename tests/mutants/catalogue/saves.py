@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from kvledger.adapters.vllm import versions
+from kvledger.adapters.vllm.edge import Edge
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.decisions.reach import Reach
@@ -215,7 +216,11 @@ def blocks_not_held(touch: Touch) -> Sequence[Patch]:
         if obligations._saves(ordinal):
             touch()
 
-    return [wrapped(Obligations, "_hold", hold)]
+    def answered(original: Any, edge: Edge, request_id: str, _keeps_blocks: bool) -> None:
+        original(edge, request_id, bool(edge._held))
+
+    # The edge would notice first; what becomes of the blocks is another question.
+    return [wrapped(Obligations, "_hold", hold), wrapped(Edge, "finished", answered)]
 
 
 @mutant("GROUP_AGREEMENT", "vllm#47728", scene=HybridWorlds())
