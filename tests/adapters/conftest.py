@@ -12,6 +12,7 @@ from lifecycle_driver import Driver
 from stored_logs import tell_story, write_log
 
 from kvledger.adapters.cli.main import main
+from kvledger.lifecycle.projections.transfers import Transfers
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +61,13 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         return Result(exit_code, captured.out, captured.err)
 
     return run_main
+
+
+@pytest.fixture
+def failing_fold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fold of a quarantine raises, as that of `stored_logs.unfoldable` did: no event is known to cause it now."""
+
+    def doubt_saves(_projection: Transfers, ordinal: int) -> None:
+        raise KeyError(ordinal)
+
+    monkeypatch.setattr(Transfers, "_doubt_saves", doubt_saves)

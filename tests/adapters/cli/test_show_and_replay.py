@@ -213,6 +213,7 @@ def test_lost_events_are_a_group_of_their_own(run: Any, story: Driver, tmp_path:
     assert "lost_events" in result.err
 
 
+@pytest.mark.usefixtures("failing_fold")
 def test_a_log_that_cannot_be_folded_is_shown_up_to_there(run: Any, story: Driver, tmp_path: Path) -> None:
     """What was read before is still worth showing; the event that stops it is named on stderr."""
     events = unfoldable(story.observed)
@@ -224,6 +225,7 @@ def test_a_log_that_cannot_be_folded_is_shown_up_to_there(run: Any, story: Drive
     assert "released" in run("show", log, REQUEST).out, "an incarnation is shown without the pool that everybody shares"
 
 
+@pytest.mark.usefixtures("failing_fold")
 def test_a_log_that_cannot_be_folded_is_followed_up_to_there(run: Any, story: Driver, tmp_path: Path) -> None:
     """A log with one job id for two lives ended the command with 70, as a mistake in kvledger."""
     log = write_log(tmp_path / "alien", unfoldable(story.observed), story.configuration)
@@ -233,6 +235,7 @@ def test_a_log_that_cannot_be_folded_is_followed_up_to_there(run: Any, story: Dr
     assert REQUEST in result.out
 
 
+@pytest.mark.usefixtures("failing_fold")
 def test_no_snapshot_is_made_behind_an_event_that_cannot_be_folded(run: Any, story: Driver, tmp_path: Path) -> None:
     """The command ended with 70; those before the event are written."""
     events = unfoldable(story.observed)

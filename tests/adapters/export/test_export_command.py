@@ -23,7 +23,6 @@ from kvledger.adapters.exit_codes import ExitCode
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
-from kvledger.lifecycle.projections.transfers import Transfers
 from kvledger.storage.events import SegmentEventStore
 from kvledger.storage.events.segment_file import read_header
 
@@ -117,12 +116,12 @@ def changed(story: Driver, event_class: type[e.Event], **fields: object) -> list
     return events
 
 
+@pytest.mark.usefixtures("failing_fold")
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_log_that_cannot_be_folded_is_exported_up_to_there(
-    run: Any, story: Driver, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+    run: Any, story: Driver, tmp_path: Path, form: str
 ) -> None:
     """What was read before is still worth having; the event that stops it is named on stderr, and on the page."""
-    monkeypatch.setattr(Transfers, "_doubt_saves", lambda *_: {}[0])  # a fold that raises, which no event is known to cause
     log = write_log(tmp_path / "alien", unfoldable(story.observed), story.configuration)
     path = tmp_path / "out"
     result = run("export", log, form, "-o", path)
