@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import hashlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -454,11 +454,13 @@ def _is_for_its_state(handler: StateHandler, hook: str) -> bool:
     return hook in getattr(handler, "__dict__", ()) or getattr(owner, "state", None) is handler.state
 
 
-def _left_out_by(extension: Extension, rules: Container[str]) -> Mapping[str, str]:
-    """Rule → why it cannot be checked with the extension; also the order of evictions, if the extension decides it."""
-    if extension.declaration().keeps and "EVICTION_ORDER" in rules:
-        return {"EVICTION_ORDER": f"extension {extension.name} says what is evicted last"} | dict(extension.leaves_out)
-    return extension.leaves_out
+def _left_out_by(extension: Extension, rules: Mapping[str, object]) -> Mapping[str, str]:
+    """Rule → why it cannot be checked with the extension; also rules about evictions, if the extension decides them."""
+    if not extension.declaration().keeps:
+        return extension.leaves_out
+    why = f"extension {extension.name} says what is evicted last"
+    about_evictions = [rule for rule, checker in rules.items() if getattr(checker, "expects_own_evictions", False)]
+    return dict.fromkeys(about_evictions, why) | dict(extension.leaves_out)
 
 
 def _named_parts(extension: Extension) -> Iterator[tuple[str, str]]:

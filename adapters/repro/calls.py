@@ -115,10 +115,8 @@ class _Grouping:
             self._failed(sequence, event)
         elif isinstance(event, e.LogNote):
             self._noted(sequence, event)
-        elif isinstance(event, e.HooksExchanged) and not event.differences and not self._noticed:
-            self._call("count", sequence, "", event, 1)  # of a step that may have recorded nothing else
         elif isinstance(event, e.EndRefused | e.HooksExchanged):
-            self._at += 1  # what another connector did, or a difference; no call of ours makes it happen again
+            self._at += 1  # what another connector did, or what was counted; no call of ours makes it happen again
         else:
             self._noticed.append((sequence, event))
             self._at += 1

@@ -115,12 +115,6 @@ class SchedulerHalf:
         else:
             self.connector.request_finished(request, groups[0])
 
-    def count(self) -> None:
-        """Record what has left and arrived, as kvledger does when a step begins; other connectors count nothing."""
-        edge = getattr(self.connector, "_edge", None)
-        if isinstance(edge, Edge):
-            edge.count_so_far()
-
     def shutdown(self) -> None:
         """The engine stops."""
         self.connector.shutdown()

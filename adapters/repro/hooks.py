@@ -42,7 +42,6 @@ class HookRun(Run):
             "request_finished": self._finish,
             "reset_cache": self._reset,
             "shutdown": lambda _call, _main: connector.shutdown(),
-            "count": lambda _call, _main: connector.count(),
         }
         self._outcome.take(connector.take_events(), "the start", 1)
 

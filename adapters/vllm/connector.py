@@ -343,7 +343,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """Close the log or free the pool. May be called twice."""
         if self._scheduler_side is not None:
-            self._edge.shut_down()
+            self._edge.record()
             self._scheduler_side.shutdown()
         if self._worker_side is not None:
             self._worker_side.close()

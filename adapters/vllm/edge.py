@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from kvledger.adapters.vllm.journal import Journal
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import Ends, StepJobs, StepReport, WorkerReports
-from kvledger.lifecycle import LedgerCorrupt, logged_request_id, on
+from kvledger.lifecycle import LedgerCorrupt, logged_request_id, on, raise_if_unstoppable
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT, Difference
 
@@ -56,9 +56,10 @@ def _safely(
             return
         try:
             method(self, *args, **kwargs)
-            if self.differs:  # at once, so that the log has it before what follows from it
-                self.record()
-        except Exception as error:  # noqa: BLE001 -- nothing may raise into vLLM
+            if self._differences:  # at once, so that the log has it before what follows from it
+                self._record()
+        except BaseException as error:  # noqa: BLE001 -- nothing may raise into vLLM
+            raise_if_unstoppable(error)
             self.failed(error)
 
     return call
@@ -115,7 +116,7 @@ class Edge:
         """Job id → whether the step waits for it, until the reminder is handed out."""
         self._seen: Mapping[type[e.Event], Callable[[Any], None]] = dict(_marked(self))
         journal.ledger.on_recorded = self._see
-        journal.before_step = self.step_is_recorded
+        journal.before_step = self.record
 
     # --- what the ledger records ---------------------------------------------------------------
 
@@ -124,7 +125,8 @@ class Edge:
         if see is not None and not self.is_off and not self.journal.is_disabled:
             try:
                 see(event)
-            except Exception as error:  # noqa: BLE001 -- nothing may raise into vLLM
+            except BaseException as error:  # noqa: BLE001 -- nothing may raise into vLLM
+                raise_if_unstoppable(error)
                 self.failed(error)
 
     @on(e.LookupAnswered, e.LookupDeferred)
@@ -303,19 +305,9 @@ class Edge:
         self._forgotten = ([], self._forgotten[0])
 
     @_safely
-    def step_is_recorded(self) -> None:
-        """A step is about to be recorded; record what has passed since the last one."""
-        self.record()
-
-    @_safely
-    def count_so_far(self) -> None:
-        """Record what has passed since the last step. For a rerun of a log, where a step may have nothing else."""
-        self.record()
-
-    @_safely
-    def shut_down(self) -> None:
-        """`shutdown` is called; record what has passed since the last step."""
-        self.record()
+    def record(self) -> None:
+        """A step is about to be recorded, or `shutdown` is called: record what has passed since the last time."""
+        self._record()
 
     @_safely
     def handed_out(self, jobs: StepJobs) -> None:
@@ -413,7 +405,8 @@ class Edge:
             for report in arrived.reports:
                 self._compare_failure(report)
             return arrived
-        except Exception as error:  # noqa: BLE001 -- nothing may raise into vLLM
+        except BaseException as error:  # noqa: BLE001 -- nothing may raise into vLLM
+            raise_if_unstoppable(error)
             self.failed(error)
             return None
 
@@ -526,23 +519,13 @@ class Edge:
         if len(self._differences) < _MAX_DIFFERENCES:
             self._differences.append((kind.value, number, what))
 
-    @property
-    def differs(self) -> bool:
-        """Whether a difference is not recorded yet."""
-        return bool(self._differences)
-
-    def record(self) -> None:
-        """Record what has passed since the last time.
-
-        Raises:
-            LedgerCorrupt: see `Journal.observe`.
-        """
+    def _record(self) -> None:
         if self._counts or self._differences:
             exchanged = e.HooksExchanged(**self._counts, differences=tuple(self._differences))
             self._counts, self._differences = {}, []
             self.journal.observe(exchanged)
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """Compare nothing any more."""
         self.is_off = True
         self.journal.ledger.on_recorded = None
@@ -550,7 +533,8 @@ class Edge:
         messages.error("what leaves the hooks is not compared with the log any more; report it", error=what)
         try:
             self.journal.observe(e.HooksExchanged(differences=((Difference.EDGE_FAILED.value, 0, what),)))
-        except Exception as corrupt:  # noqa: BLE001 -- as in any hook
+        except BaseException as corrupt:  # noqa: BLE001 -- as in any hook
+            raise_if_unstoppable(corrupt)
             error = corrupt
         if isinstance(error, LedgerCorrupt):
             self.journal.hook_failed("edge", "", error)

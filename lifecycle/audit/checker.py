@@ -24,6 +24,8 @@ class Checker:
     """
 
     rule: ClassVar[str]
+    expects_own_evictions: ClassVar[bool] = False
+    """Whether it cannot be checked with an extension that says what is evicted last: the log has no word of that."""
 
     def __init__(self, model: Model) -> None:
         self.model = model

@@ -191,6 +191,7 @@ class EvictionOrder(Checker):
     """
 
     rule = "EVICTION_ORDER"
+    expects_own_evictions = True
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)

@@ -22,6 +22,20 @@ def _has(jobs: object, *names: str) -> bool:
     return isinstance(jobs, StepJobs) and any(getattr(jobs, name) for name in names)
 
 
+def _beside_the_step(touch: Touch, begin_name: str) -> Patch:
+    """Copies that begin so are given to the engine for asynchronous copies."""
+
+    def copy(original: Any, side: WorkerSide, jobs: Any, begin: Any) -> bool:
+        if side._async_engine is None or begin != getattr(side, begin_name):
+            found: bool = original(side, jobs, begin)
+            return found
+        touch()
+        side._start(jobs, begin, side._async_engine)
+        return True
+
+    return wrapped(WorkerSide, "_copy", copy)
+
+
 @mutant("COPY_IN_TIME", scene=Worlds())
 def preemptions_unhandled(touch: Touch) -> Sequence[Patch]:
     """`handle_preemptions` does nothing."""
@@ -135,31 +149,13 @@ def save_forgotten(touch: Touch) -> Sequence[Patch]:
 @mutant("COPY_IN_TIME", scene=Worlds(connector=ASYNC))
 def saved_beside_the_step(touch: Touch) -> Sequence[Patch]:
     """A save that its step must wait for is given to the engine for asynchronous copies, and not waited for."""
-
-    def copy(original: Any, side: WorkerSide, jobs: Any, begin: Any) -> bool:
-        if side._async_engine is None or begin != side._begin_save:
-            found: bool = original(side, jobs, begin)
-            return found
-        touch()
-        side._start(jobs, begin, side._async_engine)
-        return True
-
-    return [wrapped(WorkerSide, "_copy", copy)]
+    return [_beside_the_step(touch, "_begin_save")]
 
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=(("load_mode", "sync"), ("save_mode", "async"))))
 def load_not_waited_for(touch: Touch) -> Sequence[Patch]:
     """A load that its step must wait for is given to the engine for asynchronous copies, and not waited for."""
-
-    def copy(original: Any, side: WorkerSide, jobs: Any, begin: Any) -> bool:
-        if side._async_engine is None or begin != side._begin_load:
-            found: bool = original(side, jobs, begin)
-            return found
-        touch()
-        side._start(jobs, begin, side._async_engine)
-        return True
-
-    return [wrapped(WorkerSide, "_copy", copy)]
+    return [_beside_the_step(touch, "_begin_load")]
 
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=ASYNC))
