@@ -652,6 +652,10 @@ class LogNote(Event, frozen=True, tag=33):
     time_ns: TimeNs
 
 
+SHUT_DOWN = "connector shut down"
+"""The last note of a connector that was shut down."""
+DECLINED = "declined: "
+"""Begins the note of a connector that serves nobody; the reason follows."""
 LOG_BEFORE = "the log before, "
 """Begins the note of a start which did not find the log before closed and whole."""
 

@@ -98,7 +98,7 @@ class Recording:
     def decline(self, reason: str) -> None:
         """Record nothing of a model whose block tables cannot be written down, and log the reason."""
         self.log.messages.warning("the model is not recorded, its connector runs as without a recorder", reason=reason)
-        self.log.observe(e.LogNote(f"declined: {reason}", self.log.now()))
+        self.log.observe(e.LogNote(f"{e.DECLINED}{reason}", self.log.now()))
         self.log.commit()
         self.log.is_ended = True
 

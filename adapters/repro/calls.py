@@ -122,7 +122,7 @@ class _Grouping:
             self._at += 1
 
     def _noted(self, sequence: int, event: e.LogNote) -> None:
-        if event.text == "connector shut down":
+        if event.text == e.SHUT_DOWN:
             self._call("shutdown", sequence, "", event, 1)
         else:
             if event.text != "connector started" and not event.text.startswith(e.LOG_BEFORE):

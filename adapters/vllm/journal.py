@@ -214,7 +214,7 @@ class Journal:
         self._disable()
         self.messages.warning("the model is not served, requests run as without a connector", reason=reason)
         try:
-            self.observe(e.LogNote(f"declined: {reason}", self.now()))
+            self.observe(e.LogNote(f"{e.DECLINED}{reason}", self.now()))
         except LedgerCorrupt as error:
             self.hook_failed("decline", "", error)
 

@@ -614,7 +614,7 @@ class SchedulerSide:
             return
         self._is_shut_down = True
         try:
-            self.journal.observe(e.LogNote("connector shut down", self.journal.now()))
+            self.journal.observe(e.LogNote(e.SHUT_DOWN, self.journal.now()))
             self.journal.commit()
         finally:
             self.log.close(self.ledger.next_sequence)

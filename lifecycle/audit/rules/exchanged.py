@@ -25,8 +25,6 @@ _WORDS = {
     "num_held": "ends of requests whose blocks are kept",
     "num_resets": "resets",
 }
-_DECLINED = "declined: "
-_SHUT_DOWN = "connector shut down"
 
 
 class ToldAsDecided(Checker):
@@ -147,9 +145,9 @@ class ToldAsDecided(Checker):
 
     @on(e.LogNote)
     def _noted(self, event: e.LogNote) -> None:
-        if event.text == _SHUT_DOWN:
+        if event.text == e.SHUT_DOWN:
             self._must_be_counted()
-        self._is_over |= event.text.startswith(_DECLINED)
+        self._is_over |= event.text.startswith(e.DECLINED)
 
     # --- what left and arrived -----------------------------------------------------------------
 

@@ -180,7 +180,7 @@ class SettledAtClose(Checker):
 
     @on(e.LogNote)
     def _noted(self, event: e.LogNote) -> None:
-        if event.text != "connector shut down" or not self._has_outputs:
+        if event.text != e.SHUT_DOWN or not self._has_outputs:
             return
         last_step = self.lives.num_steps - _STEPS_IN_FLIGHT - len(self.jobs.every_rank)
         for job_id, job in self.jobs:
