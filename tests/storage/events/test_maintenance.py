@@ -82,6 +82,10 @@ def test_a_log_that_is_closed_waits_for_no_snapshot(tmp_path: Path) -> None:
 class _Maker(_SlowMaker):
     """Makes each snapshot that is missing, with no state in it; it cannot where a segment before is gone."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = threading.Semaphore(0)
+
     def make(self, directory: Path) -> None:
         """As in `SnapshotMaker`."""
         super().make(directory)
@@ -89,6 +93,7 @@ class _Maker(_SlowMaker):
             header = read_header(segment)
             snapshot = Snapshot(header.log_id, header.first_sequence - 1, header.previous_head_hash, "", b"")
             write_snapshot(segment, snapshot)
+        self.made.release()
 
 
 def test_retention_waits_for_the_snapshot_from_which_the_rest_is_read(tmp_path: Path) -> None:
@@ -150,8 +155,8 @@ def test_a_snapshot_that_a_closed_log_lacks_is_made_before_its_beginning_goes(tm
         maker.allowed.release()
     maintenance = Maintenance(5 * _SEGMENT_BYTES, snapshots=maker)
     store = SegmentEventStore.create(tmp_path / "b", {}, segment_bytes=_SEGMENT_BYTES, maintenance=maintenance)
-    maker.begun.acquire()
-    maker.begun.acquire()
+    maker.made.acquire()
+    maker.made.acquire()  # else the segments that follow exceed the limit by more than is waited for
     assert [paths[0].parent.name for paths in maker.seen[:2]] == ["b", "a"]
     _fill(store, 2)
     store.close()
