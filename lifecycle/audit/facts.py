@@ -105,7 +105,7 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
         "num_tokens": ("LOOKUP_PURE",),
         "num_hit_tokens": ("LONGEST_HIT", "RESET_EPOCH", "LOOKUP_PURE"),
         "num_external_tokens": ("LOOKUP_PURE", "ALLOC_MATCHES_LOOKUP", "LAST_TOKEN"),
-        "is_async": ("ALLOC_MATCHES_LOOKUP",),
+        "is_async": ("ALLOC_MATCHES_LOOKUP", "LOOKUP_PURE"),
         "miss_reason": ("LONGEST_HIT",),
         "miss_cause": ("LONGEST_HIT",),
     },

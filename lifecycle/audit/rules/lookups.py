@@ -18,8 +18,10 @@ class LookupPure(Checker):
     k lookups equal one, and each answer is computed against the `num_computed_tokens` of its own call.
 
     Verifies: answer = max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens), and 0
-    for a local hit that ends inside a block; an answer of 0 is not asynchronous; the answer repeats the question; two
-    lookups of a request between which nothing it depends on changed give the same hit and the same answer.
+    for a local hit that ends inside a block; an answer is asynchronous if and only if the header says so of a load of
+    so many tokens: always if there are several groups of layers, never for an answer of 0; the answer repeats the
+    question; two lookups of a request between which nothing it depends on changed give the same hit and the same
+    answer.
     Does not verify: whether the last token is left to compute (LAST_TOKEN), whether a load that is not offered would
     have been slower than computing (LONGEST_HIT), nor whether the recorded hit is there (RESET_EPOCH
     and LOADABLE_AFTER_COMMIT see what is promised and not there; deciding again sees every other difference).
@@ -48,12 +50,23 @@ class LookupPure(Checker):
     @on(e.LookupAnswered)
     def _check(self, event: e.LookupAnswered) -> None:
         self._compare(event)
-        if event.is_async and not event.num_external_tokens:
-            self.broken("asynchronous, with nothing to load", event.cause)
+        self._check_kind(event)
         life = self.moment.life
         if life is not None:
             self._check_sum(event, life)
             self._check_again(event, life)
+
+    def _check_kind(self, event: e.LookupAnswered) -> None:
+        """A load within the step that fails ends an engine with several groups (scheduler.py, 0.32)."""
+        num_tokens, async_from = event.num_external_tokens, self.configuration.async_load_tokens
+        if self.spans.num_groups > 1:
+            async_from = 0
+        if event.is_async and not num_tokens:
+            self.broken("asynchronous, with nothing to load", event.cause)
+        elif num_tokens and event.is_async is not (async_from is not None and num_tokens >= async_from):
+            kinds = ("within the step", "asynchronous")
+            what = f"a load of {num_tokens} tokens is answered as {kinds[event.is_async]}"
+            self.broken(f"{what}, but the settings make it {kinds[not event.is_async]}", event.cause)
 
     @on(e.LookupDeferred)
     def _compare(self, event: e.LookupAnswered | e.LookupDeferred) -> None:

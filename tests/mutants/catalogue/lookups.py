@@ -21,7 +21,7 @@ from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
 from kvledger.lifecycle.states import CurrentRegion
 from mutants.catalogue.parts import LOOKING_UP, decided_otherwise, wrapped, written_as
 from mutants.mutant import Patch, Touch, mutant
-from mutants.scenes import Walks, Worlds
+from mutants.scenes import HybridWorlds, Walks, Worlds
 
 SMALL_POOL = Worlds(num_slots=8)
 CROWDED = Worlds(num_slots=16, connector=(("keep_for_preempted", True), ("chunk_size", 16)))
@@ -322,3 +322,28 @@ def stale_session_saved(touch: Touch) -> Sequence[Patch]:
         original(tracker, event, sequence)
 
     return [wrapped(RequestTracker, "_session_continued", continued)]
+
+
+def answered_as(is_async: bool, touch: Touch) -> Sequence[Patch]:
+    """Every load is answered as one of the two kinds."""
+
+    def answered(decision: e.Event, *_: Any) -> e.Event:
+        if not isinstance(decision, e.LookupAnswered) or not decision.num_external_tokens:
+            return decision
+        if decision.is_async is not is_async:
+            touch()
+        return msgspec.structs.replace(decision, is_async=is_async)
+
+    return [decided_otherwise(owner, "answer_lookup", answered) for owner in LOOKING_UP]
+
+
+@mutant("LOOKUP_PURE", scene=HybridWorlds())
+def loaded_within_the_step_into_several_groups(touch: Touch) -> Sequence[Patch]:
+    """With several groups of layers a load is to come within the step, where its failure ends the engine."""
+    return answered_as(False, touch)
+
+
+@mutant("LOOKUP_PURE", scene=Walks())
+def loaded_asynchronously_against_the_settings(touch: Touch) -> Sequence[Patch]:
+    """A load is answered as an asynchronous one, although the settings want none."""
+    return answered_as(True, touch)
