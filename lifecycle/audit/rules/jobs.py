@@ -185,8 +185,10 @@ class DeliveredOnce(Checker):
     Verifies: jobs that are handed out are in flight and were not handed out before; reminders were decided; a load that
     is reported as in place or failed was asynchronous, claimed, and settled so; one reported as sent ended while
     a copy read its blocks, and none does any more; blocks are reported that a refused or withheld load was to fill.
-    Does not verify: that all that is owed is handed over (the engine would wait); what was owed where an audit begins
-    in the middle of a log.
+    An end that is owed leaves before the second step that follows; a load is not refused after it was issued, unless
+    a hook failed in between.
+    Does not verify: that jobs and reminders are handed over (COPY_IN_TIME and LIVENESS do); what was owed where an
+    audit begins in the middle of a log, after the model was declined, or after the ledger became corrupt.
     """
 
     rule = "DELIVERED_ONCE"
@@ -206,6 +208,16 @@ class DeliveredOnce(Checker):
         self._loads: dict[int, tuple[int, ...]] = {}
         """Loads within a step that were not handed out -> their blocks."""
         self._unfilled: set[int] = set()
+        self._held: set[int] = set()
+        """Ended lives of which vLLM was told that their blocks are kept."""
+        self._due: dict[int, tuple[str, int, int]] = {}
+        """Life whose end is owed -> the end, steps in the log when it became owed, and the event that it follows."""
+        self._num_steps = 0
+        self._claimed_for = e.NO_LIFE
+        """Life for which a load was issued in the hook at hand."""
+        self._is_recorded = False
+        """Whether the log says what is handed over."""
+        self._is_over = False
 
     def begin(self, start: Start) -> None:
         """Nothing is known of what was handed over before."""
@@ -218,6 +230,7 @@ class DeliveredOnce(Checker):
 
     @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated) -> None:
+        self._claimed_for = e.NO_LIFE
         if self.moment.life is not None and self.moment.life.ordinal in self._promised:
             self._promised.discard(self.moment.life.ordinal)
             if event.num_external_tokens:
@@ -227,14 +240,18 @@ class DeliveredOnce(Checker):
     def _refused(self, event: e.LoadRefused) -> None:
         life = self.lives.get(event.request_id)
         ordinal = e.NO_LIFE if life is None else life.ordinal
-        if ordinal in self._promised or ordinal in self._waiting:
+        if life is not None and ordinal == self._claimed_for:
+            self.broken("its load is refused after it was issued", request_id=event.request_id)
+        elif ordinal in self._promised or ordinal in self._waiting:
             self._promised.discard(ordinal)
             self._waiting[ordinal] = "failed"
+            self._owe(ordinal, "failed")
         else:
             self._unfilled.update(event.block_ids)
 
     @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued) -> None:
+        self._claimed_for = event.ordinal
         if not event.is_async:
             self._loads[event.job_id] = event.block_ids
 
@@ -249,8 +266,11 @@ class DeliveredOnce(Checker):
             if event.withheld and event.withheld != e.Withheld.CONTRACT:
                 self._unfilled.update(blocks)
             job = self.jobs.get(job_id)
-            if job is not None and job.is_load and self.jobs.every_rank <= job.ranks_done | job.ranks_failed:
-                self._ended(job.ordinal, "failed" if job.ranks_failed else "received")
+            if job is not None and self.jobs.every_rank <= job.ranks_done | job.ranks_failed:
+                if job.is_load:
+                    self._ended(job.ordinal, "failed" if job.ranks_failed else "received")
+                else:
+                    self._owe_held(job.ordinal)
 
     @on(e.LoadCompleted)
     def _load_completed(self, event: e.LoadCompleted) -> None:
@@ -266,8 +286,20 @@ class DeliveredOnce(Checker):
     def _ended(self, ordinal: int, end: str) -> None:
         if not self._waiting.get(ordinal, end):
             self._waiting[ordinal] = end
+            self._owe(ordinal, end)
+
+    def _owe(self, ordinal: int, end: str) -> None:
+        self._due.setdefault(ordinal, (end, self._num_steps, self.moment.sequence))
+
+    def _owe_held(self, ordinal: int) -> None:
+        if ordinal in self._held and not self._is_read(ordinal):
+            self._owe(ordinal, "sent")
 
     @on(e.SaveCompleted, e.SaveFailed)
+    def _save_settled(self, event: e.SaveCompleted | e.SaveFailed) -> None:
+        self._settled(event)
+        self._owe_held(event.ordinal)
+
     def _settled(self, event: Settled) -> None:
         self._handed_out.discard(event.job_id)
         self._reminders.discard(event.job_id)
@@ -279,8 +311,30 @@ class DeliveredOnce(Checker):
             self._kept.add(life.ordinal)
 
     @on(e.BlocksHeld)
-    def _held(self, event: e.BlocksHeld) -> None:
+    def _blocks_held(self, event: e.BlocksHeld) -> None:
         self._kept.add(event.ordinal)
+        self._held.add(event.ordinal)
+        self._owe_held(event.ordinal)
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, _event: e.StepScheduled) -> None:
+        self._claimed_for = e.NO_LIFE
+        self._num_steps += 1
+        if self._due and self._is_recorded and not self._is_over:
+            overdue = [each for each in self._due.items() if each[1][1] + 1 < self._num_steps]
+            for ordinal, (end, _, sequence) in overdue:
+                del self._due[ordinal]
+                self.broken(f"life {ordinal} is to be reported as {end}, and no step has done so", sequence)
+
+    @on(e.HookFailed)
+    def _hook_failed(self, event: e.HookFailed) -> None:
+        self._claimed_for = e.NO_LIFE
+        self._due = {ordinal: (end, self._num_steps, sequence) for ordinal, (end, _, sequence) in self._due.items()}
+        self._is_over |= event.error.startswith(e.CORRUPT)
+
+    @on(e.LogNote)
+    def _noted(self, event: e.LogNote) -> None:
+        self._is_over |= event.text.startswith(e.DECLINED)
 
     @on(e.RequestReleased)
     def _released(self, event: e.RequestReleased) -> None:
@@ -294,6 +348,7 @@ class DeliveredOnce(Checker):
 
     @on(e.EffectsDelivered)
     def _jobs_handed_out(self, event: e.EffectsDelivered) -> None:
+        self._is_recorded = True
         for job_id in event.job_ids:
             if job_id in self._handed_out:
                 self.broken(f"job {job_id} is handed out a second time")
@@ -311,6 +366,7 @@ class DeliveredOnce(Checker):
         for end_reported, ordinals in (("received", event.received), ("failed", event.failed)):
             for ordinal in ordinals:
                 end = self._waiting.pop(ordinal, None)
+                self._due.pop(ordinal, None)
                 if ordinal >= self._first_ordinal and end != end_reported:
                     came_to = "waits for no load" if end is None else f"waits for a load that came to {end or 'no end'}"
                     self.broken(f"life {ordinal} is reported as {end_reported}, but it {came_to}")
@@ -323,6 +379,8 @@ class DeliveredOnce(Checker):
             elif ordinal not in self._kept and ordinal >= self._first_ordinal:
                 self.broken(f"life {ordinal} is reported as sent, but its blocks are not kept for a copy")
             self._kept.discard(ordinal)
+            self._held.discard(ordinal)
+            self._due.pop(ordinal, None)
 
     @on(e.EffectsDelivered)
     def _blocks_reported(self, event: e.EffectsDelivered) -> None:

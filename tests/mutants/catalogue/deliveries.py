@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.obligations import Obligations
 from mutants.catalogue.parts import wrapped
@@ -53,3 +54,39 @@ def told_to_nobody(touch: Touch) -> Sequence[Patch]:
             obligations.state.sent[ordinal] = event.request_id
 
     return [wrapped(Obligations, "_finished", finished)]
+
+
+def forgetting(touch: Touch, *kinds: str) -> Sequence[Patch]:
+    """An end of these kinds that a copy leads to is never owed to vLLM."""
+
+    def ended(original: Any, obligations: Obligations, job_id: int, job: Any) -> None:
+        original(obligations, job_id, job)
+        for kind in kinds:
+            if getattr(obligations.state, kind).pop(job.ordinal, None) is not None:
+                touch()
+
+    return [wrapped(Obligations, "_ended", ended)]
+
+
+@mutant("DELIVERED_ONCE", scene=Worlds(connector=(("load_mode", "async"),)))
+def end_of_load_forgotten(touch: Touch) -> Sequence[Patch]:
+    """VLLM never hears of the end of an asynchronous load, and its request waits for ever."""
+    return forgetting(touch, "received", "failed")
+
+
+@mutant("DELIVERED_ONCE", scene=Worlds(connector=(("save_mode", "async"),)))
+def end_of_save_forgotten(touch: Touch) -> Sequence[Patch]:
+    """The blocks that an ended request leaves to an asynchronous save are never free again."""
+    return forgetting(touch, "sent")
+
+
+@mutant("DELIVERED_ONCE", scene=Worlds())
+def refused_although_issued(touch: Touch) -> Sequence[Patch]:
+    """VLLM is told that a load will not come, and it comes all the same, into blocks that are computed by then."""
+
+    def claimed(original: Any, side: SchedulerSide, *arguments: Any) -> bool:
+        if original(side, *arguments):
+            touch()
+        return False
+
+    return [wrapped(SchedulerSide, "_claim", claimed)]

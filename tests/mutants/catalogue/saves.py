@@ -10,6 +10,7 @@ import msgspec
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.edge import Edge
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.rules.jobs import DeliveredOnce
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.decisions.reach import Reach
 from kvledger.lifecycle.handlers import finished
@@ -219,8 +220,13 @@ def blocks_not_held(touch: Touch) -> Sequence[Patch]:
     def answered(original: Any, edge: Edge, request_id: str, _keeps_blocks: bool) -> None:
         original(edge, request_id, bool(edge._held))
 
-    # The edge would notice first; what becomes of the blocks is another question.
-    return [wrapped(Obligations, "_hold", hold), wrapped(Edge, "finished", answered)]
+    # The edge, or whoever waits for the end of the copy, would notice first; what becomes of the blocks is another
+    # question.
+    return [
+        wrapped(Obligations, "_hold", hold),
+        wrapped(Edge, "finished", answered),
+        wrapped(DeliveredOnce, "_owe_held", lambda *_: None),
+    ]
 
 
 @mutant("GROUP_AGREEMENT", "vllm#47728", scene=HybridWorlds())
