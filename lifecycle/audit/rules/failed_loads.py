@@ -10,6 +10,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import InFlight
+from kvledger.lifecycle.audit.model.lives import NEVER
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion
 
@@ -32,7 +33,8 @@ class RollbackObserved(Checker):
 
     Verifies: at the first step after a load within a step failed (one that was not handed out: once vLLM had it),
     that the request was rolled back behind the load's end, preempted, looked up again or ended since the load was
-    issued, or counts less by itself.
+    issued, or counts less by itself; at the first step of everybody else who had a block that vLLM was told is not
+    filled, that it counts no token in that block or behind it as computed, or has lost the block since.
     Does not verify: asynchronous loads, whose requests have not begun; loads given up because no rank reported them;
     that vLLM hears of one that was not handed out.
     """
@@ -42,6 +44,8 @@ class RollbackObserved(Checker):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._loads: dict[int, _Load] = {}
+        self._holders: dict[str, tuple[int, int, int]] = {}
+        """Request id → ordinal, first token of the first of its blocks that is not filled, sequence of that news."""
 
     @on(e.LoadIssued)
     def _issued(self, event: e.LoadIssued) -> None:
@@ -67,6 +71,19 @@ class RollbackObserved(Checker):
         for load in self._loads.values():
             if load.reported_late_at and not set(event.block_ids).isdisjoint(load.block_ids):
                 load.failed_at = load.reported_late_at
+        if self.spans.num_groups > 1:  # vLLM takes reports of requests only
+            return
+        failed = set(event.block_ids)
+        for life in self.lives:
+            table = () if life.quarantined or life.blocks is BlocksRegion.NONE else self.tables.of(life.ordinal)
+            page = next((page for page, block_id in enumerate(table) if block_id in failed), None)
+            if page is not None:
+                first_token = page * self.spans.block_size
+                self._holders[life.request_id] = life.ordinal, first_token, self.moment.sequence
+
+    @on(e.BlockTableObserved)
+    def _table_observed(self, event: e.BlockTableObserved) -> None:
+        self._holders.pop(event.request_id, None)
 
     @on(e.TokensRolledBack)
     def _rolled_back(self, event: e.TokensRolledBack) -> None:
@@ -83,9 +100,13 @@ class RollbackObserved(Checker):
             if load.request_id == request_id and num_computed_tokens < load.end_token
         ]:
             del self._loads[job_id]
+        if request_id in self._holders and num_computed_tokens <= self._holders[request_id][1]:
+            del self._holders[request_id]
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
+        if not self._loads and not self._holders:
+            return
         known = {ordinal: num_computed_tokens for ordinal, num_computed_tokens, _, _ in event.advanced}
         for job_id, load in [(job_id, load) for job_id, load in self._loads.items() if load.failed_at]:
             del self._loads[job_id]
@@ -100,6 +121,20 @@ class RollbackObserved(Checker):
                     f"but the request goes on with {num_computed_tokens} tokens computed"
                 )
                 self.broken(detail, load.sequence, load.failed_at, request_id=load.request_id)
+        for request_id, (ordinal, first_token, sequence) in tuple(self._holders.items()):
+            life = self.lives.of(ordinal)
+            if life is not None and ordinal not in known and life.decoding_since == NEVER:
+                continue  # the step skips it
+            del self._holders[request_id]
+            if life is None or life.blocks is BlocksRegion.NONE:
+                continue
+            num_computed_tokens = known.get(ordinal, self.lives.num_computed_before_step(life))
+            if num_computed_tokens > first_token:
+                detail = (
+                    f"its block from token {first_token} on is not filled, "
+                    f"but the request goes on with {num_computed_tokens} tokens computed"
+                )
+                self.broken(detail, sequence, request_id=request_id)
 
 
 class FailedLoadTaint(Checker):
@@ -109,11 +144,11 @@ class FailedLoadTaint(Checker):
 
     Verifies: when the next observation comes, no chunk of a failed load is committed any more; no load is issued for a
     request that has `max_failed_loads` failed ones behind it; a block that could not be filled is neither given to
-    anybody as computed nor saved from until it is written or loaded again; what a request saved on top of its own load
-    is not committed when that fails.
+    anybody as computed nor saved from until it is written or loaded again; what was saved on top of a load, by its
+    request or by one that has its blocks, is not committed when that fails.
     Does not verify: loads from tainted chunks (LOADABLE_AFTER_COMMIT), and tails, which are dropped with the load;
-    blocks that others computed on top of one that could not be filled; blocks that a failure before the audit's start
-    left unfilled.
+    whether blocks that others computed on top of one that could not be filled are given to anybody or saved from after
+    the failure is known; blocks that a failure before the audit's start left unfilled.
     """
 
     rule = "FAILED_LOAD_TAINT"
@@ -130,6 +165,8 @@ class FailedLoadTaint(Checker):
         """(request id, sequence of the allocation, blocks given as computed), until the step that they are for."""
         self._spoilt: dict[int, int] = {}
         """Job id of a save in flight -> sequence of the failure that its source blocks were concerned by."""
+        self._relied_on: dict[int, tuple[Sequence[int], int]] = {}
+        """Job id of a save in flight -> the table it was issued for, and the end of its pages in there."""
 
     @on(e.StepScheduled, e.LookupRequested, e.TransferReported)
     def _observed(self, _event: e.Event) -> None:
@@ -162,8 +199,15 @@ class FailedLoadTaint(Checker):
     @on(e.LoadErrorsObserved)
     def _load_errors_observed(self, event: e.LoadErrorsObserved) -> None:
         self._unfilled.update(dict.fromkeys(event.block_ids, self.moment.sequence))
+        loads = [job for _, job in self.jobs if job.is_load and not job.is_async]
         for job_id, save in self.jobs:
-            if not save.is_load and not self._unfilled.keys().isdisjoint(save.block_ids):
+            if save.is_load:
+                continue
+            table, end = self._relied_on.get(job_id, ((), 0))
+            concerned = set(save.block_ids).union(
+                *[set(load.block_ids).intersection(table[:end]) for load in loads if load.sequence < save.sequence]
+            )
+            if not self._unfilled.keys().isdisjoint(concerned):
                 self._spoilt[job_id] = self.moment.sequence
 
     @on(e.StepScheduled)
@@ -209,13 +253,21 @@ class FailedLoadTaint(Checker):
         if unfilled:
             detail = f"save {event.job_id} reads blocks {unfilled}, to which nobody has written since a load failed"
             self.broken(detail, self._unfilled[unfilled[0]], event.cause)
+        if isinstance(event, e.TailSaveIssued):
+            num_tokens = event.first_token + event.num_tokens
+        else:
+            num_tokens = (max(event.chunks, default=-1) + 1) * self.spans.chunk_size
+        table = self.tables.of(event.ordinal) or self.tables.lost_by(self.moment.life)
+        self._relied_on[event.job_id] = table, self.spans.pages_of(range(num_tokens)).stop
 
     @on(e.SaveCompleted)
     def _save_completed(self, event: e.SaveCompleted) -> None:
+        self._relied_on.pop(event.job_id, None)
         failed_at = self._spoilt.pop(event.job_id, None)
         if failed_at is not None:
             self.broken(f"save {event.job_id} is committed, but a load failed that its blocks rely on", failed_at)
 
     @on(e.SaveFailed)
     def _save_failed(self, event: e.SaveFailed) -> None:
+        self._relied_on.pop(event.job_id, None)
         self._spoilt.pop(event.job_id, None)

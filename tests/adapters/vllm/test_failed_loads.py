@@ -12,8 +12,10 @@ import pytest
 from sim.broken_copies import break_copies
 from sim.slow_copies import slow_down
 
+from kvledger.adapters.simulation.hashed_model import CorruptKV
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.projections.transfers import Transfers
 
 pytestmark = pytest.mark.scheduler
 
@@ -286,3 +288,48 @@ def test_what_a_request_saves_at_its_end_goes_with_its_load(
     assert failed.request_id == "owner"
     engine.outputs["owner"].clear()
     check_everybody(engine, {"first": prompt(1, 200)})
+
+
+@pytest.mark.parametrize("save_mode", ["sync", "async"])
+@pytest.mark.parametrize("aborted", [("sharer",), ("owner", "sharer")])
+def test_what_somebody_saved_on_top_of_a_failed_load_and_is_offered_all_the_same_is_named(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, save_mode: str, aborted: tuple[str, ...]
+) -> None:
+    """Incident: it saved blocks of its own alone, whoever loaded them later read wrong KV, and the log was sound."""
+    monkeypatch.setattr(Transfers, "_doubt_saves", lambda *_: None)
+    engine = saved_prefix(make_engine, "recompute", load_mode="sync", save_mode=save_mode, replays=False)
+    engine.add("owner", prompt(1), 20)
+    engine.add("sharer", prompt(2), 20)
+    step_with(engine, *aborted)
+    engine.run(max_steps=300)
+    engine.serve("somebody else", PREFIX, 2)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("reader", prompt(2), 3)
+    with pytest.raises(CorruptKV):
+        engine.run()
+    broken = [violation for violation in engine.audit().violations if violation.rule == "FAILED_LOAD_TAINT"]
+    assert {violation.request_id for violation in broken} == {"sharer"}
+    engine.outputs.clear()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_somebody_who_goes_on_behind_a_block_that_was_not_filled_is_named(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, *, async_scheduling: bool
+) -> None:
+    """Incident: vLLM rolls back one request of those that share the block; another one read it, the log was sound."""
+    take_back = PrefixCache.take_back
+
+    def take_back_too_little(cache: PrefixCache, requests: Any, block_ids: Any) -> None:
+        requests = [request for request in requests if request.request_id != "sharer"]
+        take_back(cache, requests, block_ids)
+
+    monkeypatch.setattr(PrefixCache, "take_back", take_back_too_little)
+    engine = saved_prefix(make_engine, "recompute", load_mode="sync", replays=False, async_scheduling=async_scheduling)
+    engine.model._check = lambda *_: None
+    engine.add("owner", prompt(1), 20)
+    engine.add("sharer", prompt(2), 20)
+    engine.run(max_steps=300)
+    assert engine.logged(e.LoadErrorsObserved)
+    broken = [violation for violation in engine.audit().violations if violation.rule == "ROLLBACK_OBSERVED"]
+    assert {violation.request_id for violation in broken} == {"sharer"}
+    engine.outputs.clear()
