@@ -864,9 +864,10 @@ class PrefixCacheReset(Event, frozen=True, tag=46):
 
 @observation("step.reported")
 class StepReported(Event, frozen=True, tag=47):
-    """Ranks sent the output of a step that has to report copies that it waits for, copies asked after, or ends.
+    """Ranks sent the output of a step that has something to report.
 
-    It follows their reports of that output, so a copy that is missing among them was not made.
+    That is copies that it waits for, copies asked after, ends, or blocks that no copy fills. It follows their reports
+    of that output, so a copy that is missing among them was not made.
     """
 
     delivered: Sequence
@@ -902,7 +903,8 @@ class Difference(enum.StrEnum):
     BLOCK = "block"
     """A block was not reported as not filled as decided. The number is the block, as in the following one."""
     LOAD_ERROR = "load error"
-    """A block that vLLM named as not filled was not recorded, or another one was."""
+    """A block that vLLM named as not filled was not recorded, or another one was; or a rank reported it to vLLM without
+    a failed load, or did not report it in spite of one."""
     RESET = "reset"
     """The answer to a reset is not what the log has."""
     PENDING_WORK = "pending work"

@@ -241,7 +241,11 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were promised and are not filled."""
-        return set() if self._worker_side is None else self._worker_side.take_failed_block_ids()
+        if self._worker_side is None:
+            return set()
+        block_ids = self._worker_side.take_failed_block_ids()
+        self._worker_side.gave_unfilled(block_ids)
+        return block_ids
 
     def build_connector_worker_meta(self) -> WorkerReports | None:
         """The reports of this step."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from kvledger.adapters.vllm.journal import Journal
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import Ends, StepJobs, StepReport, WorkerReports
+from kvledger.adapters.vllm.unfilled_blocks import UnfilledBlocks
 from kvledger.lifecycle import LedgerCorrupt, logged_request_id, on, raise_if_unstoppable
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT, Difference
@@ -106,8 +107,7 @@ class Edge:
         """Ordinals of ended lives whose blocks vLLM keeps until it hears of an end."""
         self._promised: set[int] = set()
         """Ordinals of lives that were answered last with an asynchronous load."""
-        self._unfilled: dict[int, set[int]] = {}
-        """Job id of a load that its step waits for → its blocks that vLLM was told are not filled."""
+        self._unfilled = UnfilledBlocks(self._differ)
         self._receiving: set[int] = set()
         """Ordinals of lives that wait for the end of an asynchronous load, which vLLM waits for if they end, too."""
         self._jobs: dict[int, _Issued] = {}
@@ -193,7 +193,7 @@ class Edge:
     def _see_settlement(self, event: _Settled) -> None:
         self._jobs.pop(event.job_id, None)
         self._reminders.pop(event.job_id, None)
-        self._unfilled.pop(event.job_id, None)
+        self._unfilled.settled(event.job_id)
 
     @on(e.TransferAwaited)
     def _see_reminder(self, event: e.TransferAwaited) -> None:
@@ -331,6 +331,7 @@ class Edge:
             for ordinal in (*event.failed, *event.sent):
                 if ordinal in self._ids:
                     self._to_report[self._ids[ordinal][0]] = ordinal
+        self._unfilled.handed_out(jobs)
         if jobs.delivered and (jobs.failed_loads or jobs.finished_saves):
             failed = frozenset(jobs.failed_loads)
             self._ends[jobs.delivered] = Ends(frozenset(jobs.finished_saves), failed, failed)
@@ -401,33 +402,12 @@ class Edge:
             return None
         try:
             arrived = Arrived(output)
-            self._note_unfilled(arrived.load_errors)
-            for report in arrived.reports:
-                self._compare_failure(report)
+            self._unfilled.compare(arrived.steps, arrived.job_reports)
             return arrived
         except BaseException as error:  # noqa: BLE001 -- nothing may raise into vLLM
             raise_if_unstoppable(error)
             self.failed(error)
             return None
-
-    def _note_unfilled(self, block_ids: frozenset[int]) -> None:
-        for job_id, job in self._jobs.items() if block_ids else ():
-            if isinstance(job, e.LoadIssued) and not job.is_async:
-                self._unfilled.setdefault(job_id, set()).update(block_ids.intersection(job.block_ids))
-
-    def _compare_failure(self, report: _Report) -> None:
-        """Compare the failure of a load that its step waits for with what vLLM was told, now or before."""
-        job_ids, is_repeated, _, rank, is_done = report
-        if is_done or is_repeated:
-            return
-        for job_id in job_ids:
-            job = self._jobs.get(job_id)
-            if not isinstance(job, e.LoadIssued) or job.is_async:
-                continue
-            pages = zip(job.block_ids, job.slots, strict=True)
-            owed = {block_id for block_id, slot in pages if slot != NO_SLOT} - self._unfilled.get(job_id, set())
-            for block_id in sorted(owed):
-                self._differ(Difference.LOAD_ERROR, block_id, f"rank {rank} did not fill it, and vLLM was not told")
 
     @_safely
     def output_leaves(self, arrived: Arrived | None, output: KVConnectorOutput) -> None:
@@ -546,7 +526,8 @@ class Arrived:
     def __init__(self, output: KVConnectorOutput) -> None:
         worker_meta = output.kv_connector_worker_meta
         reports: dict[tuple[tuple[int, ...], bool, tuple[int, ...], int], bool] = {}
-        for report in worker_meta.reports if isinstance(worker_meta, WorkerReports) else ():
+        self.job_reports = worker_meta.reports if isinstance(worker_meta, WorkerReports) else ()
+        for report in self.job_reports:
             which = (report.job_ids, report.is_repeated, report.moments, report.rank)
             reports.setdefault(which, report.done)
         self.reports: frozenset[_Report] = frozenset((*which, is_done) for which, is_done in reports.items())

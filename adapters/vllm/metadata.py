@@ -54,9 +54,12 @@ class StepJobs(KVConnectorMetadata):
 
     @property
     def has_reports(self) -> bool:
-        """Whether the output of the step has to report copies that it waits for, copies asked after, or ends."""
+        """Whether the output of the step has to report copies that it waits for or that were asked after, or more.
+
+        That is ends, and blocks that no copy fills.
+        """
         copies = self.saves_before_forward or self.loads or self.saves or self.asked_after
-        return bool(copies or self.failed_loads or self.finished_saves)
+        return bool(copies or self.failed_loads or self.finished_saves or self.undeliverable_block_ids)
 
 
 _NOTHING = StepJobs()
@@ -105,15 +108,23 @@ class Ends:
 
 @attrs.frozen(slots=False)
 class StepReport:
-    """One rank has sent the output of a step that has to report copies, see `StepJobs.has_reports`."""
+    """One rank has sent the output of a step that has something to report, see `StepJobs.has_reports`.
+
+    Also of any other step, if the rank reports blocks as not filled.
+    """
 
     delivered: int
-    """See `StepJobs.delivered`."""
+    """See `StepJobs.delivered`; 0 if the step has no jobs."""
     rank: int
     under_way: tuple[int, ...] = ()
     """Jobs whose copies have begun, that the device keeps in order, and that are not over yet."""
     ends: Ends | None = None
     """What the rank gave vLLM with that output; None if that is not known."""
+    unfilled: frozenset[int] | None = None
+    """Blocks that the rank reported to vLLM as not filled with that output; None if that is not known.
+
+    Here and not with vLLM, which merges the blocks of all ranks and of other connectors.
+    """
 
 
 @attrs.frozen(slots=False)

@@ -482,6 +482,8 @@ class SchedulerSide:
             return
         ranks: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for step in worker_reports.steps:
+            if not step.delivered:  # no `EffectsDelivered`: the step has no jobs that could be missing
+                continue
             ranks.setdefault((step.delivered, step.under_way), []).append(step.rank)
         for (delivered, under_way), of_ranks in ranks.items():
             self.journal.observe(e.StepReported(delivered, tuple(sorted(of_ranks)), under_way))

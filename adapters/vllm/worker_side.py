@@ -90,6 +90,7 @@ class WorkerSide:
         self._step: StepJobs | None = None
         self._bound: StepJobs | None = None
         self._ends = Ends()
+        self._unfilled: frozenset[int] = frozenset()
         self._executed: set[int] = set()
         self._max_joined_pages = 1
         self._reports: list[JobReport] = []
@@ -138,6 +139,11 @@ class WorkerSide:
     def gave(self, ends: Ends) -> None:
         """Note what vLLM was given with this step's output; the report of the step says so."""
         self._ends = ends
+
+    def gave_unfilled(self, block_ids: set[int]) -> None:
+        """Note the blocks that vLLM was given as not filled with this step's output; its report says so."""
+        if block_ids:
+            self._unfilled |= block_ids
 
     def before_forward(self, jobs: StepJobs) -> None:
         """Copy out what the step may overwrite, before it does (`handle_preemptions`). A second call does nothing."""
@@ -188,9 +194,12 @@ class WorkerSide:
         """Whose output this is, also if it has no report: that is how a copy that was never made is found."""
         jobs, self._bound = self._bound, None
         ends, self._ends = self._ends, Ends()
-        if jobs is None or not jobs.has_reports or not jobs.delivered:
+        unfilled, self._unfilled = self._unfilled, frozenset()
+        has_reports = jobs is not None and jobs.has_reports and bool(jobs.delivered)
+        if not has_reports and not unfilled:
             return ()
-        return (StepReport(jobs.delivered, self._rank, self._copies.under_way(), ends),)
+        delivered = 0 if jobs is None else jobs.delivered
+        return (StepReport(delivered, self._rank, self._copies.under_way(), ends, unfilled),)
 
     def give_way(self) -> None:
         """Let copies have the interpreter for a moment: the step computes nothing."""

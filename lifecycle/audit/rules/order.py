@@ -34,7 +34,8 @@ class CopyInTime(Checker):
     loads and saves came after the copies that had to precede them. For each output of a step with copies that it waits
     for, or that were asked after, that those of this and earlier steps were reported by then, or are under way.
     Does not verify: copies that were never reported, in steps after which no rank reported another one (see LIVENESS
-    and SETTLED_AT_CLOSE); that the device kept the order; whether vLLM called `start_load_kv` before the forward.
+    and SETTLED_AT_CLOSE); how soon the end of an asynchronous copy is reported; that the device kept the order; whether
+    vLLM called `start_load_kv` before the forward.
     """
 
     rule = "COPY_IN_TIME"

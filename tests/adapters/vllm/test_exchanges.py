@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -18,6 +20,7 @@ from kvledger.adapters.simulation.hashed_model import HashedModel
 from kvledger.adapters.vllm.connector import KVLedgerConnector
 from kvledger.adapters.vllm.edge import Edge
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
+from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -239,7 +242,124 @@ def test_a_failed_load_whose_blocks_vllm_is_not_told_is_named(
     with contextlib.suppress(Exception):
         engine.run()
     assert engine.logged(e.LoadFailed)
-    assert "rank 0 did not fill it, and vLLM was not told" in found(engine)[0]
+    assert "rank 0 did not fill it, and did not report it as not filled" in found(engine)[0]
+
+
+def reports_as_not_filled(engine: Any, change: Callable[[WorkerSide, set[int]], set[int]], rank: int = 0) -> None:
+    """From now on this rank gives vLLM `change(side, blocks)` instead of the blocks that it could not fill."""
+    side = engine.workers[rank]._worker_side
+    take = side.take_failed_block_ids
+    side.take_failed_block_ids = lambda: change(side, take())
+
+
+def blocks_of_loads(side: WorkerSide) -> set[int]:
+    """The blocks that the loads of the worker's step fill before it."""
+    return set() if side._bound is None else {block_id for job in side._bound.loads for block_id in job.block_ids}
+
+
+def told_errors(engine: Any) -> list[str]:
+    """What the rule finds about blocks that were not filled."""
+    return [detail for detail in found(engine) if detail.startswith("load error")]
+
+
+def test_blocks_that_a_worker_reports_as_not_filled_at_every_step_are_named(make_engine: Any) -> None:
+    """Incident: vLLM computed the same requests again for ever, the engine never came to an end, the log was sound."""
+    engine = crowded(make_engine, load_mode="sync", offer="always")
+    break_copies(engine, "load", 1)
+    reported: set[int] = set()
+
+    def again(_side: WorkerSide, block_ids: set[int]) -> set[int]:
+        reported.update(block_ids)
+        return set(reported)
+
+    reports_as_not_filled(engine, again)
+    with contextlib.suppress(AssertionError):
+        engine.run(300)
+    assert engine.logged(e.LoadFailed)
+    assert "rank 0 reported it as not filled, and no load of that step was to fill it" in told_errors(engine)[0]
+
+
+def test_blocks_that_a_worker_reports_as_not_filled_in_a_step_without_copies_are_named(make_engine: Any) -> None:
+    """Nothing else is reported with that output."""
+    engine = make_engine(num_blocks=40, chunk_size=1024, replays=False)
+    engine.add("a", range(20), 10)
+    for _ in range(3):
+        engine.step()
+    reports_as_not_filled(engine, lambda *_: {1})
+    engine.step()
+    del engine.worker._worker_side.take_failed_block_ids
+    engine.run()
+    assert "of block 1: rank 0 reported it as not filled" in told_errors(engine)[0]
+    assert engine.logged(e.StepReported) == []
+
+
+def test_blocks_of_a_load_that_has_succeeded_are_named(make_engine: Any) -> None:
+    """VLLM computes them again, or ends the request with an error, although they are right."""
+    engine = crowded(make_engine, load_mode="sync", offer="always")
+    reports_as_not_filled(engine, lambda side, block_ids: block_ids | blocks_of_loads(side))
+    with contextlib.suppress(AssertionError):
+        engine.run(300)
+    assert engine.logged(e.LoadCompleted)
+    assert "rank 0 reported it as not filled, and reported its load as done" in told_errors(engine)[0]
+
+
+def test_each_rank_is_compared_with_its_own_loads(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM gets the right blocks all the same, of the wrong rank: it merges what all ranks report."""
+    monkeypatch.setattr(HashedModel, "_check", lambda *_: None)  # it asks each rank what is not filled
+    engine = crowded(make_engine, load_mode="sync", offer="always", num_ranks=2)
+    break_copies(engine, "load", 1)
+    reports_as_not_filled(engine, lambda *_: set())
+    reports_as_not_filled(engine, lambda side, _: blocks_of_loads(side), rank=1)
+    with contextlib.suppress(AssertionError):
+        engine.run(300)
+    (failed, *_) = [report for report in engine.logged(e.TransferReported) if report.ranks_failed]
+    assert (failed.ranks_done, failed.ranks_failed) == ((1,), (0,))
+    assert {detail.partition(": ")[2] for detail in told_errors(engine)} == {
+        "rank 0 did not fill it, and did not report it as not filled",
+        "rank 1 reported it as not filled, and reported its load as done",
+    }
+
+
+def test_a_worker_that_does_not_report_the_blocks_of_a_refused_load_is_named(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM counts on them, and no copy fills them."""
+    engine = crowded(make_engine, load_mode="sync", offer="always")
+    claim = SchedulerSide._claim
+
+    def refuse(side: SchedulerSide, request: Any, blocks: Any, num_external_tokens: int) -> bool:
+        return claim(side, request, blocks, num_external_tokens) and False
+
+    monkeypatch.setattr(SchedulerSide, "_claim", refuse)
+    monkeypatch.setattr(HashedModel, "_check", lambda *_: None)
+    reports_as_not_filled(engine, lambda *_: set())
+    with contextlib.suppress(Exception):
+        engine.run()
+    assert any(event.block_ids for event in engine.logged(e.EffectsDelivered))
+    assert "rank 0 was to report it as not filled, and did not" in told_errors(engine)[0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_blocks_of_failed_and_refused_loads_that_are_reported_are_no_difference(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, *, is_refused: bool
+) -> None:
+    """Each is reported once, with the output of its step."""
+    engine = crowded(make_engine, load_mode="sync", offer="always", num_ranks=num_ranks)
+    num_refused = itertools.count()
+
+    def refuse(side: SchedulerSide, request: Any, blocks: Any, num_external_tokens: int) -> bool:
+        return claim(side, request, blocks, num_external_tokens) and bool(next(num_refused))
+
+    claim = SchedulerSide._claim
+    if is_refused:
+        monkeypatch.setattr(SchedulerSide, "_claim", refuse)
+    else:
+        break_copies(engine, "load", 1)
+    engine.run(1000)
+    assert any(event.block_ids for event in engine.logged(e.EffectsDelivered)) == is_refused
+    assert bool(engine.logged(e.LoadFailed)) != is_refused
+    assert found(engine) == []
 
 
 def test_an_engine_that_waits_for_blocks_that_do_not_come_is_named(

@@ -453,6 +453,36 @@ def load_errors_of_good_loads(touch: Touch) -> Sequence[Patch]:
     return [wrapped(WorkerSide, "take_failed_block_ids", take)]
 
 
+@mutant(RULE, scene=FailedLoads())
+def load_errors_told_again(touch: Touch) -> Sequence[Patch]:
+    """A worker names the blocks of a failed load at every step from then on, and vLLM computes them again for ever."""
+    failed: dict[int, set[int]] = {}
+
+    def take(original: Any, side: WorkerSide) -> set[int]:
+        before = failed.setdefault(id(side), set())
+        found: set[int] = original(side)
+        if not before <= found:
+            touch()
+        before |= found
+        return set(before)
+
+    return [wrapped(WorkerSide, "take_failed_block_ids", take)]
+
+
+@mutant(RULE, scene=SYNC_LOADS)
+def load_errors_of_no_failure(touch: Touch) -> Sequence[Patch]:
+    """A worker names the blocks of all loads of a step as not filled, and none of them has failed."""
+
+    def take(original: Any, side: WorkerSide) -> set[int]:
+        failed: set[int] = original(side)
+        if failed or side._bound is None or not side._bound.loads:
+            return failed
+        touch()
+        return {block_id for job in side._bound.loads for block_id in job.block_ids}
+
+    return [wrapped(WorkerSide, "take_failed_block_ids", take)]
+
+
 @mutant(RULE, scene=Worlds())
 def waits_for_blocks_that_nobody_keeps(touch: Touch) -> Sequence[Patch]:
     """VLLM is told that blocks are coming back, and waits for them instead of preempting a request."""

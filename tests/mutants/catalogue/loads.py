@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from kvledger.adapters.vllm.edge import Edge
+from kvledger.adapters.vllm import worker_side
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
+from kvledger.adapters.vllm.unfilled_blocks import UnfilledBlocks
 from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import loads, lookups, reports
@@ -214,7 +215,7 @@ def failed_blocks_not_told(touch: Touch) -> Sequence[Patch]:
     # The edge would notice first; whether the request is rolled back is another question.
     return [
         wrapped(WorkerSide, "take_failed_block_ids", take_failed_block_ids),
-        wrapped(Edge, "_compare_failure", lambda *_: None),
+        wrapped(UnfilledBlocks, "compare", lambda *_: None),
     ]
 
 
@@ -265,3 +266,17 @@ def two_blocks_of_a_load_change_places(touch: Touch) -> Sequence[Patch]:
         return engine.start_load((second, first, *others), job.block_ids)
 
     return [wrapped(WorkerSide, "_begin_load", begin_load)]
+
+
+@mutant("BYTES_UNCHANGED", scene=DIGESTED)
+def joined_saves_mix_their_slots(touch: Touch) -> Sequence[Patch]:
+    """Saves that are copied together have their blocks in one order and their slots in another one."""
+
+    def pairs(original: Any, jobs: Any) -> Any:
+        block_ids, slots = original(jobs)
+        if len(jobs) == 1:
+            return block_ids, slots
+        touch()
+        return block_ids, (*slots[len(jobs[0].slots) :], *jobs[0].slots)
+
+    return [wrapped(worker_side, "_pairs", pairs)]

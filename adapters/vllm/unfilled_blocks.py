@@ -1,0 +1,87 @@
+"""Compares the blocks that each rank reports to vLLM as not filled with the loads that failed on that rank.
+
+It is a part of the edge: it decides nothing, and uses nothing of what answers the hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import attrs
+
+from kvledger.adapters.vllm.metadata import JobReport, StepJobs, StepReport
+from kvledger.lifecycle.events import Difference
+
+
+@attrs.frozen
+class _Reported:
+    """What a rank reported of the blocks of one load."""
+
+    missing: frozenset[int]
+    """Blocks that it did not report."""
+    extra: frozenset[int]
+    """Blocks that it reported, and that only a failure of this load explains."""
+
+
+class UnfilledBlocks:
+    """The blocks that each rank has reported, of loads that a step waits for and that are in flight.
+
+    A rank reports a block with the output of the step with which the load was handed out, and once. The report about
+    the load may arrive later. vLLM merges the blocks of all ranks and of all children of `MultiConnector`, so each
+    rank says in its `StepReport` which blocks it reported. A rank that does not say so is not judged.
+    """
+
+    def __init__(self, differ: Callable[[Difference, int, str], None]) -> None:
+        self._differ = differ
+        """Called with each difference: its kind, the block, and what differs."""
+        self._handed_out: dict[int, StepJobs] = {}
+        """`StepJobs.delivered` → jobs of a step that waits for loads, or has blocks that no copy fills."""
+        self._reported: dict[int, dict[int, _Reported]] = {}
+        """Job id of a load in flight → rank."""
+
+    def handed_out(self, jobs: StepJobs) -> None:
+        """Note what the workers get with a step."""
+        if jobs.loads or jobs.undeliverable_block_ids:
+            self._handed_out[jobs.delivered] = jobs
+
+    def settled(self, job_id: int) -> None:
+        """Forget a copy that has come to an end."""
+        self._reported.pop(job_id, None)
+
+    def compare(self, steps: Collection[StepReport], reports: Collection[JobReport]) -> None:
+        """Compare what arrives with one output of the workers."""
+        for step in steps:
+            if step.unfilled is not None:
+                self._compare_step(step.delivered, step.rank, step.unfilled)
+        if self._reported:
+            for report in reports:
+                self._compare_report(report)
+
+    def _compare_step(self, delivered: int, rank: int, unfilled: frozenset[int]) -> None:
+        for earlier in [earlier for earlier in self._handed_out if earlier < delivered]:
+            del self._handed_out[earlier]
+        jobs = self._handed_out.get(delivered, StepJobs())
+        undeliverable = frozenset(jobs.undeliverable_block_ids)
+        unexplained = unfilled - undeliverable
+        for job in jobs.loads:
+            block_ids = frozenset(job.block_ids)
+            reported = _Reported(missing=block_ids - unfilled, extra=block_ids & unfilled - undeliverable)
+            self._reported.setdefault(job.job_id, {})[rank] = reported
+            unexplained -= block_ids
+        self._differ_in(undeliverable - unfilled, f"rank {rank} was to report it as not filled, and did not")
+        what = f"rank {rank} reported it as not filled, and no load of that step was to fill it"
+        self._differ_in(unexplained, what)
+
+    def _compare_report(self, report: JobReport) -> None:
+        for job_id in () if report.is_repeated else report.job_ids:
+            reported = self._reported.get(job_id, {}).pop(report.rank, None)
+            if reported is not None and report.done:
+                what = f"rank {report.rank} reported it as not filled, and reported its load as done"
+                self._differ_in(reported.extra, what)
+            elif reported is not None:
+                what = f"rank {report.rank} did not fill it, and did not report it as not filled"
+                self._differ_in(reported.missing, what)
+
+    def _differ_in(self, block_ids: frozenset[int], what: str) -> None:
+        for block_id in sorted(block_ids):
+            self._differ(Difference.LOAD_ERROR, block_id, what)
