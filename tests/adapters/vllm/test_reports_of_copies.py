@@ -155,6 +155,22 @@ def test_a_worker_that_knows_nothing_of_a_copy_fails_it(make_engine: Any, async_
 
 
 @asynchronous
+def test_a_worker_that_reports_asynchronous_copies_only_when_asked_keeps_nobody(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    """Each such copy takes `max_silent_steps` and `max_silent_ms`. Nothing fails, and no rule is broken."""
+    engine = asynchronously(make_engine, async_scheduling=async_scheduling)
+    monkeypatch.setattr(AsyncCopies, "take_done", lambda _: [])
+    engine.serve("writer", PROMPT, 2)
+    engine.serve("reader", PROMPT, 2)
+    issued = {job.job_id for job in (*engine.logged(e.SaveIssued), *engine.logged(e.LoadIssued))}
+    assert issued == {job.job_id for job in (*engine.logged(e.SaveCompleted), *engine.logged(e.LoadCompleted))}
+    assert issued == {job.job_id for job in engine.logged(e.TransferAwaited)}
+    assert engine.logged(e.LoadIssued, request_id="reader")
+    assert engine.audit().violations == []
+
+
+@asynchronous
 def test_a_worker_that_never_reports_keeps_nobody(make_engine: Any, async_scheduling: bool) -> None:
     """It does not answer either: each job is given up, blocks are freed, loads are computed, each end is told once."""
     engine = asynchronously(make_engine, async_scheduling=async_scheduling)
