@@ -266,6 +266,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             ConfigurationError: a worker does not have what is counted on here; vLLM's start ends with it.
         """
         starts = [start for start in metadata.values() if isinstance(start, WorkerStart)]
+        self._edge.is_alone = bool(starts)
         disagreement = self.scheduler_side.compare(starts)
         if disagreement:
             self.shutdown()

@@ -41,6 +41,8 @@ _OTHERS = (
 )
 _END_FIELDS = ("finished_sending", "finished_recving", "failed_recving")
 _LISTS = ("saves_before_forward", "loads", "saves", "async_loads", "async_saves")
+_MAX_STEPS_OUT = 64
+"""More steps than an engine has in flight."""
 _MAX_DIFFERENCES = 64
 """In one event; further ones are not written."""
 _Parameters = ParamSpec("_Parameters")
@@ -99,8 +101,11 @@ class Edge:
         """Lives that were released since the last step, and since the one before."""
         self._ended: set[str] = set()
         """vLLM's ids for which it has called `request_finished` since the last step."""
-        self._to_report: dict[str, int] = {}
-        """vLLM's id → ordinal of lives whose end the workers were asked to report."""
+        self.is_alone = False
+        """Whether the workers are known to have no other connector, which could hold an end back until its own."""
+        self._num_steps = 0
+        self._to_report: dict[str, tuple[int, int]] = {}
+        """vLLM's id → ordinal of lives whose end the workers were asked to report, and the step that asked."""
         self._ends: dict[int, Ends] = {}
         """Hand-out → the ends that the workers have to report with the output of that step."""
         self._kept: set[int] = set()
@@ -300,6 +305,12 @@ class Edge:
             if request_id not in self._ended and request_id in self._open:
                 self._differ(Difference.OPEN, self._open[request_id], "vLLM has finished the request")
         self._ended.clear()
+        self._num_steps += 1
+        if self._to_report and self.is_alone:
+            request_id, (ordinal, asked_step) = next(iter(self._to_report.items()))
+            if self._num_steps - asked_step > _MAX_STEPS_OUT:
+                del self._to_report[request_id]
+                self._differ(Difference.END, ordinal, f"no output of {_MAX_STEPS_OUT} steps has the end handed out")
         for ordinal in self._forgotten[1]:
             self._ids.pop(ordinal, None)
         self._forgotten = ([], self._forgotten[0])
@@ -330,7 +341,7 @@ class Edge:
         for event in delivered:
             for ordinal in (*event.failed, *event.sent):
                 if ordinal in self._ids:
-                    self._to_report[self._ids[ordinal][0]] = ordinal
+                    self._to_report[self._ids[ordinal][0]] = ordinal, self._num_steps
         self._unfilled.handed_out(jobs)
         if jobs.delivered and (jobs.failed_loads or jobs.finished_saves):
             failed = frozenset(jobs.failed_loads)
@@ -478,7 +489,7 @@ class Edge:
                 which = "is given to vLLM, not recorded so" if request_id in after else "is not given to vLLM"
                 self._differ(Difference.END, self._number(request_id), f"{field} {which}")
         self._count("num_received", len(received) - num_missing)
-        found = {self._to_report.pop(request_id) for request_id in reported_ids if request_id in self._to_report}
+        found = {self._to_report.pop(request_id)[0] for request_id in reported_ids if request_id in self._to_report}
         for ordinal in found ^ reported:
             if ordinal in found or ordinal in self._ids:
                 which = "not recorded" if ordinal in found else "recorded, and did not arrive"

@@ -36,8 +36,9 @@ class ToldAsDecided(Checker):
     deferred ones, allocations, ends of requests, kept blocks, entries in the metadata of steps, reports, blocks that
     were not filled, ends of loads and resets left or arrived as the log has decisions and observations of them. Nothing
     is uncounted when a step is recorded and when the connector shuts down. An answer of 0 tokens is allowed where the
-    decision was withheld, and for a quarantined request. Each rank gives vLLM the ends that it was told to give. It
-    reports as not filled, once, the blocks of its loads that failed in their step and those that no copy fills.
+    decision was withheld, and for a quarantined request. Each rank gives vLLM the ends that it was told to give,
+    in no more than 64 steps where no other connector stands beside this one. It reports as not filled, once, the blocks
+    of its loads that failed in their step and those that no copy fills.
     Does not verify: anything before the first `hooks.exchanged` of a log, or of the part where an audit begins, and so
     a connector that never writes one; the time between two of them if a hook failed then, and all after the model was
     declined or the ledger became corrupt; what vLLM and the workers do otherwise with what they get. That a worker

@@ -19,6 +19,7 @@ from sim.slow_copies import slow_down
 from kvledger.adapters.simulation.hashed_model import HashedModel
 from kvledger.adapters.vllm.connector import KVLedgerConnector
 from kvledger.adapters.vllm.edge import Edge
+from kvledger.adapters.vllm.metadata import StepJobs
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import events as e
@@ -216,6 +217,29 @@ def test_an_end_that_a_worker_does_not_give_vllm_is_named(make_engine: Any, monk
         engine.run(400)
     assert engine.logged(e.BlocksHeld)
     assert "rank 0 did not report, as it had to, the end in finished_sending" in found(engine)[0]
+
+
+def test_an_end_that_a_worker_does_not_see_among_its_jobs_is_named(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: metadata that had only ends was taken for empty, the engine stood still, and the log was sound."""
+
+    def has_copies(jobs: StepJobs) -> bool:
+        return bool(jobs.saves_before_forward or jobs.loads or jobs.saves or jobs.async_loads or jobs.async_saves)
+
+    engine = make_engine(num_blocks=40, chunk_size=8, save_mode="async", load_mode="async", replays=False)
+    (copies,) = slow_down(engine, "save")
+    monkeypatch.setattr(StepJobs, "__bool__", has_copies)
+    engine.add("ends", range(40), 2)
+    engine.add("goes on", range(100, 140), 200)
+    while not engine.logged(e.BlocksHeld):
+        engine.step()
+    copies.slow.clear()
+    for copy in copies.pending():
+        copy.finish()
+    with contextlib.suppress(AssertionError):
+        engine.run(100)
+    assert found(engine)[0] == "end of life 0: no output of 64 steps has the end handed out"
 
 
 def test_a_failed_load_that_a_worker_reports_as_good_is_named(
