@@ -96,10 +96,16 @@ class RankAgreement(Checker):
 
     Verifies: this for every settled job; that a job failed because of a report, and slots of a failed save that are
     used again, were reported by every rank: another one may still be copying. Once all have, slots are not kept.
+    A report in which no rank failed has no error.
     Does not verify: that every rank was given the same jobs; jobs given up because a rank did not report.
     """
 
     rule = "RANK_AGREEMENT"
+
+    @on(e.TransferReported)
+    def _reported(self, event: e.TransferReported) -> None:
+        if event.error and not event.ranks_failed:
+            self.broken(f"jobs {list(event.job_ids)} are reported as done, with an error: {event.error}")
 
     @on(e.LoadCompleted, e.SaveCompleted)
     def _completed(self, event: e.LoadCompleted | e.SaveCompleted) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 from sim.broken_copies import break_copies
 from sim.slow_copies import slow_down
 
 from kvledger.adapters.simulation.hashed_model import CorruptKV
+from kvledger.adapters.vllm.async_copies import AsyncCopies
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.transfers import Transfers
@@ -332,4 +334,18 @@ def test_somebody_who_goes_on_behind_a_block_that_was_not_filled_is_named(
     assert engine.logged(e.LoadErrorsObserved)
     broken = [violation for violation in engine.audit().violations if violation.rule == "ROLLBACK_OBSERVED"]
     assert {violation.request_id for violation in broken} == {"sharer"}
+    engine.outputs.clear()
+
+
+def test_a_load_that_failed_and_is_reported_as_done_is_named(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Incident: the request computed on blocks that were never filled, and the log was sound."""
+    failed = AsyncCopies.failed
+    monkeypatch.setattr(
+        AsyncCopies, "failed", lambda *arguments, **more: attrs.evolve(failed(*arguments, **more), done=True)
+    )
+    engine = saved_prefix(make_engine, "recompute", load_mode="async", replays=False)
+    engine.model._check = lambda *_: None
+    engine.serve("owner", prompt(1), 20)
+    broken = [violation.detail for violation in engine.audit().violations if violation.rule == "RANK_AGREEMENT"]
+    assert broken == ["jobs [2] are reported as done, with an error: RuntimeError: broken on purpose"]
     engine.outputs.clear()
