@@ -281,7 +281,7 @@ def failure_recorded_as_done(touch: Touch) -> Sequence[Patch]:
     def take(original: Any, side: SchedulerSide, reports: WorkerReports) -> None:
         if not all(report.done for report in reports.reports):
             touch()
-        done = tuple(attrs.evolve(report, done=True) for report in reports.reports)
+        done = tuple(attrs.evolve(report, done=True, error="") for report in reports.reports)
         original(side, attrs.evolve(reports, reports=done))
 
     return [wrapped(SchedulerSide, "_take_reports", take)]
