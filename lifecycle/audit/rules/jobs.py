@@ -209,6 +209,8 @@ class DeliveredOnce(Checker):
         self._promised: set[int] = set()
         self._waiting: dict[int, str] = {}
         """Life that waits for the end of a load -> "", "received" or "failed"."""
+        self._load_of: dict[int, int] = {}
+        """Such a life -> the load. An earlier load of it, within a step, may still be reported."""
         self._kept: set[int] = set()
         """Ended lives whose blocks vLLM keeps for a copy."""
         self._loads: dict[int, tuple[int, ...]] = {}
@@ -258,6 +260,8 @@ class DeliveredOnce(Checker):
     @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued) -> None:
         self._claimed_for = event.ordinal
+        if event.is_async and self._waiting.get(event.ordinal) == "":
+            self._load_of.setdefault(event.ordinal, event.job_id)
         if not event.is_async:
             self._loads[event.job_id] = event.block_ids
 
@@ -274,23 +278,23 @@ class DeliveredOnce(Checker):
             job = self.jobs.get(job_id)
             if job is not None and self.jobs.every_rank <= job.ranks_done | job.ranks_failed:
                 if job.is_load:
-                    self._ended(job.ordinal, "failed" if job.ranks_failed else "received")
+                    self._ended(job.ordinal, job_id, "failed" if job.ranks_failed else "received")
                 else:
                     self._owe_held(job.ordinal)
 
     @on(e.LoadCompleted)
     def _load_completed(self, event: e.LoadCompleted) -> None:
         self._settled(event)
-        self._ended(event.ordinal, "received")
+        self._ended(event.ordinal, event.job_id, "received")
 
     @on(e.LoadFailed)
     def _load_failed(self, event: e.LoadFailed) -> None:
         self._unfilled.update(self._loads.pop(event.job_id, ()))
         self._settled(event)
-        self._ended(event.ordinal, "failed")
+        self._ended(event.ordinal, event.job_id, "failed")
 
-    def _ended(self, ordinal: int, end: str) -> None:
-        if not self._waiting.get(ordinal, end):
+    def _ended(self, ordinal: int, job_id: int, end: str) -> None:
+        if self._load_of.get(ordinal) == job_id and not self._waiting.get(ordinal, end):
             self._waiting[ordinal] = end
             self._owe(ordinal, end)
 
@@ -372,6 +376,7 @@ class DeliveredOnce(Checker):
         for end_reported, ordinals in (("received", event.received), ("failed", event.failed)):
             for ordinal in ordinals:
                 end = self._waiting.pop(ordinal, None)
+                self._load_of.pop(ordinal, None)
                 self._due.pop(ordinal, None)
                 if ordinal >= self._first_ordinal and end != end_reported:
                     came_to = "waits for no load" if end is None else f"waits for a load that came to {end or 'no end'}"

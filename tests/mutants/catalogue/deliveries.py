@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvledger.adapters.vllm.edge import Edge
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.obligations import Obligations
@@ -53,7 +54,11 @@ def told_to_nobody(touch: Touch) -> Sequence[Patch]:
             touch()
             obligations.state.sent[ordinal] = event.request_id
 
-    return [wrapped(Obligations, "_finished", finished)]
+    def answered(original: Any, edge: Edge, request_id: str, _keeps_blocks: bool) -> None:
+        original(edge, request_id, bool(edge._held))
+
+    # The edge would notice first that blocks are kept; whether a reported end was owed is another question.
+    return [wrapped(Obligations, "_finished", finished), wrapped(Edge, "finished", answered)]
 
 
 def forgetting(touch: Touch, *kinds: str) -> Sequence[Patch]:
