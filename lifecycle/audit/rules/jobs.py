@@ -191,8 +191,8 @@ class DeliveredOnce(Checker):
     Verifies: jobs that are handed out are in flight and were not handed out before; reminders were decided; a load that
     is reported as in place or failed was asynchronous, claimed, and settled so; one reported as sent ended while
     a copy read its blocks, and none does any more; blocks are reported that a refused or withheld load was to fill.
-    An end that is owed leaves before the second step that follows; a load is not refused after it was issued, unless
-    a hook failed in between.
+    An end that is owed leaves before the second step that follows, where the log has `hooks.exchanged`; a load is not
+    refused after it was issued, unless a hook failed in between.
     Does not verify: that jobs and reminders are handed over (COPY_IN_TIME and LIVENESS do); what was owed where an
     audit begins in the middle of a log, after the model was declined, or after the ledger became corrupt.
     """
@@ -223,8 +223,8 @@ class DeliveredOnce(Checker):
         self._num_steps = 0
         self._claimed_for = e.NO_LIFE
         """Life for which a load was issued in the hook at hand."""
-        self._is_recorded = False
-        """Whether the log says what is handed over."""
+        self._is_own = False
+        """Whether the log is of kvledger's own connector: a recorder hears of ends when vLLM has them."""
         self._is_over = False
 
     def begin(self, start: Start) -> None:
@@ -330,11 +330,15 @@ class DeliveredOnce(Checker):
     def _step_scheduled(self, _event: e.StepScheduled) -> None:
         self._claimed_for = e.NO_LIFE
         self._num_steps += 1
-        if self._due and self._is_recorded and not self._is_over:
+        if self._due and self._is_own and not self._is_over:
             overdue = [each for each in self._due.items() if each[1][1] + 1 < self._num_steps]
             for ordinal, (end, _, sequence) in overdue:
                 del self._due[ordinal]
                 self.broken(f"life {ordinal} is to be reported as {end}, and no step has done so", sequence)
+
+    @on(e.HooksExchanged)
+    def _exchanged(self, _event: e.HooksExchanged) -> None:
+        self._is_own = True
 
     @on(e.HookFailed)
     def _hook_failed(self, event: e.HookFailed) -> None:
@@ -358,7 +362,6 @@ class DeliveredOnce(Checker):
 
     @on(e.EffectsDelivered)
     def _jobs_handed_out(self, event: e.EffectsDelivered) -> None:
-        self._is_recorded = True
         for job_id in event.job_ids:
             if job_id in self._handed_out:
                 self.broken(f"job {job_id} is handed out a second time")

@@ -19,6 +19,7 @@ def test_a_load_within_a_step_that_is_reported_late_is_not_the_end_that_a_preemp
     within_the_step = driver.all_of(e.LoadIssued)[-1]
     assert not within_the_step.is_async
     driver.observe(e.EffectsDelivered((within_the_step.job_id,), (), (), (), (), (), ()))
+    driver.observe(e.HooksExchanged())
     driver.step(("a", 64, 6, 70))
     driver.preempt("a", 64)
     driver.lookup("a", 0, 71)
