@@ -190,7 +190,7 @@ _WRITING = ("extensions", "lookup_cache", "obligations")
 def events_page() -> list[str]:
     """The vocabulary, in the order of the wire codes."""
     written_by = places("lifecycle/decisions/*.py", made_events)
-    others = ("handlers/*", "extension", "decider", *(f"projections/{name}" for name in _WRITING))
+    others = ("handlers", "extension", "decider", *(f"projections/{name}" for name in _WRITING))
     for pattern in (*(f"lifecycle/{place}.py" for place in others), "adapters/vllm/*.py"):
         for name, links in places(pattern, made_events).items():
             written_by.setdefault(name, []).extend(links)

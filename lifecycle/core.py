@@ -39,7 +39,7 @@ from kvledger.lifecycle.extension import (
     compile_rows,
     declared_in,
 )
-from kvledger.lifecycle.handlers.base import HOOKS, StateHandler, wrong_state
+from kvledger.lifecycle.handlers import HOOKS, StateHandler, wrong_state
 from kvledger.lifecycle.machine import (
     CompiledRegions,
     ReferenceMachine,

@@ -18,7 +18,7 @@ from kvledger.lifecycle.errors import described, raise_if_unstoppable
 from kvledger.lifecycle.events import trigger_of, triggers_of
 from kvledger.lifecycle.gate import Before, fields_of
 from kvledger.lifecycle.handler_contract import Checked, DecisionRefused
-from kvledger.lifecycle.handlers.base import StateHandler
+from kvledger.lifecycle.handlers import StateHandler
 from kvledger.lifecycle.machine import Standing
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord

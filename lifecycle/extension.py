@@ -17,7 +17,7 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.events import trigger_of, triggers_of
-from kvledger.lifecycle.handlers.base import HOOKS, StateHandler, wrong_state
+from kvledger.lifecycle.handlers import HOOKS, StateHandler, wrong_state
 from kvledger.lifecycle.machine import Moves
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection, Projections, ProjectionSpec, is_reserved

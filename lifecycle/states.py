@@ -2,7 +2,7 @@
 
 A request is in one state of each of its regions: the phase, and the regions next to it. A job has regions of its
 own. This module holds names and their meaning, nothing else. Which event leads from where to where stands in
-`table.py`; what a state does with an event stands in `handlers/`.
+`table.py`; what a state does with an event stands in `handlers.py`.
 """
 
 from __future__ import annotations

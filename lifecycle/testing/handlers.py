@@ -19,7 +19,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder, EventEncoder, vocabulary_header
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core, own_hooks
-from kvledger.lifecycle.handlers.base import HOOKS, StateHandler
+from kvledger.lifecycle.handlers import HOOKS, StateHandler
 from kvledger.lifecycle.replay import Replay
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.testing.plays import CONFIGURATIONS, plays

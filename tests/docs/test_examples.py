@@ -52,7 +52,7 @@ def test_an_example_imports_what_is_promised_and_nothing_else(file: Path) -> Non
 @pytest.mark.parametrize(
     "source",
     [
-        "from kvledger.lifecycle.handlers.running import Running",
+        "from kvledger.lifecycle.decider import Decider",
         "from kvledger.lifecycle.turn import Turn",
         "from kvledger.lifecycle import gate",
         "import kvledger.lifecycle.gate",

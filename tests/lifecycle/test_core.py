@@ -20,9 +20,7 @@ from kvledger.lifecycle import Core, CoreError, Extension, StateHandler
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import vocabulary_header
 from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.handlers.base import HOOKS
-from kvledger.lifecycle.handlers.preempted import Preempted
-from kvledger.lifecycle.handlers.running import Running
+from kvledger.lifecycle.handlers import HOOKS, Preempted, Running
 from kvledger.lifecycle.projections import Projections, ProjectionSpec
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.testing.plays import CONFIGURATIONS, OBSERVED, Observed, plays

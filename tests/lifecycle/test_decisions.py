@@ -15,9 +15,7 @@ from lifecycle_driver.invariants import num_entries
 from kvledger.lifecycle import Core, CoreError, RequestState, StateHandler
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.handlers.finished import Finished
-from kvledger.lifecycle.handlers.new import New
-from kvledger.lifecycle.handlers.running import Running
+from kvledger.lifecycle.handlers import Finished, New, Running
 from kvledger.lifecycle.turn import Turn
 
 
@@ -913,7 +911,7 @@ def test_a_handler_without_a_state_is_refused() -> None:
 def test_the_fingerprint_names_every_handler_of_every_state() -> None:
     """A log says who decided in it."""
     fingerprint = core_with(Raising(), added=True).handler_fingerprint()
-    assert f"running=kvledger.lifecycle.handlers.running:Running+{__name__}:Raising" in fingerprint
+    assert f"running=kvledger.lifecycle.handlers:Running+{__name__}:Raising" in fingerprint
     assert fingerprint != Core.standard().handler_fingerprint()
     assert len(fingerprint.split()) == len(RequestState)
 

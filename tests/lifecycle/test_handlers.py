@@ -6,9 +6,7 @@ import pytest
 
 from kvledger.lifecycle import RequestState, StateHandler, Turn
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.handlers import STANDARD_HANDLERS
-from kvledger.lifecycle.handlers.preempted import Preempted
-from kvledger.lifecycle.handlers.running import Running
+from kvledger.lifecycle.handlers import STANDARD_HANDLERS, Preempted, Running
 from kvledger.lifecycle.testing import HandlerContract
 
 

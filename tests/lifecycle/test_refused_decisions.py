@@ -15,7 +15,7 @@ from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.handler_contract import DecisionRefused
-from kvledger.lifecycle.handlers.running import Running
+from kvledger.lifecycle.handlers import Running
 from kvledger.lifecycle.turn import Turn
 
 REFUSED: Any = e.CacheReset(1)

@@ -10,7 +10,7 @@ from lifecycle_driver import Driver, MemorySink, Walk, keys_of
 from kvledger.lifecycle import Core, Divergence, Ledger, Replay, RequestState, fold
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.divergences import Divergences
-from kvledger.lifecycle.handlers.new import New
+from kvledger.lifecycle.handlers import New
 from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.table import GATING, JOB_REGIONS, PHASE, REGIONS

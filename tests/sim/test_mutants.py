@@ -15,10 +15,9 @@ import pytest
 
 from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.worker_side import WorkerSide
-from kvledger.lifecycle import decider
+from kvledger.lifecycle import decider, handlers
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
-from kvledger.lifecycle.handlers import finished
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.tails import Tails
 from kvledger.lifecycle.projections.transfers import JobKind
@@ -44,7 +43,7 @@ def _call_failed_copies_done(turn: Any, job: Any) -> None:
 
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "the token sampled last is saved though nobody computed it (vllm#54193)": (
-        finished,
+        handlers,
         "save_on_finish",
         _save_one_token_too_many,
         "wrong",

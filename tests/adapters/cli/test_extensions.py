@@ -16,7 +16,7 @@ from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.lifecycle import ConfigurationError, Core, Extension, RequestState, StateHandler, on
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import vocabulary_header
-from kvledger.lifecycle.handlers.running import Running
+from kvledger.lifecycle.handlers import Running
 
 GUARD = "starvation_guard:StarvationGuard"
 
@@ -213,7 +213,7 @@ def test_the_core_of_an_installation_is_shown(run: Any) -> None:
     result = run("core")
     assert result.exit_code == 0
     assert Core.standard().fingerprint() in result.out
-    assert "kvledger.lifecycle.handlers.running:Running" in result.out
+    assert "kvledger.lifecycle.handlers:Running" in result.out
     assert "LEGAL_TRANSITION" in result.out
     assert "blocks.observed in preempted: recovering, granted" in result.out
     assert "request.preempted: tracker, blocks, unfilled" in result.out

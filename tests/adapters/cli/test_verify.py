@@ -334,7 +334,7 @@ def test_the_verdict_names_the_head_of_the_chain(run: Any, log: Path) -> None:
 
 SHY = """
 from kvledger.lifecycle import Core, StateHandler
-from kvledger.lifecycle.handlers.running import Running
+from kvledger.lifecycle.handlers import Running
 
 class Shy(Running):
     tokens_settled = StateHandler.tokens_settled
@@ -356,7 +356,7 @@ def test_a_log_of_other_handlers_is_checked_with_them(
     assert without.exit_code == 3
     assert "name them with --handlers: it was written with" in without.out
     assert "running=shy_handlers:Shy" in without.out
-    standard = "read here with kvledger.lifecycle.handlers.running:Running"
+    standard = "read here with kvledger.lifecycle.handlers:Running"
     assert f"running     shy_handlers:Shy, {standard}" in " ".join(run("core", log).out.split("\n"))
     assert run("core", "--json", log).objects("core")[0]["handlers"]["running"] == ["shy_handlers:Shy"]
     assert standard not in run("core", log, "--handlers", "shy_handlers:Shy").out

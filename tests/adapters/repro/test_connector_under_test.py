@@ -71,7 +71,7 @@ def test_handlers_of_ones_own_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
     import types
 
-    from kvledger.lifecycle.handlers.new import New
+    from kvledger.lifecycle.handlers import New
 
     def raising(*_arguments: object) -> object:
         message = "broken on purpose"

@@ -26,7 +26,7 @@ from kvledger.adapters.vllm.class_lookup import refuse_at_lookup
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.lifecycle import ConfigurationError
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.handlers.new import New
+from kvledger.lifecycle.handlers import New
 from kvledger.lifecycle.turn import Turn
 from kvledger.storage.events import BacklogEventStore, Durability, read_log
 from kvledger.storage.kv import most_memory

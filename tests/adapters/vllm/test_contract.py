@@ -25,10 +25,7 @@ from kvledger.adapters.core import composed_core
 from kvledger.adapters.vllm.contract import breach_of_answer
 from kvledger.lifecycle import StateHandler
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.handlers.finished import Finished
-from kvledger.lifecycle.handlers.new import New
-from kvledger.lifecycle.handlers.preempted import Preempted
-from kvledger.lifecycle.handlers.running import Running
+from kvledger.lifecycle.handlers import Finished, New, Preempted, Running
 from kvledger.lifecycle.turn import Turn
 
 pytestmark = pytest.mark.scheduler

@@ -25,7 +25,7 @@ from kvledger.adapters.vllm.async_copies import AsyncCopies
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.lifecycle import Extension, ProjectionSpec, RequestState, StateHandler, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.handlers.running import Running
+from kvledger.lifecycle.handlers import Running
 from kvledger.storage.kv import CopyResult
 
 pytestmark = pytest.mark.scheduler

@@ -24,10 +24,7 @@ from sim.slow_copies import delay, slow_down
 from kvledger.adapters.vllm import scheduler_side
 from kvledger.lifecycle import Core, StateHandler
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.handlers.chunked_prefill import ChunkedPrefill
-from kvledger.lifecycle.handlers.new import New
-from kvledger.lifecycle.handlers.preempted import Preempted
-from kvledger.lifecycle.handlers.running import Running
+from kvledger.lifecycle.handlers import ChunkedPrefill, New, Preempted, Running
 from kvledger.storage.events import segments as segments_module
 
 pytestmark = pytest.mark.scheduler

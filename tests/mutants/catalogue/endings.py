@@ -7,9 +7,9 @@ from typing import Any
 
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle import handlers
 from kvledger.lifecycle.decisions import saves
-from kvledger.lifecycle.handlers import finished
-from kvledger.lifecycle.handlers.finished import Finished
+from kvledger.lifecycle.handlers import Finished
 from mutants.catalogue.parts import wrapped
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import Worlds
@@ -55,7 +55,7 @@ def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
         original(handler, turn, job)
 
     return [
-        (finished, "save_on_finish", save_on_finish),
+        (handlers, "save_on_finish", save_on_finish),
         wrapped(Finished, "transfer_settled", settled),
     ]
 
@@ -63,7 +63,7 @@ def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
 @mutant("RELEASE_ALL", "vllm#30745", "vllm#44100", "aibrix#2231", scene=Worlds())
 def never_released(touch: Touch) -> Sequence[Patch]:
     """A request that ends before it was ever scheduled is not forgotten."""
-    original = finished.release_if_settled
+    original = handlers.release_if_settled
 
     def release(turn: Any) -> None:
         if turn.projections.tracker.num_computed_tokens(turn.record):
@@ -71,7 +71,7 @@ def never_released(touch: Touch) -> Sequence[Patch]:
         else:
             touch()
 
-    return [(finished, "release_if_settled", release)]
+    return [(handlers, "release_if_settled", release)]
 
 
 @mutant("DELAY_FREE_CONTRACT", "vllm#46240", "vllm#50297", scene=Worlds())
@@ -90,4 +90,4 @@ def held_for_nobody(touch: Touch) -> Sequence[Patch]:
             touch()
             turn.decide(e.BlocksHeld(*turn.record.life, turn.cause))
 
-    return [(finished, "save_on_finish", save_on_finish)]
+    return [(handlers, "save_on_finish", save_on_finish)]

@@ -8,13 +8,11 @@ from typing import Any
 
 from kvledger.adapters.vllm.journal import Journal
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.handlers import chunked_prefill, new, preempted, recovering, running
+from kvledger.lifecycle import handlers
 from mutants.mutant import Patch
 
-LOOKING_UP = (new, preempted, recovering)
-LOADING = (*LOOKING_UP, chunked_prefill)
-SAVING = (chunked_prefill, running, recovering)
-"""The states' modules that decide such things."""
+LOOKING_UP = LOADING = SAVING = (handlers,)
+"""The modules in whose names such a decision is looked up."""
 
 Change = Callable[[Any, Any], e.Event | None]
 """(event, journal) -> what is written instead, or None where nothing is."""

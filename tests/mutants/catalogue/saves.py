@@ -10,10 +10,10 @@ import msgspec
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.edge import Edge
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle import handlers
 from kvledger.lifecycle.audit.rules.jobs import DeliveredOnce
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.decisions.reach import Reach
-from kvledger.lifecycle.handlers import finished
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.obligations import Obligations
 from kvledger.lifecycle.projections.save_cursor import SaveCursor
@@ -57,7 +57,7 @@ def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
             original(turn, event)
 
     original = saves.save_on_finish
-    return [(finished, "save_on_finish", save_on_finish)]
+    return [(handlers, "save_on_finish", save_on_finish)]
 
 
 @mutant("CHUNK_COMPLETE", "LMCache#653", scene=Worlds())
@@ -125,7 +125,7 @@ def lost_unsaved(touch: Touch) -> Sequence[Patch]:
 @mutant("SETTLED_SAVED", "vllm#53498", scene=Worlds())
 def end_unsaved(touch: Touch) -> Sequence[Patch]:
     """What settles with the last tokens of a request is not saved when it ends."""
-    return [nothing_saved(finished, "save_on_finish", touch)]
+    return [nothing_saved(handlers, "save_on_finish", touch)]
 
 
 @mutant("SAVE_INTERVAL", "vllm#33881", scene=Worlds(connector=(("chunk_size", 8), ("save_interval_tokens", 16))))
