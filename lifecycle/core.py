@@ -30,7 +30,6 @@ from kvledger.lifecycle.events import (
     triggers_of,
 )
 from kvledger.lifecycle.extension import (
-    SUB_STATES,
     Absent,
     Extension,
     ExtensionError,
@@ -46,7 +45,7 @@ from kvledger.lifecycle.machine import (
     compile_regions,
     table_fingerprint,
 )
-from kvledger.lifecycle.projections import ProjectionSpec
+from kvledger.lifecycle.projections import CORE_PROJECTIONS, ProjectionSpec
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.table import Gating, Region
 from kvledger.lifecycle.upcasters import Upcasters, check_upcasters
@@ -61,7 +60,6 @@ class CoreError(ValueError):
     """Parts that do not make a core. The message names the part, the reason and the remedy."""
 
 
-_HANDLERS = StateHandler.__module__.rpartition(".")[0]
 _SETTLED: tuple[str, ...] = tuple(
     trigger for event in (LoadCompleted, LoadFailed, SaveCompleted, SaveFailed) for trigger in triggers_of(event)
 )
@@ -88,8 +86,6 @@ class Core:
     """What becomes of what they refuse."""
     handlers: Handlers
     """State -> its handlers, in the order in which they are asked."""
-    projections: tuple[ProjectionSpec, ...]
-    """In the order in which they fold."""
     rules: Mapping[str, Callable[[Model], Checker]]
     """Rule -> how to make its checker, in the order in which they look at an event."""
     not_checked: Mapping[str, str] = MappingProxyType({})
@@ -98,6 +94,8 @@ class Core:
     """How events of older versions are read."""
     extensions: tuple[Extension, ...] = ()
     """What was added, see `extended`."""
+    projections: tuple[ProjectionSpec, ...] = ()
+    """Of extensions, in the order in which they fold. Those of the core fold before them."""
     compiled: CompiledRegions = attrs.field(init=False)
     """What is legal for a request in its phase and its blocks, and what moves requests and jobs."""
 
@@ -109,7 +107,7 @@ class Core:
         for handlers in self.handlers.values():
             for handler in handlers:
                 self._check_hooks(handler, check_handler(handler))
-        names = [spec.name for spec in self.projections]
+        names = [*CORE_PROJECTIONS, *(spec.name for spec in self.projections)]
         if len(set(names)) < len(names):
             message = f"of the projections {', '.join(names)} two have one name; rename one"
             raise CoreError(message)
@@ -224,7 +222,7 @@ class Core:
         if unknown and not isinstance(extension, Absent):  # a log may be read by a core that has fewer rules
             message = f"extension {extension.name} leaves out {unknown[0]}, which is no rule here; correct its name"
             raise CoreError(message)
-        owners = {("projection", spec.name): "the core" for spec in (*self.projections, SUB_STATES)}
+        owners = {("projection", name): "the core" for name in CORE_PROJECTIONS}
         leaves_out = _left_out_by(extension, self.rules)
         rules = {rule: checker for rule, checker in self.rules.items() if rule not in leaves_out}
         owners |= {("rule", rule): "the core" for rule in (*rules, *self.not_checked)}
@@ -235,16 +233,13 @@ class Core:
                     f"extension {extension.name}: {owners[what, name]} has a {what} {name} already; choose another name"
                 )
                 raise CoreError(message)
-        specs = (*self.projections, *extension.projections)
-        if extension.rows and SUB_STATES not in specs:
-            specs = (*specs[:1], SUB_STATES, *specs[1:])  # nothing folds before what is owed
         left_out = {rule: why for rule, why in leaves_out.items() if rule not in extension.rules}
         try:
             return attrs.evolve(
                 self.replacing(*(each() for each in extension.replaces)).adding(
                     *(each() for each in extension.handlers)
                 ),
-                projections=specs,
+                projections=(*self.projections, *extension.projections),
                 rules=MappingProxyType({**rules, **extension.rules}),
                 not_checked=MappingProxyType({**self.not_checked, **left_out, **extension.not_checked}),
                 extensions=(*self.extensions, extension),
@@ -432,7 +427,7 @@ def check_handler(handler: StateHandler) -> RequestState:
 
 def own_hooks(handler: StateHandler) -> Iterator[str]:
     """The hooks in which a handler is another than the classes of this package from which it derives."""
-    of_package = [vars(base) for base in type(handler).__mro__ if base.__module__.startswith(f"{_HANDLERS}.")]
+    of_package = [vars(base) for base in type(handler).__mro__ if base.__module__ == StateHandler.__module__]
     for hook in HOOKS:
         method = getattr(handler, hook)
         function = getattr(method, "__func__", method)

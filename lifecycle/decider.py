@@ -16,7 +16,6 @@ from kvledger.lifecycle.decisions.release import release_if_settled
 from kvledger.lifecycle.decisions.reports import ask_after, check_report, give_up_silent, give_up_unfenced, settle
 from kvledger.lifecycle.errors import described, raise_if_unstoppable
 from kvledger.lifecycle.events import trigger_of, triggers_of
-from kvledger.lifecycle.gate import Before, fields_of
 from kvledger.lifecycle.handler_contract import Checked, DecisionRefused
 from kvledger.lifecycle.handlers import StateHandler
 from kvledger.lifecycle.machine import Standing
@@ -25,6 +24,7 @@ from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.states import BlocksRegion, RequestState, TrustRegion, WorkRegion
+from kvledger.lifecycle.subject import Before, Subject
 from kvledger.lifecycle.turn import Decide, EngineTurn, Turn
 
 Deciding = Callable[[Any, int, Any], None]
@@ -72,29 +72,26 @@ class Decider:
                 deciding = self._after_request_event
             self.deciding[event_class] = deciding
 
-    def before(self, event: e.Event) -> tuple[Any, ...] | Mapping[int, Before] | None:
-        """What deciding needs from before the fold: the fields of the request's `Before`, or a step's refused rows."""
-        if isinstance(event, e.RequestEvent):
-            record = self._tracker.get(event.request_id)
-            return None if record is None else fields_of(record)
-        return self._gate.refused_rows(event) if isinstance(event, e.StepScheduled) else None
+    def before(self, event: e.Event, subject: Subject) -> Before | Mapping[int, Before] | None:
+        """What deciding needs from before the fold: the states of the request, or a step's refused rows."""
+        return self._gate.refused_rows(event) if isinstance(event, e.StepScheduled) else subject.before
 
     # --- one request ---------------------------------------------------------------------------
 
-    def _after_request_event(self, event: e.RequestEvent, cause: int, before: tuple[Any, ...] | None) -> None:
+    def _after_request_event(self, event: e.RequestEvent, cause: int, before: Before | None) -> None:
         record = self._tracker.get(event.request_id)
         if before is None or record is None:
             detail = f"{event.id} happened to an unknown request"
             self._break(Rule.LEGAL_TRANSITION.value, event.request_id, detail, cause)
             return
-        methods = self._of_requests[trigger_of(event)].get((before[1], before[2]))
+        methods = self._of_requests[trigger_of(event)].get((before.state, before.blocks))
         if methods is None:
-            self._illegal(record, event.id, Before._make(before), cause)
+            self._illegal(record, event.id, before, cause)
         elif methods:
             self._ask(methods, record, cause, before, event)
 
     def _ask(
-        self, methods: _Methods, record: RequestRecord, cause: int, before: tuple[Any, ...] | None, *arguments: object
+        self, methods: _Methods, record: RequestRecord, cause: int, before: Before | None, *arguments: object
     ) -> None:
         """Give each of the methods its turn; one that raises costs its request the cache, nothing else."""
         turn = Turn(self._projections, self._decide, cause, record, before)
@@ -126,8 +123,7 @@ class Decider:
         if record is not None and record.trust is TrustRegion.TRUSTED:
             self._decide(e.RequestQuarantined(*life, rule, cause))
 
-    def _after_arrival(self, event: e.RequestArrived, cause: int, fields: tuple[Any, ...] | None) -> None:
-        before = None if fields is None else Before._make(fields)
+    def _after_arrival(self, event: e.RequestArrived, cause: int, before: Before | None) -> None:
         if before is not None and before.state is not RequestState.FINISHED:
             rule = Rule.LEGAL_TRANSITION.value
             detail = f"{event.id} happened to a request in state {before.state}"
@@ -152,7 +148,7 @@ class Decider:
         # The scheduler recomputes the owner, but a sharer may go on with what is not there (vllm#49250, #55297).
         unfilled = frozenset(event.block_ids)
         for record in tuple(self._tracker):
-            if not unfilled.isdisjoint(self._projections.blocks.held(record.request_id)):
+            if not unfilled.isdisjoint(record.block_ids or ()):
                 reason = "holds blocks that could not be filled"
                 self._decide(e.RequestQuarantined(*record.life, reason, cause))
 

@@ -16,11 +16,9 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.events import trigger_of, triggers_of
 from kvledger.lifecycle.handlers import HOOKS, StateHandler, wrong_state
 from kvledger.lifecycle.machine import Moves
-from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections import Projection, Projections, ProjectionSpec, is_reserved
+from kvledger.lifecycle.projections import Projections, ProjectionSpec, is_reserved
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.table import State
 from kvledger.lifecycle.turn import Turn
@@ -335,53 +333,3 @@ def _path(text: str, row: str) -> tuple[RequestState, str]:
         message = f"{row}: {state} is no phase; take one of {', '.join(RequestState)}, or one with a dot and a name"
         raise ExtensionError(message)
     return RequestState(state), sub
-
-
-class SubStates(Projection):
-    """Folds `record.sub`, before the phase moves; so the tracker's state is where it is kept."""
-
-    def __init__(self, projections: Projections) -> None:
-        core = projections.core
-        self._tracker = projections.tracker
-        self._phase = core.compiled.phase
-        self._request_events = core.request_events
-        self._moves = core.sub_moves
-        self._extensions = projections.extensions
-        self._owner = {
-            dest: extension.name for extension in core.extensions for _, _, dest in extension.rows if "." in dest
-        }
-
-    def folds(self) -> dict[type[e.Event], Callable[..., None]]:
-        """What is marked, and what may move a sub-state, or the phase under it."""
-        moving = (each for each in self._request_events if not self._phase.keys().isdisjoint(triggers_of(each)))
-        return {**dict.fromkeys(moving, self._walk), **super().folds()}
-
-    @on(e.ExtensionStopped)
-    def _stopped(self, event: e.ExtensionStopped, _sequence: int) -> None:
-        for record in self._tracker:
-            if self._owner.get(record.path) == event.extension:
-                record.sub = ""
-
-    def _walk(self, event: e.RequestEvent, _sequence: int) -> None:
-        if isinstance(event, e.RequestDecision):
-            record = self._tracker.in_generation(event)
-        else:
-            record = self._tracker.get(event.request_id)
-        trigger = trigger_of(event)
-        dest = None if record is None else self._phase.get(trigger, {}).get(record.state)
-        if record is None or dest is None:
-            return
-        if isinstance(event, e.ExtensionObserved | e.ExtensionDecided):
-            trigger = f"{event.extension}/{event.name}"
-        sub = self._moves.get((trigger, record.state, record.sub))
-        if sub is None:
-            sub = self._moves.get((trigger, record.state, ""))
-        if sub and self._owner[f"{dest}.{sub}"] in self._extensions.state.stopped:
-            sub = None
-        if sub is not None:
-            record.sub = sub
-        elif dest is not record.state:
-            record.sub = ""
-
-
-SUB_STATES = ProjectionSpec("sub_states", SubStates)

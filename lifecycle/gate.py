@@ -1,17 +1,17 @@
-"""The gate: whether what was observed is legal in the states that its request is in; asked before the fold.
+"""The gate: whether an observation is legal in the states that its request is in; asked before the fold.
 
-The ledger, a replay and whoever only folds ask the same tables, so that an illegal observation folds to the same
-everywhere: to what the core's gating says. It must not know what a handler makes of the verdict.
+The ledger, a replay and readers that only fold ask the same tables, so an illegal observation folds to the same
+everywhere: to what the core's gating says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvledger.lifecycle.events import (
     Event,
+    RequestArrived,
     RequestDecision,
     RequestEvent,
     RequestQuarantined,
@@ -19,7 +19,8 @@ from kvledger.lifecycle.events import (
     trigger_of,
     triggers_of,
 )
-from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
+from kvledger.lifecycle.states import BlocksRegion, RequestState
+from kvledger.lifecycle.subject import NOBODY, Before, Subject, states_of
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.core import Core
@@ -27,33 +28,13 @@ if TYPE_CHECKING:
     from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
     from kvledger.lifecycle.table import State
 
-
-class Before(NamedTuple):
-    """A request's generation and states before an observation was folded: what is lost is judged by these."""
-
-    generation: int
-    state: RequestState
-    blocks: BlocksRegion
-    first: FirstRegion
-    current: CurrentRegion
-    trust: TrustRegion
-
-    @classmethod
-    def of(cls, record: RequestRecord) -> Before:
-        """As they are now."""
-        return cls._make(fields_of(record))
-
-
-States = tuple[RequestState, BlocksRegion, FirstRegion, CurrentRegion, TrustRegion]
-"""Of a request, in the order of `table.REGIONS`."""
-fields_of: Callable[[RequestRecord], tuple[Any, ...]] = attrgetter(*Before._fields)
-"""Those of `Before.of`, faster."""
-states_of: Callable[[RequestRecord], States] = attrgetter(*Before._fields[1:])
-"""What a request is in now."""
+Find = Callable[[Any], Subject]
+"""Returns the subject of an event of one class, before the event is folded."""
+_UNKNOWN = Subject(is_refused=True)
 
 
 class Gate:
-    """Looks at records, changes nothing."""
+    """Finds whom an event is about, and judges observations. Changes nothing."""
 
     def __init__(self, core: Core, tracker: RequestTracker) -> None:
         self._regions = core.compiled
@@ -64,30 +45,46 @@ class Gate:
             state for state in RequestState for blocks in BlocksRegion if (state, blocks) not in scheduled
         )
 
-    def accepts(self, event: RequestEvent) -> bool:
-        """Whether the event's request is known, and in states that all have a row for it."""
-        record = self._tracker.get(event.request_id)
-        return record is not None and (record.state, record.blocks) in self._regions.legal[trigger_of(event)]
-
-    def accepting(self, event_class: type[Event]) -> Callable[[RequestEvent], bool] | None:
-        """How events of this class are judged; None for those that are folded in full whatever happens."""
+    def may_refuse(self, event_class: type[Event]) -> bool:
+        """Whether events of this class may be refused; others are folded in full whatever happens."""
         named = (trigger for trigger in triggers_of(event_class) if trigger in self._regions.legal)
-        may_be_refused = any(len(self._regions.legal[each]) < len(self._regions.after[each]) for each in named)
+        may_be_illegal = any(len(self._regions.legal[each]) < len(self._regions.after[each]) for each in named)
         is_about_a_request = issubclass(event_class, RequestEvent) and not event_class.is_decision
-        if not may_be_refused or not is_about_a_request or event_class.id in self._never_refused:
-            return None
-        if event_class.variants is not None:
-            return self.accepts
-        tracker, legal = self._tracker, self._regions.legal[event_class.id]
+        return may_be_illegal and is_about_a_request and event_class.id not in self._never_refused
 
-        def accepts(event: RequestEvent) -> bool:
-            record = tracker.get(event.request_id)
-            return record is not None and (record.state, record.blocks) in legal
+    def finder(self, event_class: type[Event]) -> Find:
+        """How the subject of events of this class is found."""
+        tracker, legal = self._tracker, self._regions.legal
+        if issubclass(event_class, RequestDecision):
 
-        return accepts
+            def decided(event: RequestDecision) -> Subject:
+                request = tracker.of(event.ordinal)
+                if request is None:
+                    return NOBODY
+                return Subject(request, None, request.generation == event.generation)
+
+            return decided
+        if not issubclass(event_class, RequestEvent):
+            return lambda _event: NOBODY
+        if event_class is RequestArrived or not self.may_refuse(event_class):
+
+            def observed(event: RequestEvent) -> Subject:
+                request = tracker.get(event.request_id)
+                return NOBODY if request is None else Subject(request, Before.of(request), True)  # noqa: FBT003
+
+            return observed
+
+        def gated(event: RequestEvent) -> Subject:
+            request = tracker.get(event.request_id)
+            if request is None:
+                return _UNKNOWN
+            is_refused = (request.state, request.blocks) not in legal[trigger_of(event)]
+            return Subject(request, Before.of(request), True, is_refused)  # noqa: FBT003
+
+        return gated
 
     def refused_rows(self, step: StepScheduled) -> Mapping[int, Before]:
-        """Ordinal -> states of requests that the step schedules where none can be scheduled."""
+        """Ordinal → states of requests that the step schedules where none can be scheduled."""
         record_of, not_scheduled = self._tracker.of, self._not_scheduled
         refused: dict[int, Before] = {}
         for row in step.advanced:

@@ -188,7 +188,7 @@ class Checked:
     def _reason_against_save(
         self, job: e.SaveIssued | e.TailSaveIssued, stored: list[int], record: RequestRecord
     ) -> str:
-        num_keys = len(self.projections.chunk_keys.of_life(record.ordinal))
+        num_keys = len(record.keys)
         chunks = job.chunks if isinstance(job, e.SaveIssued) else ()
         if record.trust is TrustRegion.QUARANTINED:
             return "nothing is saved of a quarantined request"

@@ -18,6 +18,7 @@ from kvledger.lifecycle.errors import described, raise_if_unstoppable
 from kvledger.lifecycle.events import Event, HookFailed
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.obligations import Channel, Ready
+from kvledger.lifecycle.subject import Subject
 from kvledger.lifecycle.turn import TurnEnded
 
 
@@ -113,10 +114,11 @@ class Ledger:
             self.projections.fold_obligations(event, sequence)
             return []
         deciding = self._decider.deciding[type(event)]
-        before = None if deciding is None else self._decider.before(event)
+        subject = self.projections.subject_of(event)
+        before = None if deciding is None else self._decider.before(event, subject)
         try:
             self._cause = self._next_sequence
-            cause = self._record(event)
+            cause = self._record(event, subject)
             if deciding is not None:
                 deciding(event, cause, before)
         except TurnEnded:
@@ -181,7 +183,7 @@ class Ledger:
             self._decisions.append(decision)
         self._record(decision)
 
-    def _record(self, event: Event) -> int:
+    def _record(self, event: Event, subject: Subject | None = None) -> int:
         if self._corrupt is not None:
             raise TurnEnded
         sequence = self._next_sequence
@@ -190,7 +192,7 @@ class Ledger:
         if self.on_recorded is not None:
             self.on_recorded(event)
         try:
-            self.projections.fold(event, sequence)
+            self.projections.fold(event, sequence, subject)
         except BaseException as error:
             raise_if_unstoppable(error)
             message = f"folding {event.id} at sequence {sequence} failed: {described(error)}"

@@ -31,11 +31,12 @@ from kvledger.lifecycle.events import (
     TransferReported,
     trigger_of,
 )
-from kvledger.lifecycle.gate import states_of, walked
+from kvledger.lifecycle.gate import walked
 from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
+from kvledger.lifecycle.subject import states_of
 from kvledger.lifecycle.table import State
 from kvledger.lifecycle.turn import TurnEnded
 
@@ -187,7 +188,7 @@ class Replay:
             self._fold(sequence, event)
             return
         deciding = self._decider.deciding[type(event)]
-        before = None if deciding is None else self._decider.before(event)
+        before = None if deciding is None else self._decider.before(event, self.projections.subject_of(event))
         is_unjudged = bool(self._unjudged) and self._is_unjudged(event)
         self._fold(sequence, event)
         self._is_compared = True

@@ -89,7 +89,6 @@ class StepEncoder:
     def __init__(self, projections: Projections) -> None:
         self._projections = projections
         self._tracker = projections.tracker
-        self._cursor = projections.save_cursor
 
     def encode(self, scheduled: Iterable[Scheduled], time_ns: int) -> StepScheduled:
         """The step in which these requests are scheduled, and no others.
@@ -161,15 +160,14 @@ class StepEncoder:
         self, record: RequestRecord, num_settled_tokens: int, num_in_flight_tokens: int = NOT_RECORDED
     ) -> SettledTokens | None:
         """The entry for a request that has filled enough chunks with settled tokens whose keys are known, else None."""
-        threshold = self._cursor.next_threshold(record)
+        threshold = self._tracker.save_threshold(record, record.num_chunks_handled)
         if num_settled_tokens < threshold or record.trust is TrustRegion.QUARANTINED:
             return None
-        num_keys = len(self._projections.chunk_keys.of_life(record.ordinal))
+        num_keys = len(record.keys)
         if not self._projections.geometry.windows.forget:
             num_settled_tokens = min(num_settled_tokens, num_keys * self._projections.configuration.chunk_size)
         elif self._projections.geometry.num_chunks_in(num_settled_tokens) > num_keys:
             return None  # with windows the true count is written, because it says what they have left
         if num_settled_tokens < threshold:
             return None
-        num_chunks = self._cursor.num_chunks(record.ordinal)
-        return SettledTokens(record.ordinal, num_chunks, num_settled_tokens, num_in_flight_tokens)
+        return SettledTokens(record.ordinal, record.num_chunks_handled, num_settled_tokens, num_in_flight_tokens)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from typing import Any, Self
+from typing import Self
 
 import attrs
 
 from kvledger.lifecycle.errors import Unstoppable
 from kvledger.lifecycle.events import Event
-from kvledger.lifecycle.gate import Before
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.subject import Before
 
 Decide = Callable[[Event], None]
 
@@ -59,12 +59,12 @@ class Turn(EngineTurn):
 
     record: RequestRecord
     """The request, in the states that the observation led to."""
-    _before: tuple[Any, ...] | None = None
+    _before: Before | None = None
 
     @property
     def before(self) -> Before:
         """The request's generation and states from before the observation was folded.
 
-        By these is judged what it has lost by the observation; by the record what it has.
+        `before` says what the request had; `record` says what it has now.
         """
-        return Before.of(self.record) if self._before is None else Before._make(self._before)
+        return Before.of(self.record) if self._before is None else self._before

@@ -49,10 +49,10 @@ def _request_fields(record: RequestRecord, projections: Projections) -> dict[str
         "num_prompt_tokens": record.num_prompt_tokens,
         "num_preemptions": record.num_preemptions,
         "quarantined": record.trust is TrustRegion.QUARANTINED,
-        "block_ids": list(projections.blocks.held(request_id)),
-        "lost_block_ids": list(projections.blocks.lost(request_id)),
-        "chunk_keys": [key.hex() for key in projections.chunk_keys.of(request_id)],
-        "num_chunks_dealt_with": projections.save_cursor.num_chunks(record.ordinal),
+        "block_ids": list(record.block_ids or ()),
+        "lost_block_ids": list(record.lost_block_ids or ()),
+        "chunk_keys": [key.hex() for key in record.keys],
+        "num_chunks_handled": record.num_chunks_handled,
         "pending_answer": None if pending is None else plain(pending),
         "jobs": [
             {"job_id": job.job_id, "kind": job.kind.value, "block_ids": list(job.block_ids), "slots": list(job.slots)}

@@ -425,7 +425,7 @@ class _HeldBlocks:
     )
 
     def __init__(self, projections: Projections) -> None:
-        self._blocks = projections.blocks
+        self._tracker = projections.tracker
         self._tables: dict[int, array[int]] = {}
         self._references: Counter[int] = Counter()
         for record in projections.tracker:
@@ -437,13 +437,15 @@ class _HeldBlocks:
     def take(self, event: e.RequestEvent, ordinal: int) -> None:
         """An event that was folded, of the request with that ordinal."""
         if isinstance(event, e.BlocksHeld):  # finished, and its blocks are kept for its copies until it is released
-            self._replace(ordinal, array("I", self._blocks.lost(event.request_id)))
+            record = self._tracker.of(ordinal)
+            self._replace(ordinal, array("I", () if record is None else record.lost_block_ids or ()))
         elif isinstance(event, self._CHANGE_TABLES):
             self.look(ordinal)
 
     def look(self, ordinal: int) -> None:
         """Count the table of that request as it is now."""
-        self._replace(ordinal, array("I", self._blocks.of_life(ordinal) or ()))
+        record = self._tracker.of(ordinal)
+        self._replace(ordinal, array("I", () if record is None else record.block_ids or ()))
 
     def _replace(self, ordinal: int, table: array[int]) -> None:
         before = self._tables.pop(ordinal, array("I"))

@@ -78,9 +78,7 @@ class Timelines:
     """
 
     def __init__(self, core: Core, configuration: LedgerConfiguration, request_ids: Iterable[str]) -> None:
-        self._known = Projections(
-            core, configuration, only=("extensions", "sub_states", "lookups", "tracker", "blocks")
-        )
+        self._known = Projections(core, configuration, only=("extensions", "sub_states", "tracker", "lookups"))
         self._timelines = {name: _Timeline(name, self._known, configuration.num_ranks) for name in request_ids}
         self._active: dict[str, _Timeline] = {}
         """Those of requests that are there now: of all others there is nothing to ask."""
@@ -301,6 +299,7 @@ class _Timeline:
             self._num_incarnations, self._arrived_ns = self._num_incarnations + 1, event.time_ns
             return text if self._num_incarnations == 1 else f"{text}, incarnation {self._num_incarnations} of this id"
         if isinstance(event, e.RequestPreempted):
-            num_blocks = len(self._known.blocks.lost(self.request_id))
+            record = self._known.tracker.get(self.request_id)
+            num_blocks = 0 if record is None else len(record.lost_block_ids or ())
             return f"{text}, lost {plural(num_blocks, 'block')}"
         return text

@@ -47,7 +47,6 @@ class Transfers:
         self._ids = ids
         self._num_workers = num_workers
         self._tracker = log.tracker
-        self._tables = log.projections.blocks
         self._decodes = True
         self._seen: set[payloads.MetadataSeen] = set()
         """Classes of metadata that are in the log."""
@@ -62,7 +61,7 @@ class Transfers:
         """The request may use these blocks, the last of its table."""
         record = self._tracker.get(request_id)
         if record is not None:
-            first = len(self._tables.held(request_id)) - len(block_ids)
+            first = len(record.block_ids or ()) - len(block_ids)
             life = record.life
             self._given.update((block_id, _Page(life, place)) for place, block_id in enumerate(block_ids, first))
 
@@ -97,7 +96,7 @@ class Transfers:
         num_groups = len(self._log.configuration.windows)
         for block_id, (page, copy) in list(self._part_filled.items()):
             record, (block, group) = self._tracker.of(page.life[1]), divmod(page.place, num_groups)
-            table = () if record is None else self._tables.held(record.request_id)
+            table = () if record is None else record.block_ids or ()
             if record is None or record.life != page.life or page.place >= len(table) or table[page.place] != block_id:
                 del self._part_filled[block_id]
             elif block < self._tracker.num_computed_tokens(record) // self._log.configuration.block_size:
@@ -110,7 +109,7 @@ class Transfers:
         """The full and chosen blocks, those together that stand in a row in one group of a table."""
         num_groups = len(self._log.configuration.windows)
         record = self._tracker.get(request_id)
-        table = enumerate(() if record is None else self._tables.held(request_id))
+        table = enumerate(() if record is None else record.block_ids or ())
         places = {} if record is None else {block_id: _Page(record.life, place) for place, block_id in table}
         found = []
         for block_id in copy.block_ids:
@@ -182,7 +181,9 @@ class Transfers:
 
     def _has(self, request_id: str, copy: payloads.Transferred) -> bool:
         """Whether it holds the blocks, or has just lost them."""
-        return set(copy.block_ids) <= {*self._tables.held(request_id), *self._tables.lost(request_id)}
+        record = self._tracker.get(request_id)
+        held = set() if record is None else {*(record.block_ids or ()), *(record.lost_block_ids or ())}
+        return set(copy.block_ids) <= held
 
     def _read(self, metadata: object, decode: Callable[[], _Result]) -> _Result | None:
         if not self._decodes:

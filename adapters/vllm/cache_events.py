@@ -189,7 +189,8 @@ class CacheEvents:
 
     def _read(self, request: Request, save: e.SaveIssued) -> dict[bytes, BlockStored]:
         """R1: what is to be said of the chunks is copied now, the request may be gone when they can be loaded."""
-        keys = self._projections.chunk_keys.of_life(save.ordinal)
+        record = self._projections.tracker.of(save.ordinal)
+        keys = [] if record is None else record.keys
         found = {}
         for chunk in save.chunks:
             stored = self._blocks.stored(request, chunk, keys[chunk]) if chunk < len(keys) else None

@@ -72,7 +72,7 @@ def _num_saved_tokens(record: RequestRecord, projections: Projections) -> int:
     # Counted by the projection, never taken from an answer: a handler may have answered anything before.
     num_chunks = projections.lookups.num_committed_chunks(record.ordinal)
     num_tokens = num_chunks * projections.geometry.chunk_size
-    tail = projections.tails.saved(record.ordinal)
+    tail = record.saved_tail
     return num_tokens if tail is None or tail.first_token > num_tokens else max(num_tokens, tail.end_token)
 
 
@@ -108,13 +108,14 @@ def breach_of_save(job: e.SaveIssued | e.TailSaveIssued, decided: Sequence[e.Eve
     else:
         pages = projections.geometry.pages_spanning(job.first_token, job.num_tokens)
         before_forward, is_async = True, False
-    held = projections.blocks.of_life(job.ordinal)
-    if held:
-        return _breach_of_pages(job, pages, held, projections)
+    record = projections.tracker.of(job.ordinal)
+    if record is not None and record.block_ids:
+        return _breach_of_pages(job, pages, record.block_ids, projections)
     is_kept = is_async and any(isinstance(decision, e.BlocksHeld) for decision in decided)
     if not before_forward and not is_kept:
         return "a save was issued out of blocks that are not kept until it is done"
-    return _breach_of_pages(job, pages, projections.blocks.lost(job.request_id), projections)
+    lost = () if record is None else record.lost_block_ids or ()
+    return _breach_of_pages(job, pages, lost, projections)
 
 
 def _breach_of_pages(

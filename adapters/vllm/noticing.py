@@ -67,7 +67,7 @@ class Noticing:
         record = self._tracker.get(request.request_id)
         if record is None or record.trust is TrustRegion.QUARANTINED:
             return
-        known = self._projections.chunk_keys.of_life(record.ordinal)
+        known = record.keys
         num_known = len(known)
         if (num_known + 1) * self._chunk_size > request.num_tokens:
             return
@@ -116,7 +116,7 @@ class Noticing:
         self.keys(request)
         blocks_zeroed = self.zeroes_new_blocks
         if overwritten is not None:
-            blocks_zeroed = not overwritten.isdisjoint(self._projections.blocks.held(request.request_id))
+            blocks_zeroed = not overwritten.isdisjoint(record.block_ids or ())
         num_settled_tokens = max(0, self.num_written_tokens(request, self._tracker.num_computed_tokens(record)))
         self._journal.observe(
             e.RequestPreempted(
@@ -167,7 +167,8 @@ class Noticing:
         )
         # The last sampled token was dropped and others follow: keys hold up to there.
         first_chunk = num_computed_tokens // self._chunk_size
-        known = self._projections.chunk_keys.of(request.request_id)
+        record = self._tracker.get(request.request_id)
+        known: Sequence[bytes] = () if record is None else record.keys
         if first_chunk <= len(known):
             parent = known[first_chunk - 1] if first_chunk else None
             keys = self._keys.keys(request, first_chunk, parent)
@@ -196,7 +197,7 @@ class Noticing:
         table = versions.scheduler_block_table(scheduler_output, record.request_id)
         if table is None:
             return
-        held = self._projections.blocks.of_life(ordinal) or ()
+        held = record.block_ids or ()
         if not self._agree([*held, *added], list(table)):
             self._journal.messages.warning(
                 "block table differs",

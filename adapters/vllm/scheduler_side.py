@@ -423,10 +423,10 @@ class SchedulerSide:
 
     @guarded(default=None, hook_name="update_connector_output")
     def _evict(self, invalid_block_ids: frozenset[int]) -> None:
-        unfilled = self._projections.unfilled
+        unfilled = self._tracker.unfilled
         if invalid_block_ids or unfilled.num_failures != self._num_failures_seen:
             self._num_failures_seen = unfilled.num_failures
-            self.prefix_cache.evict(invalid_block_ids | unfilled.blocks)
+            self.prefix_cache.evict(invalid_block_ids | unfilled.blocks.keys())
 
     @guarded(default=None, hook_name="update_connector_output")
     def _observe_reports(self, connector_output: KVConnectorOutput) -> None:

@@ -124,14 +124,15 @@ class StepReader:
         """
         if self._sync_keys is None:
             return ()
-        now, next_threshold = self._tracker.num_steps, self._projections.save_cursor.next_threshold
+        now = self._tracker.num_steps
         forgets = self._projections.geometry.windows.forget
         settled: list[e.SettledTokens] = []
         for ordinal, num_computed_tokens, num_tokens, _ in advanced:
             record = self._tracker.of(ordinal)
             if record is None:
                 continue
-            if num_tokens > 1 and num_computed_tokens < next_threshold(record) and not forgets:
+            threshold = self._tracker.save_threshold(record, record.num_chunks_handled)
+            if num_tokens > 1 and num_computed_tokens < threshold and not forgets:
                 continue  # as nearly everybody with drafts
             threshold = self._settle(settled, record, num_computed_tokens)
             if num_tokens == 1:
@@ -152,7 +153,7 @@ class StepReader:
 
     def _settle(self, settled: list[e.SettledTokens], record: RequestRecord, num_computed_tokens: int) -> int:
         """Note what has settled; returns the number of settled tokens from which to look at the request again."""
-        threshold = self._projections.save_cursor.next_threshold(record)
+        threshold = self._tracker.save_threshold(record, record.num_chunks_handled)
         request = self._requests.get(record.request_id)
         if request is None or record.trust is TrustRegion.QUARANTINED:
             return threshold
@@ -173,7 +174,7 @@ class StepReader:
         # It does not count until a load has arrived; and what windows leave in the next step is to be seen then.
         if record.blocks is BlocksRegion.LOADING or geometry.windows.forget:
             return threshold
-        return self._projections.save_cursor.threshold(record, geometry.num_chunks_in(entry.num_settled_tokens))
+        return self._tracker.save_threshold(record, geometry.num_chunks_in(entry.num_settled_tokens))
 
     def window_left_at_end(self, record: RequestRecord, time_ns: int) -> None:
         """Before a request's end: what its windows leave now was not freed in the last step."""

@@ -24,15 +24,10 @@ from kvledger.lifecycle.states import CurrentRegion, FirstRegion, SourceRegion, 
 
 def taken_over(projections: Projections) -> Start:
     """A copy of all that the audit's model has to know."""
-    tracker, transfers, chunks, blocks = (
-        projections.tracker,
-        projections.transfers,
-        projections.chunks,
-        projections.blocks,
-    )
+    tracker, transfers, chunks = projections.tracker, projections.transfers, projections.chunks
     records = list(tracker)
     ids = [record.request_id for record in records]
-    tails = {record.ordinal: projections.tails.of(record.ordinal) for record in records}
+    tails = {record.ordinal: record.tail for record in records}
     pending = [(record, projections.lookups.pending(record.request_id)) for record in records]
     of_extensions = {spec.name for extension in projections.core.extensions for spec in extension.projections}
     return Start(
@@ -40,10 +35,14 @@ def taken_over(projections: Projections) -> Start:
         time_ns=tracker.time_ns,
         num_arrived=tracker.num_arrived,
         lives=[_life(record, projections) for record in records],
-        held={record.ordinal: array("I", blocks.held(record.request_id)) for record in records},
-        lost={record.ordinal: array("I", blocks.lost(record.request_id)) for record in records},
-        leaving={each: count for each in ids if (count := blocks.left_at_end(each)) is not None},
-        left={each: count for each in ids if (count := blocks.left_since(each)) is not None},
+        held={record.ordinal: array("I", record.block_ids or ()) for record in records},
+        lost={record.ordinal: array("I", record.lost_block_ids or ()) for record in records},
+        leaving={each.request_id: each.window_freed_at for each in records if each.window_freed_at is not None},
+        left={
+            each.request_id: each.window_freed_before_step
+            for each in records
+            if each.window_freed_before_step is not None
+        },
         jobs=[_in_flight(job) for job in transfers],
         given_up=[_in_flight(job) for job in transfers.state.given_up.values()],
         last_job_id=transfers.next_job_id - 1,
@@ -71,7 +70,7 @@ def taken_over(projections: Projections) -> Start:
         num_deferred={each: count for each in ids if (count := projections.lookups.num_deferred(each))},
         deferred_for={each: job for each in ids if (job := projections.lookups.deferred_for(each))},
         costs=_measured(projections.costs.state),
-        cursors={record.request_id: projections.save_cursor.num_chunks(record.ordinal) for record in records},
+        cursors={record.request_id: record.num_chunks_handled for record in records},
         has_hook_failed=projections.totals.figures.num_hook_failures > 0,
         of_extensions={name: deepcopy(state) for name, state in projections.states().items() if name in of_extensions},
         stopped_extensions=dict(projections.extensions.state.stopped),
@@ -94,7 +93,7 @@ def _life(record: RequestRecord, projections: Projections) -> Life:
         stale_generation=record.generation if record.current is CurrentRegion.STALE else NEVER,
         counted_tokens=computed.count(record.ordinal),
         decoding_since=computed.num_steps if record.ordinal in computed.decoding else NEVER,
-        keys=list(projections.chunk_keys.of(record.request_id)),
+        keys=list(record.keys),
     )
 
 

@@ -24,10 +24,10 @@ def slot_of_page(page: int, end_token: int, record: RequestRecord, projections: 
     """The slot with an image of the page that is valid for a prefix of `end_token` tokens, or `NO_SLOT`."""
     geometry = projections.geometry
     chunk, place = geometry.place_of(page, -(-end_token // geometry.chunk_size))
-    keys = projections.chunk_keys.of_life(record.ordinal)
+    keys = record.keys
     slots = projections.chunks.get(keys[chunk]) if chunk < len(keys) else None
     slot = NO_SLOT if slots is None else slots[place]
-    tail = projections.tails.saved(record.ordinal)
+    tail = record.saved_tail
     if slot == NO_SLOT and tail is not None and end_token <= tail.end_token:
         place = page - geometry.pages_spanning(tail.first_token, 1).start
         if 0 <= place < len(tail.slots):

@@ -78,24 +78,26 @@ def _slots_for(
     pages: range, _block_ids: tuple[int, ...], end_token: int, record: RequestRecord, projections: Projections
 ) -> tuple[int, ...] | None:
     """The slot with the longest image of each page: whole chunks where they reach, else chunks and the tail."""
-    of_chunks = _slots_of_chunks(pages, end_token, record.ordinal, projections)
+    of_chunks = _slots_of_chunks(pages, end_token, record, projections)
     if of_chunks is not None:
         return of_chunks
-    tail = projections.tails.saved(record.ordinal)
+    tail = record.saved_tail
     if tail is None or tail.end_token < end_token:
         return None
     first_of_tail = projections.geometry.pages_spanning(tail.first_token, 1).start
     before = range(pages.start, max(pages.start, first_of_tail))
-    of_chunks = _slots_of_chunks(before, tail.first_token, record.ordinal, projections)
+    of_chunks = _slots_of_chunks(before, tail.first_token, record, projections)
     if of_chunks is None:
         return None
     return of_chunks + tuple(tail.slots[page - first_of_tail] for page in range(before.stop, pages.stop))
 
 
-def _slots_of_chunks(pages: range, end_token: int, ordinal: int, projections: Projections) -> tuple[int, ...] | None:
+def _slots_of_chunks(
+    pages: range, end_token: int, record: RequestRecord, projections: Projections
+) -> tuple[int, ...] | None:
     geometry = projections.geometry
     num_chunks = -(-end_token // geometry.chunk_size)
-    keys = projections.chunk_keys.of_life(ordinal)[:num_chunks]
+    keys = record.keys[:num_chunks]
     slots_of_chunk = [slots for key in keys if (slots := projections.chunks.get(key)) is not None]
     if len(slots_of_chunk) < num_chunks:
         return None

@@ -180,8 +180,8 @@ def _within_windows(num_tokens: int, hit: _Hit, record: RequestRecord, projectio
 def _find(event: e.LookupRequested, record: RequestRecord, projections: Projections) -> _Hit:
     num_chunks = projections.lookups.num_hit_chunks(event.request_id, record.generation)
     num_tokens = num_chunks * projections.configuration.chunk_size
-    hit = _why_chunks_end(record.ordinal, num_chunks, num_tokens, projections)
-    tail = projections.tails.of(record.ordinal)
+    hit = _why_chunks_end(record, num_chunks, num_tokens, projections)
+    tail = record.tail
     if tail is not None and tail.first_token > num_tokens and hit.awaited is not None:
         # The chunks under way are the request's own or another's; behind them its tail is under way, or here.
         return replace(hit, awaited=_Awaited(hit.awaited.job_id, max(hit.awaited.num_tokens, tail.end_token)))
@@ -194,8 +194,8 @@ def _find(event: e.LookupRequested, record: RequestRecord, projections: Projecti
     return replace(hit, num_tokens=tail.end_token, awaited=None)
 
 
-def _why_chunks_end(ordinal: int, num_hit_chunks: int, num_tokens: int, projections: Projections) -> _Hit:
-    keys = projections.chunk_keys.of_life(ordinal)
+def _why_chunks_end(record: RequestRecord, num_hit_chunks: int, num_tokens: int, projections: Projections) -> _Hit:
+    keys = record.keys
     if num_hit_chunks >= len(keys):
         return _Hit(num_tokens, MissReason.COMPLETE)
     missing = keys[num_hit_chunks]

@@ -26,10 +26,10 @@ def save_settled(turn: Turn, first_chunk: int, num_settled_tokens: int) -> None:
     record, projections = turn.record, turn.projections
     if record.blocks is BlocksRegion.LOADING:
         return
-    block_ids = projections.blocks.of_life(record.ordinal) or ()
+    block_ids = record.block_ids or ()
     forget = projections.geometry.windows.forget
     is_async = projections.configuration.async_saves and not forget
-    left_since = projections.blocks.left_since(record.request_id) if forget else None
+    left_since = record.window_freed_before_step if forget else None
     plan = _Plan(turn, record.generation, record.current, block_ids, False, is_async, left_since)  # noqa: FBT003
     plan.save(first_chunk, num_settled_tokens)
 
@@ -44,7 +44,7 @@ def save_on_preemption(turn: Turn, event: e.RequestPreempted) -> None:
     record, before, projections = turn.record, turn.before, turn.projections
     if before.blocks is BlocksRegion.LOADING:
         return
-    lost = projections.blocks.lost(record.request_id)
+    lost = record.lost_block_ids or ()
     plan = _Plan(turn, before.generation, before.current, lost, before_forward=True, is_async=False)
     plan.save(0, event.num_intact_tokens)
     if projections.configuration.save_tails:
@@ -72,7 +72,7 @@ def save_on_finish(turn: Turn, event: e.RequestFinished) -> None:
     num_written = min(event.num_intact_tokens, event.num_tokens - 1, num_computed_tokens)
     # Pages that leave a window are freed without a word, so a copy out of them must not outlast its step.
     is_async = projections.configuration.async_saves and not projections.geometry.windows.forget
-    lost, left_since = projections.blocks.lost(record.request_id), projections.blocks.left_at_end(record.request_id)
+    lost, left_since = record.lost_block_ids or (), record.window_freed_at
     current = turn.before.current
     _Plan(turn, record.generation, current, lost, not is_async, is_async, left_since).save(0, num_written)
     if projections.transfers.reads_blocks_of(record.ordinal):
@@ -96,7 +96,7 @@ class _Plan(msgspec.Struct):
 
     def _is_spoilt(self, reach: Reach | None) -> bool:
         """Whether the request relies on a block that a load did not fill. What its windows have left it does not."""
-        unfilled, table = self.turn.projections.unfilled, self.block_ids
+        unfilled, table = self.turn.projections.tracker.unfilled, self.block_ids
         if reach is None or not unfilled.blocks:
             return unfilled.spoil(table)
         return unfilled.spoil(block_id for page, block_id in enumerate(table) if reach.keeps(page, table))
@@ -108,7 +108,7 @@ class _Plan(msgspec.Struct):
             return
         unsaved: Sequence[int]
         geometry, chunks = projections.geometry, projections.chunks
-        keys = projections.chunk_keys.of_life(record.ordinal)
+        keys = record.keys
         end_chunk = num_settled_tokens // geometry.chunk_size
         if end_chunk > len(keys):  # noqa: PLR1730 -- a call to `min` costs more, for every save
             end_chunk = len(keys)
@@ -247,7 +247,7 @@ class _Plan(msgspec.Struct):
         """Save the tokens behind the last whole chunk, where everything before them is saved or being saved."""
         end_chunk = self.turn.projections.geometry.num_chunks_in(num_settled_tokens)
         first_token = end_chunk * self.turn.projections.geometry.chunk_size
-        keys = self.turn.projections.chunk_keys.of_life(self.turn.record.ordinal)[:end_chunk]
+        keys = self.turn.record.keys[:end_chunk]
         if self._is_doubtful or first_token == num_settled_tokens or len(keys) < end_chunk:
             return
         if not all(

@@ -56,7 +56,7 @@ def _will_be_shared(load: Job, projections: Projections) -> bool:
 
 def _shared_end(load: Job, num_computed_tokens: int, record: RequestRecord, projections: Projections) -> int:
     """Return the tokens up to where the load brings what the request lacks, in whole blocks; 0 if it brings nothing."""
-    geometry, keys = projections.geometry, projections.chunk_keys.of_life(record.ordinal)
+    geometry, keys = projections.geometry, record.keys
     first = num_computed_tokens // geometry.chunk_size
     if not load.chunks or load.chunks[0] > first:
         return 0

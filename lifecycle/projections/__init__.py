@@ -1,14 +1,13 @@
-"""Projections: each a small fold of the log, one file per question it answers; here those of one log, wired together.
+"""Projections: what a log means, each a fold of its events; here those of one log, put together.
 
-A core names them, and the order in which they fold. Nothing here refuses an event, reads a clock or
-does I/O: folding a recorded event never fails.
+Nothing here refuses an event, reads a clock or does I/O: folding a recorded event never fails.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import msgspec
@@ -16,146 +15,119 @@ import msgspec
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.errors import suppressed
 from kvledger.lifecycle.events import Event
-from kvledger.lifecycle.gate import Gate
+from kvledger.lifecycle.gate import Find, Gate
 from kvledger.lifecycle.geometry import Geometry
-from kvledger.lifecycle.marks import marked
+from kvledger.lifecycle.projections.base import Fold, Projection
+from kvledger.lifecycle.projections.chunk_index import ChunkIndex
+from kvledger.lifecycle.projections.extensions import Extensions
+from kvledger.lifecycle.projections.host_slots import HostSlots
+from kvledger.lifecycle.projections.lookup_cache import LookupCache
+from kvledger.lifecycle.projections.obligations import Obligations
+from kvledger.lifecycle.projections.sub_states import SubStates
+from kvledger.lifecycle.projections.token_costs import TokenCosts
+from kvledger.lifecycle.projections.totals import Totals
+from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.projections.transfers import Transfers
+from kvledger.lifecycle.subject import Subject
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.core import Core
-    from kvledger.lifecycle.projections.block_table import BlockTable
-    from kvledger.lifecycle.projections.chunk_index import ChunkIndex
-    from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
-    from kvledger.lifecycle.projections.extensions import Extensions
-    from kvledger.lifecycle.projections.lookup_cache import LookupCache
-    from kvledger.lifecycle.projections.obligations import Obligations
-    from kvledger.lifecycle.projections.save_cursor import SaveCursor
-    from kvledger.lifecycle.projections.tails import Tails
-    from kvledger.lifecycle.projections.token_costs import TokenCosts
-    from kvledger.lifecycle.projections.totals import Totals
-    from kvledger.lifecycle.projections.tracker import RequestTracker
-    from kvledger.lifecycle.projections.transfers import Transfers
-    from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
 
-Fold = Callable[..., None]
+__all__ = ["CORE_PROJECTIONS", "Fold", "Projection", "ProjectionSpec", "Projections", "is_reserved"]
 
+CORE_PROJECTIONS = (
+    # What is owed, so that it is known whatever fails after it.
+    "obligations",
+    # Records of requests. Sub-states move before their phase; the sums see states as they were.
+    *("extensions", "sub_states", "totals", "tracker"),
+    # What follows from the records. A settled copy leaves after all others have folded its settlement.
+    *("slots", "lookups", "chunks", "costs", "transfers"),
+)
+"""The projections of the core, in the order in which they fold. Those of extensions follow."""
 
 _encode = msgspec.msgpack.Encoder(enc_hook=list).encode
 """Arrays and the order of chunks become lists."""
 
 
-class Gated(NamedTuple):
-    """What is done with events that may be refused."""
-
-    accepts: Callable[[Any], bool]
-    closed: tuple[Fold, ...]
-    """The folds of those that are."""
-
-
-class Projection:
-    """One fold of the log; to be derived from. Its methods marked `@on(...)` are called with an event and its sequence.
-
-    One that remembers anything has `state`: a struct of plain fields, and the only place where they are listed.
-    """
-
-    def index(self) -> None:
-        """Make anew what follows from the state; called when the states of all projections are there."""
-
-    def check(self) -> None:
-        """Check what folds rely on and types do not say; called with a state that was read, before `index`.
-
-        Raises:
-            ValueError: no fold leads to such a state, and a later one might fail on it.
-        """
-
-    def folds(self) -> dict[type[Event], Fold]:
-        """Event class -> fold, called as `fold(event, sequence)`.
-
-        Raises:
-            TypeError: two methods fold the same events, which of them first would not be said.
-        """
-        folds = marked(self)
-        if len(dict(folds)) < len(folds):
-            message = f"{type(self).__qualname__} has two methods for the same events; let one call the other"
-            raise TypeError(message)
-        return dict(folds)
-
-
 @attrs.frozen
 class ProjectionSpec:
-    """How one projection is made."""
+    """How one projection of an extension is made."""
 
     name: str
     """The attribute of `Projections` that it is."""
     make: Callable[[Projections], Projection]
-    """Given those of which it asks some; what it asks is made before it."""
+    """Given those of the core, and those of extensions that were declared before it."""
 
 
 class Projections:
     """All projections of one log."""
 
-    extensions: Extensions
-    obligations: Obligations
-    tracker: RequestTracker
-    blocks: BlockTable
-    chunk_keys: ChunkKeys
-    unfilled: UnfilledBlocks
-    transfers: Transfers
-    chunks: ChunkIndex
-    tails: Tails
-    lookups: LookupCache
-    save_cursor: SaveCursor
-    totals: Totals
-    costs: TokenCosts
-
     def __init__(self, core: Core, configuration: LedgerConfiguration, *, only: Collection[str] | None = None) -> None:
-        """With `only`, no others fold; they are made where one of these asks for them, and stay empty."""
+        """With `only`, no others fold; those of the core are there and stay empty."""
         self.core = core
         self.configuration = configuration
         self.geometry = Geometry(configuration.block_size, configuration.chunk_size, configuration.windows)
-        self._specs = {spec.name: spec for spec in core.projections}
-        self._being_made: list[str] = []
-        self._order: dict[str, Any] = {
-            name: getattr(self, name) for name in self._specs if only is None or name in only
-        }
+        self.obligations = Obligations(configuration.num_ranks)
+        self.extensions = Extensions(self)
+        self.slots = HostSlots(configuration.num_slots)
+        self.tracker = RequestTracker(core, configuration, self.geometry, self.slots)
+        self.sub_states = SubStates(core, self.tracker, self.extensions)
+        self.transfers = Transfers(self.tracker, self.geometry, core.compiled, configuration.num_ranks)
+        self.chunks = ChunkIndex(
+            self.tracker,
+            self.geometry,
+            self.slots,
+            self.transfers,
+            keep_for_preempted=configuration.keep_for_preempted,
+        )
+        self.lookups = LookupCache(self.tracker, configuration.chunk_size, self.chunks, self.fold)
+        self.costs = TokenCosts(self.tracker)
+        self.totals = Totals(self.tracker, self.transfers, self.lookups)
         self.gate = Gate(core, self.tracker)
-        maps = {name: self._folds_of(name) for name in self._order}
-        self._folds: dict[type[Event], tuple[Fold, ...]] = {
-            event_class: tuple(folds[event_class] for folds in maps.values() if event_class in folds)
-            for event_class in core.events.values()
-        }
-        self._gated: dict[type[Event], Gated] = {
-            event_class: Gated(
-                accepts,
-                tuple(
-                    folds[event_class]
-                    for name, folds in maps.items()
-                    if event_class in folds and name in core.gating.closed_fold.get(event_class.id, ())
-                ),
-            )
-            for event_class in core.events.values()
-            if (accepts := self.gate.accepting(event_class)) is not None
-        }
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Projection:
-            """Make a projection where it is asked for first, which is where another one is made."""
-            spec = self.__dict__.get("_specs", {}).get(name)
-            if spec is None or name in self._being_made:
-                needed = "" if spec is None else f"; it needs itself: {' -> '.join((*self._being_made, name))}"
-                raise AttributeError(f"there is no projection {name!r}{needed}", name=name, obj=self)
-            self._being_made.append(name)
+        names = [name for name in CORE_PROJECTIONS if only is None or name in only]
+        self._order: dict[str, Any] = {name: getattr(self, name) for name in names}
+        self._specs = {spec.name: spec for spec in core.projections}
+        for name, spec in self._specs.items():
             made = spec.make(self)
-            self._being_made.remove(name)
             setattr(self, name, made)
-            return made
+            if only is None or name in only:
+                self._order[name] = made
+        self._make_routes()
 
-    def fold(self, event: Event, sequence: int) -> None:
+    def _make_routes(self) -> None:
+        """Note which folds each class of events goes to."""
+        maps = {name: self._folds_of(name) for name in self._order}
+        owed = maps.pop("obligations", {})
+        closed_fold = self.core.gating.closed_fold
+        self._find: dict[type[Event], Find] = {}
+        self._owed: dict[type[Event], Fold | None] = {}
+        self._owed_if_refused: dict[type[Event], Fold | None] = {}
+        self._folds: dict[type[Event], tuple[Fold, ...]] = {}
+        self._folds_if_refused: dict[type[Event], tuple[Fold, ...]] = {}
+        for event_class in self.core.events.values():
+            closed = closed_fold.get(event_class.id, ())
+            self._find[event_class] = self.gate.finder(event_class)
+            self._owed[event_class] = owed.get(event_class)
+            self._owed_if_refused[event_class] = owed.get(event_class) if "obligations" in closed else None
+            folds = {name: folds[event_class] for name, folds in maps.items() if event_class in folds}
+            self._folds[event_class] = tuple(folds.values())
+            self._folds_if_refused[event_class] = tuple(fold for name, fold in folds.items() if name in closed)
+
+    def subject_of(self, event: Event) -> Subject:
+        """Whom an event is about that is not folded yet."""
+        return self._find[type(event)](event)
+
+    def fold(self, event: Event, sequence: int, subject: Subject | None = None) -> None:
         """Fold one event, of an illegal one what the gating says. Total: it never fails for what was recorded."""
         event_class = type(event)
-        gated = self._gated.get(event_class)
-        for fold in self._folds[event_class] if gated is None or gated.accepts(event) else gated.closed:
-            fold(event, sequence)
+        if subject is None:
+            subject = self._find[event_class](event)
+        is_refused = subject.is_refused
+        owed = self._owed_if_refused[event_class] if is_refused else self._owed[event_class]
+        if owed is not None:
+            owed(event, sequence)
+        for fold in self._folds_if_refused[event_class] if is_refused else self._folds[event_class]:
+            fold(event, sequence, subject)
 
     def fold_obligations(self, event: Event, sequence: int) -> None:
         """Fold one event for what is owed, and for nothing else: where the others cannot be relied on any more."""

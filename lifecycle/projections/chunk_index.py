@@ -2,7 +2,7 @@
 
 A chunk can be looked up from the moment its save is completed on every rank until it is evicted, tainted by
 a failed load, or made stale by a reset. Recency is folded too: loads and saves renew it, lookups change
-nothing. It owns the references on host slots; it must not know states of requests.
+nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections import Projection, host_slots
-from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
+from kvledger.lifecycle.projections.base import Projection
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.recency import Recency
 from kvledger.lifecycle.projections.room import Room
-from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
 from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
 from kvledger.lifecycle.ranges import Count, LifeOrdinal, Slot
 from kvledger.lifecycle.ranges import Sequence as SequenceNumber
+from kvledger.lifecycle.subject import Subject
 
 _SHORT = 16
 """Chunks up to which a prefix is renewed with every one of them, for an eighth of it is no more than one."""
@@ -42,7 +42,6 @@ class Departed:
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """What is there, and what was promised of it."""
 
-    slots: host_slots.State = msgspec.field(default_factory=host_slots.State)
     committed: dict[bytes, tuple[Slot, ...]] = {}
     """Every committed chunk and its slots."""
     by_age: Recency = msgspec.field(default_factory=Recency)
@@ -62,37 +61,29 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 class ChunkIndex(Projection):
     """Committed chunks, what nobody waits for in order of recency, and what is promised or waited for besides.
 
-    A settlement concerns its job, a promise the generation that it was made to. To be folded before the tracker, which
-    forgets lives.
+    A settlement concerns its job, a promise the generation that it was made to.
     """
 
     def __init__(
         self,
         tracker: RequestTracker,
         geometry: Geometry,
-        num_slots: int,
-        chunk_keys: ChunkKeys,
+        slots: HostSlots,
         transfers: Transfers,
         *,
         keep_for_preempted: bool = True,
     ) -> None:
         self._tracker = tracker
         self._geometry = geometry
-        self._chunk_keys = chunk_keys
         self._transfers = transfers
-        self.slots = HostSlots(num_slots)
-        self._max_departed = max(1024, 4 * num_slots)
+        self.slots = slots
+        self._max_departed = max(1024, 4 * slots.num_slots)
         self._keep_for_preempted = keep_for_preempted
         self.state = State()
         self.index()
 
-    def check(self) -> None:
-        """Each slot is in one place."""
-        self.state.slots.check(self.slots.num_slots)
-
     def index(self) -> None:
         """Make anew what follows from the state, and from the jobs in flight."""
-        self.slots.state = self.state.slots
         self._departed = self.state.departed = OrderedDict(self.state.departed)
         self._pins: dict[bytes, int] = {}
         self._wanted: dict[bytes, int] = {}
@@ -170,14 +161,15 @@ class ChunkIndex(Projection):
     # --- promises made by lookups ------------------------------------------------------------
 
     @on(e.LookupAnswered)
-    def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
-        if self._tracker.in_generation(event) is None:
+    def _answered(self, event: e.LookupAnswered, _sequence: int, subject: Subject) -> None:
+        record = subject.current
+        if record is None:
             return
         keys: tuple[bytes, ...] = ()
         if event.num_external_tokens:
             num_tokens = event.num_computed_tokens + event.num_external_tokens
             num_chunks = -(-num_tokens // self._geometry.chunk_size)
-            keys = tuple(self._chunk_keys.of_life(event.ordinal)[:num_chunks])
+            keys = tuple(record.keys[:num_chunks])
         if keys != self.state.pinned_by.get(event.ordinal, ()):
             self._unpin(event.ordinal)
             if keys:
@@ -185,12 +177,12 @@ class ChunkIndex(Projection):
                 self.state.pinned_by[event.ordinal] = keys
 
     @on(e.LookupDeferred)
-    def _deferred(self, event: e.LookupDeferred, _sequence: int) -> None:
-        if self._tracker.in_generation(event) is not None:
+    def _deferred(self, event: e.LookupDeferred, _sequence: int, subject: Subject) -> None:
+        if subject.current is not None:
             self._unpin(event.ordinal)
 
     @on(e.DecisionWithheld)
-    def _withheld(self, event: e.DecisionWithheld, _sequence: int) -> None:
+    def _withheld(self, event: e.DecisionWithheld, _sequence: int, _subject: Subject) -> None:
         self._unpin(self._tracker.ordinal(event.request_id))
 
     def _unpin(self, ordinal: int) -> None:
@@ -201,41 +193,45 @@ class ChunkIndex(Projection):
     # --- loads -------------------------------------------------------------------------------
 
     @on(e.LoadIssued)
-    def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
+    def _load_issued(self, event: e.LoadIssued, _sequence: int, subject: Subject) -> None:
         self.slots.acquire(event.slots)
         num_chunks = -(-(event.first_token + event.num_tokens) // self._geometry.chunk_size)
-        self._renew(event.ordinal, num_chunks)
+        self._renew(subject.request, num_chunks)
 
-    def _renew(self, ordinal: int, num_chunks: int) -> None:
-        keys = self._chunk_keys.first(ordinal, num_chunks)
-        if keys:
-            self.state.by_age.touch_prefix(ordinal, keys)
+    def _renew(self, record: RequestRecord | None, num_chunks: int) -> None:
+        keys = [] if record is None else record.keys[:num_chunks]
+        if record is not None and keys:
+            self.state.by_age.touch_prefix(record.ordinal, keys)
 
     @on(e.RequestPreempted)
-    def _preempted(self, event: e.RequestPreempted, _sequence: int) -> None:
-        ordinal = self._tracker.ordinal(event.request_id)
+    def _preempted(self, event: e.RequestPreempted, _sequence: int, subject: Subject) -> None:
+        record = subject.request
+        if record is None:
+            return
+        ordinal = record.ordinal
         self._unpin(ordinal)
-        keys = self._chunk_keys.of_life(ordinal)
-        self._renew(ordinal, len(keys))
-        if self._keep_for_preempted and ordinal >= 0:
+        self._renew(record, len(record.keys))
+        if self._keep_for_preempted:
             self._no_longer_want(ordinal)
-            wanted = tuple(keys[: self._geometry.num_chunks_in(event.num_intact_tokens)])
+            wanted = tuple(record.keys[: self._geometry.num_chunks_in(event.num_intact_tokens)])
             _count_up(self._wanted, wanted)
             self.state.wanted_by[ordinal] = wanted
             for key in wanted:
                 self.state.by_age.discard(key)
 
     @on(e.BlocksAllocated, e.RequestArrived)
-    def _allocated(self, event: e.BlocksAllocated | e.RequestArrived | e.RequestFinished, _sequence: int) -> None:
-        ordinal = self._tracker.ordinal(event.request_id)
-        self._unpin(ordinal)
-        self._no_longer_want(ordinal)
+    def _allocated(
+        self, _event: e.BlocksAllocated | e.RequestArrived | e.RequestFinished, _sequence: int, subject: Subject
+    ) -> None:
+        if subject.request is not None:
+            self._unpin(subject.request.ordinal)
+            self._no_longer_want(subject.request.ordinal)
 
     @on(e.RequestFinished)
-    def _finished(self, event: e.RequestFinished, sequence: int) -> None:
-        self._allocated(event, sequence)
-        ordinal = self._tracker.ordinal(event.request_id)
-        self._renew(ordinal, len(self._chunk_keys.of_life(ordinal)))
+    def _finished(self, event: e.RequestFinished, sequence: int, subject: Subject) -> None:
+        self._allocated(event, sequence, subject)
+        if subject.request is not None:
+            self._renew(subject.request, len(subject.request.keys))
 
     def _no_longer_want(self, ordinal: int) -> None:
         keys = self.state.wanted_by.pop(ordinal, None)
@@ -244,14 +240,14 @@ class ChunkIndex(Projection):
             self.state.by_age.add(self._unwanted(keys))
 
     @on(e.TransferReported)
-    def _reported(self, event: e.TransferReported, _sequence: int) -> None:
+    def _reported(self, event: e.TransferReported, _sequence: int, _subject: Subject) -> None:
         for job in filter(None, map(self._transfers.given_up, dict.fromkeys(event.job_ids))):
             if self._transfers.is_reported(job, event):
                 # The last rank that could still have written them is done.
                 self.slots.release(job.slots, failed=job.kind is JobKind.SAVE)
 
     @on(e.LoadCompleted, e.LoadFailed)
-    def _load_settled(self, event: e.LoadCompleted | e.LoadFailed, _sequence: int) -> None:
+    def _load_settled(self, event: e.LoadCompleted | e.LoadFailed, _sequence: int, _subject: Subject) -> None:
         job = self._transfers.get(event.job_id)
         if job is not None and job.kind is JobKind.LOAD:
             self.slots.release(job.slots)
@@ -259,16 +255,17 @@ class ChunkIndex(Projection):
     # --- saves -------------------------------------------------------------------------------
 
     @on(e.SaveIssued)
-    def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
+    def _save_issued(self, event: e.SaveIssued, _sequence: int, subject: Subject) -> None:
         self.slots.acquire(event.slots)
-        _count_up(self._saving, self._chunk_keys.of_chunks(event.ordinal, event.chunks))
+        if subject.request is not None:
+            _count_up(self._saving, subject.request.keys_of(event.chunks))
 
     @on(e.TailSaveIssued)
-    def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
+    def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int, _subject: Subject) -> None:
         self.slots.acquire(event.slots)
 
     @on(e.SaveCompleted)
-    def _save_completed(self, event: e.SaveCompleted, _sequence: int) -> None:
+    def _save_completed(self, event: e.SaveCompleted, _sequence: int, _subject: Subject) -> None:
         job = self._transfers.get(event.job_id)
         if job is None:
             return
@@ -283,7 +280,7 @@ class ChunkIndex(Projection):
         # eighth keeps the cost per chunk constant.
         first = job.chunks[0] if job.chunks else 0
         if first and (first < _SHORT or first % (first // 8) == 0):
-            self._renew(job.ordinal, first)
+            self._renew(self._tracker.of(job.ordinal), first)
         self.state.num_added += 1
 
     def _place_whole(self, job: Job) -> bool:
@@ -354,7 +351,7 @@ class ChunkIndex(Projection):
         return None if missing else slots
 
     @on(e.SaveFailed)
-    def _save_failed(self, event: e.SaveFailed, _sequence: int) -> None:
+    def _save_failed(self, event: e.SaveFailed, _sequence: int, _subject: Subject) -> None:
         job = self._transfers.get(event.job_id)
         if job is None:
             return
@@ -366,15 +363,15 @@ class ChunkIndex(Projection):
     # --- leaving -----------------------------------------------------------------------------
 
     @on(e.ChunkEvicted)
-    def _evicted(self, event: e.ChunkEvicted, sequence: int) -> None:
+    def _evicted(self, event: e.ChunkEvicted, sequence: int, _subject: Subject) -> None:
         self._remove(event.key, Departed(e.MissReason.EVICTED, sequence))
 
     @on(e.ChunkTainted)
-    def _tainted(self, event: e.ChunkTainted, sequence: int) -> None:
+    def _tainted(self, event: e.ChunkTainted, sequence: int, _subject: Subject) -> None:
         self._remove(event.key, Departed(e.MissReason.TAINTED, sequence))
 
     @on(e.CacheReset)
-    def _reset(self, _event: e.CacheReset, sequence: int) -> None:
+    def _reset(self, _event: e.CacheReset, sequence: int, _subject: Subject) -> None:
         for key in tuple(self.state.committed):
             self._remove(key, Departed(e.MissReason.RESET, sequence))
         self._saving.clear()

@@ -14,8 +14,9 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.errors import raise_if_unstoppable, without_secrets
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections import Projection
+from kvledger.lifecycle.projections.base import Projection
 from kvledger.lifecycle.ranges import Sequence
+from kvledger.lifecycle.subject import Subject
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.projections import Projections
@@ -45,7 +46,9 @@ class Extensions(Projection):
         """Whether the extension of that name is asked anything."""
         return name not in self._silent and name not in self.state.stopped
 
-    def fold(self, name: str, where: str, fold: Callable[..., None], event: e.Event, sequence: int) -> None:
+    def fold(
+        self, name: str, where: str, fold: Callable[..., None], event: e.Event, sequence: int, _subject: Subject
+    ) -> None:
         """Let a projection of the extension fold an event."""
         self._run(name, where, fold, event, sequence)
 
@@ -76,7 +79,7 @@ class Extensions(Projection):
             return None
 
     @on(e.ExtensionStopped)
-    def _stopped(self, event: e.ExtensionStopped, sequence: int) -> None:
+    def _stopped(self, event: e.ExtensionStopped, sequence: int, _subject: Subject) -> None:
         self.state.stopped.setdefault(event.extension, sequence)
         self.raised[:] = [raised for raised in self.raised if raised[0] != event.extension]
         self._projections.forget(event.extension)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from kvledger.lifecycle.events import NO_SLOT
+from kvledger.lifecycle.projections.base import Projection
 from kvledger.lifecycle.ranges import Count, NumSlots
 
 _MANY = 4
@@ -57,7 +58,7 @@ def _run_of(skipped: Sequence[tuple[int, int]], slot: int) -> int | None:
     return None if place < 0 or slot >= skipped[place][1] else place
 
 
-class HostSlots:
+class HostSlots(Projection):
     """Deterministic allocation of slot numbers: freed ones first, newest first, then untouched ones, ascending.
 
     Last come those whose save failed, the one that failed longest ago first: where the slot is to blame, the next save
@@ -67,6 +68,10 @@ class HostSlots:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.state = State()
+
+    def check(self) -> None:
+        """Each slot is in one place."""
+        self.state.check(self.num_slots)
 
     @property
     def num_free(self) -> int:

@@ -13,12 +13,12 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections import Projection
+from kvledger.lifecycle.projections.base import Projection
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
-from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.ranges import Count, Generation, Int64, JobId, NumTokens, Ordinal
 from kvledger.lifecycle.ranges import Sequence as SequenceNumber
+from kvledger.lifecycle.subject import Subject
 
 _WINDOW = e.MissReason.WINDOW.value
 _LOOKUPS = (e.LookupRequested, e.LookupAnswered)
@@ -107,22 +107,20 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 class LookupCache(Projection):
     """One replaceable slot per life of a request, written by the last lookup. What is asked is about the present one.
 
-    What is answered concerns one generation of a life; an answer to any other is none. To be folded before the
-    tracker, which forgets lives. A lookup that the log repeats in short is given to `fold` in full, once more.
+    What is answered concerns one generation of a life; an answer to any other is none. A lookup that the log repeats in
+    short is given to `fold` in full, once more.
     """
 
     def __init__(
         self,
         tracker: RequestTracker,
         chunk_size: int,
-        chunk_keys: ChunkKeys,
         chunk_index: ChunkIndex,
         fold: Callable[[e.Event, int], None],
     ) -> None:
         self._fold = fold
         self._tracker = tracker
         self._chunk_size = chunk_size
-        self._chunk_keys = chunk_keys
         self._chunk_index = chunk_index
         self.state = State()
         self.index()
@@ -173,7 +171,7 @@ class LookupCache(Projection):
             and cached.generation == generation
             and cached.num_removed == self._chunk_index.state.num_removed
             and cached.num_added == self._chunk_index.state.num_added
-            and cached.num_keys == len(self._chunk_keys.of_life(ordinal))
+            and cached.num_keys == len(self._keys_of(ordinal))
         ):
             return cached.num_chunks
         return self.num_committed_chunks(ordinal)
@@ -183,7 +181,7 @@ class LookupCache(Projection):
 
         It counts further from its own last count, and from the start only after a chunk was removed.
         """
-        keys, index = self._chunk_keys.of_life(ordinal), self._chunk_index
+        keys, index = self._keys_of(ordinal), self._chunk_index
         counted = self._counted.get(ordinal)
         start = 0
         if counted is not None and counted.num_removed == index.state.num_removed and counted.begins(keys):
@@ -194,6 +192,10 @@ class LookupCache(Projection):
         last_key = keys[count - 1] if count else b""
         self._counted[ordinal] = _Counted(count, last_key, len(keys), index.state.num_added, index.state.num_removed)
         return count
+
+    def _keys_of(self, ordinal: int) -> Sequence[bytes]:
+        record = self._tracker.of(ordinal)
+        return () if record is None else record.keys
 
     def in_short(self, event: e.Event, sequence: int) -> e.Event:
         """An event as it is to be written, before it is folded: a lookup in short, where it is the last one once more.
@@ -227,20 +229,21 @@ class LookupCache(Projection):
         self.state.pending.clear()
 
     @on(e.RepeatedLookup)
-    def _repeated(self, event: e.RepeatedLookup, sequence: int) -> None:
+    def _repeated(self, event: e.RepeatedLookup, sequence: int, _subject: Subject) -> None:
         full = self.in_full(event)
         if full is not event:
             self._fold(full, sequence)
 
     @on(e.LookupAnswered)
-    def _answered(self, event: e.LookupAnswered, sequence: int) -> None:
-        if self._tracker.in_generation(event) is None:
+    def _answered(self, event: e.LookupAnswered, sequence: int, subject: Subject) -> None:
+        record = subject.current
+        if record is None:
             return
         ordinal = event.ordinal
         last = self.state.pending.get(ordinal)
         self.state.hits[ordinal] = CachedHit(
             event.num_hit_tokens // self._chunk_size,
-            len(self._chunk_keys.of_life(ordinal)),
+            len(record.keys),
             event.generation,
             self._chunk_index.state.num_added,
             self._chunk_index.state.num_removed,
@@ -263,20 +266,22 @@ class LookupCache(Projection):
             self.state.junctions[ordinal] = num_chunks * self._chunk_size
 
     @on(e.LookupDeferred)
-    def _deferred(self, event: e.LookupDeferred, _sequence: int) -> None:
-        if self._tracker.in_generation(event) is None:
+    def _deferred(self, event: e.LookupDeferred, _sequence: int, subject: Subject) -> None:
+        if subject.current is None:
             return
         self.state.num_deferred[event.ordinal] = event.num_deferred
         self.state.deferred_for[event.ordinal] = event.job_id
         self.state.pending.pop(event.ordinal, None)
 
     @on(e.DecisionWithheld)
-    def _withheld(self, event: e.DecisionWithheld, _sequence: int) -> None:
+    def _withheld(self, event: e.DecisionWithheld, _sequence: int, _subject: Subject) -> None:
         self.state.pending.pop(self._tracker.ordinal(event.request_id), None)
 
     @on(e.ChunkKeysObserved)
-    def _keys_observed(self, event: e.ChunkKeysObserved, _sequence: int) -> None:
-        ordinal = self._tracker.ordinal(event.request_id)
+    def _keys_observed(self, event: e.ChunkKeysObserved, _sequence: int, subject: Subject) -> None:
+        if subject.request is None:
+            return
+        ordinal = subject.request.ordinal
         cached = self.state.hits.get(ordinal)
         if cached is not None and event.first_chunk < cached.num_keys:
             del self.state.hits[ordinal]
@@ -285,8 +290,10 @@ class LookupCache(Projection):
             del self._counted[ordinal]
 
     @on(e.BlocksAllocated)
-    def _allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
-        ordinal = self._tracker.ordinal(event.request_id)
+    def _allocated(self, _event: e.BlocksAllocated, _sequence: int, subject: Subject) -> None:
+        if subject.request is None:
+            return
+        ordinal = subject.request.ordinal
         answer = self.state.pending.pop(ordinal, None)
         if answer is None:
             self.state.taken_up.pop(ordinal, None)
@@ -294,8 +301,10 @@ class LookupCache(Projection):
             self.state.taken_up[ordinal] = answer
 
     @on(e.RequestPreempted, e.SessionContinued, e.RequestFinished, e.RequestArrived)
-    def _forget(self, event: e.RequestEvent, _sequence: int) -> None:
-        ordinal = self._tracker.ordinal(event.request_id)
+    def _forget(self, _event: e.RequestEvent, _sequence: int, subject: Subject) -> None:
+        if subject.request is None:
+            return
+        ordinal = subject.request.ordinal
         self._counted.pop(ordinal, None)
         self.state.hits.pop(ordinal, None)
         self.state.pending.pop(ordinal, None)
@@ -308,7 +317,7 @@ class LookupCache(Projection):
         self.state.deferred_for.pop(ordinal, None)
 
     @on(e.CacheReset)
-    def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
+    def _reset(self, _event: e.CacheReset, _sequence: int, _subject: Subject) -> None:
         self._counted.clear()
         self.state.hits.clear()
         self.state.pending.clear()

@@ -14,9 +14,10 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections import Projection
+from kvledger.lifecycle.projections.base import Projection
 from kvledger.lifecycle.ranges import DurationNs, Int64, JobId, NumTokens, SumOfTokens, TimeNs
 from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.subject import Subject
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.projections.tracker import RequestTracker
@@ -55,7 +56,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TokenCosts(Projection):
-    """Folds steps and loads. Registered before the tracker, to see who was computing before a step."""
+    """Folds steps and loads. A step starts and ends no computing, so the tracker may fold it first."""
 
     def __init__(self, tracker: RequestTracker) -> None:
         self._tracker = tracker
@@ -67,7 +68,7 @@ class TokenCosts(Projection):
         return until_ns is not None and time_ns < until_ns
 
     @on(e.StepScheduled)
-    def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
+    def _step_scheduled(self, event: e.StepScheduled, _sequence: int, _subject: Subject) -> None:
         state = self.state
         steps = state.steps
         if not any(record.state in _COMPUTING for record in self._tracker):
@@ -82,7 +83,7 @@ class TokenCosts(Projection):
             steps.append((event.num_scheduled_tokens, event.time_ns))
 
     @on(e.LoadIssued)
-    def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
+    def _load_issued(self, event: e.LoadIssued, _sequence: int, _subject: Subject) -> None:
         self.state.loading[event.job_id] = event.num_tokens, not event.is_async
         if not event.is_async:
             self.state.steps.clear()
@@ -90,11 +91,11 @@ class TokenCosts(Projection):
             self.state.declined_until_ns = self._tracker.time_ns + PAUSE_NS
 
     @on(e.LoadCompleted, e.LoadFailed)
-    def _load_settled(self, event: e.LoadCompleted | e.LoadFailed, _sequence: int) -> None:
+    def _load_settled(self, event: e.LoadCompleted | e.LoadFailed, _sequence: int, _subject: Subject) -> None:
         self.state.loading.pop(event.job_id, None)
 
     @on(e.TransferReported)
-    def _reported(self, event: e.TransferReported, _sequence: int) -> None:
+    def _reported(self, event: e.TransferReported, _sequence: int, _subject: Subject) -> None:
         for job_id in event.job_ids:
             num_tokens, _ = self.state.loading.pop(job_id, (0, False))
             if num_tokens and event.duration_ns and not event.ranks_failed:

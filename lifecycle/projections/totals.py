@@ -15,11 +15,12 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections import Projection
+from kvledger.lifecycle.projections.base import Projection
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import JobKind, Transfers
 from kvledger.lifecycle.ranges import MAX_INT64, Count, Int64, JobId, LifeOrdinal, NumTokens, SumOfTokens, TimeNs
+from kvledger.lifecycle.subject import Subject
 
 
 @attrs.define
@@ -140,22 +141,22 @@ class Totals(Projection):
         return self.state.figures
 
     @on(*_COUNTED)
-    def _count(self, event: e.Event, _sequence: int) -> None:
+    def _count(self, event: e.Event, _sequence: int, _subject: Subject) -> None:
         name = _COUNTED[type(event)]
         setattr(self.figures, name, getattr(self.figures, name) + 1)
 
     @on(e.ExtensionObserved, e.ExtensionDecided, e.ExtensionNoted)
-    def _of_extension(self, event: e.ExtensionEvent, _sequence: int) -> None:
+    def _of_extension(self, event: e.ExtensionEvent, _sequence: int, _subject: Subject) -> None:
         self.figures.num_extension_events += 1
         self.state.num_events_of[event.extension] = self.state.num_events_of.get(event.extension, 0) + 1
 
     @on(e.RequestArrived)
-    def _arrived(self, event: e.RequestArrived, sequence: int) -> None:
+    def _arrived(self, event: e.RequestArrived, sequence: int, subject: Subject) -> None:
         self.figures.num_requests += 1
-        self._finished(event, sequence)
+        self._finished(event, sequence, subject)
 
     @on(e.RequestPreempted)
-    def _preempted(self, event: e.RequestPreempted, _sequence: int) -> None:
+    def _preempted(self, event: e.RequestPreempted, _sequence: int, _subject: Subject) -> None:
         self.figures.num_preemptions += 1
         record = self._tracker.get(event.request_id)
         if record is not None:
@@ -163,19 +164,19 @@ class Totals(Projection):
             self.state.preempted_ns.setdefault(record.ordinal, event.time_ns)
 
     @on(e.LookupRequested)
-    def _lookup_requested(self, event: e.LookupRequested, _sequence: int) -> None:
+    def _lookup_requested(self, event: e.LookupRequested, _sequence: int, _subject: Subject) -> None:
         record = self._tracker.get(event.request_id)
         if record is not None and record.num_preemptions:
             num_retained = min(event.num_computed_tokens, record.num_tokens_before_preemption)
             self.state.returning[record.ordinal] = (num_retained, 0)
 
     @on(e.LookupAnswered)
-    def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
+    def _answered(self, event: e.LookupAnswered, _sequence: int, _subject: Subject) -> None:
         self.figures.num_lookups += 1
         self.figures.num_tokens_offered = _sum(self.figures.num_tokens_offered, event.num_external_tokens)
 
     @on(e.BlocksAllocated)
-    def _allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
+    def _allocated(self, event: e.BlocksAllocated, _sequence: int, _subject: Subject) -> None:
         answer = self._lookups.pending(event.request_id)
         if answer is not None:  # without one it is the second phase of an asynchronous load, or a session's next turn
             self.figures.num_admissions += 1
@@ -183,27 +184,27 @@ class Totals(Projection):
             self.figures.num_tokens_hit += max(0, min(event.num_external_tokens, answer.num_external_tokens))
 
     @on(e.LoadIssued)
-    def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
+    def _load_issued(self, event: e.LoadIssued, _sequence: int, subject: Subject) -> None:
         self.state.loading[event.job_id] = event.num_tokens
-        record = self._tracker.in_generation(event)
+        record = subject.current
         if record is not None and event.ordinal in self.state.returning:
             num_retained, _ = self.state.returning[event.ordinal]
             last = min(event.first_token + event.num_tokens, record.num_tokens_before_preemption)
             self.state.returning[event.ordinal] = (num_retained, max(0, last - event.first_token))
 
     @on(e.RequestFinished)
-    def _finished(self, event: e.RequestEvent, _sequence: int) -> None:
+    def _finished(self, event: e.RequestEvent, _sequence: int, _subject: Subject) -> None:
         record = self._tracker.get(event.request_id)
         if record is not None:
             self.state.returning.pop(record.ordinal, None)
             self.state.preempted_ns.pop(record.ordinal, None)
 
     @on(e.LoadCompleted)
-    def _load_completed(self, event: e.LoadCompleted, _sequence: int) -> None:
+    def _load_completed(self, event: e.LoadCompleted, _sequence: int, _subject: Subject) -> None:
         self.figures.num_tokens_loaded += self.state.loading.pop(event.job_id, 0)
 
     @on(e.StepScheduled)
-    def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
+    def _step_scheduled(self, event: e.StepScheduled, _sequence: int, _subject: Subject) -> None:
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             record = self._tracker.of(ordinal)
             if record is not None and record.num_preemptions:
@@ -217,7 +218,7 @@ class Totals(Projection):
                 self.figures.num_tokens_recomputed += max(0, last - num_computed_tokens)
 
     @on(e.TransferReported)
-    def _reported(self, event: e.TransferReported, _sequence: int) -> None:
+    def _reported(self, event: e.TransferReported, _sequence: int, _subject: Subject) -> None:
         job = next(filter(None, map(self._transfers.get, event.job_ids)), None)
         if job is None:
             return
@@ -232,16 +233,16 @@ class Totals(Projection):
             (self.state.load_times if is_load else self.state.save_times).add(event.duration_ns)
 
     @on(e.SaveCompleted)
-    def _save_completed(self, event: e.SaveCompleted, _sequence: int) -> None:
+    def _save_completed(self, event: e.SaveCompleted, _sequence: int, _subject: Subject) -> None:
         job = self._transfers.get(event.job_id)
         if job is not None:
             self.figures.num_chunks_saved += len(job.keys)
 
     @on(e.SaveDeclined)
-    def _save_declined(self, event: e.SaveDeclined, _sequence: int) -> None:
+    def _save_declined(self, event: e.SaveDeclined, _sequence: int, _subject: Subject) -> None:
         self.figures.num_chunks_declined += event.num_chunks
 
     @on(e.LoadFailed)
-    def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:
+    def _load_failed(self, event: e.LoadFailed, _sequence: int, _subject: Subject) -> None:
         self.state.loading.pop(event.job_id, None)
         self.figures.num_loads_failed += 1

@@ -1,30 +1,35 @@
-"""The request tracker: one record per request that is not released, folded from its events.
+"""The request tracker: one record for each request that is not released.
 
-It knows states, generations and token counts. It must not know blocks, chunks or jobs.
+A record says where a request stands, which blocks it holds, what its chunks are, and what of it is dealt with. It knows
+neither the pool nor how a copy fares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import attrs
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.events import trigger_of, triggers_of
+from kvledger.lifecycle.events import NO_SLOT, trigger_of, triggers_of
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections import Projection
-from kvledger.lifecycle.ranges import Count, LifeOrdinal, NumTokens, SumOfTokens, TimeNs
+from kvledger.lifecycle.projections.base import Projection
+from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
+from kvledger.lifecycle.ranges import Count, JobId, LifeOrdinal, NumTokens, Slot, SumOfTokens, TimeNs
 from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
 from kvledger.lifecycle.steps import ComputedTokens
+from kvledger.lifecycle.subject import Subject
 
 if TYPE_CHECKING:
+    from kvledger.lifecycle.configuration import LedgerConfiguration
     from kvledger.lifecycle.core import Core
+    from kvledger.lifecycle.geometry import Geometry
+    from kvledger.lifecycle.projections.host_slots import HostSlots
 
     _Timed = (
         e.TransferReported
-        | e.LoadErrorsObserved
         | e.HookFailed
         | e.LogNote
         | e.DecisionWithheld
@@ -36,30 +41,71 @@ if TYPE_CHECKING:
     )
 
 
-@attrs.define
-class RequestRecord:
-    """What is known about one request."""
+class Tail(msgspec.Struct):
+    """The part-filled last chunk of a preempted request: page images that only this life of it may load.
+
+    It has no chunk key, because it is no chunk: it ends where the request's written tokens ended.
+    """
+
+    job_id: JobId
+    """The save that writes it."""
+    first_token: NumTokens
+    end_token: SumOfTokens
+    """At most a chunk after `first_token`."""
+    slots: tuple[Slot, ...]
+    """One for each page that the tokens touch."""
+    is_saved: bool = False
+    load_id: JobId = 0
+    """The last load that reads it; 0: none."""
+
+
+class RequestRecord(msgspec.Struct):
+    """One life of a request id."""
 
     request_id: str
     ordinal: LifeOrdinal
-    """Names this life of the id; ids may be used again, ordinals never are."""
+    """Names this life of the id. Ids may be used again, ordinals never are."""
     num_prompt_tokens: NumTokens
     num_tokens: SumOfTokens
     """Prompt and output tokens, as of the last event that has the number. A rollback keeps those that were computed."""
+
+    # --- states; `table.py` says how they move -----------------------------------------------
     state: RequestState = RequestState.NEW
-    """The phase. Its moves, and those of the next ones, stand in `table.py`."""
     sub: str = ""
-    """The sub-state of an extension that the state is in."""
+    """The sub-state of an extension; empty if the state has none."""
     blocks: BlocksRegion = BlocksRegion.NONE
     first: FirstRegion = FirstRegion.COMPUTED
     current: CurrentRegion = CurrentRegion.CURRENT
     trust: TrustRegion = TrustRegion.TRUSTED
     state_since_ns: TimeNs = 0
+
+    # --- counts --------------------------------------------------------------------------------
     generation: Count = 0
+    """How often it lost what it had computed."""
     num_preemptions: Count = 0
     num_failed_loads: Count = 0
     num_tokens_before_preemption: NumTokens = 0
-    """The most settled tokens it ever lost; what lies below and is computed again was lost for good."""
+    """The most settled tokens that it ever lost. Tokens below that are computed again, if they are."""
+
+    # --- what it holds -------------------------------------------------------------------------
+    block_ids: array | None = None  # type: ignore[type-arg]  # in Python 3.11 it takes no argument when it runs
+    """Its block table, 4 bytes a block, as vLLM gave it last; None while it holds no blocks."""
+    lost_block_ids: array | None = None  # type: ignore[type-arg]
+    """The table that it lost since the last step. The bytes are intact until the next step's forward pass."""
+    window_freed_at: NumTokens | None = None
+    """Tokens that were settled when its windows freed pages, since the last step; None: they freed none."""
+    window_freed_before_step: NumTokens | None = None
+    """The same before the last step. What its windows have freed since is intact until that step's forward pass."""
+
+    # --- what of it is dealt with --------------------------------------------------------------
+    keys: list[bytes] = []
+    """One for each chunk whose tokens are known, from the first on. A key hashes the chunk and all before it."""
+    num_chunks_handled: NumTokens = 0
+    """Chunks from the first on that need no save in this generation: saved, found saved, or declined."""
+    tail: Tail | None = None
+    """Only after a preemption, until it computes again or its tokens become doubtful."""
+    num_local_tokens: NumTokens | None = None
+    """What its last lookup said that vLLM's prefix cache has; kept only while a block is unfilled."""
 
     @property
     def path(self) -> str:
@@ -71,26 +117,45 @@ class RequestRecord:
         """What a decision about it begins with: request id, ordinal, generation."""
         return self.request_id, self.ordinal, self.generation
 
+    @property
+    def saved_tail(self) -> Tail | None:
+        """The tail, if it can be loaded."""
+        tail = self.tail
+        return tail if tail is not None and tail.is_saved else None
+
+    def keys_of(self, chunks: Sequence[int]) -> tuple[bytes, ...]:
+        """The keys of these chunks, without those that are not known."""
+        keys = self.keys
+        num_keys = len(keys)
+        return tuple([keys[chunk] for chunk in chunks if chunk < num_keys])
+
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """What the tracker knows."""
 
-    records: dict[LifeOrdinal, RequestRecord] = {}
-    """Ordinal -> record."""
+    requests: dict[LifeOrdinal, RequestRecord] = {}
+    """Ordinal → record."""
     num_arrived: Count = 0
+    """Lives that have begun."""
     computed: ComputedTokens = msgspec.field(default_factory=ComputedTokens)
     time_ns: TimeNs = 0
+    """Time of the last event that has one."""
+    unfilled: UnfilledBlocks = msgspec.field(default_factory=UnfilledBlocks)
 
 
 class RequestTracker(Projection):
-    """Folds request events into records.
+    """An observation concerns the present life of its id.
 
-    An observation concerns the present life of its id. Of decisions, those that move phase, blocks and first concern
-    one generation of a life; the count of failed loads, a quarantine and the end concern the life.
+    Of decisions, those that move phase, blocks and first concern one generation of a life; a quarantine, the count of
+    failed loads, and what becomes of the tail concern the life.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, configuration: LedgerConfiguration, geometry: Geometry, slots: HostSlots) -> None:
         self._core = core
+        self._geometry = geometry
+        self._slots = slots
+        self._chunk_size = configuration.chunk_size
+        self._interval_chunks = max(1, -(-configuration.save_interval_tokens // configuration.chunk_size))
         self._moved_by_step = frozenset(
             (*standing, first)
             for standing, dest in core.compiled.after["tokens.scheduled"].items()
@@ -102,20 +167,27 @@ class RequestTracker(Projection):
         self.index()
 
     def check(self) -> None:
-        """Records name the life that they are found by."""
-        if any(record.ordinal != ordinal for ordinal, record in self.state.records.items()):
-            raise ValueError("a record of a request is of another life than the one that it is kept for")
+        """Records name the life that they are found by, and a tail is at most one chunk."""
+        for ordinal, record in self.state.requests.items():
+            if record.ordinal != ordinal:
+                raise ValueError("a record of a request is of another life than the one that it is kept for")
+            if record.tail is not None and record.tail.end_token - record.tail.first_token > self._chunk_size:
+                raise ValueError("a tail is longer than a chunk")
 
     def index(self) -> None:
         """Make anew what follows from the state."""
-        self._present = {record.request_id: record for record in self.state.records.values()}
+        self._present = {record.request_id: record for record in self.state.requests.values()}
         # Asked several times for every event: the dicts' own methods.
         self.get: Callable[[str], RequestRecord | None] = self._present.get
         """The present life of a request id, for observations; None where it is released."""
-        self.of: Callable[[int], RequestRecord | None] = self.state.records.get
+        self.of: Callable[[int], RequestRecord | None] = self.state.requests.get
         """The record of that life of a request, for decisions; None once it is released."""
         self.computed = self.state.computed
-        """The counts of all lives that are not released."""
+        """The counts of computed tokens of all lives."""
+        self.unfilled = self.state.unfilled
+        """The blocks that hold nothing that can be relied on."""
+        self._fleeting = [record for record in self if _is_fleeting(record)]
+        """Records with something that the next step ends: a step must not look at every request."""
 
     @property
     def num_arrived(self) -> int:
@@ -129,28 +201,36 @@ class RequestTracker(Projection):
 
     @property
     def time_ns(self) -> int:
-        """Of the last event that has it."""
+        """Time of the last event that has one."""
         return self.state.time_ns
 
     def __len__(self) -> int:
-        return len(self.state.records)
+        return len(self.state.requests)
 
     def __iter__(self) -> Iterator[RequestRecord]:
-        return iter(self.state.records.values())
+        return iter(self.state.requests.values())
 
     def ordinal(self, request_id: str) -> int:
         """Which life of the id is the present one; -1 where it is released."""
         record = self._present.get(request_id)
         return -1 if record is None else record.ordinal
 
-    def in_generation(self, decision: e.RequestDecision) -> RequestRecord | None:
-        """The record of the decision's life, if it still is in the generation that the decision names."""
-        record = self.state.records.get(decision.ordinal)
-        return record if record is not None and record.generation == decision.generation else None
-
     def num_computed_tokens(self, record: RequestRecord) -> int:
         """Tokens computed or in flight after the last step."""
         return self.computed.count(record.ordinal)
+
+    def save_threshold(self, record: RequestRecord, num_chunks: int) -> int:
+        """The number of settled tokens from which there is something to save after so many chunks.
+
+        The chunks of a prompt are for others, who may come at once. What is decoded waits for the end of an interval.
+        All intervals begin at token 0, so that requests that decode together are not saved together.
+        """
+        end = (num_chunks + 1) * self._chunk_size
+        if end > record.num_prompt_tokens:
+            end = (num_chunks // self._interval_chunks + 1) * self._interval_chunks * self._chunk_size
+        return end
+
+    # --- moves ---------------------------------------------------------------------------------
 
     def folds(self) -> dict[type[e.Event], Callable[..., None]]:
         """Those that are marked, and of whatever else moves a state, which does nothing but that."""
@@ -166,53 +246,13 @@ class RequestTracker(Projection):
         after = compiled.after.get(trigger, {})
         return trigger in compiled.others or any(before != dest for before, dest in after.items())
 
-    # --- folds: total, no validation ---------------------------------------------------------
-
-    @on(
-        *(e.TransferReported, e.LoadErrorsObserved, e.HookFailed, e.LogNote, e.DecisionWithheld, e.LoadRefused),
-        *(e.PrefixCacheReset, e.EndRefused),
-        *(e.ExtensionNoted, e.PagesDigested),
-    )
-    def _advance_time(self, event: _Timed, _sequence: int) -> None:
-        self.state.time_ns = event.time_ns
-
-    @on(e.BlockTableObserved, e.WindowLeft, e.ExtensionObserved)
-    def _observed_at(self, event: e.BlockTableObserved | e.WindowLeft | e.ExtensionObserved, sequence: int) -> None:
-        self.state.time_ns = event.time_ns
-        self._observed(event, sequence)
-
-    @on(e.CacheReset)
-    def _reset(self, event: e.CacheReset, _sequence: int) -> None:
-        self.state.time_ns = event.time_ns
-        for record in self.state.records.values():
-            if record.blocks is not BlocksRegion.NONE:
-                self._move(record, "cache.reset/held")
-
-    @on(e.RequestArrived)
-    def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
-        self.state.time_ns = event.time_ns
-        for earlier in (self._present.get(event.request_id), self.state.records.get(event.ordinal)):
-            if earlier is not None:
-                self._forget(earlier)
-        record = RequestRecord(
-            event.request_id,
-            event.ordinal,
-            event.num_prompt_tokens,
-            event.num_prompt_tokens,
-            state_since_ns=event.time_ns,
-        )
-        self._present[event.request_id] = record
-        self.state.records[event.ordinal] = record
-        self.computed.set(event.ordinal, 0)
-        self.state.num_arrived += 1
-
-    def _observed(self, event: e.RequestEvent, _sequence: int) -> None:
-        record = self._present.get(event.request_id)
+    def _observed(self, event: e.RequestEvent, _sequence: int, subject: Subject) -> None:
+        record = subject.request
         if record is not None:
             self._move(record, trigger_of(event))
 
-    def _decided(self, event: e.RequestDecision, _sequence: int) -> None:
-        record = self.in_generation(event)
+    def _decided(self, event: e.RequestDecision, _sequence: int, subject: Subject) -> None:
+        record = subject.current
         if record is not None:
             self._move(record, trigger_of(event))
 
@@ -231,95 +271,290 @@ class RequestTracker(Projection):
         for region, moves in compiled.others.get(trigger, ()):
             setattr(record, region, moves[getattr(record, region)])
 
-    @on(e.LookupRequested)
-    def _lookup_requested(self, event: e.LookupRequested, _sequence: int) -> None:
+    @on(
+        *(e.TransferReported, e.HookFailed, e.LogNote, e.DecisionWithheld, e.LoadRefused),
+        *(e.PrefixCacheReset, e.EndRefused),
+        *(e.ExtensionNoted, e.PagesDigested),
+    )
+    def _advance_time(self, event: _Timed, _sequence: int, _subject: Subject) -> None:
         self.state.time_ns = event.time_ns
-        record = self._present.get(event.request_id)
+
+    @on(e.ExtensionObserved)
+    def _observed_at(self, event: e.ExtensionObserved, sequence: int, subject: Subject) -> None:
+        self.state.time_ns = event.time_ns
+        self._observed(event, sequence, subject)
+
+    # --- the life of a request -----------------------------------------------------------------
+
+    @on(e.RequestArrived)
+    def _arrived(self, event: e.RequestArrived, _sequence: int, subject: Subject) -> None:
+        self.state.time_ns = event.time_ns
+        for earlier in (subject.request, self.state.requests.get(event.ordinal)):
+            if earlier is not None:
+                self._forget(earlier)
+        record = RequestRecord(
+            event.request_id,
+            event.ordinal,
+            event.num_prompt_tokens,
+            event.num_prompt_tokens,
+            state_since_ns=event.time_ns,
+        )
+        self._present[event.request_id] = record
+        self.state.requests[event.ordinal] = record
+        self.computed.set(event.ordinal, 0)
+        self.state.num_arrived += 1
+
+    @on(e.RequestReleased)
+    def _released(self, _event: e.RequestReleased, _sequence: int, subject: Subject) -> None:
+        if subject.request is not None:
+            self._drop_tail(subject.request)
+        if subject.current is not None:
+            self._forget(subject.current)
+
+    def _forget(self, record: RequestRecord) -> None:
+        self._drop_tail(record)
+        self.state.requests.pop(record.ordinal, None)
+        self.computed.forget(record.ordinal)
+        if self._present.get(record.request_id) is record:
+            del self._present[record.request_id]
+
+    @on(e.ChunkKeysObserved)
+    def _keys_observed(self, event: e.ChunkKeysObserved, _sequence: int, subject: Subject) -> None:
+        record = subject.request
+        if record is not None and event.first_chunk <= len(record.keys):  # after a gap, keys would stand for others
+            record.keys[event.first_chunk :] = event.keys
+
+    @on(e.LookupRequested)
+    def _lookup_requested(self, event: e.LookupRequested, _sequence: int, subject: Subject) -> None:
+        self.state.time_ns = event.time_ns
+        record = subject.request
         if record is not None:
             record.num_tokens = event.num_tokens
             self._move(record, event.id)
+            # vLLM looks up only requests that hold no blocks. After a failed asynchronous load it calls no hook.
+            record.block_ids = None
+            if self.unfilled.blocks:
+                record.num_local_tokens = event.num_computed_tokens
 
-    @on(e.LoadFailed)
-    def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
-        record = self.state.records.get(event.ordinal)
-        if record is not None:
-            record.num_failed_loads += 1
-        self._decided(event, sequence)
-
-    @on(e.BlocksAllocated)
-    def _blocks_allocated(self, event: e.BlocksAllocated, sequence: int) -> None:
+    @on(e.BlocksAllocated, e.BlockTableObserved)
+    def _blocks_given(self, event: e.BlocksAllocated | e.BlockTableObserved, sequence: int, subject: Subject) -> None:
         self.state.time_ns = event.time_ns
-        self._observed(event, sequence)
+        self._observed(event, sequence, subject)
+        record = subject.request
+        if record is None:
+            return
+        record.block_ids = array("I", event.block_ids)
+        if isinstance(event, e.BlocksAllocated) and not subject.is_refused and record.num_local_tokens is not None:
+            # Another connector may load into the new blocks, of which nothing is reported.
+            first_new = self._geometry.pages_spanning(0, record.num_local_tokens).stop
+            record.num_local_tokens = None
+            self.unfilled.fill(event.block_ids[first_new:])
+
+    @on(e.WindowLeft)
+    def _window_left(self, event: e.WindowLeft, sequence: int, subject: Subject) -> None:
+        self.state.time_ns = event.time_ns
+        self._observed(event, sequence, subject)
+        if subject.request is not None:
+            subject.request.window_freed_at = event.num_settled_tokens
+            self._fleeting.append(subject.request)
 
     @on(e.RequestPreempted)
-    def _preempted(self, event: e.RequestPreempted, _sequence: int) -> None:
-        self.state.time_ns = event.time_ns
-        record = self._present.get(event.request_id)
+    def _preempted(self, event: e.RequestPreempted, sequence: int, subject: Subject) -> None:
+        record = self._stopped(event, sequence, subject)
         if record is not None:
-            self._move(record, event.id)
             record.num_tokens = event.num_tokens
             record.num_tokens_before_preemption = max(record.num_tokens_before_preemption, event.num_settled_tokens)
             record.generation += 1
             record.num_preemptions += 1
             self.computed.set(record.ordinal, 0)
 
-    @on(e.SessionContinued)
-    def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
-        self.state.time_ns = event.time_ns
-        record = self._present.get(event.request_id)
+    @on(e.RequestFinished)
+    def _finished(self, event: e.RequestFinished, sequence: int, subject: Subject) -> None:
+        record = self._stopped(event, sequence, subject)
         if record is not None:
-            self._move(record, trigger_of(event))
-            record.generation += 1
             record.num_tokens = event.num_tokens
-            record.num_prompt_tokens = event.num_prompt_tokens
+            self.computed.set(record.ordinal, self.num_computed_tokens(record))
+
+    def _stopped(
+        self, event: e.RequestPreempted | e.RequestFinished, sequence: int, subject: Subject
+    ) -> RequestRecord | None:
+        """The request loses its blocks."""
+        self.state.time_ns = event.time_ns
+        self._observed(event, sequence, subject)
+        record = subject.request
+        if record is None:
+            return None
+        if record.block_ids is not None:
+            record.lost_block_ids, record.block_ids = record.block_ids, None
+            self._fleeting.append(record)
+        record.num_local_tokens = None
+        if record.lost_block_ids:
+            self.unfilled.lost.append(record.lost_block_ids)
+        if not subject.is_refused:
+            record.num_chunks_handled = 0
+            self._drop_tail(record)
+        return record
+
+    @on(e.SessionContinued)
+    def _session_continued(self, event: e.SessionContinued, sequence: int, subject: Subject) -> None:
+        record = self._cut(event, sequence, subject)
+        if record is not None:
+            record.generation += 1
+            record.num_tokens, record.num_prompt_tokens = event.num_tokens, event.num_prompt_tokens
             record.num_tokens_before_preemption = min(record.num_tokens_before_preemption, event.num_computed_tokens)
             self.computed.set(record.ordinal, event.num_computed_tokens)
+            if not subject.is_refused:
+                del record.keys[event.num_computed_tokens // self._chunk_size :]  # other tokens follow, so other keys
+                self._drop_tail(record)
 
     @on(e.TokensRolledBack)
-    def _rolled_back(self, event: e.TokensRolledBack, _sequence: int) -> None:
-        self.state.time_ns = event.time_ns
-        record = self._present.get(event.request_id)
+    def _rolled_back(self, event: e.TokensRolledBack, sequence: int, subject: Subject) -> None:
+        record = self._cut(event, sequence, subject)
         if record is not None:
-            self._move(record, trigger_of(event))
             if event.num_computed_tokens == 0:
                 record.generation += 1
             record.num_tokens = max(record.num_tokens, self.num_computed_tokens(record))  # a rollback cuts no tokens
             self.computed.set(record.ordinal, event.num_computed_tokens)
 
-    @on(e.RequestFinished)
-    def _finished(self, event: e.RequestFinished, _sequence: int) -> None:
+    def _cut(
+        self, event: e.SessionContinued | e.TokensRolledBack, sequence: int, subject: Subject
+    ) -> RequestRecord | None:
+        """Fewer tokens of the request are computed."""
         self.state.time_ns = event.time_ns
-        record = self._present.get(event.request_id)
-        if record is not None:
-            record.num_tokens = event.num_tokens
-            self.computed.set(record.ordinal, self.num_computed_tokens(record))
-            self._move(record, event.id)
+        self._observed(event, sequence, subject)
+        record = subject.request
+        if record is not None and not subject.is_refused:
+            num_chunks = event.num_computed_tokens // self._chunk_size
+            record.num_chunks_handled = min(record.num_chunks_handled, num_chunks)
+        return record
 
     @on(e.RequestQuarantined)
-    def _quarantined(self, event: e.RequestQuarantined, _sequence: int) -> None:
-        record = self.state.records.get(event.ordinal)
+    def _quarantined(self, event: e.RequestQuarantined, _sequence: int, subject: Subject) -> None:
+        record = subject.request
         if record is not None:
             self._move(record, event.id)
+            self._drop_tail(record)
 
-    @on(e.RequestReleased)
-    def _released(self, event: e.RequestReleased, _sequence: int) -> None:
-        record = self.in_generation(event)
-        if record is not None:
-            self._forget(record)
+    @on(e.PrefillAdvanced, e.PrefillCompleted)
+    def _progressed(self, event: e.PrefillAdvanced | e.PrefillCompleted, sequence: int, subject: Subject) -> None:
+        self._decided(event, sequence, subject)
+        if subject.request is not None:
+            self._drop_tail(subject.request)
 
-    def _forget(self, record: RequestRecord) -> None:
-        self.state.records.pop(record.ordinal, None)
-        self.computed.forget(record.ordinal)
-        if self._present.get(record.request_id) is record:
-            del self._present[record.request_id]
+    @on(e.CacheReset)
+    def _reset(self, event: e.CacheReset, _sequence: int, _subject: Subject) -> None:
+        self.state.time_ns = event.time_ns
+        tails = [(record.tail.job_id, record) for record in self if record.tail is not None]
+        for _, record in sorted(tails, key=lambda each: each[0]):  # the slots are free in the order of the saves
+            self._drop_tail(record)
+        for record in self:
+            record.num_chunks_handled = 0
+            if record.blocks is not BlocksRegion.NONE:
+                self._move(record, "cache.reset/held")
+
+    # --- steps ---------------------------------------------------------------------------------
 
     @on(e.StepScheduled)
-    def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
+    def _step_scheduled(self, event: e.StepScheduled, _sequence: int, _subject: Subject) -> None:
         self.state.time_ns = event.time_ns
+        for ordinal, _, num_settled_tokens, _ in event.settled:
+            record = self.of(ordinal)
+            # Until a load has arrived, what was computed on top of it may be wrong too.
+            if record is not None and record.blocks is not BlocksRegion.LOADING:
+                record.num_chunks_handled = num_settled_tokens // self._chunk_size
+        self._begin_step()
+        for ordinal, block_ids in event.extended:
+            record = self.of(ordinal)
+            if record is not None and record.block_ids is not None:
+                if len(block_ids) == 1:  # an array takes anything longer by an iterator
+                    record.block_ids.append(block_ids[0])
+                else:
+                    record.block_ids.extend(block_ids)
+        self.unfilled.step(event, self, self._geometry)
         self.computed.step(event)
         for ordinal, _, _, num_tokens in event.advanced:
-            record = self.state.records.get(ordinal)
+            record = self.of(ordinal)
             if record is not None:
                 record.num_tokens = num_tokens
                 if (record.state, record.blocks, record.first) in self._moved_by_step:
                     self._move(record, "tokens.scheduled")
+
+    def _begin_step(self) -> None:
+        """From this step's forward pass on, lost blocks may be overwritten."""
+        if self._fleeting:
+            fleeting = {record.ordinal: record for record in self._fleeting}.values()
+            for record in fleeting:
+                record.lost_block_ids = None
+                record.window_freed_before_step, record.window_freed_at = record.window_freed_at, None
+            self._fleeting = [record for record in fleeting if _is_fleeting(record)]
+
+    # --- loads, and the tail -------------------------------------------------------------------
+
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued, sequence: int, subject: Subject) -> None:
+        self._decided(event, sequence, subject)
+        self.unfilled.loads[event.job_id] = event.block_ids, event.is_async
+        self.unfilled.fill(event.block_ids)
+        tail = None if subject.request is None else subject.request.saved_tail
+        if tail is not None and not (set(tail.slots) - {NO_SLOT}).isdisjoint(event.slots):
+            tail.load_id = event.job_id
+
+    @on(e.LoadCompleted)
+    def _load_completed(self, event: e.LoadCompleted, sequence: int, subject: Subject) -> None:
+        self._decided(event, sequence, subject)
+        self.unfilled.loads.pop(event.job_id, None)
+
+    @on(e.LoadFailed)
+    def _load_failed(self, event: e.LoadFailed, sequence: int, subject: Subject) -> None:
+        block_ids, is_async = self.unfilled.loads.pop(event.job_id, ((), False))
+        if is_async:
+            # No request computes on such a block before it is there. A table that names it all the same is older: a
+            # window has left the block, or the table was lost.
+            self.unfilled.mark(block_ids)
+        else:
+            self.unfilled.add(block_ids, self)
+        record = subject.request
+        if record is not None:
+            record.num_failed_loads += 1
+            if record.tail is not None and record.tail.load_id == event.job_id:
+                self._drop_tail(record)
+        if subject.current is not None:
+            subject.current.num_chunks_handled = 0
+            self._decided(event, sequence, subject)
+
+    @on(e.LoadErrorsObserved)
+    def _load_errors_observed(self, event: e.LoadErrorsObserved, _sequence: int, _subject: Subject) -> None:
+        self.state.time_ns = event.time_ns
+        self.unfilled.add(event.block_ids, self)
+
+    @on(e.TailSaveIssued)
+    def _tail_issued(self, event: e.TailSaveIssued, sequence: int, subject: Subject) -> None:
+        self._decided(event, sequence, subject)
+        if subject.request is not None:
+            end_token = event.first_token + min(event.num_tokens, self._chunk_size)
+            subject.request.tail = Tail(event.job_id, event.first_token, end_token, event.slots)
+
+    @on(e.SaveCompleted, e.SaveFailed)
+    def _save_settled(self, event: e.SaveCompleted | e.SaveFailed, sequence: int, subject: Subject) -> None:
+        self._decided(event, sequence, subject)
+        record = subject.request
+        if record is None or record.tail is None or record.tail.job_id != event.job_id:
+            return
+        if isinstance(event, e.SaveCompleted):
+            record.tail.is_saved = True
+            self._slots.acquire(record.tail.slots)  # the pool gives the job's reference back right after
+        else:
+            record.tail = None
+
+    def _drop_tail(self, record: RequestRecord) -> None:
+        tail, record.tail = record.tail, None
+        if tail is not None and tail.is_saved:
+            self._slots.release(tail.slots)
+
+
+def _is_fleeting(record: RequestRecord) -> bool:
+    return (
+        record.lost_block_ids is not None
+        or record.window_freed_at is not None
+        or record.window_freed_before_step is not None
+    )

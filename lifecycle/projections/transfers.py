@@ -16,10 +16,8 @@ from kvledger.lifecycle.events import NO_SLOT, trigger_of
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.machine import CompiledRegions
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections import Projection
-from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
-from kvledger.lifecycle.projections.tracker import RequestTracker
-from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
+from kvledger.lifecycle.projections.base import Projection
+from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
 from kvledger.lifecycle.ranges import (
     BlockId,
     ChunkNumber,
@@ -33,6 +31,7 @@ from kvledger.lifecycle.ranges import (
     TimeNs,
 )
 from kvledger.lifecycle.states import SourceRegion, WorkRegion
+from kvledger.lifecycle.subject import Subject
 
 
 class JobKind(enum.StrEnum):
@@ -98,9 +97,7 @@ class Transfers(Projection):
     def __init__(
         self,
         tracker: RequestTracker,
-        chunk_keys: ChunkKeys,
         geometry: Geometry,
-        unfilled: UnfilledBlocks,
         regions: CompiledRegions,
         num_ranks: int = 1,
     ) -> None:
@@ -108,9 +105,7 @@ class Transfers(Projection):
         self._every_rank = range(num_ranks)
         self.all_ranks = tuple(self._every_rank)
         self._tracker = tracker
-        self._chunk_keys = chunk_keys
         self._geometry = geometry
-        self._unfilled = unfilled
         self.state = State()
         self.index()
 
@@ -224,31 +219,32 @@ class Transfers(Projection):
         return bool(self._loading) and not self._loading.keys().isdisjoint(slots)
 
     @on(e.LoadIssued)
-    def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
-        num_known = len(self._chunk_keys.of_life(event.ordinal))
+    def _load_issued(self, event: e.LoadIssued, _sequence: int, subject: Subject) -> None:
+        num_known = 0 if subject.request is None else len(subject.request.keys)
         chunks = self._geometry.chunks_of_load(event.first_token, event.num_tokens, num_known)
         self._read(event.slots)
-        self._start(event, JobKind.LOAD, tuple(chunks), event.is_async)
+        self._start(event, subject.request, JobKind.LOAD, tuple(chunks), event.is_async)
         if event.is_async:
             self.async_loads[event.job_id] = self.state.jobs[event.job_id]
 
     @on(e.SaveIssued)
-    def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
-        self._start(event, JobKind.SAVE, event.chunks, event.is_async)
+    def _save_issued(self, event: e.SaveIssued, _sequence: int, subject: Subject) -> None:
+        self._start(event, subject.request, JobKind.SAVE, event.chunks, event.is_async)
 
     @on(e.TailSaveIssued)
-    def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
-        self._start(event, JobKind.SAVE, (), False)  # noqa: FBT003 -- keywords cost, and every save comes by here
+    def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int, subject: Subject) -> None:
+        self._start(event, subject.request, JobKind.SAVE, (), False)  # noqa: FBT003 -- keywords cost, and every save comes by here
 
     def _start(
         self,
         event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued,
+        record: RequestRecord | None,
         kind: JobKind,
         chunks: tuple[int, ...],
         is_async: bool,  # noqa: FBT001
     ) -> None:
         tracker, job_id, request_id, ordinal = self._tracker, event.job_id, event.request_id, event.ordinal
-        keys = self._chunk_keys.of_chunks(ordinal, chunks)
+        keys = () if record is None else record.keys_of(chunks)
         earlier = self.state.jobs.get(job_id)
         if earlier is not None:  # a log may use a number twice
             self._leave(earlier)
@@ -260,7 +256,7 @@ class Transfers(Projection):
             event.generation,
             chunks,
             keys,
-            () if self._geometry.pages_per_chunk else self._earlier_keys(ordinal, chunks),
+            () if self._geometry.pages_per_chunk or record is None else self._earlier_keys(record, chunks),
             event.slots,
             event.block_ids,
             self.state.epoch,
@@ -276,20 +272,19 @@ class Transfers(Projection):
         if job_id >= self.state.next_job_id:
             self.state.next_job_id = job_id + 1
 
-    def _earlier_keys(self, ordinal: int, chunks: tuple[int, ...]) -> tuple[tuple[int, bytes], ...]:
-        keys = self._chunk_keys.of_life(ordinal)
-        earlier = self._geometry.earlier_chunks(chunks, len(keys))
-        return tuple((chunk, keys[chunk]) for chunk in earlier)
+    def _earlier_keys(self, record: RequestRecord, chunks: tuple[int, ...]) -> tuple[tuple[int, bytes], ...]:
+        earlier = self._geometry.earlier_chunks(chunks, len(record.keys))
+        return tuple((chunk, record.keys[chunk]) for chunk in earlier)
 
     @on(e.TransferAwaited)
-    def _awaited(self, event: e.TransferAwaited, _sequence: int) -> None:
+    def _awaited(self, event: e.TransferAwaited, _sequence: int, _subject: Subject) -> None:
         job = self.state.jobs.get(event.job_id)
         if job is not None:
             job.asked_step, job.asked_ns = self._tracker.num_steps, self._tracker.time_ns
             self._move(job, trigger_of(event))
 
     @on(e.TransferReported)
-    def _reported(self, event: e.TransferReported, _sequence: int) -> None:
+    def _reported(self, event: e.TransferReported, _sequence: int, _subject: Subject) -> None:
         self.reported = [(job_id, self._report(job_id, event)) for job_id in dict.fromkeys(event.job_ids)]
 
     def _report(self, job_id: int, event: e.TransferReported) -> Job | None:
@@ -320,7 +315,9 @@ class Transfers(Projection):
         job.ranks_failed = tuple(sorted({*job.ranks_failed, *failed}))
 
     @on(e.LoadCompleted, e.SaveCompleted, e.SaveFailed)
-    def _settled(self, event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed, _sequence: int) -> None:
+    def _settled(
+        self, event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed, _sequence: int, _subject: Subject
+    ) -> None:
         job = self.state.jobs.pop(event.job_id, None)
         if job is None:
             return
@@ -362,22 +359,24 @@ class Transfers(Projection):
                 loading.pop(slot, None)
 
     @on(e.LoadFailed)
-    def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
+    def _load_failed(self, event: e.LoadFailed, sequence: int, subject: Subject) -> None:
         for job in self.of_life(event.ordinal):  # on top of it, also where the request has ended long ago
             if job.kind is JobKind.SAVE and job.generation == event.generation and job.job_id > event.job_id:
                 job.is_doubtful = True
-        self._settled(event, sequence)
-        self._load_errors_observed(event, sequence)
+        self._settled(event, sequence, subject)
+        self._load_errors_observed(event, sequence, subject)
 
     @on(e.LoadErrorsObserved)
-    def _load_errors_observed(self, _event: e.LoadErrorsObserved | e.LoadFailed, _sequence: int) -> None:
+    def _load_errors_observed(
+        self, _event: e.LoadErrorsObserved | e.LoadFailed, _sequence: int, _subject: Subject
+    ) -> None:
         # A load may fail in the very step that saves what it should have brought, or what was computed on top of it.
         # Whoever did so may have ended since; whatever else it saved is as doubtful.
-        for ordinal in {job.ordinal for job in self.state.jobs.values() if self._unfilled.spoil(job.block_ids)}:
+        for ordinal in {job.ordinal for job in self.state.jobs.values() if self._tracker.unfilled.spoil(job.block_ids)}:
             self._doubt_saves(ordinal)
 
     @on(e.RequestQuarantined)
-    def _quarantined(self, event: e.RequestQuarantined, _sequence: int) -> None:
+    def _quarantined(self, event: e.RequestQuarantined, _sequence: int, _subject: Subject) -> None:
         self._doubt_saves(event.ordinal)
 
     def _doubt_saves(self, ordinal: int) -> None:
@@ -385,5 +384,5 @@ class Transfers(Projection):
             self.state.jobs[job_id].is_doubtful = self.state.jobs[job_id].kind is JobKind.SAVE
 
     @on(e.CacheReset)
-    def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
+    def _reset(self, _event: e.CacheReset, _sequence: int, _subject: Subject) -> None:
         self.state.epoch += 1

@@ -16,12 +16,12 @@ def running(block_ids: tuple[int, ...] = (1, 2)) -> Driver:
 
 def held(driver: Driver, request_id: str = "a") -> list[int]:
     """Its blocks now."""
-    return list(driver.projections.blocks.held(request_id))
+    return list(driver.record(request_id).block_ids or ())
 
 
 def lost(driver: Driver) -> list[int]:
     """Blocks it was just deprived of."""
-    return list(driver.projections.blocks.lost("a"))
+    return list(driver.record("a").lost_block_ids or ())
 
 
 def test_an_allocation_tells_the_whole_table() -> None:
@@ -80,7 +80,7 @@ def test_blocks_of_unknown_requests_are_not_kept() -> None:
     driver = Driver()
     driver.observe(e.BlocksAllocated("ghost", (1, 2), 0, 1))
     driver.observe(e.StepScheduled(0, 1, (), (), ((99, (1,)),), (), 1))
-    assert len(driver.projections.blocks) == 0
+    assert len(driver.projections.tracker) == 0
 
 
 def test_a_second_life_of_an_id_does_not_inherit_blocks() -> None:

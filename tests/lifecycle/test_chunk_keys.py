@@ -9,7 +9,7 @@ KEYS = keys_of("d", 6)
 
 def keys(driver: Driver) -> list[bytes]:
     """The keys of request `a`."""
-    return list(driver.projections.chunk_keys.of("a"))
+    return list(driver.record("a").keys)
 
 
 def test_keys_are_appended_in_chunk_order() -> None:
@@ -42,7 +42,7 @@ def test_a_released_request_leaves_no_keys() -> None:
     driver.arrive("a", 17, KEYS[:2])
     driver.finish("a", 0, 17)
     driver.keys("ghost", 0, KEYS)
-    assert len(driver.projections.chunk_keys) == 0
+    assert len(driver.projections.tracker) == 0
 
 
 def test_keys_that_leave_a_gap_are_not_taken_for_the_chunks_before() -> None:

@@ -21,7 +21,6 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import vocabulary_header
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.handlers import HOOKS, Preempted, Running
-from kvledger.lifecycle.projections import Projections, ProjectionSpec
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.testing.plays import CONFIGURATIONS, OBSERVED, Observed, plays
 from kvledger.lifecycle.turn import Turn
@@ -379,13 +378,3 @@ def test_a_mended_release_is_other_code_and_so_is_what_nobody_can_read() -> None
     shy = CORE.replacing(Shy())
     assert set(shy.code) == {"kvledger.lifecycle", __name__}
     assert shy.other_code(vocabulary_header(shy)) == ""
-
-
-def test_projections_that_need_one_another_are_refused() -> None:
-    """Otherwise making them would never end."""
-    specs = (
-        ProjectionSpec("tracker", lambda its: its.blocks),  # type: ignore[arg-type, return-value]
-        ProjectionSpec("blocks", lambda its: its.tracker),  # type: ignore[arg-type, return-value]
-    )
-    with pytest.raises(AttributeError, match="it needs itself: tracker -> blocks -> tracker"):
-        Projections(attrs.evolve(CORE, projections=specs), CONFIGURATION)

@@ -38,7 +38,7 @@ def start(driver: Driver, request_id: str, keys: Sequence[bytes], num_tokens: in
 
 def settle(driver: Driver, request_id: str, num_tokens: int) -> None:
     """One more decoded token, and what is settled by then; its copies are done."""
-    begins_a_block = len(driver.projections.blocks.held(request_id)) == num_tokens // 16 * len(WINDOWS)
+    begins_a_block = len(driver.record(request_id).block_ids or ()) == num_tokens // 16 * len(WINDOWS)
     extended = [(request_id, (800 + num_tokens, 801 + num_tokens))] if begins_a_block else ()
     driver.step((request_id, num_tokens, 1, num_tokens + 1), settled=[(request_id, 0, num_tokens)], extended=extended)
     driver.settle_all()
@@ -133,7 +133,7 @@ def test_what_the_window_had_left_a_step_before_is_gone() -> None:
     assert copied(save, group=1) == [8]
     assert not save.before_forward
     driver.step(("a", 91, 1, 92))
-    assert driver.projections.blocks.left_since("a") is None
+    assert driver.record("a").window_freed_before_step is None
 
 
 def test_what_was_told_before_another_step_does_not_count() -> None:

@@ -131,7 +131,7 @@ def test_a_late_failure_of_an_earlier_generation_leaves_the_tail_of_this_one() -
     driver.step()
     driver.report(tail.job_id)
     driver.report(load.job_id, ok=False)
-    assert driver.projections.tails.saved(tail.ordinal).job_id == tail.job_id
+    assert driver.projections.tracker.of(tail.ordinal).saved_tail.job_id == tail.job_id
     save_anew(driver)
     assert driver.lookup("a", 0, NUM_TOKENS + 1).num_external_tokens == NUM_TOKENS
 
@@ -148,7 +148,7 @@ def test_a_tail_is_dropped_with_the_load_that_reads_it() -> None:
     driver.step(("a", NUM_TOKENS, 1, NUM_TOKENS + 1))
     driver.roll_back("a", 0)
     driver.report(driver.all_of(e.LoadIssued)[-1].job_id, ok=False)
-    assert driver.projections.tails.of(driver.record("a").ordinal) is None
+    assert driver.record("a").tail is None
 
 
 def test_a_late_failure_of_an_earlier_generation_leaves_the_save_cursor_of_this_one() -> None:
@@ -156,7 +156,7 @@ def test_a_late_failure_of_an_earlier_generation_leaves_the_save_cursor_of_this_
     driver, load = computed_again()
     driver.step(("a", 50, 1, 51), settled=[("a", 0, 50)])
     driver.report(load.job_id, ok=False)
-    assert driver.projections.save_cursor.num_chunks(driver.record("a").ordinal) == 3
+    assert driver.record("a").num_chunks_handled == 3
 
 
 def test_a_late_failure_leaves_the_save_cursor_of_the_next_life_of_the_id() -> None:
@@ -166,7 +166,7 @@ def test_a_late_failure_leaves_the_save_cursor_of_the_next_life_of_the_id() -> N
     driver.start("a", KEYS, NUM_TOKENS, (5, 6, 7, 8))
     driver.step(("a", 50, 1, 51), settled=[("a", 0, 50)])
     driver.report(load.job_id, ok=False)
-    assert driver.projections.save_cursor.num_chunks(driver.record("a").ordinal) == 3
+    assert driver.record("a").num_chunks_handled == 3
 
 
 @pytest.mark.parametrize("life", [("a", 0, 1), ("a", 1, 0)], ids=["another life", "another generation"])
@@ -240,10 +240,10 @@ def test_nothing_of_an_earlier_life_is_remembered_for_this_one() -> None:
     """Neither keys nor answers nor promises; what was told of this one before its first step is its own."""
     driver = used_again()
     projections = driver.projections
-    assert list(projections.chunk_keys.of("a")) == list(keys_of("other", 3))
+    assert driver.record("a").keys == list(keys_of("other", 3))
     assert projections.lookups.pending("a") is None
     assert dict(projections.chunks.promised) == {}
-    assert list(projections.chunk_keys.state.keys) == [9]
+    assert [record.ordinal for record in projections.tracker] == [9]
 
 
 def test_what_an_earlier_life_had_of_the_prefix_cache_says_nothing_about_this_one() -> None:
@@ -252,9 +252,9 @@ def test_what_an_earlier_life_had_of_the_prefix_cache_says_nothing_about_this_on
     driver.report(load.job_id, ok=False)
     driver.arrive("b", NUM_TOKENS, KEYS)
     driver.lookup("b", 32, NUM_TOKENS)
-    assert list(driver.projections.unfilled.state.num_local_tokens.values()) == [32]
+    assert driver.record("b").num_local_tokens == 32
     driver.observe(e.RequestArrived("b", 9, NUM_TOKENS, 1))
-    assert driver.projections.unfilled.state.num_local_tokens == {}
+    assert driver.record("b").num_local_tokens is None
 
 
 def test_what_an_earlier_life_would_have_got_back_is_not_waited_for() -> None:

@@ -27,7 +27,7 @@ def hit(driver: Driver, generation: int = 0) -> int:
 
 def truth(driver: Driver) -> int:
     """Chunks that are there now."""
-    keys = driver.projections.chunk_keys.of("a")
+    keys = driver.record("a").keys
     committed: int = driver.projections.chunks.num_committed_from(keys)
     return committed
 

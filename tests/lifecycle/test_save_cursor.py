@@ -20,23 +20,30 @@ def saved(num_chunks: int = 3) -> Driver:
 
 def cursor(driver: Driver) -> int:
     """Chunks dealt with."""
-    num_chunks: int = driver.projections.save_cursor.num_chunks(driver.projections.tracker.ordinal("a"))
+    num_chunks: int = driver.record("a").num_chunks_handled
     return num_chunks
+
+
+def next_threshold(driver: Driver) -> int:
+    """The number of settled tokens from which there is something to save."""
+    record = driver.record("a")
+    tokens: int = driver.projections.tracker.save_threshold(record, record.num_chunks_handled)
+    return tokens
 
 
 def test_the_cursor_counts_whole_settled_chunks() -> None:
     """And the next threshold is the end of the one that follows."""
     driver = saved(3)
     assert cursor(driver) == 3
-    assert driver.projections.save_cursor.next_threshold(driver.record("a")) == 64
+    assert next_threshold(driver) == 64
 
 
 def test_a_request_nobody_told_about_starts_at_its_first_chunk() -> None:
     """No entry is needed for that."""
     driver = Driver(chunk_size=16)
     driver.arrive("a", 65)
-    assert driver.projections.save_cursor.next_threshold(driver.record("a")) == 16
-    assert len(driver.projections.save_cursor) == 0
+    assert next_threshold(driver) == 16
+    assert driver.record("a").num_chunks_handled == 0
 
 
 @pytest.mark.parametrize(
@@ -56,7 +63,7 @@ def test_a_prompt_is_saved_as_it_settles_and_what_is_decoded_by_intervals(
     """Of a request with so many chunks dealt with."""
     driver = Driver(chunk_size=16, save_interval_tokens=interval)
     driver.arrive("a", num_prompt_tokens)
-    assert driver.projections.save_cursor.threshold(driver.record("a"), num_chunks) == threshold
+    assert driver.projections.tracker.save_threshold(driver.record("a"), num_chunks) == threshold
 
 
 def test_the_next_turn_of_a_session_saves_the_outputs_before_it_at_once() -> None:
@@ -64,9 +71,9 @@ def test_the_next_turn_of_a_session_saves_the_outputs_before_it_at_once() -> Non
     driver = Driver(chunk_size=16, save_interval_tokens=64)
     driver.start("a", keys_of("a", 1), 17, range(5))
     driver.step(("a", 17, 1, 18), settled=[("a", 0, 17)])
-    assert driver.projections.save_cursor.next_threshold(driver.record("a")) == 64
+    assert next_threshold(driver) == 64
     driver.continue_session("a", 40, 60)
-    assert driver.projections.save_cursor.next_threshold(driver.record("a")) == 32
+    assert next_threshold(driver) == 32
 
 
 @pytest.mark.parametrize("event", ["preempted", "finished", "reset", "load failed", "arrived again"])

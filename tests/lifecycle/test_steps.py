@@ -57,7 +57,7 @@ def test_new_blocks_are_written_whether_or_not_the_request_is() -> None:
     driver = decoding()
     written = step(driver, Scheduled("a", 21, 1, 22, new_block_ids=(9,)), Scheduled("b", 21, 1, 22))
     assert (written.advanced, written.extended) == ((), ((driver.record("a").ordinal, (9,)),))
-    assert tuple(driver.projections.blocks.held("a")) == (1, 2, 9)
+    assert tuple(driver.record("a").block_ids or ()) == (1, 2, 9)
 
 
 def test_a_chunk_settles_once_its_tokens_are_written_and_its_key_is_known() -> None:

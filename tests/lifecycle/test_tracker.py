@@ -10,7 +10,7 @@ from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import Core, RequestState
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.subject import NOBODY
 
 
 def count(driver: Driver, request_id: str) -> int:
@@ -131,11 +131,11 @@ def test_the_time_of_a_state_is_that_of_the_observation_that_led_to_it() -> None
 )
 def test_every_observation_that_has_a_time_is_the_time_of_what_it_moves(event_class: type[e.Event]) -> None:
     """`replay` gave a request that an observed block table had moved the time of an older event."""
-    tracker = RequestTracker(Core.standard())
+    tracker = Driver().projections.tracker
     if event_class is e.LookupRequestedAgain:  # folded as the lookup that it repeats
         event_class = e.LookupRequested
     event = event_class(**{**example_values(event_class), "time_ns": 77})
-    tracker.folds()[event_class](event, 1)
+    tracker.folds()[event_class](event, 1, NOBODY)
     assert tracker.time_ns == 77
 
 
@@ -153,9 +153,9 @@ def test_a_decision_about_an_earlier_life_does_not_move_this_one() -> None:
     driver = decoding("a")
     driver.preempt("a", 20)
     tracker = driver.projections.tracker
-    tracker.folds()[e.RequestReleased](e.RequestReleased("a", 0, 0, 1), 99)
+    driver.projections.fold(e.RequestReleased("a", 0, 0, 1), 99)
     assert tracker.get("a") is not None
-    tracker.folds()[e.RequestReleased](e.RequestReleased("a", 0, 1, 1), 99)
+    driver.projections.fold(e.RequestReleased("a", 0, 1, 1), 99)
     assert tracker.get("a") is None
 
 
@@ -171,15 +171,15 @@ def test_an_ordinal_names_one_life_of_an_id() -> None:
 
 def test_events_of_unknown_requests_leave_no_trace() -> None:
     """Folding is total: whatever was recorded can be folded."""
-    tracker = RequestTracker(Core.standard())
+    tracker = Driver().projections.tracker
     before = msgspec.msgpack.encode(tracker.state)
     for event_class, fold in tracker.folds().items():
         if event_class in Core.standard().request_events and event_class is not e.RequestArrived:
-            fold(event_class(**example_values(event_class)), 1)
+            fold(event_class(**example_values(event_class)), 1, NOBODY)
     tracker.folds()[e.StepScheduled](
-        e.StepScheduled(0, 1, ((9, 0, 1, 1),), (9,), ((9, (1,)),), (e.SettledTokens(9, 0, 1),), 5), 1
+        e.StepScheduled(0, 1, ((9, 0, 1, 1),), (9,), ((9, (1,)),), (e.SettledTokens(9, 0, 1),), 5), 1, NOBODY
     )
-    tracker.state.computed.num_steps = tracker.state.time_ns = 0
+    tracker.state.computed.num_steps = tracker.state.time_ns = tracker.unfilled.num_failures = 0
     assert msgspec.msgpack.encode(tracker.state) == before
 
 

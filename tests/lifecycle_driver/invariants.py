@@ -27,7 +27,7 @@ def check_slots(projections: Projections, given_up: Iterable[int] = ()) -> None:
     for job in projections.transfers:
         references.update(job.slots)
     for record in projections.tracker:
-        tail = projections.tails.saved(record.ordinal)
+        tail = record.saved_tail
         if tail is not None:
             references.update(tail.slots)
     held = projections.chunks.slots.state.references
@@ -49,13 +49,10 @@ def check_invariants(projections: Projections, given_up: Iterable[int] = ()) -> 
     check_slots(projections, given_up)
     for record in projections.tracker:
         if record.state in {RequestState.PREEMPTED, RequestState.FINISHED}:
-            assert not projections.blocks.held(record.request_id), f"{record.request_id} is {record.state} with blocks"
+            assert not record.block_ids, f"{record.request_id} is {record.state} with blocks"
         if record.state is RequestState.FINISHED:
             assert projections.transfers.owes(record.ordinal), f"{record.request_id} is finished, owes nothing, stays"
     ordinals = {record.ordinal for record in projections.tracker}
-    assert projections.blocks.state.held.keys() <= ordinals, "blocks of released requests are remembered"
-    assert projections.chunk_keys.state.keys.keys() <= ordinals, "keys of released requests are remembered"
-    assert projections.save_cursor.state.num_chunks.keys() <= ordinals, "cursors of released requests are remembered"
     assert projections.chunks.state.pinned_by.keys() <= ordinals, "a released request pins chunks"
     lookups = projections.lookups.state
     assert lookups.hits.keys() | lookups.pending.keys() <= ordinals, "a lookup of a released request is remembered"

@@ -32,7 +32,7 @@ def region_differences(events: Iterable[tuple[int, e.Event]], configuration: Led
 
 
 def _blocks(record: RequestRecord, projections: Projections) -> BlocksRegion:
-    if projections.blocks.of_life(record.ordinal) is None:
+    if record.block_ids is None:
         return BlocksRegion.NONE
     is_loading = any(
         job.kind is JobKind.LOAD and job.generation == record.generation

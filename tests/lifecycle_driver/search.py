@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import attrs
 import msgspec
 
 from kvledger.lifecycle import RequestState as S
@@ -104,19 +103,21 @@ def canonical(driver: Driver) -> str:
     parts = {
         "requests": {
             record.request_id: {
-                **attrs.asdict(record),
+                **msgspec.structs.asdict(record),
                 **dict.fromkeys(("ordinal", "num_preemptions", "state_since_ns"), 0),
                 "num_computed_tokens": tracker.num_computed_tokens(record),
                 "generation": min(record.generation, 2),
                 "num_failed_loads": min(record.num_failed_loads, 3),
                 "num_tokens_before_preemption": 0,
+                "block_ids": list(record.block_ids or ()),
+                "tail": record.tail is not None,
+                **dict.fromkeys(
+                    ("lost_block_ids", "window_freed_at", "window_freed_before_step", "num_local_tokens"), 0
+                ),
             }
             for record in tracker
         },
-        "blocks": {record.request_id: its.blocks.held(record.request_id) for record in tracker},
-        "unfilled": sorted(its.unfilled.blocks),
-        "keys": named(its.chunk_keys.state.keys),
-        "cursor": named(its.save_cursor.state.num_chunks),
+        "unfilled": sorted(tracker.unfilled.blocks),
         "hits": {name: hit.num_chunks for name, hit in named(lookups.hits).items()},
         "deferred": named(lookups.num_deferred),
         "pending": {name: _said(answer) for name, answer in named(lookups.pending).items()},
@@ -127,7 +128,6 @@ def canonical(driver: Driver) -> str:
         "pinned": {name: len(keys) for name, keys in chunks.promised.items()},
         "departed": {key.hex(): gone.reason for key, gone in chunks.state.departed.items()},
         "slots": sorted(chunks.slots.state.references.items()),
-        "tails": [(record.request_id, its.tails.of(record.ordinal) is not None) for record in tracker],
         "jobs": [
             {**msgspec.structs.asdict(job), **dict.fromkeys(_COUNTING, 0), "generation": min(job.generation, 2)}
             for job in its.transfers
@@ -136,6 +136,7 @@ def canonical(driver: Driver) -> str:
     return json.dumps(parts, sort_keys=False, default=_plain)
 
 
+_PASSING = ("lost_block_ids", "window_freed_at", "window_freed_before_step", "num_local_tokens")
 _COUNTING = ("job_id", "ordinal", "epoch", "asked_step", "asked_ns")
 
 
@@ -154,7 +155,7 @@ def moves(driver: Driver) -> Iterator[Move]:  # noqa: C901 -- a list of cases, o
             continue
         record = driver.record(name)
         computed = driver.projections.tracker.num_computed_tokens(record)
-        has_blocks = bool(driver.projections.blocks.held(name))
+        has_blocks = bool(driver.record(name).block_ids)
         if not has_blocks:
             yield "lookup", name
             pending = driver.projections.lookups.pending(name)
@@ -205,7 +206,7 @@ def _compute(driver: Driver, name: str, up_to: int = PROMPT) -> None:
 
 def _settle(driver: Driver, name: str) -> None:
     computed = driver.projections.tracker.num_computed_tokens(driver.record(name))
-    driver.step(settled=[(name, driver.projections.save_cursor.num_chunks(driver.record(name).ordinal), computed)])
+    driver.step(settled=[(name, driver.record(name).num_chunks_handled, computed)])
 
 
 def _preempt(driver: Driver, name: str) -> None:
@@ -220,7 +221,7 @@ def _finish(driver: Driver, name: str) -> None:
 def _failed(driver: Driver, job_id: str) -> None:
     job = driver.projections.transfers.get(int(job_id))
     driver.report(int(job_id), ok=False)
-    if job.kind.value == "load" and driver.projections.blocks.held(job.request_id):
+    if job.kind.value == "load" and driver.record(job.request_id).block_ids:
         driver.roll_back(job.request_id, 0)
 
 

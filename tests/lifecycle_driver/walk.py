@@ -428,7 +428,7 @@ class Walk:
             record = self.driver.record(player.request_id)
             counted = self.driver.projections.tracker.num_computed_tokens(record)
             assert counted == player.computed, f"{player.request_id}: {counted} counted, {player.computed} computed"
-            assert list(self.driver.projections.blocks.held(player.request_id)) == player.blocks
+            assert list(record.block_ids or ()) == player.blocks
             self.device.remember(player.contents[: player.computed], player.blocks)
             if player.computed == len(player.contents):
                 player.extend(1)

@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE, CorruptKV, block_bytes
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.tails import Tails
+from kvledger.lifecycle.decisions import saves
 from kvledger.storage.events import segment_file
 from sim.cached_blocks import PoisonedCache
 from sim.checks import (
@@ -300,8 +300,7 @@ def test_recovered_tokens_that_were_not_are_seen(world: World) -> None:
 
 def test_tokens_computed_again_without_need_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connector that forgets tails, with room for everything: correct, and not what it promises."""
-    for name in ("of", "saved"):
-        monkeypatch.setattr(Tails, name, lambda _self, _ordinal: None)
+    monkeypatch.setattr(saves._Plan, "save_tail", lambda _self, _num_settled_tokens: None)
     with calm_world() as world:
         world.run()
         check_outputs(world)

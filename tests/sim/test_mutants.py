@@ -19,7 +19,7 @@ from kvledger.lifecycle import decider, handlers
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
-from kvledger.lifecycle.projections.tails import Tails
+from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import JobKind
 from sim.checks import CHECKS
 from sim.world import World
@@ -30,7 +30,7 @@ NUM_SEEDS = 60
 
 
 def _save_one_token_too_many(turn: Any, event: Any) -> None:
-    lost = turn.projections.blocks.lost(event.request_id)
+    lost = turn.record.lost_block_ids or ()
     current = turn.before.current
     plan = saves._Plan(turn, turn.record.generation, current, lost, before_forward=True, is_async=False)
     plan.save(0, event.num_intact_tokens + 1)
@@ -68,12 +68,12 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
         "wrong KV",
     ),
     "a tail is not dropped when its request runs again": (
-        Tails,
-        "_forget",
-        lambda _self, _ordinal: None,
-        "entries of ended requests",
+        RequestTracker,
+        "_drop_tail",
+        lambda _self, _record: None,
+        "slots are held by nobody",
     ),
-    "chunks survive a reset": (ChunkIndex, "_reset", lambda _self, _event, _sequence: None, "wrong KV"),
+    "chunks survive a reset": (ChunkIndex, "_reset", lambda _self, _event, _sequence, _subject: None, "wrong KV"),
 }
 
 

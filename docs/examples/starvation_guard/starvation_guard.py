@@ -120,4 +120,5 @@ class StarvationGuard(Extension):
     def kept(self, projections: Projections) -> Collection[bytes]:
         """All keys of starving requests."""
         starving = projections.starving.state.starving  # type: ignore[attr-defined]
-        return frozenset(key for ordinal in starving for key in projections.chunk_keys.of_life(ordinal))
+        records = (projections.tracker.of(ordinal) for ordinal in starving)
+        return frozenset(key for record in records if record is not None for key in record.keys)

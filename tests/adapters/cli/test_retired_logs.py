@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -14,10 +16,11 @@ from stored_logs import header_of
 from kvledger.adapters.logs import index as index_module
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.logs.snapshots import write_snapshots
-from kvledger.lifecycle import Core, Ledger, ProjectionSpec
+from kvledger.lifecycle import Core, Ledger, projections
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import vocabulary_header
 from kvledger.lifecycle.projections.totals import Totals
+from kvledger.lifecycle.subject import Subject
 from kvledger.storage.events import SegmentEventStore
 from kvledger.storage.events.segment_file import segment_paths
 
@@ -35,16 +38,10 @@ class Retired:
 class Miscounting(Totals):
     """As the totals were before they were mended: the same state, another fold."""
 
-    def _arrived(self, event: e.RequestArrived, sequence: int) -> None:
+    def _arrived(self, event: e.RequestArrived, sequence: int, subject: Subject) -> None:
         """Each request counts twice."""
-        super()._arrived(event, sequence)
-        super()._arrived(event, sequence)
-
-
-def _miscounting_core() -> Core:
-    spec = ProjectionSpec("totals", lambda its: Miscounting(its.tracker, its.transfers, its.lookups))
-    specs = (spec if each.name == spec.name else each for each in Core.standard().projections)
-    return attrs.evolve(Core.standard(), projections=tuple(specs))
+        super()._arrived(event, sequence, subject)
+        super()._arrived(event, sequence, subject)
 
 
 @pytest.fixture
@@ -56,16 +53,22 @@ def retired(run: Any, tmp_path: Path) -> Retired:
 @pytest.fixture
 def miscounted(run: Any, tmp_path: Path) -> Retired:
     """Written by other code."""
-    return write_retired(_miscounting_core(), run, tmp_path)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(projections, "Totals", Miscounting)
+        return write_retired(Core.standard(), run, tmp_path, {__name__: "0" * 32})
 
 
-def write_retired(core: Core, run: Any, tmp_path: Path) -> Retired:
+def write_retired(
+    core: Core, run: Any, tmp_path: Path, other_code: Mapping[str, str] = MappingProxyType({})
+) -> Retired:
     """Played twice, as an engine would have written it, with a snapshot at each new segment."""
     walk = Walk(3, chunk_size=16, block_size=16)
     walk.run(140)
     observations = [event for event in walk.driver.observed if not event.is_decision]
     for name in ("whole", "log"):
-        header = header_of(walk.driver.configuration, vocabulary_header(core))
+        vocabulary = vocabulary_header(core)
+        code = {**vocabulary["code"], **other_code}
+        header = header_of(walk.driver.configuration, vocabulary | {"code": code})
         store = SegmentEventStore.create(tmp_path / name, header, segment_bytes=16_000)
         ledger = Ledger(core, walk.driver.configuration, store)
         for event in observations:

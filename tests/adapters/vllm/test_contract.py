@@ -126,7 +126,7 @@ ANSWER, LOAD, SAVE = e.LookupAnswered, e.LoadIssued, e.SaveIssued
 def issue_load(turn: Turn) -> e.LoadIssued:
     """A load that nobody has accepted."""
     record, projections = turn.record, turn.projections
-    blocks = tuple(projections.blocks.held(record.request_id))[:1] or (1,)
+    blocks = tuple(record.block_ids or ())[:1] or (1,)
     return e.LoadIssued(*record.life, projections.transfers.next_job_id, 0, 16, (0,), blocks, True, turn.cause)
 
 

@@ -112,7 +112,7 @@ def test_what_another_cache_loaded_is_saved_from_the_right_blocks(
         engine.step()
         for request in engine.scheduler.running:
             (table,) = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-            assert list(engine.projections.blocks.held(request.request_id)) == table
+            assert list(engine.projections.tracker.get(request.request_id).block_ids or ()) == table
     engine.run()
     assert sorted(saved_chunks(engine, "theirs")) == [0, 1, 2, 3, 4]
     assert engine.logged(e.BlockTableObserved) == []

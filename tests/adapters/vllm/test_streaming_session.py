@@ -44,7 +44,7 @@ def test_each_turn_replaces_the_block_table(make_engine: Any, runner: dict[str, 
         assert longer[: len(shorter)] == shorter
         assert len(set(longer)) == len(longer)
     (held,) = engine.scheduler.kv_cache_manager.get_block_ids("session")
-    assert list(engine.projections.blocks.held("session")) == held
+    assert list(engine.projections.tracker.get("session").block_ids or ()) == held
     assert len(engine.logged(e.SessionContinued)) == 2
     assert engine.logged(e.BlockTableObserved, e.InvariantViolated) == []
     engine.abort("session")
@@ -79,7 +79,7 @@ def test_the_dropped_token_s_chunk_gets_another_key(make_engine: Any, runner: di
     engine.run()
     tokens = list(engine.scheduler.requests["session"].all_token_ids)
     assert tokens[47] == 300
-    keys = list(engine.projections.chunk_keys.of("session"))
+    keys = list(engine.projections.tracker.get("session").keys)
     engine.abort("session")
     engine.run()
     del engine.outputs["session"]

@@ -56,22 +56,17 @@ NOT_FOLDED: dict[str, dict[str, str]] = {
     },
     "load.failed": {"error": _PEOPLE},
     "save.issued": {"before_forward": "says when a worker copies; whose the blocks are follows from the request"},
-    "save.completed": {"generation": _SAVED},
-    "save.failed": {"generation": _SAVED, "error": _PEOPLE},
-    "save.declined": dict.fromkeys(("request_id", "ordinal", "generation", "first_chunk", "reason"), _COUNTED),
-    "transfer.awaited": dict.fromkeys(("ordinal", "generation"), _SAVED),
-    "blocks.held": {"generation": "the ordinal says whose blocks; a life ends once"},
+    "save.failed": {"error": _PEOPLE},
+    "save.declined": dict.fromkeys(("request_id", "first_chunk", "reason"), _COUNTED),
     "chunk.evicted": dict.fromkeys(("request_id", "ordinal", "generation"), "who needed the slots, for people"),
     "prefill.advanced": dict.fromkeys(("num_computed_tokens", "num_tokens"), _COPIED),
     "prefill.completed": dict.fromkeys(("num_computed_tokens", "num_tokens"), _COPIED),
-    "request.quarantined": {"generation": "it concerns the whole life", "reason": _PEOPLE},
+    "request.quarantined": {"reason": _PEOPLE},
     "invariant.violated": dict.fromkeys(("rule", "request_id", "ordinal", "generation", "detail"), _COUNTED),
     "log.note": {"text": _PEOPLE},
     "decision.withheld": {"rule": _PEOPLE, "detail": _PEOPLE},
     "extension.observed": dict.fromkeys(("name", "extension_version", "payload"), _EXTENSIONS),
-    "extension.decided": dict.fromkeys(
-        ("request_id", "ordinal", "generation", "name", "extension_version", "payload"), _EXTENSIONS
-    ),
+    "extension.decided": dict.fromkeys(("request_id", "name", "extension_version", "payload"), _EXTENSIONS),
     "extension.noted": dict.fromkeys(("name", "extension_version", "payload"), _EXTENSIONS),
     "extension.stopped": {
         "extension_version": "one version of an extension is loaded at a time",
@@ -193,9 +188,10 @@ def fields_that_are_folded(
             projections = Projections(CORE, configuration)
             of_nobody = {name: its.folds() for name, its in projections.named().items()}
             for sequence, event in events:
-                for folds in of_nobody.values():
+                subject = projections.subject_of(event)
+                for name, folds in of_nobody.items():
                     if type(event) in folds:
-                        folds[type(event)](event, sequence)
+                        folds[type(event)](event, sequence, *(() if name == "obligations" else (subject,)))
     return read
 
 

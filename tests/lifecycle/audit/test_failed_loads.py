@@ -115,7 +115,7 @@ def test_blocks_that_are_given_anew_are_filled_whoever_fills_them() -> None:
     keys = keys_of("b", 4)
     driver.admit("b", keys, 33, (1, 2, 4))
     driver.step(("b", 32, 1, 33))
-    assert not driver.projections.unfilled.blocks & {1, 2, 4}
+    assert not driver.projections.tracker.unfilled.blocks.keys() & {1, 2, 4}
     state = capture(driver.projections)
     cut = len(driver.observed)
     driver.step(settled=[("b", 0, 33)])
@@ -127,7 +127,7 @@ def test_blocks_that_are_given_anew_are_filled_whoever_fills_them() -> None:
 def test_a_block_that_is_hit_stays_unfilled() -> None:
     """It is not given anew: nobody is going to write it."""
     driver = hit_after_a_failure()
-    assert driver.projections.unfilled.blocks >= {1, 2, 4}
+    assert driver.projections.tracker.unfilled.blocks.keys() >= {1, 2, 4}
     assert "FAILED_LOAD_TAINT" in broken_rules(driver)
 
 
@@ -138,7 +138,7 @@ def test_what_the_ledger_only_doubts_is_no_finding_of_an_audit_that_begins_there
     driver.finish("a", 33, 34)
     driver.start("b", keys_of("b", 4), 16, (2,))
     fail_blocks(driver, (1,))
-    assert driver.projections.unfilled.blocks >= {1, 2}
+    assert driver.projections.tracker.unfilled.blocks.keys() >= {1, 2}
     cut, state = len(driver.observed), capture(driver.projections)
     driver.preempt("b", 16)
     driver.step()
@@ -205,7 +205,7 @@ def test_who_computes_on_blocks_of_a_lost_table_relies_on_no_asynchronous_load_i
     load = driver.all_of(e.LoadIssued)[-1]
     assert load.is_async
     driver.report(load.job_id, ok=False)
-    assert driver.projections.unfilled.blocks == {1}
+    assert driver.projections.tracker.unfilled.blocks.keys() == {1}
     state = capture(driver.projections)
     cut = len(driver.observed)
     driver.step(("computes", 33, 1, 34), settled=[("computes", 0, 33)])

@@ -35,8 +35,7 @@ def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
     last_tables: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def save_on_finish(turn: Any, event: e.RequestFinished) -> None:
-        lost = turn.projections.blocks.lost(event.request_id)
-        last_tables[id(turn.projections), turn.record.ordinal] = tuple(lost)
+        last_tables[id(turn.projections), turn.record.ordinal] = tuple(turn.record.lost_block_ids or ())
         saves.save_on_finish(turn, event)
 
     def settled(original: Any, handler: Any, turn: Any, job: Any) -> None:

@@ -25,13 +25,13 @@ BY_USE_ALONE = Walks(
 def unused_by(touch: Touch, fold: str) -> Patch:
     """The fold of an event that should make a request's chunks the youngest, and does not."""
 
-    def folded(original: Any, index: ChunkIndex, event: e.Event, sequence: int) -> None:
+    def folded(original: Any, index: ChunkIndex, event: e.Event, sequence: int, subject: Any) -> None:
         def renew(ordinal: int, num_chunks: int) -> None:
             if any(key in index.state.by_age for key in index._chunk_keys.first(ordinal, num_chunks)):
                 touch()
 
         index._renew = renew  # type: ignore[method-assign]
-        original(index, event, sequence)
+        original(index, event, sequence, subject)
         del index._renew
 
     return wrapped(ChunkIndex, fold, folded)
@@ -144,11 +144,11 @@ def beginning_evicted_before_its_end(touch: Touch) -> Sequence[Patch]:
 def lookup_is_a_use(touch: Touch) -> Sequence[Patch]:
     """A lookup makes all stored chunks of its request the youngest, whether they are loaded or not."""
 
-    def answered(original: Any, index: ChunkIndex, event: e.LookupAnswered, sequence: int) -> None:
-        original(index, event, sequence)
-        keys = index._chunk_keys.of_life(event.ordinal)
+    def answered(original: Any, index: ChunkIndex, event: e.LookupAnswered, sequence: int, subject: Any) -> None:
+        original(index, event, sequence, subject)
+        keys = [] if subject.request is None else subject.request.keys
         if any(key in index.state.by_age for key in keys):
             touch()
-        index._renew(event.ordinal, len(keys))
+        index._renew(subject.request, len(keys))
 
     return [wrapped(ChunkIndex, "_answered", answered)]

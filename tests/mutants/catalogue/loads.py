@@ -101,11 +101,11 @@ def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
     """An evicted chunk is still found, where another one lies now."""
     stale: dict[tuple[int, bytes], tuple[int, ...]] = {}
 
-    def evicted(original: Any, index: ChunkIndex, event: e.ChunkEvicted, sequence: int) -> None:
+    def evicted(original: Any, index: ChunkIndex, event: e.ChunkEvicted, sequence: int, subject: Any) -> None:
         slots = index.get(event.key)
         if slots is not None:
             stale[id(index), event.key] = slots
-        original(index, event, sequence)
+        original(index, event, sequence, subject)
 
     def num_committed_from(_original: Any, index: ChunkIndex, keys: Iterable[bytes]) -> int:
         count = 0
@@ -117,16 +117,16 @@ def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
             count += 1
         return count
 
-    def slots_of_chunks(original: Any, pages: range, end_token: int, ordinal: int, projections: Any) -> Any:
-        found = original(pages, end_token, ordinal, projections)
+    def slots_of_chunks(original: Any, pages: range, end_token: int, record: Any, projections: Any) -> Any:
+        found = original(pages, end_token, record, projections)
         if found is not None:
             return found
-        keys = projections.chunk_keys.of_life(ordinal)[: -(-end_token // projections.geometry.chunk_size)]
+        keys = record.keys[: -(-end_token // projections.geometry.chunk_size)]
         slots = [projections.chunks.get(key) or stale.get((id(projections.chunks), key)) for key in keys]
         return _of_pages(pages, end_token, slots, projections)
 
-    def reset(original: Any, index: ChunkIndex, event: e.CacheReset, sequence: int) -> None:
-        original(index, event, sequence)
+    def reset(original: Any, index: ChunkIndex, event: e.CacheReset, sequence: int, subject: Any) -> None:
+        original(index, event, sequence, subject)
         stale.clear()
 
     return [
@@ -193,7 +193,7 @@ def unfilled_blocks_stay_hashed(touch: Touch) -> Sequence[Patch]:
 def saved_on_top_of_a_failed_load(touch: Touch) -> Sequence[Patch]:
     """What was saved before a load failed is offered all the same, although it was computed on top."""
 
-    def failed(_original: Any, transfers: Transfers, _event: e.Event, _sequence: int) -> None:
+    def failed(_original: Any, transfers: Transfers, _event: e.Event, _sequence: int, _subject: Any) -> None:
         if any(job.kind is JobKind.SAVE and transfers._unfilled.spoil(job.block_ids) for job in transfers):
             touch()
 

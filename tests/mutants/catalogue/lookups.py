@@ -14,11 +14,11 @@ from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
-from kvledger.lifecycle.projections.save_cursor import SaveCursor
 from kvledger.lifecycle.projections.token_costs import TokenCosts
 from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
 from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
 from kvledger.lifecycle.states import CurrentRegion
+from kvledger.lifecycle.subject import Subject
 from mutants.catalogue.parts import LOOKING_UP, decided_otherwise, wrapped, written_as
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import HybridWorlds, Walks, Worlds
@@ -165,16 +165,16 @@ def prompt_only(touch: Touch) -> Sequence[Patch]:
 def cursor_moved_by_lookups(touch: Touch) -> Sequence[Patch]:
     """Every lookup moves the save cursor behind its hit."""
 
-    def folds(original: Any, cursor: SaveCursor) -> dict[Any, Any]:
-        def answered(event: e.LookupAnswered, _sequence: int) -> None:
-            num_chunks = event.num_hit_tokens // cursor._chunk_size
-            if num_chunks:
+    def folds(original: Any, tracker: RequestTracker) -> dict[Any, Any]:
+        def answered(event: e.LookupAnswered, _sequence: int, subject: Subject) -> None:
+            num_chunks = event.num_hit_tokens // tracker._chunk_size
+            if num_chunks and subject.request is not None:
                 touch()
-                cursor.state.num_chunks[event.ordinal] = cursor.num_chunks(event.ordinal) + num_chunks
+                subject.request.num_chunks_handled += num_chunks
 
-        return {**original(cursor), e.LookupAnswered: answered}
+        return {**original(tracker), e.LookupAnswered: answered}
 
-    return [wrapped(SaveCursor, "folds", folds)]
+    return [wrapped(RequestTracker, "folds", folds)]
 
 
 @mutant("DEFER_BOUNDED", "vllm#49829", "LMCache#5047", scene=SLOW)
@@ -197,7 +197,7 @@ def deferred_for_any_load(touch: Touch) -> Sequence[Patch]:
         original: Any, end_token: int, num_computed_tokens: int, record: RequestRecord, projections: Projections
     ) -> Job | None:
         found: Job | None = original(end_token, num_computed_tokens, record, projections)
-        keys = set(projections.chunk_keys.of_life(record.ordinal))
+        keys = set(record.keys)
         others = (job for job in projections.transfers.async_loads.values() if keys.isdisjoint(job.keys))
         if found is None and end_token > num_computed_tokens and (found := next(others, None)) is not None:
             touch()
@@ -210,7 +210,7 @@ def deferred_for_any_load(touch: Touch) -> Sequence[Patch]:
 def promise_not_pinned(touch: Touch) -> Sequence[Patch]:
     """What was promised may be evicted until it is claimed."""
 
-    def answered(_original: Any, _index: ChunkIndex, event: e.LookupAnswered, _sequence: int) -> None:
+    def answered(_original: Any, _index: ChunkIndex, event: e.LookupAnswered, _sequence: int, _subject: Any) -> None:
         if event.num_external_tokens:
             touch()
 
@@ -221,11 +221,14 @@ def promise_not_pinned(touch: Touch) -> Sequence[Patch]:
 def evicted_while_waited_for(touch: Touch) -> Sequence[Patch]:
     """What a preempted request will come back for is evicted like anything else."""
 
-    def preempted(original: Any, index: ChunkIndex, event: e.RequestPreempted, sequence: int) -> None:
+    def preempted(original: Any, index: ChunkIndex, event: e.RequestPreempted, sequence: int, subject: Any) -> None:
         index._keep_for_preempted = False
-        if index._chunk_keys.of(event.request_id)[: event.num_intact_tokens // index._geometry.chunk_size]:
+        if (
+            subject.request is not None
+            and subject.request.keys[: index._geometry.num_chunks_in(event.num_intact_tokens)]
+        ):
             touch()
-        original(index, event, sequence)
+        original(index, event, sequence, subject)
 
     return [wrapped(ChunkIndex, "_preempted", preempted)]
 
@@ -234,9 +237,9 @@ def evicted_while_waited_for(touch: Touch) -> Sequence[Patch]:
 def pinned_by_every_poll(touch: Touch) -> Sequence[Patch]:
     """Every poll pins its hit once more, taking it up or ending releases it once."""
 
-    def answered(original: Any, index: ChunkIndex, event: e.LookupAnswered, sequence: int) -> None:
+    def answered(original: Any, index: ChunkIndex, event: e.LookupAnswered, sequence: int, subject: Any) -> None:
         before = index.state.pinned_by.get(event.ordinal)
-        original(index, event, sequence)
+        original(index, event, sequence, subject)
         if before and before == index.state.pinned_by.get(event.ordinal):
             touch()
             for key in before:
@@ -257,20 +260,22 @@ def evicted_while_read(touch: Touch) -> Sequence[Patch]:
     def num_references(original: Any, slots: Any, slot: int) -> int:
         return int(original(slots, slot)) - slots.__dict__.get("loads", Counter())[slot]
 
-    def load_issued(original: Any, index: Any, event: e.LoadIssued, sequence: int) -> None:
-        original(index, event, sequence)
+    def load_issued(original: Any, index: Any, event: e.LoadIssued, sequence: int, subject: Any) -> None:
+        original(index, event, sequence, subject)
         index.slots.__dict__.setdefault("loads", Counter()).update(event.slots)
 
-    def load_settled(original: Any, index: Any, event: e.LoadCompleted | e.LoadFailed, sequence: int) -> None:
+    def load_settled(
+        original: Any, index: Any, event: e.LoadCompleted | e.LoadFailed, sequence: int, subject: Any
+    ) -> None:
         job = index._transfers.get(event.job_id)
         if job is not None:
             index.slots.__dict__["loads"].subtract(job.slots)
             index.slots.acquire(tuple(index.__dict__.get("lost", {}).pop(event.job_id, ())))
-        original(index, event, sequence)
+        original(index, event, sequence, subject)
 
-    def evicted(original: Any, index: Any, event: e.ChunkEvicted, sequence: int) -> None:
+    def evicted(original: Any, index: Any, event: e.ChunkEvicted, sequence: int, subject: Any) -> None:
         slots = frozenset(index.state.committed.get(event.key, ()))
-        original(index, event, sequence)
+        original(index, event, sequence, subject)
         for job in index._transfers:
             lost = slots.intersection(job.slots) if job.kind is JobKind.LOAD else ()
             index.slots.release(lost)
@@ -289,7 +294,7 @@ def evicted_while_read(touch: Touch) -> Sequence[Patch]:
 def chunks_survive_a_reset(touch: Touch) -> Sequence[Patch]:
     """A reset leaves the saved chunks where they are."""
 
-    def reset(_original: Any, index: ChunkIndex, _event: e.CacheReset, _sequence: int) -> None:
+    def reset(_original: Any, index: ChunkIndex, _event: e.CacheReset, _sequence: int, _subject: Any) -> None:
         if len(index):
             touch()
 
@@ -300,12 +305,12 @@ def chunks_survive_a_reset(touch: Touch) -> Sequence[Patch]:
 def late_save_committed(touch: Touch) -> Sequence[Patch]:
     """A save that was under way during a reset is committed after it."""
 
-    def save_completed(original: Any, index: ChunkIndex, event: e.SaveCompleted, sequence: int) -> None:
+    def save_completed(original: Any, index: ChunkIndex, event: e.SaveCompleted, sequence: int, subject: Any) -> None:
         job = index._transfers.get(event.job_id)
         if job is not None and job.epoch != index._transfers.epoch:
             touch()
             job.epoch = index._transfers.epoch
-        original(index, event, sequence)
+        original(index, event, sequence, subject)
 
     return [wrapped(ChunkIndex, "_save_completed", save_completed)]
 
@@ -314,12 +319,14 @@ def late_save_committed(touch: Touch) -> Sequence[Patch]:
 def stale_session_saved(touch: Touch) -> Sequence[Patch]:
     """A session's next turn forgets that its blocks are from before the reset."""
 
-    def continued(original: Any, tracker: RequestTracker, event: e.SessionContinued, sequence: int) -> None:
+    def continued(
+        original: Any, tracker: RequestTracker, event: e.SessionContinued, sequence: int, subject: Any
+    ) -> None:
         record = tracker.get(event.request_id)
         if record is not None and record.current is CurrentRegion.STALE:
             touch()
             record.current = CurrentRegion.CURRENT
-        original(tracker, event, sequence)
+        original(tracker, event, sequence, subject)
 
     return [wrapped(RequestTracker, "_session_continued", continued)]
 

@@ -16,7 +16,7 @@ from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.decisions.reach import Reach
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.obligations import Obligations
-from kvledger.lifecycle.projections.save_cursor import SaveCursor
+from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import RequestState
 from mutants.catalogue.parts import SAVING, decided_otherwise, wrapped
@@ -46,7 +46,7 @@ def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
     def save_on_finish(turn: Any, event: e.RequestFinished) -> None:
         record, projections = turn.record, turn.projections
         size = projections.configuration.chunk_size
-        blocks = projections.blocks.lost(record.request_id)
+        blocks = record.lost_block_ids or ()
         has_place = event.num_tokens <= len(blocks) * projections.configuration.block_size
         if has_place and event.num_tokens % size == 0 and event.num_intact_tokens == event.num_tokens - 1:
             touch()
@@ -67,10 +67,10 @@ def saved_one_token_early(touch: Touch) -> Sequence[Patch]:
 
     def save_settled(turn: Any, first: int, num_settled: int) -> None:
         record, projections = turn.record, turn.projections
-        blocks = projections.blocks.held(record.request_id)
+        blocks = record.block_ids or ()
         early = num_settled + 1
         is_whole = not early % projections.configuration.chunk_size
-        num_keyed = len(projections.chunk_keys.of(record.request_id)) * projections.configuration.chunk_size
+        num_keyed = len(record.keys) * projections.configuration.chunk_size
         if is_whole and early <= min(num_keyed, len(blocks) * projections.configuration.block_size):
             touch()
             num_settled = early
@@ -89,7 +89,7 @@ def saved_from_old_blocks(touch: Touch) -> Sequence[Patch]:
             return decision
         record, projections = turn.record, turn.projections
         life = id(projections), record.ordinal
-        table = tables.setdefault(life, tuple(projections.blocks.held(record.request_id)))
+        table = tables.setdefault(life, tuple(record.block_ids or ()))
         pages = projections.geometry.pages_of(decision.chunks)
         block_ids = tuple(
             table[page] if record.generation and page < len(table) else block_id
@@ -132,28 +132,28 @@ def end_unsaved(touch: Touch) -> Sequence[Patch]:
 def interval_counted_in_chunks(touch: Touch) -> Sequence[Patch]:
     """The interval is taken for a number of chunks, so that what is decoded is saved much later."""
 
-    def threshold(original: Any, cursor: SaveCursor, record: Any, num_chunks: int) -> int:
-        tokens: int = original(cursor, record, num_chunks)
+    def threshold(original: Any, tracker: RequestTracker, record: Any, num_chunks: int) -> int:
+        tokens: int = original(tracker, record, num_chunks)
         if tokens <= record.num_prompt_tokens:
             return tokens
         touch()
-        return tokens + 15 * cursor._interval_chunks * cursor._chunk_size
+        return tokens + 15 * tracker._interval_chunks * tracker._chunk_size
 
-    return [wrapped(SaveCursor, "threshold", threshold)]
+    return [wrapped(RequestTracker, "save_threshold", threshold)]
 
 
 @mutant("SAVE_INTERVAL", "vllm#53498", scene=Worlds(connector=(("chunk_size", 8), ("save_interval_tokens", 64))))
 def prompt_waits_for_the_interval(touch: Touch) -> Sequence[Patch]:
     """A prompt is saved by intervals, too, though others ask for it."""
 
-    def threshold(original: Any, cursor: SaveCursor, record: Any, num_chunks: int) -> int:
-        tokens: int = original(cursor, record, num_chunks)
-        later: int = (num_chunks // cursor._interval_chunks + 1) * cursor._interval_chunks * cursor._chunk_size
+    def threshold(original: Any, tracker: RequestTracker, record: Any, num_chunks: int) -> int:
+        tokens: int = original(tracker, record, num_chunks)
+        later: int = (num_chunks // tracker._interval_chunks + 1) * tracker._interval_chunks * tracker._chunk_size
         if later > tokens:
             touch()
         return later
 
-    return [wrapped(SaveCursor, "threshold", threshold)]
+    return [wrapped(RequestTracker, "save_threshold", threshold)]
 
 
 @mutant("SLOT_EXCLUSIVE", "vllm#46951", "pegaflow#418", scene=SMALL_POOL)
@@ -189,7 +189,7 @@ def saved_while_loading(touch: Touch) -> Sequence[Patch]:
             turn.altered(watch),
             record.generation,
             record.current,
-            projections.blocks.held(record.request_id),
+            record.block_ids or (),
             before_forward=False,
             is_async=projections.configuration.async_saves,
         )

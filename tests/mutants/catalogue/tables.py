@@ -14,7 +14,6 @@ from kvledger.adapters.vllm.step_reader import StepReader
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.ledger import Ledger
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.save_cursor import SaveCursor
 from kvledger.lifecycle.states import FirstRegion, RequestState
 from kvledger.lifecycle.steps import StepEncoder
 from mutants.catalogue.parts import wrapped
@@ -71,14 +70,14 @@ def paused_not_told(touch: Touch) -> Sequence[Patch]:
 def cursor_regresses(touch: Touch) -> Sequence[Patch]:
     """The save cursor is one chunk behind what it was."""
 
-    def num_chunks(original: Any, cursor: SaveCursor, request_id: str) -> int:
-        counted: int = original(cursor, request_id)
-        if counted > 1:
-            touch()
-            return counted - 1
-        return counted
+    def settled(original: Any, encoder: StepEncoder, *arguments: Any) -> e.SettledTokens | None:
+        entry: e.SettledTokens | None = original(encoder, *arguments)
+        if entry is None or entry.first_chunk <= 1:
+            return entry
+        touch()
+        return entry._replace(first_chunk=entry.first_chunk - 1)
 
-    return [wrapped(SaveCursor, "num_chunks", num_chunks)]
+    return [wrapped(StepEncoder, "settled", settled)]
 
 
 @mutant("TOKEN_CONSERVATION", "LMCache#2912", "vllm#36812", scene=Worlds())
@@ -222,7 +221,7 @@ def block_of_another(projections: Projections, ordinal: int) -> int | None:
     """The last block of another request that computes."""
     for record in projections.tracker:
         is_computing = record.state in {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}
-        held = projections.blocks.of_life(record.ordinal) or ()
+        held = record.block_ids or ()
         if record.ordinal != ordinal and is_computing and held and record.first is not FirstRegion.COMPUTES_FIRST:
             return int(held[-1])
     return None

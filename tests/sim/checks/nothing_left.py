@@ -27,9 +27,9 @@ MAY_STAY = frozenset(
         # What the last report was of.
         "Transfers.reported",
         # Blocks that nobody has written since a load failed, and the tables lost in the last two steps.
-        "UnfilledBlocks.state.blocks",
-        "UnfilledBlocks.state.lost",
-        "UnfilledBlocks.state.lost_before",
+        "UnfilledBlocks.blocks",
+        "UnfilledBlocks.lost",
+        "UnfilledBlocks.lost_before_step",
         # What steps and loads took (bounded).
         "TokenCosts.state.samples",
         "TokenCosts.state.steps",
@@ -84,7 +84,8 @@ def left_entries(side: SchedulerSide, worker: Any) -> dict[str, int]:
 
 def _changes(name: str) -> bool:
     """Whether a container is of the kind that requests come into and leave; some are fixed from the start."""
-    return name not in {"_folds", "_gated", "_table", "_engines", "all_ranks"}
+    fixed = {"_folds", "_folds_if_refused", "_find", "_owed", "_owed_if_refused", "_specs", "_phase", "_request_events"}
+    return name not in fixed | {"_table", "_engines", "all_ranks"}
 
 
 def check_slots(projections: Projections) -> None:

@@ -185,7 +185,7 @@ def test_lmcache_2243_tokens_and_blocks_agree_after_a_resume(
         engine.step()
         for request in engine.scheduler.running:
             (table,) = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-            assert list(engine.projections.blocks.held(request.request_id)) == table
+            assert list(engine.projections.tracker.get(request.request_id).block_ids or ()) == table
     assert engine.num_preemptions
     for save in engine.logged(e.SaveIssued):
         assert len(save.slots) == len(save.block_ids) == len({chunk * 8 // 16 for chunk in save.chunks})
@@ -255,7 +255,7 @@ def test_vllm_45357_blocks_that_a_step_in_flight_still_writes_are_loaded_behind_
     engine.serve("writer", range(96), 2)
     engine.add("gone", range(300, 450), 50)
     engine.step()
-    held = set(engine.projections.blocks.held("gone"))
+    held = set(engine.projections.tracker.get("gone").block_ids or ())
     engine.add("reader", range(100), 5)
     assert engine._in_flight
     engine.abort("gone")
