@@ -22,8 +22,8 @@ from kvledger.lifecycle.ledger import EventSink, Ledger, LedgerCorrupt
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection, Projections, ProjectionSpec
 from kvledger.lifecycle.projections.obligations import Channel, PageJob, Ready
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.totals import DURATION_BOUNDS_NS, Figures
-from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.repeated_lookups import LookupsInFull, lookups_in_full
 from kvledger.lifecycle.replay import Replay, SequencedEvent, batches, fold
 from kvledger.lifecycle.request_ids import begins_as, cut_request_id, logged_request_id

@@ -20,7 +20,7 @@ from kvledger.lifecycle.handler_contract import Checked, DecisionRefused
 from kvledger.lifecycle.handlers import StateHandler
 from kvledger.lifecycle.machine import Standing
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.states import BlocksRegion, RequestState, TrustRegion, WorkRegion

@@ -25,7 +25,8 @@ from kvledger.lifecycle.subject import NOBODY, Before, Subject, states_of
 if TYPE_CHECKING:
     from kvledger.lifecycle.core import Core
     from kvledger.lifecycle.machine import ReferenceMachine
-    from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
+    from kvledger.lifecycle.projections.request_record import RequestRecord
+    from kvledger.lifecycle.projections.tracker import RequestTracker
     from kvledger.lifecycle.table import State
 
 Find = Callable[[Any], Subject]

@@ -18,7 +18,7 @@ from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.errors import raise_if_unstoppable
 from kvledger.lifecycle.events import NO_SLOT, trigger_of
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import RequestState, TrustRegion
 from kvledger.lifecycle.turn import Turn
@@ -149,10 +149,7 @@ class Checked:
     def _reason_against_deferral(self, decision: e.LookupDeferred, record: RequestRecord) -> str:
         job = self.projections.transfers.get(decision.job_id)
         is_load = job is not None and job.kind is JobKind.LOAD
-        counts = {
-            self.projections.lookups.next_deferral(record.request_id, decision.job_id, is_shared=is_shared)
-            for is_shared in (False, is_load)
-        }
+        counts = {record.next_deferral(decision.job_id, is_shared=is_shared) for is_shared in (False, is_load)}
         if (
             decision.num_deferred in counts
             and decision.num_deferred <= self.projections.configuration.max_deferred_lookups

@@ -34,7 +34,7 @@ from kvledger.lifecycle.events import (
 from kvledger.lifecycle.gate import walked
 from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.subject import states_of
 from kvledger.lifecycle.table import State

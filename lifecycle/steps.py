@@ -19,7 +19,7 @@ from kvledger.lifecycle.states import TrustRegion
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.projections import Projections
-    from kvledger.lifecycle.projections.tracker import RequestRecord
+    from kvledger.lifecycle.projections.request_record import RequestRecord
 
 
 class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):

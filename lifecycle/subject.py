@@ -9,7 +9,7 @@ import msgspec
 from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.projections.tracker import RequestRecord
+    from kvledger.lifecycle.projections.request_record import RequestRecord
 
 States = tuple[RequestState, BlocksRegion, FirstRegion, CurrentRegion, TrustRegion]
 """Of a request, in the order of `table.REGIONS`."""

@@ -15,7 +15,7 @@ import attrs
 from kvledger.lifecycle.errors import Unstoppable
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.subject import Before
 
 Decide = Callable[[Event], None]

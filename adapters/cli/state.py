@@ -37,7 +37,7 @@ def show_state(output: Output, projections: Projections, sequence: int, request_
 
 def _request_fields(record: RequestRecord, projections: Projections) -> dict[str, Any]:
     request_id = record.request_id
-    pending = projections.lookups.pending(request_id)
+    pending = record.answer
     return {
         "request_id": request_id,
         "ordinal": record.ordinal,

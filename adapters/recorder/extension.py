@@ -48,7 +48,7 @@ def _answer(turn: Turn, event: e.ExtensionObserved) -> None:
         return
     record, asked = turn.record, (returned.num_computed_tokens, returned.num_tokens)
     if returned.num_external_tokens is None:
-        in_a_row = turn.projections.lookups.num_deferred(record.request_id) + 1
+        in_a_row = record.num_deferrals + 1
         turn.decide(e.LookupDeferred(*record.life, *asked, 0, in_a_row, turn.cause))
     else:
         num_hit_tokens = returned.num_computed_tokens + returned.num_external_tokens
@@ -58,7 +58,7 @@ def _answer(turn: Turn, event: e.ExtensionObserved) -> None:
 
 def _load(turn: Turn, event: e.BlocksAllocated) -> None:
     """What vLLM accepts is loaded; from where only the connector knows."""
-    answer = turn.projections.lookups.taken_up(event.request_id)
+    answer = turn.record.claimed
     if not event.num_external_tokens or answer is None or answer.generation != turn.record.generation:
         return
     first_token, num_tokens = answer.num_computed_tokens, event.num_external_tokens

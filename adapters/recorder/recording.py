@@ -171,7 +171,7 @@ class Recording:
         if record is not None and record.state in _COMPUTING:
             self._notice.next_turn(request)
         block_ids = tuple(versions.flat_table(blocks.get_block_ids()))
-        answer = self._projections.lookups.pending(request.request_id)
+        answer = None if record is None else record.answer
         self._loaded_to[request.request_id] = 0 if answer is None else answer.num_computed_tokens + num_external_tokens
         self.log.observe(e.BlocksAllocated(request.request_id, block_ids, num_external_tokens, self.log.now()))
         self._transfers.given(request.request_id, block_ids)

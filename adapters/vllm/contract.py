@@ -80,7 +80,8 @@ def breach_of_load(job: e.LoadIssued, observed: e.Event, projections: Projection
     """What a load would break that was issued upon `observed`."""
     if not isinstance(observed, e.BlocksAllocated) or not observed.num_external_tokens:
         return "a load was issued, and vLLM has accepted none"
-    answer = projections.lookups.taken_up(job.request_id)
+    record = projections.tracker.get(job.request_id)
+    answer = None if record is None else record.claimed
     if answer is None or observed.request_id != job.request_id:
         return "a load was issued that no lookup promised"
     expected = (answer.num_computed_tokens, observed.num_external_tokens, answer.is_async)

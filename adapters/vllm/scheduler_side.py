@@ -202,8 +202,8 @@ class SchedulerSide:
 
     def _last_answer(self, request: Request) -> int:
         """Where the log has this incarnation's last lookup and its answer in full; 0 where something came between."""
-        answer = self._projections.lookups.pending(request.request_id)
-        return 0 if answer is None else answer.written_at
+        record = self._tracker.get(request.request_id)
+        return 0 if record is None or record.answer is None else record.written_at
 
     def _refuse_answer(self, request: Request, breach: str) -> None:
         record = self._tracker.get(request.request_id)
@@ -257,8 +257,8 @@ class SchedulerSide:
     @guarded(default=_UNKNOWN_RANGE)
     def _promised_blocks(self, request: Request, num_external_tokens: int) -> range | None:
         """Which blocks of the table a claimed answer was to fill; blocks before them may be shared with others."""
-        lookups = self._projections.lookups
-        answer = lookups.taken_up(request.request_id) or lookups.pending(request.request_id)
+        record = self._tracker.get(request.request_id)
+        answer = None if record is None else record.claimed or record.answer
         if answer is None:
             return None
         return self._projections.geometry.blocks_spanning(answer.num_computed_tokens, num_external_tokens)

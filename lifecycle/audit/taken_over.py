@@ -17,7 +17,7 @@ from kvledger.lifecycle.audit.model.start import Measured, Start
 from kvledger.lifecycle.audit.model.tails import IssuedTail
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.projections import Projections, token_costs
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.states import CurrentRegion, FirstRegion, SourceRegion, TrustRegion, WorkRegion
 
@@ -26,9 +26,7 @@ def taken_over(projections: Projections) -> Start:
     """A copy of all that the audit's model has to know."""
     tracker, transfers, chunks = projections.tracker, projections.transfers, projections.chunks
     records = list(tracker)
-    ids = [record.request_id for record in records]
     tails = {record.ordinal: record.tail for record in records}
-    pending = [(record, projections.lookups.pending(record.request_id)) for record in records]
     of_extensions = {spec.name for extension in projections.core.extensions for spec in extension.projections}
     return Start(
         num_steps=tracker.num_steps,
@@ -60,15 +58,15 @@ def taken_over(projections: Projections) -> Start:
         waited_for={each: list(keys) for each, keys in chunks.wanted.items()},
         answers={
             record.request_id: Answer(
-                answer.sequence,
-                answer.as_event(record.request_id, record.ordinal, answer.sequence),
+                record.answered_at,
+                record.answer,
                 frozenset(chunks.promised.get(record.request_id, ())),
             )
-            for record, answer in pending
-            if answer is not None
+            for record in records
+            if record.answer is not None
         },
-        num_deferred={each: count for each in ids if (count := projections.lookups.num_deferred(each))},
-        deferred_for={each: job for each in ids if (job := projections.lookups.deferred_for(each))},
+        num_deferred={each.request_id: each.num_deferrals for each in records if each.num_deferrals},
+        deferred_for={each.request_id: each.deferred_for for each in records if each.deferred_for},
         costs=_measured(projections.costs.state),
         cursors={record.request_id: record.num_chunks_handled for record in records},
         has_hook_failed=projections.totals.figures.num_hook_failures > 0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.request_record import RequestRecord
 
 
 def last_boundary(num_tokens: int, record: RequestRecord, projections: Projections) -> int:

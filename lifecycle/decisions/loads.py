@@ -9,7 +9,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions.boundaries import slot_of_page
 from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.turn import Turn
 
@@ -19,7 +19,7 @@ def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:
     if not event.num_external_tokens:
         return
     record, projections = turn.record, turn.projections
-    answer = projections.lookups.taken_up(event.request_id)
+    answer = record.claimed
     if answer is None or answer.generation != record.generation:
         _refuse(turn, Rule.ALLOC_MATCHES_LOOKUP, "tokens were claimed that no lookup answered")
         return

@@ -25,7 +25,7 @@ from kvledger.lifecycle.decisions.boundaries import last_boundary
 from kvledger.lifecycle.decisions.shared_loads import shared_load
 from kvledger.lifecycle.events import MissReason
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import FirstRegion, TrustRegion
 from kvledger.lifecycle.turn import Turn
@@ -109,7 +109,7 @@ def _helps(
 
 def _deferred(turn: Turn, event: e.LookupRequested, job_id: int, *, is_shared: bool = False) -> e.LookupDeferred | None:
     """Ask to be asked again; None where that was done often enough."""
-    count = turn.projections.lookups.next_deferral(event.request_id, job_id, is_shared=is_shared)
+    count = turn.record.next_deferral(job_id, is_shared=is_shared)
     if count > turn.projections.configuration.max_deferred_lookups:
         return None
     life = turn.record.life

@@ -210,7 +210,7 @@ class _Plan(msgspec.Struct):
             self.turn.decide(self._declined(wanted[len(chunks)][0], len(wanted) - len(chunks)))
 
     def _reach(self, num_settled_tokens: int, end_chunk: int = 0) -> Reach:
-        junction = self.turn.projections.lookups.junction(self.turn.record.request_id)
+        junction = self.turn.record.junction
         boundaries = (end_chunk * self.turn.projections.geometry.chunk_size, min(junction, num_settled_tokens))
         return Reach(self.turn.projections.geometry.windows, num_settled_tokens, self.left_since, boundaries)
 

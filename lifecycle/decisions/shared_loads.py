@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.states import RequestState
 

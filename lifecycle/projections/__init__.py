@@ -82,7 +82,7 @@ class Projections:
         )
         self.lookups = LookupCache(self.tracker, configuration.chunk_size, self.chunks, self.fold)
         self.costs = TokenCosts(self.tracker)
-        self.totals = Totals(self.tracker, self.transfers, self.lookups)
+        self.totals = Totals(self.tracker, self.transfers)
         self.gate = Gate(core, self.tracker)
         names = [name for name in CORE_PROJECTIONS if only is None or name in only]
         self._order: dict[str, Any] = {name: getattr(self, name) for name in names}

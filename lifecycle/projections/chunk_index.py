@@ -20,8 +20,9 @@ from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections.base import Projection
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.recency import Recency
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.room import Room
-from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
+from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
 from kvledger.lifecycle.ranges import Count, LifeOrdinal, Slot
 from kvledger.lifecycle.ranges import Sequence as SequenceNumber

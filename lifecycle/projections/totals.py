@@ -16,7 +16,6 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections.base import Projection
-from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import JobKind, Transfers
 from kvledger.lifecycle.ranges import MAX_INT64, Count, Int64, JobId, LifeOrdinal, NumTokens, SumOfTokens, TimeNs
@@ -129,10 +128,9 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 class Totals(Projection):
     """Folds every event that counts into `figures`. Registered before the others, to see states as they were."""
 
-    def __init__(self, tracker: RequestTracker, transfers: Transfers, lookups: LookupCache) -> None:
+    def __init__(self, tracker: RequestTracker, transfers: Transfers) -> None:
         self._tracker = tracker
         self._transfers = transfers
-        self._lookups = lookups
         self.state = State()
 
     @property
@@ -176,8 +174,8 @@ class Totals(Projection):
         self.figures.num_tokens_offered = _sum(self.figures.num_tokens_offered, event.num_external_tokens)
 
     @on(e.BlocksAllocated)
-    def _allocated(self, event: e.BlocksAllocated, _sequence: int, _subject: Subject) -> None:
-        answer = self._lookups.pending(event.request_id)
+    def _allocated(self, event: e.BlocksAllocated, _sequence: int, subject: Subject) -> None:
+        answer = None if subject.request is None else subject.request.answer
         if answer is not None:  # without one it is the second phase of an asynchronous load, or a session's next turn
             self.figures.num_admissions += 1
             self.figures.num_tokens_queried += max(0, answer.num_tokens - answer.num_computed_tokens)

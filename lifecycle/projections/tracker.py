@@ -7,7 +7,7 @@ neither the pool nor how a copy fares.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,9 +16,10 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT, trigger_of, triggers_of
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections.base import Projection
+from kvledger.lifecycle.projections.request_record import RequestRecord, Tail
 from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
-from kvledger.lifecycle.ranges import Count, JobId, LifeOrdinal, NumTokens, Slot, SumOfTokens, TimeNs
-from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
+from kvledger.lifecycle.ranges import Count, LifeOrdinal, TimeNs
+from kvledger.lifecycle.states import BlocksRegion, FirstRegion
 from kvledger.lifecycle.steps import ComputedTokens
 from kvledger.lifecycle.subject import Subject
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
         e.TransferReported
         | e.HookFailed
         | e.LogNote
-        | e.DecisionWithheld
         | e.LoadRefused
         | e.PrefixCacheReset
         | e.EndRefused
@@ -41,93 +41,7 @@ if TYPE_CHECKING:
     )
 
 
-class Tail(msgspec.Struct):
-    """The part-filled last chunk of a preempted request: page images that only this life of it may load.
-
-    It has no chunk key, because it is no chunk: it ends where the request's written tokens ended.
-    """
-
-    job_id: JobId
-    """The save that writes it."""
-    first_token: NumTokens
-    end_token: SumOfTokens
-    """At most a chunk after `first_token`."""
-    slots: tuple[Slot, ...]
-    """One for each page that the tokens touch."""
-    is_saved: bool = False
-    load_id: JobId = 0
-    """The last load that reads it; 0: none."""
-
-
-class RequestRecord(msgspec.Struct):
-    """One life of a request id."""
-
-    request_id: str
-    ordinal: LifeOrdinal
-    """Names this life of the id. Ids may be used again, ordinals never are."""
-    num_prompt_tokens: NumTokens
-    num_tokens: SumOfTokens
-    """Prompt and output tokens, as of the last event that has the number. A rollback keeps those that were computed."""
-
-    # --- states; `table.py` says how they move -----------------------------------------------
-    state: RequestState = RequestState.NEW
-    sub: str = ""
-    """The sub-state of an extension; empty if the state has none."""
-    blocks: BlocksRegion = BlocksRegion.NONE
-    first: FirstRegion = FirstRegion.COMPUTED
-    current: CurrentRegion = CurrentRegion.CURRENT
-    trust: TrustRegion = TrustRegion.TRUSTED
-    state_since_ns: TimeNs = 0
-
-    # --- counts --------------------------------------------------------------------------------
-    generation: Count = 0
-    """How often it lost what it had computed."""
-    num_preemptions: Count = 0
-    num_failed_loads: Count = 0
-    num_tokens_before_preemption: NumTokens = 0
-    """The most settled tokens that it ever lost. Tokens below that are computed again, if they are."""
-
-    # --- what it holds -------------------------------------------------------------------------
-    block_ids: array | None = None  # type: ignore[type-arg]  # in Python 3.11 it takes no argument when it runs
-    """Its block table, 4 bytes a block, as vLLM gave it last; None while it holds no blocks."""
-    lost_block_ids: array | None = None  # type: ignore[type-arg]
-    """The table that it lost since the last step. The bytes are intact until the next step's forward pass."""
-    window_freed_at: NumTokens | None = None
-    """Tokens that were settled when its windows freed pages, since the last step; None: they freed none."""
-    window_freed_before_step: NumTokens | None = None
-    """The same before the last step. What its windows have freed since is intact until that step's forward pass."""
-
-    # --- what of it is dealt with --------------------------------------------------------------
-    keys: list[bytes] = []
-    """One for each chunk whose tokens are known, from the first on. A key hashes the chunk and all before it."""
-    num_chunks_handled: NumTokens = 0
-    """Chunks from the first on that need no save in this generation: saved, found saved, or declined."""
-    tail: Tail | None = None
-    """Only after a preemption, until it computes again or its tokens become doubtful."""
-    num_local_tokens: NumTokens | None = None
-    """What its last lookup said that vLLM's prefix cache has; kept only while a block is unfilled."""
-
-    @property
-    def path(self) -> str:
-        """The state, with its sub-state where it has one: "preempted.starving"."""
-        return f"{self.state}.{self.sub}" if self.sub else self.state.value
-
-    @property
-    def life(self) -> tuple[str, int, int]:
-        """What a decision about it begins with: request id, ordinal, generation."""
-        return self.request_id, self.ordinal, self.generation
-
-    @property
-    def saved_tail(self) -> Tail | None:
-        """The tail, if it can be loaded."""
-        tail = self.tail
-        return tail if tail is not None and tail.is_saved else None
-
-    def keys_of(self, chunks: Sequence[int]) -> tuple[bytes, ...]:
-        """The keys of these chunks, without those that are not known."""
-        keys = self.keys
-        num_keys = len(keys)
-        return tuple([keys[chunk] for chunk in chunks if chunk < num_keys])
+_WINDOW = e.MissReason.WINDOW.value
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
@@ -272,7 +186,7 @@ class RequestTracker(Projection):
             setattr(record, region, moves[getattr(record, region)])
 
     @on(
-        *(e.TransferReported, e.HookFailed, e.LogNote, e.DecisionWithheld, e.LoadRefused),
+        *(e.TransferReported, e.HookFailed, e.LogNote, e.LoadRefused),
         *(e.PrefixCacheReset, e.EndRefused),
         *(e.ExtensionNoted, e.PagesDigested),
     )
@@ -336,6 +250,31 @@ class RequestTracker(Projection):
             if self.unfilled.blocks:
                 record.num_local_tokens = event.num_computed_tokens
 
+    @on(e.LookupAnswered)
+    def _answered(self, event: e.LookupAnswered, sequence: int, subject: Subject) -> None:
+        record = subject.current
+        if record is None:
+            return
+        if not record.repeats(event, sequence):
+            record.written_at = sequence
+        record.answer, record.answered_at = event, sequence
+        record.end_deferrals()
+        if event.miss_reason == _WINDOW:
+            record.junction = max(0, event.num_hit_tokens) // self._chunk_size * self._chunk_size
+
+    @on(e.LookupDeferred)
+    def _deferred(self, event: e.LookupDeferred, _sequence: int, subject: Subject) -> None:
+        record = subject.current
+        if record is not None:
+            record.num_deferrals, record.deferred_for, record.answer = event.num_deferred, event.job_id, None
+
+    @on(e.DecisionWithheld)
+    def _withheld(self, event: e.DecisionWithheld, _sequence: int, _subject: Subject) -> None:
+        self.state.time_ns = event.time_ns
+        record = self.get(event.request_id)
+        if record is not None:
+            record.answer = None
+
     @on(e.BlocksAllocated, e.BlockTableObserved)
     def _blocks_given(self, event: e.BlocksAllocated | e.BlockTableObserved, sequence: int, subject: Subject) -> None:
         self.state.time_ns = event.time_ns
@@ -344,7 +283,10 @@ class RequestTracker(Projection):
         if record is None:
             return
         record.block_ids = array("I", event.block_ids)
-        if isinstance(event, e.BlocksAllocated) and not subject.is_refused and record.num_local_tokens is not None:
+        if not isinstance(event, e.BlocksAllocated) or subject.is_refused:
+            return
+        record.claimed, record.answer = record.answer, None
+        if record.num_local_tokens is not None:
             # Another connector may load into the new blocks, of which nothing is reported.
             first_new = self._geometry.pages_spanning(0, record.num_local_tokens).stop
             record.num_local_tokens = None
@@ -392,6 +334,7 @@ class RequestTracker(Projection):
             self.unfilled.lost.append(record.lost_block_ids)
         if not subject.is_refused:
             record.num_chunks_handled = 0
+            record.forget_lookups()
             self._drop_tail(record)
         return record
 
@@ -405,6 +348,7 @@ class RequestTracker(Projection):
             self.computed.set(record.ordinal, event.num_computed_tokens)
             if not subject.is_refused:
                 del record.keys[event.num_computed_tokens // self._chunk_size :]  # other tokens follow, so other keys
+                record.forget_lookups()
                 self._drop_tail(record)
 
     @on(e.TokensRolledBack)
@@ -448,7 +392,9 @@ class RequestTracker(Projection):
         for _, record in sorted(tails, key=lambda each: each[0]):  # the slots are free in the order of the saves
             self._drop_tail(record)
         for record in self:
-            record.num_chunks_handled = 0
+            record.num_chunks_handled = record.junction = 0
+            record.answer = None
+            record.end_deferrals()
             if record.blocks is not BlocksRegion.NONE:
                 self._move(record, "cache.reset/held")
 

@@ -17,7 +17,8 @@ from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.machine import CompiledRegions
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections.base import Projection
-from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
+from kvledger.lifecycle.projections.request_record import RequestRecord
+from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.ranges import (
     BlockId,
     ChunkNumber,

@@ -118,9 +118,8 @@ def test_any_number_of_lookups_equals_one() -> None:
         driver = seed_driver(512)
         for _ in range(num_lookups):
             driver.lookup("a", 336, 600)
-        pending = driver.projections.lookups.state.pending
-        ordinal = driver.record("a").ordinal
-        pending[ordinal] = msgspec.structs.replace(pending[ordinal], sequence=0)
+        record = driver.record("a")
+        record.answer, record.answered_at = msgspec.structs.replace(record.answer, cause=0), 0
         driver.projections.tracker.state.time_ns = 0
         return {name: state for name, state in driver.projections.snapshot().items() if name != "totals"}
 
@@ -196,7 +195,7 @@ def test_nothing_is_loaded_when_nothing_is_taken_up() -> None:
     driver = with_hit()
     driver.lookup("a", 0, 40)
     assert driver.allocate("a", (7, 8, 9), 0) == []
-    assert driver.projections.lookups.pending("a") is None
+    assert driver.record("a").answer is None
     assert driver.projections.chunks.promised == {}
     assert driver.record("a").trust == "trusted"
 
@@ -889,7 +888,7 @@ def test_an_added_handler_decides_after_the_built_in_one() -> None:
         state = RequestState.NEW
 
         def lookup_requested(self, turn: Turn, event: e.LookupRequested) -> None:
-            assert turn.projections.lookups.pending(event.request_id) is not None
+            assert turn.record.answer is not None
             turn.decide(e.RequestQuarantined(*turn.record.life, "looks odd", turn.cause))
 
     driver = Driver(core=core_with(Suspicious(), added=True))

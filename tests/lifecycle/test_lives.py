@@ -193,12 +193,12 @@ def test_a_decision_about_another_life_or_generation_changes_nothing_of_this_one
     driver.lookup("a", 0, NUM_TOKENS)
     record, projections = driver.record("a"), driver.projections
     assert record.life == ("a", 1, 1)
-    before = (record.state, record.first, projections.lookups.pending("a"), dict(projections.chunks.promised))
+    before = (record.state, record.first, driver.record("a").answer, dict(projections.chunks.promised))
     projections.fold(decide(life), 99)  # type: ignore[operator]
-    after = (record.state, record.first, projections.lookups.pending("a"), dict(projections.chunks.promised))
+    after = (record.state, record.first, driver.record("a").answer, dict(projections.chunks.promised))
     assert after == before
     assert driver.record("a") is record
-    assert projections.lookups.num_deferred("a") == 0
+    assert driver.record("a").num_deferrals == 0
 
 
 @pytest.mark.parametrize(("ordinal", "is_quarantined"), [(0, False), (1, True)])
@@ -241,7 +241,7 @@ def test_nothing_of_an_earlier_life_is_remembered_for_this_one() -> None:
     driver = used_again()
     projections = driver.projections
     assert driver.record("a").keys == list(keys_of("other", 3))
-    assert projections.lookups.pending("a") is None
+    assert driver.record("a").answer is None
     assert dict(projections.chunks.promised) == {}
     assert [record.ordinal for record in projections.tracker] == [9]
 

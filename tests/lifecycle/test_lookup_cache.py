@@ -126,7 +126,7 @@ def test_a_reset_ends_the_hit() -> None:
     driver = looked_up()
     driver.reset()
     assert hit(driver) == 0
-    assert driver.projections.lookups.pending("a") is None
+    assert driver.record("a").answer is None
 
 
 def test_another_generation_does_not_see_the_hit() -> None:
@@ -141,7 +141,7 @@ def test_a_preemption_forgets_hit_and_answer() -> None:
     driver = looked_up()
     driver.preempt("a", 0)
     state = driver.projections.lookups.state
-    assert (state.hits, state.pending) == ({}, {})
+    assert (state.hits, driver.record("a").answer) == ({}, None)
 
 
 def test_appended_keys_extend_the_hit_if_they_are_there() -> None:
@@ -176,19 +176,18 @@ def test_a_removal_and_a_commit_together_are_both_seen() -> None:
 def test_an_answer_is_pending_until_it_is_taken_up() -> None:
     """One allocation takes it; the next finds none."""
     driver = looked_up()
-    lookups = driver.projections.lookups
-    assert lookups.pending("a").num_external_tokens == 64
+    assert driver.record("a").answer.num_external_tokens == 64
     driver.allocate("a", range(5), 64)
-    assert (lookups.pending("a"), lookups.taken_up("a").num_external_tokens) == (None, 64)
+    assert (driver.record("a").answer, driver.record("a").claimed.num_external_tokens) == (None, 64)
     driver.allocate("a", range(5), 0)
-    assert lookups.taken_up("a") is None
+    assert driver.record("a").claimed is None
 
 
 def test_the_last_answer_is_the_pending_one() -> None:
     """There is one replaceable slot per request."""
     driver = looked_up()
     driver.lookup("a", 32, 70)
-    assert driver.projections.lookups.pending("a").num_external_tokens == 32
+    assert driver.record("a").answer.num_external_tokens == 32
     assert len(driver.projections.lookups) == 1
 
 
@@ -198,7 +197,7 @@ def test_a_finished_request_leaves_nothing() -> None:
     driver.allocate("a", range(5), 64)
     driver.finish("a", 0, 70)
     lookups = driver.projections.lookups
-    assert (len(lookups), lookups.pending("a"), lookups.taken_up("a")) == (0, None, None)
+    assert len(lookups) == 0
 
 
 def deferred() -> Driver:
@@ -208,7 +207,7 @@ def deferred() -> Driver:
     driver.preempt("a", 64)
     for _ in range(2):
         driver.poll("a", 0, 65)
-    assert driver.projections.lookups.num_deferred("a") == 2
+    assert driver.record("a").num_deferrals == 2
     return driver
 
 
@@ -217,15 +216,15 @@ def test_an_answer_ends_the_row() -> None:
     driver = deferred()
     driver.settle_all()
     driver.lookup("a", 0, 65)
-    assert driver.projections.lookups.num_deferred("a") == 0
+    assert driver.record("a").num_deferrals == 0
 
 
 def test_a_deferral_takes_the_pending_answer_back() -> None:
     """The scheduler was told to ask again, so there is nothing that it could take up."""
     driver = looked_up()
-    assert driver.projections.lookups.pending("a") is not None
+    assert driver.record("a").answer is not None
     driver.observe(e.LookupDeferred(*driver.record("a").life, 0, 70, 1, 1, 1))
-    assert driver.projections.lookups.pending("a") is None
+    assert driver.record("a").answer is None
 
 
 @pytest.mark.parametrize("event", ["preempted", "finished", "reset", "arrived"])
@@ -241,4 +240,4 @@ def test_what_ends_a_life_ends_the_row(event: str) -> None:
         driver.reset()
     else:
         driver.arrive("a", 65, KEYS)
-    assert driver.projections.lookups.num_deferred("a") == 0
+    assert driver.record("a").num_deferrals == 0

@@ -25,7 +25,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.copy_moments import Hook
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.replay import SequencedEvent
 from lifecycle_driver.sink import MemorySink
 

@@ -54,7 +54,6 @@ def check_invariants(projections: Projections, given_up: Iterable[int] = ()) -> 
             assert projections.transfers.owes(record.ordinal), f"{record.request_id} is finished, owes nothing, stays"
     ordinals = {record.ordinal for record in projections.tracker}
     assert projections.chunks.state.pinned_by.keys() <= ordinals, "a released request pins chunks"
-    lookups = projections.lookups.state
-    assert lookups.hits.keys() | lookups.pending.keys() <= ordinals, "a lookup of a released request is remembered"
+    assert projections.lookups.state.hits.keys() <= ordinals, "a lookup of a released request is remembered"
     if not ordinals:
         assert not any(v for k, v in num_entries(projections).items() if k != "transfers"), num_entries(projections)

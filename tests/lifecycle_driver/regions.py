@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import BlocksRegion, WorkRegion
 

@@ -88,7 +88,9 @@ class Search:
                 self.stuck.append(f"{path}: {name} is not released")
 
 
-def _said(answer: Any) -> tuple[int, int, int, bool]:
+def _said(answer: Any) -> tuple[int, int, int, bool] | None:
+    if answer is None:
+        return None
     return answer.num_computed_tokens, answer.num_tokens, answer.num_external_tokens, answer.is_async
 
 
@@ -111,17 +113,14 @@ def canonical(driver: Driver) -> str:
                 "num_tokens_before_preemption": 0,
                 "block_ids": list(record.block_ids or ()),
                 "tail": record.tail is not None,
-                **dict.fromkeys(
-                    ("lost_block_ids", "window_freed_at", "window_freed_before_step", "num_local_tokens"), 0
-                ),
+                "answer": _said(record.answer),
+                "claimed": _said(record.claimed),
+                **dict.fromkeys(_PASSING, 0),
             }
             for record in tracker
         },
         "unfilled": sorted(tracker.unfilled.blocks),
         "hits": {name: hit.num_chunks for name, hit in named(lookups.hits).items()},
-        "deferred": named(lookups.num_deferred),
-        "pending": {name: _said(answer) for name, answer in named(lookups.pending).items()},
-        "taken_up": {name: _said(answer) for name, answer in named(lookups.taken_up).items()},
         "committed": [[key.hex(), slots] for key, slots in chunks.state.committed.items()],
         "by_age": list(chunks.state.by_age),
         "wanted": {name: len(keys) for name, keys in chunks.wanted.items()},
@@ -136,7 +135,9 @@ def canonical(driver: Driver) -> str:
     return json.dumps(parts, sort_keys=False, default=_plain)
 
 
-_PASSING = ("lost_block_ids", "window_freed_at", "window_freed_before_step", "num_local_tokens")
+_PASSING = (
+    *("lost_block_ids", "window_freed_at", "window_freed_before_step", "num_local_tokens", "answered_at", "written_at"),
+)
 _COUNTING = ("job_id", "ordinal", "epoch", "asked_step", "asked_ns")
 
 
@@ -158,7 +159,7 @@ def moves(driver: Driver) -> Iterator[Move]:  # noqa: C901 -- a list of cases, o
         has_blocks = bool(driver.record(name).block_ids)
         if not has_blocks:
             yield "lookup", name
-            pending = driver.projections.lookups.pending(name)
+            pending = driver.record(name).answer
             if pending is not None:
                 yield "allocate", name, "0"
                 if pending.num_external_tokens:
@@ -197,7 +198,7 @@ def _arrive(driver: Driver, name: str) -> None:
 def _compute(driver: Driver, name: str, up_to: int = PROMPT) -> None:
     record = driver.record(name)
     computed = driver.projections.tracker.num_computed_tokens(record)
-    taken_up = driver.projections.lookups.taken_up(name)
+    taken_up = driver.record(name).claimed
     if not computed and taken_up is not None:
         loads = [load for load in driver.projections.transfers if load.kind.value == "load" and load.request_id == name]
         computed = min(taken_up.num_external_tokens, up_to - 1) if loads else 0

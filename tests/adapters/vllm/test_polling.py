@@ -31,9 +31,9 @@ def exhaust(make_engine: Any, **options: Any) -> Any:
 def without_traces_of_lookups(engine: Any) -> dict[str, bytes]:
     """Everything that is known but the two slots, the count of lookups, and when the last one was."""
     copied = restore(Core.standard(), capture(engine.projections), engine.projections.configuration)
-    ordinal = copied.tracker.ordinal("polled")
-    for of_lives in (copied.lookups.state.pending, copied.lookups.state.hits):
-        of_lives.pop(ordinal, None)
+    record = copied.tracker.get("polled")
+    record.answer, record.answered_at, record.written_at = None, 0, 0
+    copied.lookups.state.hits.pop(record.ordinal, None)
     copied.totals.state.returning.clear()
     copied.totals.figures.num_lookups = copied.totals.figures.num_tokens_offered = 0
     copied.tracker.state.time_ns = 0
@@ -79,7 +79,7 @@ def test_any_number_of_polls_equals_one(make_engine: Any, transfers: str) -> Non
         160: (0, False),
     }
     assert without_traces_of_lookups(engine) == before
-    pending = engine.projections.lookups.pending("polled")
+    pending = engine.projections.tracker.get("polled").answer
     assert (pending.num_computed_tokens, pending.num_tokens, pending.num_external_tokens) == (160, 200, 0)
     engine.run()
     engine.check_answers("polled")

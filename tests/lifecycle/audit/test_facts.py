@@ -54,6 +54,7 @@ NOT_FOLDED: dict[str, dict[str, str]] = {
     "lookup.deferred": {
         **dict.fromkeys(("num_computed_tokens", "num_tokens"), "the lookup's own numbers, which are folded from it"),
     },
+    "lookup.answered": {"miss_cause": "the record keeps the answer as a whole"},
     "load.failed": {"error": _PEOPLE},
     "save.issued": {"before_forward": "says when a worker copies; whose the blocks are follows from the request"},
     "save.failed": {"error": _PEOPLE},

@@ -8,6 +8,7 @@ from typing import Any
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.recency import Recency
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.room import Room
 from mutants.catalogue.parts import wrapped
 from mutants.mutant import Patch, Touch, mutant
@@ -26,8 +27,8 @@ def unused_by(touch: Touch, fold: str) -> Patch:
     """The fold of an event that should make a request's chunks the youngest, and does not."""
 
     def folded(original: Any, index: ChunkIndex, event: e.Event, sequence: int, subject: Any) -> None:
-        def renew(ordinal: int, num_chunks: int) -> None:
-            if any(key in index.state.by_age for key in index._chunk_keys.first(ordinal, num_chunks)):
+        def renew(record: RequestRecord | None, num_chunks: int) -> None:
+            if record is not None and any(key in index.state.by_age for key in record.keys[:num_chunks]):
                 touch()
 
         index._renew = renew  # type: ignore[method-assign]

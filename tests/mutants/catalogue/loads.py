@@ -77,7 +77,7 @@ def loads_what_was_not_taken_up(touch: Touch) -> Sequence[Patch]:
 
     def load(turn: Any, event: e.BlocksAllocated) -> None:
         projections = turn.projections
-        answer = projections.lookups.taken_up(event.request_id)
+        answer = turn.record.claimed
         if not event.num_external_tokens and answer is not None and answer.num_external_tokens:
             end_token = answer.num_computed_tokens + answer.num_external_tokens
             if end_token <= len(event.block_ids) * projections.configuration.block_size:
@@ -194,7 +194,7 @@ def saved_on_top_of_a_failed_load(touch: Touch) -> Sequence[Patch]:
     """What was saved before a load failed is offered all the same, although it was computed on top."""
 
     def failed(_original: Any, transfers: Transfers, _event: e.Event, _sequence: int, _subject: Any) -> None:
-        if any(job.kind is JobKind.SAVE and transfers._unfilled.spoil(job.block_ids) for job in transfers):
+        if any(job.kind is JobKind.SAVE and transfers._tracker.unfilled.spoil(job.block_ids) for job in transfers):
             touch()
 
     return [

@@ -14,8 +14,9 @@ from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.token_costs import TokenCosts
-from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
+from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
 from kvledger.lifecycle.states import CurrentRegion
 from kvledger.lifecycle.subject import Subject
@@ -51,9 +52,8 @@ SHARING = Worlds(
 def raw_cached_hit(touch: Touch) -> Sequence[Patch]:
     """A repeated lookup answers the cached hit as it is, not what lies behind the local one."""
 
-    def answered(decision: e.Event, turn: Any, event: Any) -> e.Event:
-        cached = turn.projections.lookups.pending(event.request_id)
-        if cached is None or not isinstance(decision, e.LookupAnswered) or not decision.num_external_tokens:
+    def answered(decision: e.Event, turn: Any, _event: Any) -> e.Event:
+        if turn.record.answer is None or not isinstance(decision, e.LookupAnswered) or not decision.num_external_tokens:
             return decision
         if decision.num_external_tokens != decision.num_hit_tokens:
             touch()
@@ -165,28 +165,30 @@ def prompt_only(touch: Touch) -> Sequence[Patch]:
 def cursor_moved_by_lookups(touch: Touch) -> Sequence[Patch]:
     """Every lookup moves the save cursor behind its hit."""
 
-    def folds(original: Any, tracker: RequestTracker) -> dict[Any, Any]:
-        def answered(event: e.LookupAnswered, _sequence: int, subject: Subject) -> None:
+    def folded(original: Any, tracker: RequestTracker) -> dict[Any, Any]:
+        def answered(event: e.LookupAnswered, sequence: int, subject: Subject) -> None:
+            folds[e.LookupAnswered](event, sequence, subject)
             num_chunks = event.num_hit_tokens // tracker._chunk_size
             if num_chunks and subject.request is not None:
                 touch()
                 subject.request.num_chunks_handled += num_chunks
 
-        return {**original(tracker), e.LookupAnswered: answered}
+        folds: dict[Any, Any] = original(tracker)
+        return {**folds, e.LookupAnswered: answered}
 
-    return [wrapped(RequestTracker, "folds", folds)]
+    return [wrapped(RequestTracker, "folds", folded)]
 
 
 @mutant("DEFER_BOUNDED", "vllm#49829", "LMCache#5047", scene=SLOW)
 def deferred_for_ever(touch: Touch) -> Sequence[Patch]:
     """Nobody counts how often a lookup is put off."""
 
-    def next_deferral(original: Any, cache: LookupCache, request_id: str, job_id: int, *, is_shared: bool) -> int:
-        if original(cache, request_id, job_id, is_shared=is_shared) > 1:
+    def next_deferral(original: Any, record: RequestRecord, job_id: int, *, is_shared: bool) -> int:
+        if original(record, job_id, is_shared=is_shared) > 1:
             touch()
         return 1
 
-    return [wrapped(LookupCache, "next_deferral", next_deferral)]
+    return [wrapped(RequestRecord, "next_deferral", next_deferral)]
 
 
 @mutant("DEFER_BOUNDED", "vllm#44294", scene=SHARING)

@@ -94,7 +94,7 @@ def counted_from_first_admission(touch: Touch) -> Sequence[Patch]:
         record = reader._tracker.get(request_id)
         if record is not None and not reader._tracker.num_computed_tokens(record):
             first = began.setdefault((id(reader), request_id), num_computed)
-            answer = reader._projections.lookups.taken_up(request_id)
+            answer = reader._tracker.get(request_id).claimed
             if first != num_computed and answer is not None and answer.num_external_tokens:
                 touch()
                 return first

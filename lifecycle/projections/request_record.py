@@ -1,0 +1,150 @@
+"""What the tracker knows about one life of a request."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.ranges import Count, Int64, JobId, LifeOrdinal, NumTokens, Slot, SumOfTokens, TimeNs
+from kvledger.lifecycle.ranges import Sequence as SequenceNumber
+from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
+
+_IN_FULL_AFTER_EVENTS = 1024
+"""Events after which a lookup is written in full again, so that a reader who lacks a part of the log knows it soon."""
+
+
+class Tail(msgspec.Struct):
+    """The part-filled last chunk of a preempted request: page images that only this life of it may load.
+
+    It has no chunk key, because it is no chunk: it ends where the request's written tokens ended.
+    """
+
+    job_id: JobId
+    """The save that writes it."""
+    first_token: NumTokens
+    end_token: SumOfTokens
+    """At most a chunk after `first_token`."""
+    slots: tuple[Slot, ...]
+    """One for each page that the tokens touch."""
+    is_saved: bool = False
+    load_id: JobId = 0
+    """The last load that reads it; 0: none."""
+
+
+class RequestRecord(msgspec.Struct):
+    """One life of a request id."""
+
+    request_id: str
+    ordinal: LifeOrdinal
+    """Names this life of the id. Ids may be used again, ordinals never are."""
+    num_prompt_tokens: NumTokens
+    num_tokens: SumOfTokens
+    """Prompt and output tokens, as of the last event that has the number. A rollback keeps those that were computed."""
+
+    # --- states; `table.py` says how they move -----------------------------------------------
+    state: RequestState = RequestState.NEW
+    sub: str = ""
+    """The sub-state of an extension; empty if the state has none."""
+    blocks: BlocksRegion = BlocksRegion.NONE
+    first: FirstRegion = FirstRegion.COMPUTED
+    current: CurrentRegion = CurrentRegion.CURRENT
+    trust: TrustRegion = TrustRegion.TRUSTED
+    state_since_ns: TimeNs = 0
+
+    # --- counts --------------------------------------------------------------------------------
+    generation: Count = 0
+    """How often it lost what it had computed."""
+    num_preemptions: Count = 0
+    num_failed_loads: Count = 0
+    num_tokens_before_preemption: NumTokens = 0
+    """The most settled tokens that it ever lost. Tokens below that are computed again, if they are."""
+
+    # --- what it holds -------------------------------------------------------------------------
+    block_ids: array | None = None  # type: ignore[type-arg]  # in Python 3.11 it takes no argument when it runs
+    """Its block table, 4 bytes a block, as vLLM gave it last; None while it holds no blocks."""
+    lost_block_ids: array | None = None  # type: ignore[type-arg]
+    """The table that it lost since the last step. The bytes are intact until the next step's forward pass."""
+    window_freed_at: NumTokens | None = None
+    """Tokens that were settled when its windows freed pages, since the last step; None: they freed none."""
+    window_freed_before_step: NumTokens | None = None
+    """The same before the last step. What its windows have freed since is intact until that step's forward pass."""
+
+    # --- what was answered -----------------------------------------------------------------------
+    answer: e.LookupAnswered | None = None
+    """The last answer, until an allocation claims it. A refused preemption or a rollback leaves it: it may be of an
+    earlier generation."""
+    answered_at: SequenceNumber = 0
+    """Sequence number of that answer."""
+    written_at: SequenceNumber = 0
+    """Sequence number of the last answer like that one which the log has in full."""
+    claimed: e.LookupAnswered | None = None
+    """The answer that its last allocation claimed; None if no lookup came before it."""
+    num_deferrals: Count = 0
+    """How often in a row the scheduler was asked to ask again."""
+    deferred_for: JobId = 0
+    """The copy for which the last lookup was deferred; 0 if it was answered."""
+    junction: Int64 = 0
+    """Tokens up to where another request's prefix reaches that a lookup could not use, because of a window; 0: none."""
+
+    # --- what of it is dealt with --------------------------------------------------------------
+    keys: list[bytes] = []
+    """One for each chunk whose tokens are known, from the first on. A key hashes the chunk and all before it."""
+    num_chunks_handled: NumTokens = 0
+    """Chunks from the first on that need no save in this generation: saved, found saved, or declined."""
+    tail: Tail | None = None
+    """Only after a preemption, until it computes again or its tokens become doubtful."""
+    num_local_tokens: NumTokens | None = None
+    """What its last lookup said that vLLM's prefix cache has; kept only while a block is unfilled."""
+
+    @property
+    def path(self) -> str:
+        """The state, with its sub-state where it has one: "preempted.starving"."""
+        return f"{self.state}.{self.sub}" if self.sub else self.state.value
+
+    @property
+    def life(self) -> tuple[str, int, int]:
+        """What a decision about it begins with: request id, ordinal, generation."""
+        return self.request_id, self.ordinal, self.generation
+
+    @property
+    def saved_tail(self) -> Tail | None:
+        """The tail, if it can be loaded."""
+        tail = self.tail
+        return tail if tail is not None and tail.is_saved else None
+
+    def keys_of(self, chunks: Sequence[int]) -> tuple[bytes, ...]:
+        """The keys of these chunks, without those that are not known."""
+        keys = self.keys
+        num_keys = len(keys)
+        return tuple([keys[chunk] for chunk in chunks if chunk < num_keys])
+
+    def next_deferral(self, job_id: int, *, is_shared: bool) -> int:
+        """Return how often in a row lookups were deferred if the next one is, for this job.
+
+        With `is_shared`, a load that was waited for before is not counted again: it ends by itself, in a report or as
+        overdue.
+        """
+        count = self.num_deferrals
+        return count if count and is_shared and self.deferred_for == job_id else count + 1
+
+    def repeats(self, event: e.LookupRequested | e.LookupAnswered, sequence: int) -> bool:
+        """Whether the log has that lookup or answer already, and not too long ago."""
+        last = self.answer
+        if last is None or sequence - self.written_at > _IN_FULL_AFTER_EVENTS:
+            return False
+        if isinstance(event, e.LookupAnswered):
+            return event == msgspec.structs.replace(last, cause=event.cause)
+        return event.num_computed_tokens == last.num_computed_tokens and event.num_tokens == last.num_tokens
+
+    def forget_lookups(self) -> None:
+        """What was looked up is over."""
+        self.answer = self.claimed = None
+        self.junction = 0
+        self.end_deferrals()
+
+    def end_deferrals(self) -> None:
+        """The next deferral is the first one again."""
+        self.num_deferrals = self.deferred_for = 0
