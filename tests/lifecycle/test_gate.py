@@ -237,7 +237,7 @@ def test_what_is_illegal_is_folded_by_the_closed_fold_and_everything_else_by_all
     # A tail that is saved once more stays as it is; the slots know. What steps cost is not measured while one loads.
     # What a repeated lookup changes, it changes as the one that it stands for; the hit stays what it was.
     unchanged = {e.SaveCompleted: {"tracker"}, e.StepScheduled: {"costs"}}
-    unchanged |= dict.fromkeys(e.RepeatedLookup.__args__, {"lookups"})  # type: ignore[attr-defined]
+    unchanged |= {each: {"lookups"} for each in get_args(e.RepeatedLookup)}
     assert never_changed == unchanged.get(event_class, set())
 
 
