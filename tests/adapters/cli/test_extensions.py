@@ -216,7 +216,7 @@ def test_the_core_of_an_installation_is_shown(run: Any) -> None:
     assert "kvledger.lifecycle.handlers:Running" in result.out
     assert "LEGAL_TRANSITION" in result.out
     assert "blocks.observed in preempted: recovering, granted" in result.out
-    assert "request.preempted: tracker, blocks, unfilled" in result.out
+    assert "request.preempted: tracker" in result.out
     assert "chunked_prefill kvledger" in result.out, "a long name keeps apart from what stands behind it"
 
 

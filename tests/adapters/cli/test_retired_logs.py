@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,22 +52,20 @@ def retired(run: Any, tmp_path: Path) -> Retired:
 @pytest.fixture
 def miscounted(run: Any, tmp_path: Path) -> Retired:
     """Written by other code."""
+    code = MappingProxyType({**Core.standard().code, __name__: "0" * 32})
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(projections, "Totals", Miscounting)
-        return write_retired(Core.standard(), run, tmp_path, {__name__: "0" * 32})
+        patched.setattr(Core, "code", property(lambda _core: code))
+        return write_retired(Core.standard(), run, tmp_path)
 
 
-def write_retired(
-    core: Core, run: Any, tmp_path: Path, other_code: Mapping[str, str] = MappingProxyType({})
-) -> Retired:
+def write_retired(core: Core, run: Any, tmp_path: Path) -> Retired:
     """Played twice, as an engine would have written it, with a snapshot at each new segment."""
     walk = Walk(3, chunk_size=16, block_size=16)
     walk.run(140)
     observations = [event for event in walk.driver.observed if not event.is_decision]
     for name in ("whole", "log"):
-        vocabulary = vocabulary_header(core)
-        code = {**vocabulary["code"], **other_code}
-        header = header_of(walk.driver.configuration, vocabulary | {"code": code})
+        header = header_of(walk.driver.configuration, vocabulary_header(core))
         store = SegmentEventStore.create(tmp_path / name, header, segment_bytes=16_000)
         ledger = Ledger(core, walk.driver.configuration, store)
         for event in observations:
