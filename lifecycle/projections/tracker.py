@@ -227,6 +227,7 @@ class RequestTracker(Projection):
 
     def _forget(self, record: RequestRecord) -> None:
         self._drop_tail(record)
+        self._fleeting = [each for each in self._fleeting if each is not record]
         self.state.requests.pop(record.ordinal, None)
         self.computed.forget(record.ordinal)
         if self._present.get(record.request_id) is record:

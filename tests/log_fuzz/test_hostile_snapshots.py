@@ -64,7 +64,7 @@ def test_every_number_of_states_events_and_payloads_has_a_range() -> None:
 def first_record(log: Log) -> tuple[int, dict[str, Any]]:
     """The first life in the state of a log, and its record."""
     assert log.snapshot is not None
-    return next(iter(log.snapshot["state"]["tracker"]["records"].items()))
+    return next(iter(log.snapshot["state"]["tracker"]["requests"].items()))
 
 
 def with_ordinal(log: Log, ordinal: int) -> None:
@@ -75,7 +75,7 @@ def with_ordinal(log: Log, ordinal: int) -> None:
 def with_key(log: Log, ordinal: int) -> None:
     """The first record is kept for this life."""
     assert log.snapshot is not None
-    records = log.snapshot["state"]["tracker"]["records"]
+    records = log.snapshot["state"]["tracker"]["requests"]
     records[ordinal] = records.pop(first_record(log)[0])
 
 
@@ -88,7 +88,7 @@ def with_two_numbers(log: Log, ordinal: int) -> None:
 def with_free_slot(log: Log, slot: int) -> None:
     """A slot is free that may not be."""
     assert log.snapshot is not None
-    log.snapshot["state"]["chunks"]["slots"]["free"].append(slot)
+    log.snapshot["state"]["slots"]["free"].append(slot)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def first_record_is_there(log: Log) -> bool:
     """Whether any request is known in the state of a log, and some slot is taken."""
     assert log.snapshot is not None
     state = log.snapshot["state"]
-    return bool(state["tracker"]["records"] and state["chunks"]["slots"]["num_touched"])
+    return bool(state["tracker"]["requests"] and state["slots"]["num_touched"])
 
 
 def test_a_state_that_is_accepted_can_be_folded_on(tmp_path: Path) -> None:

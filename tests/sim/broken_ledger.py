@@ -32,7 +32,7 @@ def fail_in_a_fold(engine: Any, event_class: type[e.Event], when: Callable[[], b
     """From now on folds of such events fail when `when` says so, behind all projections."""
     folds = engine.projections._folds
 
-    def raising(_event: e.Event, _sequence: int) -> None:
+    def raising(_event: e.Event, _sequence: int, _subject: object) -> None:
         if when():
             raise RuntimeError(BROKEN)
 

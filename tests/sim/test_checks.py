@@ -171,7 +171,7 @@ def test_a_failed_hook_is_seen() -> None:
             check_rules(world)
 
 
-@pytest.mark.parametrize("name", ["chunk_keys", "save_cursor", "blocks", "lookups"])
+@pytest.mark.parametrize("name", ["tracker", "lookups"])
 def test_a_projection_that_does_not_forget_is_seen(name: str) -> None:
     """A projection that does not take up the release of a request keeps its entry."""
     with calm_world() as world:
