@@ -10,10 +10,10 @@ runs such code and has to go on, it catches `BaseException` and calls `raise_if_
 
 from __future__ import annotations
 
-import inspect
+import signal
 import traceback
-import types
-from collections.abc import Sequence
+from functools import partial
+from types import CodeType, FunctionType, MethodType
 
 
 class Unstoppable(BaseException):
@@ -47,22 +47,21 @@ class suppressed:  # noqa: N801 -- used as `contextlib.suppress` is
 
 
 def _is_of_signal_handler(error: BaseException) -> bool:
-    """Whether a frame of its traceback got the frame that it interrupted as an argument, as signal handlers do."""
-    interrupted = None
-    step = error.__traceback__
-    while step is not None:
-        if interrupted is not None:
-            # Only arguments: code that looks at its caller has the caller's frame in a variable.
-            for value in map(step.tb_frame.f_locals.get, _arguments_of(step.tb_frame.f_code)):
-                if value is interrupted or (type(value) is tuple and any(each is interrupted for each in value)):
-                    return True
-        interrupted, step = step.tb_frame, step.tb_next
-    return False
+    """Whether it came through a function that is installed as a signal handler.
+
+    A handler that installs another one before it raises is not recognised.
+    """
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def _arguments_of(code: types.CodeType) -> Sequence[str]:
-    num_starred = sum(bool(code.co_flags & flag) for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS))
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + num_starred]
+def _code_of(handler: object) -> CodeType | None:
+    """The code that Python enters when it calls a handler; None of one that is not written in Python."""
+    while isinstance(handler, partial | MethodType):
+        handler = handler.func if isinstance(handler, partial) else handler.__func__
+    if not isinstance(handler, FunctionType):  # an object that can be called
+        handler = getattr(type(handler), "__call__", None)  # noqa: B004 -- the function is asked for
+    return handler.__code__ if isinstance(handler, FunctionType) else None
 
 
 def described(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import signal
 import sys
 from collections.abc import Callable
@@ -97,6 +98,24 @@ def test_code_that_looks_at_its_caller_is_no_signal_handler() -> None:
         raise SystemExit(caller.f_lineno)
 
     assert isinstance(caught(raises), SystemExit)
+
+
+def test_code_that_is_called_with_a_frame_is_no_signal_handler() -> None:
+    """Only the functions that are installed as handlers are, whatever others are called with."""
+    assert isinstance(caught(lambda: stop(0, sys._getframe())), SystemExit)
+
+
+def test_a_look_up_in_an_enumeration_is_no_signal_handler() -> None:
+    """Python's marks for "default" and "ignore" are members of one, whose class can be called."""
+
+    class Colour(enum.Enum):
+        BLUE = 1
+
+        @classmethod
+        def _missing_(cls, _value: object) -> None:
+            raise SystemExit(1)
+
+    assert isinstance(caught(lambda: Colour("red")), SystemExit)
 
 
 def test_an_error_that_cannot_be_printed_is_described_by_its_class() -> None:
