@@ -33,7 +33,6 @@ from kvledger.adapters.recorder.settings import RecorderSettings
 from kvledger.adapters.recorder.stats import RecordedPromMetrics, RecordedStats, enveloped, opened
 from kvledger.adapters.recorder.worker_recording import WorkerRecording
 from kvledger.adapters.recorder.wrapped import (
-    is_child,
     refuse_without_hybrid_memory,
     transfer_of,
     wrapped_class,
@@ -114,7 +113,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
             self.recording = self._begin(vllm_config, kv_cache_config, settings, groups, configuration)
             self.keepers = Keepers(self.wrapped)
             return
-        self.ends = WorkerEnds(self.wrapped, vllm_config.parallel_config.rank, is_child())
+        self.ends = WorkerEnds(self.wrapped, vllm_config.parallel_config.rank)
         if settings.digest_share and not groups.declined:
             self.digests = RecordedPages(vllm_config.parallel_config.rank, kv_cache_config.num_blocks)
         if settings.log_dir is not None:
@@ -153,7 +152,6 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         recording = Recording(
             log,
             keys,
-            is_child=is_child(),
             speculates=not configuration.settles_in_flight,
             num_workers=vllm_config.parallel_config.world_size,
             digest_share=settings.digest_share,
@@ -271,8 +269,6 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> Any:
         """With the digests and with who reported which ends, where there are any."""
         metadata = self._on_worker("build_connector_worker_meta")
-        if self.digests is None and (self.ends is None or not self.ends.is_collecting):
-            return metadata
         if self.digests is not None:
             self.digests.reported(metadata)
         found = () if self.digests is None else self.digests.taken()
@@ -324,7 +320,9 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         metadata: KVConnectorMetadata
         metadata, duration_ns = self._timed("build_connector_meta", None, scheduler_output)
         asked = self._recorded.built(metadata, duration_ns)
-        return AskedPages(metadata, asked) if asked else metadata
+        returned = AskedPages(metadata, asked) if asked else metadata
+        self._recorded.returned_for_step(scheduler_output, returned)
+        return returned
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers report."""

@@ -3,6 +3,8 @@
 vLLM puts the reports of all workers together, and a `MultiConnector` those of its children. The scheduler's side then
 sees who has ended, but not which connector said so. A worker therefore notes the ends of the wrapped connector, and of
 each child if that is a `MultiConnector`. They travel in the envelope around the worker metadata (`page_digests.py`).
+A worker does not know whether another connector holds the recorder; the scheduler's side does (`place.py`), and
+records the wrapped connector's own ends only then.
 """
 
 from __future__ import annotations
@@ -67,8 +69,6 @@ class WorkerEnds:
     _connector: Any
     """The wrapped one."""
     _rank: int
-    _is_child: bool
-    """Whether the recorder is in a `MultiConnector`; otherwise nobody else can have reported what vLLM gets."""
     _found: list[payloads.ReportedBy] = attrs.field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -79,15 +79,9 @@ class WorkerEnds:
         """Called by the guard: the connector goes on."""
         messages.warning("who reported an end could not be recorded", hook=hook, error=described(error))
 
-    @property
-    def is_collecting(self) -> bool:
-        """Whether there is anything to tell apart."""
-        return self._is_child or bool(children_of(self._connector))
-
     def reported(self, results: Any) -> None:
         """The wrapped connector's own worker has answered `get_transfer_results`."""
-        if self._is_child:
-            self._note(payloads.OWN, name_of(self._connector), results)
+        self._note(payloads.OWN, name_of(self._connector), results)
 
     def take(self) -> tuple[payloads.ReportedBy, ...]:
         """What was found since the last call."""

@@ -154,6 +154,13 @@ def opened(metadata: KVConnectorMetadata) -> KVConnectorMetadata:
     return metadata.wrapped if isinstance(metadata, AskedPages) else metadata
 
 
+def is_or_holds(outer: object, metadata: object) -> bool:
+    """Whether `outer` is this metadata of a connector, or an envelope around it."""
+    while outer is not metadata and isinstance(outer, AskedPages):
+        outer = outer.wrapped
+    return outer is metadata
+
+
 def enveloped(
     worker_metadata: KVConnectorWorkerMetadata | None,
     found: tuple[FoundDigests, ...],

@@ -16,6 +16,7 @@ import msgspec
 from kvledger.adapters.recorder import decoders, payloads
 from kvledger.adapters.recorder.ends import children_of, name_of
 from kvledger.adapters.recorder.log import RecorderLog
+from kvledger.adapters.recorder.place import Place
 from kvledger.adapters.recorder.transfers import Transfers
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
@@ -51,6 +52,9 @@ def _records(
     @wraps(hook)
     def record(self: Recording, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
         if not self.log.is_ended:
+            if self.place.find_out():
+                note = f"{payloads.CHILD}, its reports concern other connectors as well"
+                self.log.observe(e.LogNote(note, self.log.now()))
             hook(self, *args, **kwargs)
             self.log.commit()
 
@@ -65,12 +69,13 @@ class Recording:
         log: RecorderLog,
         keys: ChunkKeySource,
         *,
-        is_child: bool,
         speculates: bool,
         num_workers: int,
         digest_share: float = 0,
     ) -> None:
         self.log = log
+        self.place = Place()
+        """Whether another connector holds the recorder."""
         self._projections = log.projections
         self._tracker = log.tracker
         self._requests: dict[str, Request] = {}
@@ -86,8 +91,6 @@ class Recording:
         self._loads_of_steps: deque[tuple[int, ...]] = deque()
         """Of each step whose output has not been seen: the loads within it."""
         log.observe(e.LogNote("recorder started", log.now()))
-        if is_child:
-            log.observe(e.LogNote(f"{payloads.CHILD}, its reports concern other connectors as well", log.now()))
         log.commit()
 
     @_records
@@ -123,6 +126,12 @@ class Recording:
         self.log.note(payloads.Returned("build_connector_meta", duration_ns))
         self.log.commit()
         return asked
+
+    @guarded(default=None)
+    def returned_for_step(self, scheduler_output: SchedulerOutput, metadata: object) -> None:
+        """The recorder returns this to its caller, which is vLLM or another connector."""
+        if not self.log.is_ended:
+            self.place.built(scheduler_output, metadata)
 
     @_records
     def returned(self, hook: str, duration_ns: int) -> None:
@@ -263,7 +272,8 @@ class Recording:
         reported = self._ends(payloads.WorkersReported, output)
         self.log.note(msgspec.structs.replace(reported, unread=decoders.unread(metadata)))
         for reported_by in ends:
-            self.log.note(reported_by)
+            if self.place.is_child or reported_by.child != payloads.OWN:  # alone, `reported` says the same
+                self.log.note(reported_by)
         self._transfers.reported(metadata)
 
     @_records

@@ -7,9 +7,7 @@ of vLLM's configuration in which the nested one stands where the outer one stood
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Mapping
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kvledger.adapters.vllm.transfer import accepted
@@ -82,20 +80,6 @@ def wrapped_config(vllm_config: VllmConfig) -> VllmConfig:
     config = copy.copy(vllm_config)
     config.kv_transfer_config = wrapped_transfer(outer.kv_connector_extra_config, outer)
     return config
-
-
-def is_child() -> bool:
-    """Whether a `MultiConnector` is making the connector that asks.
-
-    It hands every report of the workers to all of its children (`kv_connector/v1/multi_connector.py`,
-    update_connector_output, 0.32), and passes none of them that it is a child: only the call stack shows it.
-    """
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 -- the way to ask who calls
-    while frame is not None:
-        if type(frame.f_locals.get("self")).__name__ == "MultiConnector":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def unwrapped(argument: object) -> tuple[type[Any], object] | None:

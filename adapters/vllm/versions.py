@@ -307,6 +307,14 @@ def blocks_to_zero(scheduler_output: SchedulerOutput) -> frozenset[int]:
     return frozenset(getattr(scheduler_output, "new_block_ids_to_zero", None) or ())
 
 
+def connector_metadata(scheduler_output: SchedulerOutput) -> object:
+    """What vLLM's own connector returned for a step; None until it has returned.
+
+    Set by `v1/core/sched/scheduler.py`, schedule, right after `build_connector_meta`.
+    """
+    return getattr(scheduler_output, "kv_connector_metadata", None)
+
+
 def scheduler_block_table(scheduler_output: SchedulerOutput, request_id: str) -> Sequence[int] | None:
     """The scheduler's own table of a scheduled request, or None where vLLM does not offer it.
 
