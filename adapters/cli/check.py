@@ -21,7 +21,7 @@ from kvledger.adapters.cli.options import count
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import plural, size
-from kvledger.adapters.vllm_plugin import CONNECTORS
+from kvledger.adapters.vllm_plugin import CONNECTORS, register
 from kvledger.lifecycle import ConfigurationError, Hidden, Refusal, raise_if_unstoppable
 from kvledger.storage.extras import CONNECTOR, require
 
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from kvledger.adapters.vllm.plan import Plan
 
 _OURS = "KVLedgerConnector"
+_UNSUPPORTED = {
+    "--pipeline-parallel-size": "-pp",
+    "--decode-context-parallel-size": "-dcp",
+    "--prefill-context-parallel-size": "-pcp",
+}
 _PATH = re.compile(r"[^\s{}\[\]\"':@]{1,255}")
 """What is shown of an argument that is no file; other texts may be a configuration with passwords."""
 
@@ -50,6 +55,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--block-size", metavar="N", type=count, help="as vLLM is given it")
     parser.add_argument("--tensor-parallel-size", "-tp", metavar="N", type=count, default=1, help="as vLLM's; 1")
+    parser.add_argument("--data-parallel-size", "-dp", metavar="N", type=count, default=1, help="as vLLM's; 1")
+    for name, short in _UNSUPPORTED.items():
+        parser.add_argument(name, short, metavar="N", type=count, default=1, help="as vLLM's; only 1 is served")
     parser.add_argument("--dtype", metavar="NAME", help="as vLLM is given it, such as bfloat16")
     parser.add_argument("--kv-cache-dtype", metavar="NAME", help="as vLLM is given it, such as fp8")
     parser.add_argument("--enforce-eager", action="store_true", help="as vLLM is given it")
@@ -65,6 +73,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Say what each connector of kvledger in it would do."""
     transfer = _transfer(_text(arguments.configuration))
     require("kvledger check", *CONNECTOR)
+    register()  # a recorder may hold a connector of kvledger's by its name alone
     logging.disable(logging.CRITICAL)  # what vLLM says of a configuration is not what is asked
     try:
         for part in _parts(transfer):
@@ -130,26 +139,37 @@ def _parts(transfer: dict[str, Any]) -> list[KVTransferConfig]:
 
 
 def _check(transfer: KVTransferConfig, whole: dict[str, Any], arguments: argparse.Namespace, output: Output) -> None:
-    from kvledger.adapters.recorder.settings import refuse_recorder
-    from kvledger.adapters.vllm.before_weights import refuse_beyond_machine, refuse_connector
+    from kvledger.adapters.recorder.settings import accepted_recorder
+    from kvledger.adapters.recorder.wrapped import wrapped_transfer
+    from kvledger.adapters.vllm import versions
+    from kvledger.adapters.vllm.configuration import ConnectorSettings
     from kvledger.adapters.vllm.key_secrecy import DEFAULT_ALGORITHM, refuse_weak_hash, why_guessable
+    from kvledger.adapters.vllm.transfer import connectors
     from kvledger.adapters.vllm.without_weights import platform
 
     output_of = _Shown(output, str(transfer.kv_connector))
     algorithm = arguments.prefix_caching_hash_algo or DEFAULT_ALGORITHM
     if transfer.kv_connector != _OURS:
-        of_recorder, wrapped = refuse_recorder(transfer, None)
-        of_recorder.refuse_few_segments(1 + arguments.tensor_parallel_size)
+        for_hybrid_memory = transfer.kv_connector == "KVLedgerRecorderHMA"
+        of_recorder, wrapped = accepted_recorder(transfer, for_hybrid_memory=for_hybrid_memory)
+        of_recorder.refuse_few_segments(arguments.data_parallel_size * (1 + arguments.tensor_parallel_size))
+        inner = wrapped_transfer(transfer.kv_connector_extra_config, transfer)
+        ours = [each for each in connectors(inner, "connector") if each.kv_connector in CONNECTORS]
         full_disk = of_recorder.refuse_log_dir()
         output_of.recorder(of_recorder, wrapped.__name__)
         output_of.keys(algorithm, why_guessable(algorithm))
         if full_disk:
             output_of.note(full_disk)
+        for each in ours:
+            _check(each, whole, arguments, output)
         return
-    settings = refuse_connector(transfer, None)
+    settings = ConnectorSettings.from_extra_config(transfer.kv_connector_extra_config)
+    settings.core()
+    versions.refuse_parallelism({name: getattr(arguments, name) for name in versions.UNSUPPORTED_PARALLELISM})
     refuse_weak_hash(algorithm)
+    settings.refuse_few_segments(arguments.data_parallel_size)
     full_disk = settings.refuse_log_dir()
-    refuse_beyond_machine(settings, arguments.tensor_parallel_size)
+    settings.refuse_beyond_machine(arguments.tensor_parallel_size)
     output_of.settings(settings)
     output_of.keys(algorithm, why_guessable(algorithm))
     if full_disk:
@@ -175,6 +195,7 @@ def _planned(settings: ConnectorSettings, transfer: dict[str, Any], arguments: a
     options = ModelOptions(
         block_size=arguments.block_size,
         tensor_parallel_size=arguments.tensor_parallel_size,
+        data_parallel_size=arguments.data_parallel_size,
         dtype=arguments.dtype,
         kv_cache_dtype=arguments.kv_cache_dtype,
         enforce_eager=arguments.enforce_eager,

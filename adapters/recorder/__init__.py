@@ -24,8 +24,5 @@ def __getattr__(name: str) -> object:
 
     require(__name__, *CONNECTOR)
     from kvledger.adapters.recorder import connector
-    from kvledger.adapters.recorder.settings import refuse_recorder
-    from kvledger.adapters.vllm.class_lookup import refuse_at_lookup
 
-    refuse_at_lookup(refuse_recorder)
     return getattr(connector, name)

@@ -29,11 +29,10 @@ from kvledger.adapters.recorder.page_digests import AskedPages, RecordedPages, t
 from kvledger.adapters.recorder.page_digests import enveloped as enveloped_reports
 from kvledger.adapters.recorder.page_digests import opened as opened_pages
 from kvledger.adapters.recorder.recording import Recording
-from kvledger.adapters.recorder.settings import RecorderSettings
+from kvledger.adapters.recorder.settings import RecorderSettings, accepted_recorder
 from kvledger.adapters.recorder.stats import RecordedPromMetrics, RecordedStats, enveloped, opened
 from kvledger.adapters.recorder.worker_recording import WorkerRecording
 from kvledger.adapters.recorder.wrapped import (
-    refuse_without_hybrid_memory,
     transfer_of,
     wrapped_class,
     wrapped_config,
@@ -43,6 +42,7 @@ from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.event_log import WorkerOfLog, open_event_log
 from kvledger.adapters.vllm.groups import Groups, describe_groups
 from kvledger.adapters.vllm.key_secrecy import note_guessable_keys
+from kvledger.adapters.vllm.messages import refusals_are_said
 from kvledger.lifecycle import Core, LedgerConfiguration, raise_if_unstoppable
 
 if TYPE_CHECKING:
@@ -88,14 +88,12 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     clock: ClassVar[Callable[[], int]] = time.monotonic_ns
     """Nanoseconds; a simulation sets its own before it builds an engine."""
 
+    @refusals_are_said()
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = RecorderSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
-        config = wrapped_config(vllm_config)
-        transfer = transfer_of(config)
-        if isinstance(self, SupportsHMA):
-            refuse_without_hybrid_memory(transfer)
-        self.wrapped: KVConnectorBase_V1 = wrapped_class(transfer)(config, role, kv_cache_config)
+        settings, wrapped = accepted_recorder(self._kv_transfer_config, for_hybrid_memory=isinstance(self, SupportsHMA))
+        settings.refuse_few_segments(versions.least_num_logs(vllm_config, workers_log=True))
+        self.wrapped: KVConnectorBase_V1 = wrapped(wrapped_config(vllm_config), role, kv_cache_config)
         """The connector that is recorded."""
         self.recording: Recording | None = None
         """None on workers."""
@@ -211,6 +209,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         return opened(data)
 
     @classmethod
+    @refusals_are_said()
     def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any, **named: Any) -> Any:
         """The wrapped connector's metrics."""
         config = wrapped_config(vllm_config)

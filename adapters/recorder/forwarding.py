@@ -14,6 +14,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
 from kvledger.adapters.recorder.wrapped import unwrapped
+from kvledger.adapters.vllm.messages import refusals_are_said
 
 NOT_FORWARDED = frozenset({"role", "has_connector_metadata"})
 """What the base class answers from what it was given itself, alike for both."""
@@ -59,6 +60,7 @@ def _forwarded_property(name: str) -> property:
 
 def _forwarded_class_method(name: str, declared: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
     @functools.wraps(declared.__func__)
+    @refusals_are_said()
     def forward(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
         found = [unwrapped(argument) for argument in given]

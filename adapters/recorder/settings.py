@@ -1,4 +1,4 @@
-"""What an operator may write for the recorder, and what is refused of it before an engine starts.
+"""What an operator may write for the recorder, and what is refused of it without an engine.
 
 It must not know what is recorded.
 """
@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pydantic
 
 from kvledger.adapters.recorder.wrapped import refuse_without_hybrid_memory, wrapped_class, wrapped_transfer
-from kvledger.adapters.vllm.before_weights import refuse_log
 from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.adapters.vllm.transfer import refuse_unknown
 from kvledger.lifecycle import ConfigurationError, Refusal, described, raise_if_unstoppable
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 
@@ -27,21 +26,21 @@ class RecorderSettings(LogSettings):
     """What `--kv-transfer-config` would say without the recorder."""
 
 
-def refuse_recorder(
-    outer: KVTransferConfig, vllm_config: VllmConfig | None
+def accepted_recorder(
+    outer: KVTransferConfig, *, for_hybrid_memory: bool
 ) -> tuple[RecorderSettings, type[KVConnectorBase_V1]]:
-    """Of the recorder that is named there; what else it returns is how it is set, and the class that is wrapped.
+    """Return the recorder's settings and the wrapped connector's class.
 
-    Looking that class up refuses what it itself refuses.
+    Args:
+        outer: the recorder's own configuration.
+        for_hybrid_memory: whether the recorder is for connectors that support vLLM's hybrid memory.
 
     Raises:
-        ConfigurationError: no connector that vLLM could make, one that this recorder cannot stand for, or a `log_dir`
-            that cannot be written.
+        ConfigurationError: it names no connector that vLLM could create, or one that this recorder cannot wrap.
     """
     settings = RecorderSettings.from_extra_config(outer.kv_connector_extra_config)
     transfer = wrapped_transfer(outer.kv_connector_extra_config, outer)
     refuse_unknown(transfer, "connector")
-    refuse_log(settings, vllm_config, by_workers=True)
     try:
         wrapped = wrapped_class(transfer)
     except ConfigurationError:
@@ -51,6 +50,6 @@ def refuse_recorder(
         reason = f"vLLM cannot load it ({described(error)})"
         remedy = "put that right, or name another connector"
         raise ConfigurationError(Refusal(reason, remedy, "connector.kv_connector", transfer.kv_connector)) from error
-    if outer.kv_connector == "KVLedgerRecorderHMA":
+    if for_hybrid_memory:
         refuse_without_hybrid_memory(transfer)
     return settings, wrapped

@@ -27,9 +27,6 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)
-    from kvledger.adapters.vllm.before_weights import refuse_connector
-    from kvledger.adapters.vllm.class_lookup import refuse_at_lookup
     from kvledger.adapters.vllm.connector import KVLedgerConnector
 
-    refuse_at_lookup(refuse_connector)
     return KVLedgerConnector

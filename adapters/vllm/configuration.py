@@ -243,6 +243,17 @@ class ConnectorSettings(LogSettings):
             reason, f'write "{written_size(most // unit * unit)}" or less, or give the process more memory'
         )
 
+    def refuse_beyond_machine(self, num_ranks: int) -> None:
+        """Refuse a `host_bytes` of which all ranks together, on this machine, would take more than it has in total.
+
+        Raises:
+            ConfigurationError: with the figures and the remedy.
+        """
+        most = most_memory()
+        if most is not None:
+            memory = HostMemory(most, "what the machine has, or its control groups allow")
+            self.filled_in().refuse_beyond_memory(memory, num_pools=num_ranks, num_local_pools=num_ranks)
+
     def idle_configuration(self) -> LedgerConfiguration:
         """For a model that is not served: nothing is saved, so no size matters."""
         return LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)

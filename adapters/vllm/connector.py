@@ -64,6 +64,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
+        settings.refuse_few_segments(versions.least_num_logs(vllm_config))
         planned = plan(vllm_config, kv_cache_config, settings)
         settings, groups, configuration = planned.settings, planned.groups, planned.configuration
         parallel = vllm_config.parallel_config
@@ -141,6 +142,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     @classmethod
+    @refusals_are_said()
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Ask vLLM for a layout, only where the operator does: `MultiConnector` refuses children that differ."""
         transfer = vllm_config.kv_transfer_config
@@ -365,6 +367,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return ConnectorStats(data or {})
 
     @classmethod
+    @refusals_are_said()
     def build_prom_metrics(cls, *arguments: Any, **named: Any) -> KVConnectorPromMetrics:
         """Register `vllm:kvledger_*`."""
         return ConnectorPrometheus(*arguments, **named)

@@ -125,6 +125,7 @@ def open_event_log(
     }
     if settings.log_dir is None:
         return OpenedLog(MemoryEventStore(header, max_bytes=settings.memory_log_bytes), None)
+    settings.refuse_log_dir()
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     remarks = () if worker else _remarks_on_last(settings.log_dir.absolute())
     suffix = worker.suffix if worker else ""

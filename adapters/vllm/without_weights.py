@@ -38,6 +38,7 @@ class ModelOptions:
 
     block_size: int | None = None
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     dtype: str | None = None
     kv_cache_dtype: str | None = None
     enforce_eager: bool = False
@@ -45,10 +46,9 @@ class ModelOptions:
 
 
 def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> VllmConfig:
-    """VLLM's configuration, as `vllm serve` would make it here.
+    """VLLM's configuration, as `vllm serve` would make it here and give it to an engine.
 
-    It raises what vLLM raises, and what is refused of it, by kvledger (`class_lookup.py`) or by vLLM, in kvledger's
-    words.
+    It raises what vLLM raises; what vLLM refuses of a value is raised as ConfigurationError, in kvledger's words.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm.config import KVTransferConfig
@@ -58,7 +58,7 @@ def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> 
     if options.tensor_parallel_size > 1:
         given["distributed_executor_backend"] = "mp"  # the default, but where there are fewer devices here
     try:
-        return EngineArgs(
+        vllm_config = EngineArgs(
             model=str(model),
             skip_tokenizer_init=True,
             num_gpu_blocks_override=_NUM_BLOCKS,
@@ -69,7 +69,10 @@ def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> 
         found = refusals(error)
         if not any(each.key for each in found):  # it may be for want of a device here
             raise
-    raise ConfigurationError(*found)
+        raise ConfigurationError(*found) from None
+    if options.data_parallel_size > 1 and not vllm_config.model_config.is_moe:  # as v1/engine/core.py, run_engine_core
+        vllm_config.parallel_config.reconfigure_for_independent_dp_rank()
+    return vllm_config
 
 
 def in_words(error: BaseException) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import sys
 import types
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 
 import attrs
 import pytest
-from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvledger.adapters.logs.amounts import size, written_size
@@ -21,8 +19,6 @@ from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
 from kvledger.adapters.simulation.engine import kv_cache_config, vllm_config
 from kvledger.adapters.simulation.hashed_model import block_bytes
 from kvledger.adapters.vllm import KVLedgerConnector
-from kvledger.adapters.vllm.before_weights import refuse_connector
-from kvledger.adapters.vllm.class_lookup import refuse_at_lookup
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.lifecycle import ConfigurationError
 from kvledger.lifecycle import events as e
@@ -115,103 +111,6 @@ def test_every_wrong_key_is_named_at_once() -> None:
     ):
         (line,) = (line for line in message.splitlines() if line.strip().startswith(name))
         assert value in line
-
-
-@pytest.mark.parametrize(
-    ("extra_config", "reason"),
-    [
-        ({"chunksize": 64}, "chunksize: 64: unknown key; did you mean chunk_size?"),
-        ({"handlers": ["no_such_module:Class"]}, "handlers: 'no_such_module:Class': cannot be imported"),
-        ({"log_dir": "/dev/null/logs"}, "log_dir: '/dev/null/logs': /dev/null is a file; name a writable"),
-        ({"chunk_size": 24}, "chunk_size: 24: it and block_size 16 do not divide one another"),
-        ({"save_interval_tokens": 48}, "save_interval_tokens: 48: less than a chunk of 64 tokens"),
-        ({"host_bytes": "64TiB"}, "host_bytes: '64TiB': asks for 65536.0 GiB where "),
-    ],
-)
-@pytest.mark.parametrize("module", ["kvledger.adapters.vllm", None])
-def test_what_needs_no_weights_to_be_refused_is_refused_before_an_engine_starts(
-    caplog: pytest.LogCaptureFixture, extra_config: dict[str, Any], reason: str, module: str | None
-) -> None:
-    """Where vLLM puts its own configuration together, with and without a module path, in one message."""
-    transfer = {**KVLEDGER_TRANSFER, "kv_connector_module_path": module, "kv_connector_extra_config": extra_config}
-    with pytest.raises(ValueError, match=re.escape(reason)):
-        vllm_config(num_blocks=20, block_size=16, kv_transfer=transfer)
-    (said,) = (record.getMessage() for record in caplog.records if record.name == "vllm.kvledger")
-    assert said.startswith("kvledger: ")
-    assert reason in said
-    assert "kvledger check" in said
-
-
-@pytest.mark.parametrize(
-    ("extra_config", "reason"),
-    [
-        ({}, "names no connector to record; write"),
-        ({"connector": {"kv_connector": "Nobody"}}, "connector.kv_connector: 'Nobody': unknown connector; known are"),
-        ({"connector": {**KVLEDGER_TRANSFER, "kv_connector_extra_config": {"chunk_size": 24}}}, "block_size 16 do not"),
-        ({"connector": {"kv_connector": "ExampleConnector"}, "log_dir": "/dev/null/logs"}, "/dev/null is a file"),
-    ],
-)
-def test_a_recorder_that_cannot_be_is_refused_before_an_engine_starts(extra_config: Any, reason: str) -> None:
-    """Its own configuration, and the one that it holds."""
-    transfer = {**KVLEDGER_TRANSFER, "kv_connector": "KVLedgerRecorder", "kv_connector_module_path": None}
-    with pytest.raises(ValueError, match=reason):
-        vllm_config(num_blocks=20, block_size=16, kv_transfer={**transfer, "kv_connector_extra_config": extra_config})
-
-
-def test_parallelism_that_is_not_served_is_refused_before_an_engine_starts() -> None:
-    """Where the model is known to be divided."""
-    whole = configuration(None)
-    with pytest.raises(ValueError, match="pipeline_parallel_size: 2: KVLedgerConnector serves only 1"):
-        VllmConfig(
-            model_config=whole.model_config,
-            device_config=whole.device_config,
-            parallel_config=ParallelConfig(pipeline_parallel_size=2, distributed_executor_backend="mp"),
-            kv_transfer_config=KVTransferConfig(**KVLEDGER_TRANSFER),
-        )
-
-
-def test_a_child_of_others_is_refused_before_an_engine_starts() -> None:
-    """`MultiConnector` asks for each child's class."""
-    child = {**KVLEDGER_TRANSFER, "kv_connector_extra_config": {"chunk_size": 24}}
-    parent = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
-    with pytest.raises(ValueError, match="chunk_size: 24: it and block_size 16 do not divide"):
-        vllm_config(
-            num_blocks=20, kv_transfer={**parent, "kv_connector_extra_config": {"connectors": [child]}}, block_size=16
-        )
-
-
-def test_a_configuration_that_another_vllm_words_otherwise_is_left_to_the_connector(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The lookup fails for nothing but what is refused."""
-
-    def check(transfer: KVTransferConfig, _whole: object) -> None:
-        assert transfer.of_the_future
-
-    def get_connector_class(kv_transfer_config: KVTransferConfig) -> None:
-        assert kv_transfer_config is not None
-        refuse_at_lookup(check)
-
-    get_connector_class(KVTransferConfig(**KVLEDGER_TRANSFER))
-    assert "what is wrong with it is said then (error=\"AttributeError: 'KVTransferConfig' object" in caplog.text
-
-
-def test_what_vllm_may_settle_otherwise_is_left_to_the_connector() -> None:
-    """Blocks grow where layers of several kinds have pages of unequal sizes."""
-    whole = configuration({"log_dir": None, "chunk_size": 24})
-    with pytest.raises(ConfigurationError):
-        refuse_connector(whole.kv_transfer_config, whole)
-    whole.model_config.hf_text_config.layer_types = ["full_attention", "sliding_attention"]
-    refuse_connector(whole.kv_transfer_config, whole)
-
-
-def test_what_is_on_other_machines_is_left_to_the_connector() -> None:
-    """Their disks and their memory cannot be asked."""
-    whole = configuration({"log_dir": "/dev/null/logs", "host_bytes": "64TiB"})
-    with pytest.raises(ConfigurationError):
-        refuse_connector(whole.kv_transfer_config, whole)
-    whole.parallel_config.distributed_executor_backend = "ray"
-    refuse_connector(whole.kv_transfer_config, whole)
 
 
 @pytest.mark.parametrize(("chunk_size", "block_size"), [(24, 16), (10, 16), (40, 32)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.config import CacheConfig, DeviceConfig, ParallelConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -127,19 +127,6 @@ def test_a_hash_for_which_collisions_can_be_crafted_is_refused(algorithm: str, r
         KVLedgerConnector(settings, role, kv_cache_config(20, 16))
     assert "another tenant's KV" in str(caught.value)
     assert "--prefix-caching-hash-algo sha256" in str(caught.value)
-
-
-def test_a_weak_hash_is_refused_before_an_engine_starts() -> None:
-    """While vLLM puts its configuration together, before it loads weights."""
-    whole = vllm_config(num_blocks=20, kv_transfer=TRANSFER)
-    with pytest.raises(ValueError, match="prefix_caching_hash_algo: 'xxhash': "):
-        VllmConfig(
-            model_config=whole.model_config,
-            device_config=whole.device_config,
-            parallel_config=ParallelConfig(),
-            cache_config=CacheConfig(block_size=16, prefix_caching_hash_algo="xxhash"),
-            kv_transfer_config=whole.kv_transfer_config,
-        )
 
 
 @pytest.mark.parametrize("seed", [None, "424242"])
