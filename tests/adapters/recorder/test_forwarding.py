@@ -247,10 +247,10 @@ def test_prometheus_metrics_of_the_wrapped_connector_get_their_own_figures() -> 
 
 def test_a_recorder_inside_of_multi_connector_says_so_in_its_log(record: Callable[..., tuple[Any, Any]]) -> None:
     """Its rules must know that the workers' reports are of others, too."""
-    _, alone = record(WITNESS)
-    _, child = record(setup=Several(children=(Recorded(inner=Offloading()), WITNESS)))
-    texts = [
-        [event.text for _, event in events_of(recording) if isinstance(event, e.LogNote)]
-        for recording in (alone, child)
-    ]
+    texts = []
+    for setup in (Recorded(inner=WITNESS), Several(children=(Recorded(inner=Offloading()), WITNESS))):
+        engine, recording = record(setup=setup)
+        engine.add("a", range(20), 2)
+        engine.run()
+        texts.append([event.text for _, event in events_of(recording) if isinstance(event, e.LogNote)])
     assert [any(text.startswith(CHILD) for text in each) for each in texts] == [False, True]
