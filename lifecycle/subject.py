@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,7 +30,7 @@ class Before(msgspec.Struct, frozen=True, gc=False):
     @classmethod
     def of(cls, request: RequestRecord) -> Before:
         """As they are now."""
-        return cls(request.generation, request.state, request.blocks, request.first, request.current, request.trust)
+        return cls(*_fields_of(request))
 
 
 class Subject(msgspec.Struct, frozen=True, gc=False):
@@ -54,6 +56,7 @@ class Subject(msgspec.Struct, frozen=True, gc=False):
 
 
 NOBODY = Subject()
+_fields_of: Callable[[RequestRecord], tuple[Any, ...]] = attrgetter(*Before.__struct_fields__)
 
 
 def states_of(request: RequestRecord) -> States:

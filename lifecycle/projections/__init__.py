@@ -100,18 +100,20 @@ class Projections:
         owed = maps.pop("obligations", {})
         closed_fold = self.core.gating.closed_fold
         self._find: dict[type[Event], Find] = {}
-        self._owed: dict[type[Event], Fold | None] = {}
-        self._owed_if_refused: dict[type[Event], Fold | None] = {}
+        self._owed: dict[type[Event], Fold] = {}
         self._folds: dict[type[Event], tuple[Fold, ...]] = {}
-        self._folds_if_refused: dict[type[Event], tuple[Fold, ...]] = {}
+        self._closed: dict[type[Event], tuple[Fold | None, tuple[Fold, ...]]] = {}
+        """Of observations that may be refused: what folds them then."""
         for event_class in self.core.events.values():
             closed = closed_fold.get(event_class.id, ())
             self._find[event_class] = self.gate.finder(event_class)
-            self._owed[event_class] = owed.get(event_class)
-            self._owed_if_refused[event_class] = owed.get(event_class) if "obligations" in closed else None
+            if event_class in owed:
+                self._owed[event_class] = owed[event_class]
             folds = {name: folds[event_class] for name, folds in maps.items() if event_class in folds}
             self._folds[event_class] = tuple(folds.values())
-            self._folds_if_refused[event_class] = tuple(fold for name, fold in folds.items() if name in closed)
+            owed_if_refused = owed.get(event_class) if "obligations" in closed else None
+            folds_if_refused = tuple(fold for name, fold in folds.items() if name in closed)
+            self._closed[event_class] = owed_if_refused, folds_if_refused
 
     def subject_of(self, event: Event) -> Subject:
         """Whom an event is about that is not folded yet."""
@@ -122,11 +124,13 @@ class Projections:
         event_class = type(event)
         if subject is None:
             subject = self._find[event_class](event)
-        is_refused = subject.is_refused
-        owed = self._owed_if_refused[event_class] if is_refused else self._owed[event_class]
+        if subject.is_refused:
+            owed, folds = self._closed[event_class]
+        else:
+            owed, folds = self._owed.get(event_class), self._folds[event_class]
         if owed is not None:
             owed(event, sequence)
-        for fold in self._folds_if_refused[event_class] if is_refused else self._folds[event_class]:
+        for fold in folds:
             fold(event, sequence, subject)
 
     def fold_obligations(self, event: Event, sequence: int) -> None:

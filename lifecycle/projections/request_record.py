@@ -119,6 +119,8 @@ class RequestRecord(msgspec.Struct):
         """The keys of these chunks, without those that are not known."""
         keys = self.keys
         num_keys = len(keys)
+        if len(chunks) == 1:  # as with most saves
+            return (keys[chunks[0]],) if chunks[0] < num_keys else ()
         return tuple([keys[chunk] for chunk in chunks if chunk < num_keys])
 
     def next_deferral(self, job_id: int, *, is_shared: bool) -> int:
