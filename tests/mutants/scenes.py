@@ -106,7 +106,7 @@ class Worlds:
                 told(lambda: world.side.ledger.next_sequence)
                 ended_by = _to_the_end(lambda: _live(world))
                 if self.closes:
-                    world.side.shutdown()
+                    world.engine.connector.shutdown()
                 world.side.ledger.commit()
                 log = read_end(world.side)
                 return Story(log.configuration, log.events, ended_by, allowed_rules(world))
