@@ -16,7 +16,7 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections import Projection
+from kvledger.lifecycle.projections.base import Projection
 from kvledger.lifecycle.ranges import MAX_COUNT, BlockId, Int64, JobId, LifeOrdinal, Ordinal, Sequence
 
 PageJob = e.LoadIssued | e.SaveIssued | e.TailSaveIssued

@@ -200,12 +200,14 @@ def test_what_cannot_work_is_refused_when_vllm_creates_the_connector(
     assert [note.count("kvledger check") for note in caught.value.__notes__] == [1]
 
 
+@pytest.mark.vllm  # it asks vLLM for the platform's whole configuration
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_what_cannot_work_is_refused_by_the_command(check: Callable[..., str], case: Refused) -> None:
     """In the words of the connector."""
     assert case.reason in check(case.configuration, *case.options)
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     "configuration",
     [
