@@ -1,6 +1,6 @@
 """The lifecycle of a request as an event-sourced state machine: the pure core of kvledger.
 
-Reads top to bottom: `states`, `events`, `table`, `machine`, `gate`, `projections/`, `decisions/`, `handlers/`, `core`,
+Reads top to bottom: `states`, `events`, `table`, `machine`, `gate`, `projections/`, `decisions/`, `handlers`, `core`,
 `standard`, `decider`, `ledger`, `divergences`, `replay`, `codec`. It knows no torch, no vLLM, no files and no clock.
 What a program needs is here, in `events`, in `audit` and, for tests, in `testing`; who decides otherwise derives from
 `handlers` and puts together what is in `decisions`; who reads and writes logs and

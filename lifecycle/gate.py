@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvledger.lifecycle.events import (
     Event,
-    RequestArrived,
     RequestDecision,
     RequestEvent,
     RequestQuarantined,
@@ -67,7 +66,7 @@ class Gate:
             return decided
         if not issubclass(event_class, RequestEvent):
             return lambda _event: NOBODY
-        if event_class is RequestArrived or not self.may_refuse(event_class):
+        if not self.may_refuse(event_class):
 
             def observed(event: RequestEvent) -> Subject:
                 request = tracker.get(event.request_id)

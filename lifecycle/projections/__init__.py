@@ -135,7 +135,7 @@ class Projections:
 
     def fold_obligations(self, event: Event, sequence: int) -> None:
         """Fold one event for what is owed, and for nothing else: where the others cannot be relied on any more."""
-        fold = self.obligations.folds().get(type(event))
+        fold = self._owed.get(type(event))
         if fold is not None:
             fold(event, sequence)
 

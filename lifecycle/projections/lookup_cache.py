@@ -49,16 +49,15 @@ class _Counted(msgspec.Struct, frozen=True, gc=False):
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """All by the ordinal of a life."""
+    """By the ordinal of a life."""
 
     hits: dict[Ordinal, CachedHit] = {}
 
 
 class LookupCache(Projection):
-    """One replaceable slot per life of a request, written by the last lookup. What is asked is about the present one.
+    """One hit per life of a request, found by its last lookup; the answer is in the request's record.
 
-    What is answered concerns one generation of a life; an answer to any other is none. A lookup that the log repeats in
-    short is given to `fold` in full, once more.
+    A lookup that the log repeats in short is given to `fold` in full.
     """
 
     def __init__(

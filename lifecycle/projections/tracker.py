@@ -39,6 +39,16 @@ if TYPE_CHECKING:
         | e.ExtensionNoted
         | e.PagesDigested
     )
+    _TimedObservation = (
+        e.ExtensionObserved
+        | e.BlocksAllocated
+        | e.BlockTableObserved
+        | e.WindowLeft
+        | e.RequestPreempted
+        | e.RequestFinished
+        | e.SessionContinued
+        | e.TokensRolledBack
+    )
 
 
 _WINDOW = e.MissReason.WINDOW.value
@@ -194,7 +204,7 @@ class RequestTracker(Projection):
         self.state.time_ns = event.time_ns
 
     @on(e.ExtensionObserved)
-    def _observed_at(self, event: e.ExtensionObserved, sequence: int, subject: Subject) -> None:
+    def _observed_at(self, event: _TimedObservation, sequence: int, subject: Subject) -> None:
         self.state.time_ns = event.time_ns
         self._observed(event, sequence, subject)
 
@@ -278,8 +288,7 @@ class RequestTracker(Projection):
 
     @on(e.BlocksAllocated, e.BlockTableObserved)
     def _blocks_given(self, event: e.BlocksAllocated | e.BlockTableObserved, sequence: int, subject: Subject) -> None:
-        self.state.time_ns = event.time_ns
-        self._observed(event, sequence, subject)
+        self._observed_at(event, sequence, subject)
         record = subject.request
         if record is None:
             return
@@ -295,8 +304,7 @@ class RequestTracker(Projection):
 
     @on(e.WindowLeft)
     def _window_left(self, event: e.WindowLeft, sequence: int, subject: Subject) -> None:
-        self.state.time_ns = event.time_ns
-        self._observed(event, sequence, subject)
+        self._observed_at(event, sequence, subject)
         if subject.request is not None:
             subject.request.window_freed_at = event.num_settled_tokens
             self._fleeting.append(subject.request)
@@ -322,8 +330,7 @@ class RequestTracker(Projection):
         self, event: e.RequestPreempted | e.RequestFinished, sequence: int, subject: Subject
     ) -> RequestRecord | None:
         """The request loses its blocks."""
-        self.state.time_ns = event.time_ns
-        self._observed(event, sequence, subject)
+        self._observed_at(event, sequence, subject)
         record = subject.request
         if record is None:
             return None
@@ -365,8 +372,7 @@ class RequestTracker(Projection):
         self, event: e.SessionContinued | e.TokensRolledBack, sequence: int, subject: Subject
     ) -> RequestRecord | None:
         """Fewer tokens of the request are computed."""
-        self.state.time_ns = event.time_ns
-        self._observed(event, sequence, subject)
+        self._observed_at(event, sequence, subject)
         record = subject.request
         if record is not None and not subject.is_refused:
             num_chunks = event.num_computed_tokens // self._chunk_size

@@ -21,6 +21,17 @@ def story() -> Driver:
     return tell_story()
 
 
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model without its weights: 2 layers, 2 heads of 32 numbers."""
+    from kvledger.adapters.demo.model import make_model
+
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(directory)
+    (directory / "model.safetensors").unlink()
+    return directory
+
+
 @pytest.fixture
 def log(story: Driver, tmp_path: Path) -> Path:
     """The story as a log of one segment."""

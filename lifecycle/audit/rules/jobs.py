@@ -220,7 +220,6 @@ class DeliveredOnce(Checker):
         """Ended lives of which vLLM was told that their blocks are kept."""
         self._due: dict[int, tuple[str, int, int]] = {}
         """Life whose end is owed -> the end, steps in the log when it became owed, and the event that it follows."""
-        self._num_steps = 0
         self._claimed_for = e.NO_LIFE
         """Life for which a load was issued in the hook at hand."""
         self._is_own = False
@@ -299,7 +298,7 @@ class DeliveredOnce(Checker):
             self._owe(ordinal, end)
 
     def _owe(self, ordinal: int, end: str) -> None:
-        self._due.setdefault(ordinal, (end, self._num_steps, self.moment.sequence))
+        self._due.setdefault(ordinal, (end, self.lives.num_steps, self.moment.sequence))
 
     def _owe_held(self, ordinal: int) -> None:
         if ordinal in self._held and not self._is_read(ordinal):
@@ -329,9 +328,8 @@ class DeliveredOnce(Checker):
     @on(e.StepScheduled)
     def _step_scheduled(self, _event: e.StepScheduled) -> None:
         self._claimed_for = e.NO_LIFE
-        self._num_steps += 1
         if self._due and self._is_own and not self._is_over:
-            overdue = [each for each in self._due.items() if each[1][1] + 1 < self._num_steps]
+            overdue = [each for each in self._due.items() if each[1][1] + 1 < self.lives.num_steps]
             for ordinal, (end, _, sequence) in overdue:
                 del self._due[ordinal]
                 self.broken(f"life {ordinal} is to be reported as {end}, and no step has done so", sequence)
@@ -343,7 +341,9 @@ class DeliveredOnce(Checker):
     @on(e.HookFailed)
     def _hook_failed(self, event: e.HookFailed) -> None:
         self._claimed_for = e.NO_LIFE
-        self._due = {ordinal: (end, self._num_steps, sequence) for ordinal, (end, _, sequence) in self._due.items()}
+        self._due = {
+            ordinal: (end, self.lives.num_steps, sequence) for ordinal, (end, _, sequence) in self._due.items()
+        }
         self._is_over |= event.error.startswith(e.CORRUPT)
 
     @on(e.LogNote)

@@ -11,19 +11,9 @@ import pytest
 from log_torture.mounts import fill, run_on_small_disk
 
 from kvledger.adapters.cli.main import main
-from kvledger.adapters.demo.model import make_model
 from kvledger.storage.kv import most_memory
 
 pytestmark = pytest.mark.xdist_group("check")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's, without its weights: 2 layers, 2 heads of 32 numbers."""
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    make_model(directory)
-    (directory / "model.safetensors").unlink()
-    return directory
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvledger.adapters import vllm_plugin
 from kvledger.adapters.cli.main import main
-from kvledger.adapters.demo.model import make_model
 from kvledger.adapters.simulation.engine import kv_cache_config, vllm_config
 from kvledger.adapters.vllm import versions
 from kvledger.lifecycle import ConfigurationError
@@ -53,15 +52,6 @@ def several(*connectors: dict[str, Any]) -> dict[str, Any]:
 
 OFFLOADING = transfer("OffloadingConnector", cpu_bytes_to_use=1 << 20)
 EXAMPLE = transfer("ExampleConnector")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's, without its weights."""
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    make_model(directory)
-    (directory / "model.safetensors").unlink()
-    return directory
 
 
 @pytest.fixture
