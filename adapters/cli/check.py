@@ -20,7 +20,7 @@ import attrs
 from kvledger.adapters.cli.options import count
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.logs.amounts import plural, size
+from kvledger.adapters.units import plural, size
 from kvledger.adapters.vllm_plugin import CONNECTORS, register
 from kvledger.lifecycle import ConfigurationError, Hidden, Refusal, raise_if_unstoppable
 from kvledger.storage.extras import CONNECTOR, require

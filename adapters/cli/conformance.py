@@ -22,7 +22,7 @@ from rich.progress import Progress
 from kvledger.adapters.cli.options import count, json_object
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.logs.amounts import plural
+from kvledger.adapters.units import plural
 from kvledger.lifecycle import described, raise_if_unstoppable
 from kvledger.storage.extras import CONNECTOR, require
 

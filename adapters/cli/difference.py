@@ -12,11 +12,11 @@ import attrs
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.exit_codes import ExitCode
-from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.coverage import checked
 from kvledger.adapters.logs.describe import event_fields, event_text, plain
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
+from kvledger.adapters.units import plural
 from kvledger.lifecycle import Projections
 from kvledger.lifecycle.events import Event, field_names
 from kvledger.lifecycle.untrusted import Undecodable, from_msgpack

@@ -22,10 +22,10 @@ from kvledger.adapters.exit_codes import CommandFailed, ExitCode, gravest
 from kvledger.adapters.export.perfetto import EngineTrace, TraceFile
 from kvledger.adapters.export.reading import read_trace
 from kvledger.adapters.export.tables import COLUMNS, EVENTS, Tables, WriteRow
-from kvledger.adapters.logs.amounts import plural, size
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.visible import visible
+from kvledger.adapters.units import plural, size
 
 _ALL_TABLES = "all"
 

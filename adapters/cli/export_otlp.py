@@ -14,9 +14,9 @@ from kvledger.adapters.cli.target import open_target
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, gravest
 from kvledger.adapters.export.reading import read_trace
 from kvledger.adapters.export.request_sums import RequestSums
-from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
+from kvledger.adapters.units import plural
 from kvledger.storage.extras import OTLP, require
 
 if TYPE_CHECKING:

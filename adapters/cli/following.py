@@ -7,7 +7,6 @@ import attrs
 from kvledger.adapters.cli.feed import Feed, Line, follow
 from kvledger.adapters.cli.output import Output, show_ending
 from kvledger.adapters.exit_codes import ExitCode
-from kvledger.adapters.logs.amounts import milliseconds
 from kvledger.adapters.logs.clock import Clock
 from kvledger.adapters.logs.describe import state_change, unfoldable_text
 from kvledger.adapters.logs.ending import under_way_text
@@ -15,6 +14,7 @@ from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.observation import observations
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.under_way import UnderWay
+from kvledger.adapters.units import milliseconds
 
 
 def show_following(log: StoredLog, selection: Selection, output: Output) -> ExitCode:

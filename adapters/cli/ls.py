@@ -10,10 +10,10 @@ import attrs
 from kvledger.adapters.cli.default_log import LogArgument
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import ExitCode, gravest
-from kvledger.adapters.logs.amounts import size
 from kvledger.adapters.logs.clock import iso
 from kvledger.adapters.logs.glance import Glance, glance_at
 from kvledger.adapters.logs.sources import find_logs
+from kvledger.adapters.units import size
 from kvledger.storage.events import HowEnded
 
 _COLUMNS = {

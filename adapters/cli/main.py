@@ -19,10 +19,10 @@ from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.parser import build_parser
 from kvledger.adapters.cli.streams import OutputFailed, guard_standard_streams, silence_standard_streams
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, gravest, unreadable_text
-from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.sources import engine_starts, find_logs, started_with
 from kvledger.adapters.logs.streams import StreamUrl, keep_mirrored, shown_log
 from kvledger.adapters.logs.visible import remark
+from kvledger.adapters.units import plural
 from kvledger.lifecycle import described, raise_if_unstoppable, without_credentials
 from kvledger.storage.events.files import refused_link
 from kvledger.storage.extras import EXTRAS

@@ -18,12 +18,12 @@ from typing import Final, Literal
 import attrs
 
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.quantities import duration_ns
 from kvledger.adapters.core import composed_core, installed_extensions
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.index import index_for
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
+from kvledger.adapters.units import read_duration_ns, read_size
 from kvledger.lifecycle import ConfigurationError, Core, SequencedEvent
 
 _NS_PER_S: Final = 1_000_000_000
@@ -56,7 +56,7 @@ def moment(text: str) -> Moment:
     """
     if text.isdecimal() and int(text) > 0:
         return Moment("event", int(text), text)
-    value = duration_ns(text)
+    value = read_duration_ns(text)
     if value is not None:
         return Moment("since_opening_ns", value, text)
     is_of_day = text[2:3] == ":"
@@ -128,6 +128,34 @@ def positive(text: str) -> int:
     if not number:
         raise argparse.ArgumentTypeError("0 is too few; give 1 or more")
     return number
+
+
+def seconds(text: str) -> float:
+    """A duration in seconds.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    found = read_duration_ns(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a duration; give numbers with s, m, h, d or w, as in 30d or 1h30m"
+        )
+    return found / _NS_PER_S
+
+
+def num_bytes(text: str) -> int:
+    """A size in bytes.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    found = read_size(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; give bytes, or a number with K, M, G, T (powers of 1000) or KiB, MiB, GiB, TiB"
+        )
+    return found
 
 
 def json_object(text: str) -> dict[str, object]:

@@ -18,7 +18,6 @@ from kvledger.adapters.cli.options import add_handlers, add_request, json_object
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.target import open_target
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.sources import start_of
@@ -32,6 +31,7 @@ from kvledger.adapters.repro.reduce import Reduced, reduce
 from kvledger.adapters.repro.rerun import rerun
 from kvledger.adapters.repro.run_once import Ended, TestRun, run_once
 from kvledger.adapters.repro.write import ANSWERS_TEST, Description, log_bytes, test_source, with_numbered_keys
+from kvledger.adapters.units import plural
 from kvledger.lifecycle import SequencedEvent
 
 _MAX_EVENTS = 2_000_000

@@ -15,12 +15,12 @@ from pathlib import Path
 import attrs
 
 from kvledger.adapters.cli.default_log import LogArgument
+from kvledger.adapters.cli.options import num_bytes, seconds
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.quantities import num_bytes, seconds
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.logs.amounts import plural, size
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.logs.snapshots import write_snapshots
+from kvledger.adapters.units import plural, size
 from kvledger.storage.events import LogError, Retirement, retire, retire_logs
 from kvledger.storage.events.files import RefusedFile, directories_in
 from kvledger.storage.events.retention import Trouble, ignore

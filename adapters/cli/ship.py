@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvledger.adapters.cli.default_log import LogArgument
+from kvledger.adapters.cli.options import num_bytes, seconds
 from kvledger.adapters.cli.output import Output, progress_in_bytes
-from kvledger.adapters.cli.quantities import num_bytes, seconds
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.logs.amounts import plural, size
 from kvledger.adapters.logs.streams import StreamUrl, parse_address, shown_log, stream_errors
+from kvledger.adapters.units import plural, size
 
 if TYPE_CHECKING:
     from kvledger.storage.events.nats import Shipper, ShippingReport

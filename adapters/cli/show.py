@@ -15,7 +15,6 @@ from kvledger.adapters.cli.following import show_following
 from kvledger.adapters.cli.options import add_request, count
 from kvledger.adapters.cli.output import Output, show_ending, show_title
 from kvledger.adapters.exit_codes import ExitCode, gravest
-from kvledger.adapters.logs.amounts import event_range, milliseconds, plural
 from kvledger.adapters.logs.clock import Clock
 from kvledger.adapters.logs.coverage import readable
 from kvledger.adapters.logs.describe import plain, state_change, unfoldable_text
@@ -26,6 +25,7 @@ from kvledger.adapters.logs.observation import observations
 from kvledger.adapters.logs.requests import Requests, RequestSummary
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.timeline import Group, Timelines
+from kvledger.adapters.units import event_range, milliseconds, plural
 from kvledger.lifecycle import Figures, Projections
 
 _MAX_LISTED = 200

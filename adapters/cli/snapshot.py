@@ -9,10 +9,10 @@ from kvledger.adapters.cli.default_log import LogArgument
 from kvledger.adapters.cli.options import add_handlers, chosen_core
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.logs.snapshots import write_snapshots
 from kvledger.adapters.logs.sources import find_logs, one_of
+from kvledger.adapters.units import plural
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import attrs
 
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.describe import plain
+from kvledger.adapters.units import plural
 from kvledger.lifecycle import Projections, RequestRecord, TrustRegion
 
 _COUNTS = ("generation", "computed", "tokens", "preempted", "blocks", "keys", "offered")

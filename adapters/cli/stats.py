@@ -11,10 +11,10 @@ from kvledger.adapters.cli.output import Output, show_ending
 from kvledger.adapters.cli.statistics import Counting, Statistics
 from kvledger.adapters.cli.why import show_total, total
 from kvledger.adapters.exit_codes import ExitCode, gravest
-from kvledger.adapters.logs.amounts import duration, plural, size
 from kvledger.adapters.logs.coverage import readable
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
+from kvledger.adapters.units import duration, plural, size
 
 _NS_PER_S = 1_000_000_000
 

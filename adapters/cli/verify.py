@@ -16,13 +16,13 @@ from kvledger.adapters.cli.options import add_handlers, positive
 from kvledger.adapters.cli.output import Output, show_divergences, show_ending
 from kvledger.adapters.cli.several import num_bytes, side_by_side
 from kvledger.adapters.exit_codes import ExitCode, gravest
-from kvledger.adapters.logs.amounts import plural, size
 from kvledger.adapters.logs.describe import event_text, plain, violation_place
 from kvledger.adapters.logs.log import StoredLog, open_log
 from kvledger.adapters.logs.parts import verify_in_parts
 from kvledger.adapters.logs.processes import num_cores, processes
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.verification import Findings, Verification
+from kvledger.adapters.units import plural, size
 from kvledger.lifecycle import lookups_in_full
 from kvledger.lifecycle.audit import Violation
 from kvledger.lifecycle.events import Event

@@ -11,7 +11,6 @@ from kvledger.adapters.cli.finding import selected_one
 from kvledger.adapters.cli.options import add_request
 from kvledger.adapters.cli.output import Output, show_title
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, gravest
-from kvledger.adapters.logs.amounts import event_range, milliseconds, plural
 from kvledger.adapters.logs.clock import Clock
 from kvledger.adapters.logs.explanation import (
     Cause,
@@ -24,6 +23,7 @@ from kvledger.adapters.logs.explanation import (
 from kvledger.adapters.logs.histories import Histories, read_histories
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.reasons import LoadFate, RequestHistory, Sums
+from kvledger.adapters.units import event_range, milliseconds, plural
 from kvledger.lifecycle import events as e
 
 _MAX_LOOKUPS = 3

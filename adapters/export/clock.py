@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from kvledger.adapters.export.axis import Axis, Tick
 from kvledger.adapters.export.part import Reading
-from kvledger.adapters.logs.amounts import milliseconds
 from kvledger.adapters.logs.clock import iso
+from kvledger.adapters.units import milliseconds
 
 _TICK_DISTANCE_IF_NARROW = 0.34
 _NS_PER_S = 10**9

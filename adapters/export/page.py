@@ -24,13 +24,13 @@ from kvledger.adapters.export.part import Part, Reading
 from kvledger.adapters.export.shown import MAX_REQUESTS, SLOTS, Request
 from kvledger.adapters.export.timelines import RequestTimeline
 from kvledger.adapters.export.tokens import Bar, after_preemptions, at_admissions
-from kvledger.adapters.logs.amounts import duration, event_range, milliseconds, plural, ranges, size
 from kvledger.adapters.logs.describe import describe_core_event, state_change
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.progress import Progress
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.visible import visible
 from kvledger.adapters.reasons import BY_DESIGN, Sums
+from kvledger.adapters.units import duration, event_range, milliseconds, plural, ranges, size
 
 _MAX_TIMELINES = 60
 """Requests that are shown event by event."""

@@ -17,7 +17,6 @@ from kvledger.adapters.export.reading import read_trace
 from kvledger.adapters.export.shown import Request, Shown
 from kvledger.adapters.export.spans import Instant
 from kvledger.adapters.export.timelines import RequestTimeline, read_timelines
-from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.clock import Clock
 from kvledger.adapters.logs.ending import ending_text, sound_text
 from kvledger.adapters.logs.explanation import Cause
@@ -27,6 +26,7 @@ from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.progress import Progress
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.verification import Findings, Verification
+from kvledger.adapters.units import plural
 from kvledger.lifecycle import Figures
 from kvledger.storage.events import HowEnded
 

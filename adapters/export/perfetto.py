@@ -12,8 +12,8 @@ from operator import attrgetter
 import msgspec
 
 from kvledger.adapters.export.spans import Call, Copy, Gauges, Incarnation, Instant, Lookup, Span, State, Step, Visitor
-from kvledger.adapters.logs.amounts import ranges
 from kvledger.adapters.logs.describe import plain_fields
+from kvledger.adapters.units import ranges
 
 _ENGINE, _REQUESTS = 1, 2
 _STEPS, _TROUBLE, _CACHE, _COPIES, _FIRST_EXTENSION = 11, 12, 13, 14, 20

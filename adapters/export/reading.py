@@ -7,10 +7,10 @@ from collections.abc import Callable
 from kvledger.adapters.exit_codes import CommandFailed
 from kvledger.adapters.export.spans import Visitor
 from kvledger.adapters.export.trace import Trace
-from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.verification import Verification
+from kvledger.adapters.units import plural
 from kvledger.lifecycle import Projections
 
 

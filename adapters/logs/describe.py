@@ -9,7 +9,7 @@ from typing import cast
 import attrs
 import msgspec
 
-from kvledger.adapters.logs.amounts import duration, plural, ranges
+from kvledger.adapters.units import duration, plural, ranges
 from kvledger.lifecycle import Core, Extension, MissReason, suppressed
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Violation

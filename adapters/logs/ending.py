@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from kvledger.adapters.logs.amounts import duration, milliseconds, plural
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.under_way import UnderWay
+from kvledger.adapters.units import duration, milliseconds, plural
 from kvledger.lifecycle import Projections, RequestState
 from kvledger.storage.events import HowEnded, LogEnding
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from kvledger.adapters.logs.amounts import duration, plural, ranges
 from kvledger.adapters.logs.describe import describe, describe_core_event, lookups_in_a_row
 from kvledger.adapters.logs.histories import Histories, NamedEvent
 from kvledger.adapters.reasons import (
@@ -28,6 +27,7 @@ from kvledger.adapters.reasons import (
     Sums,
 )
 from kvledger.adapters.reasons.spans import joined
+from kvledger.adapters.units import duration, plural, ranges
 from kvledger.lifecycle import Core, LedgerConfiguration, suppressed
 from kvledger.lifecycle import events as e
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime as dt
 
-from kvledger.adapters.logs.amounts import duration, plural, size
 from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.units import duration, plural, size
 from kvledger.lifecycle import Figures, LedgerConfiguration
 
 _NS_PER_S = 1_000_000_000

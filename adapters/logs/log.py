@@ -12,7 +12,7 @@ import attrs
 
 from kvledger.adapters.core import available_extensions
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
-from kvledger.adapters.logs.amounts import plural
+from kvledger.adapters.units import plural
 from kvledger.lifecycle import Core, CoreError, LedgerConfiguration, Projections, SequencedEvent
 from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew, vocabulary_header
 from kvledger.lifecycle.events import Event, ExtensionEvent

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 
 import attrs
 
-from kvledger.adapters.logs.amounts import duration, plural, size
 from kvledger.adapters.logs.describe import describe, describe_decisions, lookups_in_a_row
 from kvledger.adapters.logs.log import Gap
 from kvledger.adapters.logs.observation import Observation
+from kvledger.adapters.units import duration, plural, size
 from kvledger.lifecycle import Core, LedgerConfiguration, Projections, RequestState, SequencedEvent
 from kvledger.lifecycle import events as e
 

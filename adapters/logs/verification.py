@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import attrs
 
 from kvledger.adapters.exit_codes import ExitCode
-from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.coverage import Coverage, ExtensionStops, RequestPresence, checked
 from kvledger.adapters.logs.ending import num_open_requests, sound_text
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.sources import start_of
 from kvledger.adapters.logs.workers import WorkerCalls, troubles_of_workers
+from kvledger.adapters.units import plural
 from kvledger.lifecycle import Extension, LedgerConfiguration, Projections
 from kvledger.lifecycle.audit import Audit, Judgement
 from kvledger.lifecycle.events import Event, ExtensionStopped

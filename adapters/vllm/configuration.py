@@ -13,7 +13,7 @@ import attrs
 import pydantic
 
 from kvledger.adapters.core import composed_core, installed_extensions
-from kvledger.adapters.logs.amounts import plural, size, written_size
+from kvledger.adapters.units import plural, size, written_size
 from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration, Refusal

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 import pydantic
 
-from kvledger.adapters.logs.amounts import written_size
+from kvledger.adapters.units import written_size
 from kvledger.adapters.vllm.refusals import refusals
 from kvledger.lifecycle import ConfigurationError, Refusal, without_credentials
 from kvledger.storage.events import MIN_LOG_SEGMENTS, Durability

@@ -1,7 +1,7 @@
 """Has the snapshots of a log made by a process of its own, so that the engine's has no part in it.
 
-A snapshot follows from the log, so whoever can read the log can make it: `kvledger snapshot`, run once for each new
-segment, at a low priority. One that cannot be made costs a message, and nothing else.
+Any process that can read the log can make its snapshots. The engine starts `adapters/snapshot_writer.py` once for each
+new segment, at a low priority. If a snapshot cannot be made, kvledger logs a warning and serves on.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import Core, StateHandler
 from kvledger.storage.events import segments_without_snapshot
 
+_WRITER = "kvledger.adapters.snapshot_writer"
+"""Started by its name: it reads logs with the tools, of which this process imports none."""
 _PRIORITIES = 19, 5
 """Niceness where one segment lacks its snapshot, and where more do. On a machine whose cores are all busy the lowest
 priority gets a hundredth of one, and retention waits for a snapshot only so long."""
@@ -66,7 +68,7 @@ class SnapshotProcess:
     def _begin(self, directory: Path, priority: int) -> subprocess.Popen[bytes]:
         # A session of its own: what a terminal sends to the server is not meant for it.
         process = subprocess.Popen(  # noqa: S603 -- this very interpreter and package
-            [sys.executable, "-P", "-m", "kvledger.adapters.cli.main", "snapshot", str(directory), *self._options],
+            [sys.executable, "-P", "-m", _WRITER, str(directory), *self._options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -17,10 +17,10 @@ from kvledger.adapters.export.axis import Axis
 from kvledger.adapters.export.reading import read_trace
 from kvledger.adapters.export.reasons import Reasons
 from kvledger.adapters.export.shown import Request, Shown
-from kvledger.adapters.logs.amounts import duration, plural, size
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.visible import remark
+from kvledger.adapters.units import duration, plural, size
 
 WIDTH, LEFT, RIGHT, TOP, LANE, BAR = 900, 104, 876, 78, 32, 14
 WORDS_HEIGHT, MAX_TICKS = 22, 8

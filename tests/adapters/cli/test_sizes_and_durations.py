@@ -7,7 +7,7 @@ import argparse
 import pydantic
 import pytest
 
-from kvledger.adapters.cli.quantities import num_bytes, seconds
+from kvledger.adapters.cli.options import num_bytes, seconds
 
 
 @pytest.mark.parametrize("text", ["1048576", "512B", "2G", "2.5GiB", "500 MiB", "64kb", "1.5T", "3TiB"])

@@ -1,10 +1,48 @@
-"""Numbers in English: counts, durations, sizes, times, runs of numbers. It must not know what they are of."""
+"""Sizes, durations and counts: written for people, and read from what people write.
+
+The live adapter, the recorder and every tool import this module, so it knows none of them.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from typing import Final
 
 _NS_PER_US, _NS_PER_MS, _NS_PER_S = 1_000, 1_000_000, 1_000_000_000
+_UNIT_NS: Final = {
+    "ns": 1,
+    "us": _NS_PER_US,
+    "ms": _NS_PER_MS,
+    "s": _NS_PER_S,
+    "m": 60 * _NS_PER_S,
+    "h": 3600 * _NS_PER_S,
+    "d": 86400 * _NS_PER_S,
+    "w": 7 * 86400 * _NS_PER_S,
+}
+_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h|d|w)")
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
+
+
+def read_duration_ns(text: str) -> int | None:
+    """Return `90s`, `1h30m`, `30d` or `4w` in nanoseconds, None if it is no duration."""
+    parts = _DURATION.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        return None
+    return sum(round(float(number) * _UNIT_NS[unit]) for number, unit in parts)
+
+
+def read_size(text: str) -> int | None:
+    """Return `1048576`, `500MiB`, `2.5GiB` or `2G` in bytes, None if it is no size.
+
+    As in the connector's settings, only KiB is 1024 bytes.
+    """
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        return None
+    number, unit, is_binary = found.groups()
+    exponent = 0 if unit is None else 1 + "kmgt".index(unit.lower())
+    return int(float(number) * (1024 if is_binary else 1000) ** exponent)
 
 
 def plural(count: int, noun: str) -> str:
