@@ -40,7 +40,6 @@ from kvledger.lifecycle.audit.facts import FACTS, Why
 from kvledger.lifecycle.codec import field_names
 from kvledger.lifecycle.events import MissReason
 from kvledger.lifecycle.machine import mermaid_diagram
-from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.states import RequestState
 
 DOCS = Path(__file__).resolve().parent
@@ -143,7 +142,7 @@ def states_page() -> list[str]:
         return "" if dest is None else "·" if dest is state else f"→ {dest.value}"
 
     # All variants of an event lead to the same phase.
-    dests_of = {event: CORE.compiled.phase.get(events.triggers_of(event)[0]) for event in CORE.request_events}
+    dests_of = {event: CORE.tables.phase.get(events.triggers_of(event)[0]) for event in CORE.tables.request_events}
     legal = [(event, dests) for event, dests in dests_of.items() if dests]
     body = [[f"`{event.id}`", *(cell(state, dests) for state in RequestState)] for event, dests in legal]
     lines += rows(["event", *(state.value for state in RequestState)], body)
@@ -194,7 +193,7 @@ def events_page() -> list[str]:
     for pattern in (*(f"lifecycle/{place}.py" for place in others), "adapters/vllm/*.py"):
         for name, links in places(pattern, made_events).items():
             written_by.setdefault(name, []).extend(links)
-    projections = Projections(CORE, LedgerConfiguration(block_size=16, chunk_size=16, num_slots=1))
+    projections = CORE.new_projections(LedgerConfiguration(block_size=16, chunk_size=16, num_slots=1))
     folded_by = {name: part.folds() for name, part in projections.named().items()}
     lines = heading("Events", "lifecycle/events.py and the code that writes events")
     lines += inspect.getdoc(events).split("Rules for this file")[0].strip().splitlines()  # type: ignore[union-attr]

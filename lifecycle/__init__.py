@@ -1,11 +1,13 @@
 """The lifecycle of a request as an event-sourced state machine: the pure core of kvledger.
 
-Reads top to bottom: `states`, `events`, `table`, `machine`, `gate`, `projections/`, `decisions/`, `handlers`, `core`,
-`standard`, `decider`, `ledger`, `divergences`, `replay`, `codec`. It knows no torch, no vLLM, no files and no clock.
+Reads top to bottom: `states`, `events`, `table`, `declaration`, `machine`, `projections/`, `turn`, `decisions/`,
+`handlers`, `extension`, `core`, `standard`, `decider`, `ledger`, `divergences`, `replay`, `codec`. It knows no torch,
+no vLLM, no files and no clock.
+
 What a program needs is here, in `events`, in `audit` and, for tests, in `testing`; who decides otherwise derives from
-`handlers` and puts together what is in `decisions`; who reads and writes logs and
-snapshots byte by byte finds that in `codec` and `snapshots`, who lays out pages in `windows`, and the ranges of a log's
-numbers in `ranges`. Nothing else is promised.
+`handlers` and puts together what is in `decisions`; who reads and writes logs and snapshots byte by byte finds that in
+`codec` and `snapshots`, who lays out pages in `windows`, and the ranges of a log's numbers in `ranges`. Nothing else is
+promised.
 """
 
 from kvledger.lifecycle import decisions, handlers
@@ -22,7 +24,7 @@ from kvledger.lifecycle.ledger import EventSink, Ledger, LedgerCorrupt
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection, Projections, ProjectionSpec
 from kvledger.lifecycle.projections.obligations import Channel, PageJob, Ready
-from kvledger.lifecycle.projections.request_record import RequestRecord
+from kvledger.lifecycle.projections.request_record import ComputedTokens, RequestRecord
 from kvledger.lifecycle.projections.totals import DURATION_BOUNDS_NS, Figures
 from kvledger.lifecycle.repeated_lookups import LookupsInFull, lookups_in_full
 from kvledger.lifecycle.replay import Replay, SequencedEvent, batches, fold
@@ -30,7 +32,7 @@ from kvledger.lifecycle.request_ids import begins_as, cut_request_id, logged_req
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.shown import Hidden, without_credentials
 from kvledger.lifecycle.states import BlocksRegion, RequestState, TrustRegion
-from kvledger.lifecycle.steps import ComputedTokens, Scheduled, StepEncoder
+from kvledger.lifecycle.steps import Scheduled, StepEncoder
 from kvledger.lifecycle.turn import Turn
 from kvledger.lifecycle.version import __version__
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvledger.lifecycle.code import PACKAGE, UNKNOWN, hash_of_core, hash_of_module
-from kvledger.lifecycle.configuration import ConfigurationError, Refusal
+from kvledger.lifecycle.configuration import ConfigurationError, LedgerConfiguration, Refusal
+from kvledger.lifecycle.declaration import ExtensionError, declared_in
 from kvledger.lifecycle.errors import raise_if_unstoppable
 from kvledger.lifecycle.events import (
     Event,
@@ -29,23 +30,10 @@ from kvledger.lifecycle.events import (
     SaveFailed,
     triggers_of,
 )
-from kvledger.lifecycle.extension import (
-    Absent,
-    Extension,
-    ExtensionError,
-    SubMoves,
-    check_parts,
-    compile_rows,
-    declared_in,
-)
+from kvledger.lifecycle.extension import Absent, Extension, check_parts
 from kvledger.lifecycle.handlers import HOOKS, StateHandler, wrong_state
-from kvledger.lifecycle.machine import (
-    CompiledRegions,
-    ReferenceMachine,
-    compile_regions,
-    table_fingerprint,
-)
-from kvledger.lifecycle.projections import CORE_PROJECTIONS, ProjectionSpec
+from kvledger.lifecycle.machine import ReferenceMachine, Tables, compile_tables, table_fingerprint
+from kvledger.lifecycle.projections import CORE_PROJECTIONS, Projections, ProjectionSpec
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.table import Gating, Region
 from kvledger.lifecycle.upcasters import Upcasters, check_upcasters
@@ -96,12 +84,13 @@ class Core:
     """What was added, see `extended`."""
     projections: tuple[ProjectionSpec, ...] = ()
     """Of extensions, in the order in which they fold. Those of the core fold before them."""
-    compiled: CompiledRegions = attrs.field(init=False)
+    tables: Tables = attrs.field(init=False)
     """What is legal for a request in its phase and its blocks, and what moves requests and jobs."""
 
-    @compiled.default
-    def _compiled(self) -> CompiledRegions:
-        return compile_regions(self.regions, self.job_regions, self.gating, self.events.values())
+    @tables.default
+    def _tables(self) -> Tables:
+        declared = [extension.declaration() for extension in self.extensions]
+        return compile_tables(self.events, self.regions, self.job_regions, self.gating, declared)
 
     def __attrs_post_init__(self) -> None:
         for handlers in self.handlers.values():
@@ -116,7 +105,6 @@ class Core:
         if both:
             message = f"rule {both[0]} has a checker, and a reason why it cannot be checked; remove one"
             raise CoreError(message)
-        _ = self.sub_moves
 
     def _check_hooks(self, handler: StateHandler, state: RequestState) -> None:
         """Refuse a method of somebody's handler about what never happens in its state.
@@ -141,7 +129,7 @@ class Core:
 
     def asked_in(self, hook: str) -> tuple[RequestState, ...]:
         """The states whose handlers can be asked this hook, by the rows of the table."""
-        legal = self.compiled.legal
+        legal = self.tables.legal
         states = {state for trigger in self._triggers_of_hooks[hook] for state, _ in legal.get(trigger, ())}
         return tuple(state for state in RequestState if state in states)
 
@@ -295,12 +283,16 @@ class Core:
             pair for extension in self.absent for pair in extension.declaration().unjudged(self.observations)
         )
 
-    @cached_property
-    def keepers(self) -> tuple[Extension, ...]:
-        """The extensions that have a say in what is evicted last."""
-        return tuple(
-            extension for extension in self.extensions if extension not in self.absent and extension.declaration().keeps
-        )
+    def new_projections(
+        self, configuration: LedgerConfiguration, *, only: Collection[str] | None = None
+    ) -> Projections:
+        """The projections of a log that has no events yet; with `only`, no others of them fold."""
+        keepers = {
+            extension.name: extension.kept
+            for extension in self.extensions
+            if extension not in self.absent and extension.declaration().keeps
+        }
+        return Projections(self.tables, configuration, added=self.projections, keepers=keepers, only=only)
 
     def handlers_of_run(self) -> Handlers:
         """State -> copies of its handlers, as they were when the core was composed: for one ledger or one replay.
@@ -319,14 +311,6 @@ class Core:
         brought = (each.name for each in self.extensions if type(handler) in (*each.handlers, *each.replaces))
         return next(brought, "")
 
-    def extension_of(self, projection: str) -> str:
-        """The name of the extension that a projection is of, empty where it is the core's."""
-        return self._extension_of.get(projection, "")
-
-    @cached_property
-    def _extension_of(self) -> Mapping[str, str]:
-        return {spec.name: extension.name for extension in self.extensions for spec in extension.projections}
-
     @cached_property
     def observations(self) -> tuple[type[Event], ...]:
         """The events that record what the connector saw."""
@@ -336,18 +320,6 @@ class Core:
     def decisions(self) -> tuple[type[Event], ...]:
         """The events that record what was decided."""
         return tuple(event for event in self.events.values() if event.is_decision)
-
-    @cached_property
-    def request_events(self) -> tuple[type[RequestEvent], ...]:
-        """The events in the life of one request."""
-        return tuple(event for event in self.events.values() if issubclass(event, RequestEvent))
-
-    @cached_property
-    def sub_moves(self) -> SubMoves:
-        """Where requests enter and leave sub-states."""
-        moves = self.compiled.phase.items()
-        of_events = {trigger: dests for trigger, dests in moves if trigger.partition("/")[0] in self.events}
-        return compile_rows(self.extensions, of_events)
 
     @cached_property
     def reference(self) -> ReferenceMachine:

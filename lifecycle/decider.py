@@ -6,7 +6,7 @@ everything it looks at has been folded from the log.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,20 +15,20 @@ from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.decisions.release import release_if_settled
 from kvledger.lifecycle.decisions.reports import ask_after, check_report, give_up_silent, give_up_unfenced, settle
 from kvledger.lifecycle.errors import described, raise_if_unstoppable
-from kvledger.lifecycle.events import trigger_of, triggers_of
+from kvledger.lifecycle.events import triggers_of
 from kvledger.lifecycle.handler_contract import Checked, DecisionRefused
 from kvledger.lifecycle.handlers import StateHandler
 from kvledger.lifecycle.machine import Standing
 from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections.base import Before, Subject, fields_of
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.states import BlocksRegion, RequestState, TrustRegion, WorkRegion
-from kvledger.lifecycle.subject import Before, Subject
 from kvledger.lifecycle.turn import Decide, EngineTurn, Turn
 
-Deciding = Callable[[Any, int, Any], None]
-"""(observation, its sequence number, what `Decider.before` returned): makes all decisions that follow."""
+Deciding = Callable[[Any, int, Subject], None]
+"""(observation, its sequence number, its subject from before the fold): makes all decisions that follow."""
 
 _Methods = tuple[Callable[..., None], ...]
 """Those of one name that decide anything, in one state."""
@@ -46,7 +46,6 @@ class Decider:
         self._max_silent_steps = projections.configuration.max_silent_steps
         self._max_silent_ns = projections.configuration.max_silent_ms * 1_000_000
         self._decide = decide
-        self._gate = projections.gate
         self._scheduled = self._methods("tokens_scheduled")
         self._settled = self._methods("tokens_settled")
         self._transfer_settled = self._methods("transfer_settled")
@@ -67,32 +66,26 @@ class Decider:
             if deciding is None and not event_class.is_decision and issubclass(event_class, e.RequestEvent):
                 methods = self._methods(event_class.handler_method)
                 for trigger in triggers_of(event_class):
-                    legal = core.compiled.legal.get(trigger, {})
+                    legal = core.tables.legal.get(trigger, {})
                     self._of_requests[trigger] = {standing: methods[standing[0]] for standing in legal}
                 deciding = self._after_request_event
             self.deciding[event_class] = deciding
 
-    def before(self, event: e.Event, subject: Subject) -> Before | Mapping[int, Before] | None:
-        """What deciding needs from before the fold: the states of the request, or a step's refused rows."""
-        return self._gate.refused_rows(event) if isinstance(event, e.StepScheduled) else subject.before
-
     # --- one request ---------------------------------------------------------------------------
 
-    def _after_request_event(self, event: e.RequestEvent, cause: int, before: Before | None) -> None:
-        record = self._tracker.get(event.request_id)
-        if before is None or record is None:
+    def _after_request_event(self, event: e.RequestEvent, cause: int, subject: Subject) -> None:
+        record, before = subject.request, subject.before
+        if record is None or before is None:
             detail = f"{event.id} happened to an unknown request"
             self._break(Rule.LEGAL_TRANSITION.value, event.request_id, detail, cause)
             return
-        methods = self._of_requests[trigger_of(event)].get((before.state, before.blocks))
+        methods = self._of_requests[subject.trigger].get((before.state, before.blocks))
         if methods is None:
             self._illegal(record, event.id, before, cause)
         elif methods:
-            self._ask(methods, record, cause, before, event)
+            self._ask(methods, record, before, cause, event)
 
-    def _ask(
-        self, methods: _Methods, record: RequestRecord, cause: int, before: Before | None, *arguments: object
-    ) -> None:
+    def _ask(self, methods: _Methods, record: RequestRecord, before: Before, cause: int, *arguments: object) -> None:
         """Give each of the methods its turn; one that raises costs its request the cache, nothing else."""
         turn = Turn(self._projections, self._decide, cause, record, before)
         try:
@@ -123,7 +116,8 @@ class Decider:
         if record is not None and record.trust is TrustRegion.TRUSTED:
             self._decide(e.RequestQuarantined(*life, rule, cause))
 
-    def _after_arrival(self, event: e.RequestArrived, cause: int, before: Before | None) -> None:
+    def _after_arrival(self, event: e.RequestArrived, cause: int, subject: Subject) -> None:
+        before = subject.before
         if before is not None and before.state is not RequestState.FINISHED:
             rule = Rule.LEGAL_TRANSITION.value
             detail = f"{event.id} happened to a request in state {before.state}"
@@ -131,7 +125,7 @@ class Decider:
 
     # --- failures that may concern many ----------------------------------------------------------
 
-    def _after_hook_failure(self, event: e.HookFailed, cause: int, _before: object) -> None:
+    def _after_hook_failure(self, event: e.HookFailed, cause: int, _subject: Subject) -> None:
         # A failure that names no request may have kept a whole step from being recorded: nobody's block table can
         # be trusted then.
         for record in tuple(self._tracker):
@@ -140,11 +134,11 @@ class Decider:
             if concerned and record.trust is TrustRegion.TRUSTED:
                 self._decide(e.RequestQuarantined(*record.life, f"{event.hook} failed", cause))
 
-    def _after_withheld(self, event: e.DecisionWithheld, cause: int, _before: object) -> None:
+    def _after_withheld(self, event: e.DecisionWithheld, cause: int, _subject: Subject) -> None:
         if event.rule:
             self._break(event.rule, event.request_id, event.detail, cause)
 
-    def _after_load_errors(self, event: e.LoadErrorsObserved, cause: int, _before: object) -> None:
+    def _after_load_errors(self, event: e.LoadErrorsObserved, cause: int, _subject: Subject) -> None:
         # The scheduler recomputes the owner, but a sharer may go on with what is not there (vllm#49250, #55297).
         unfilled = frozenset(event.block_ids)
         for record in tuple(self._tracker):
@@ -154,8 +148,8 @@ class Decider:
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def _after_step(self, event: e.StepScheduled, cause: int, refused: Mapping[int, Before]) -> None:
-        record_of = self._tracker.of
+    def _after_step(self, event: e.StepScheduled, cause: int, subject: Subject) -> None:
+        record_of, refused = self._tracker.of, subject.refused_rows
         for advanced in event.advanced:
             record = record_of(advanced[0])
             if record is None:
@@ -163,11 +157,11 @@ class Decider:
             if refused and record.ordinal in refused:
                 self._illegal(record, "tokens.scheduled", refused[record.ordinal], cause)
             elif methods := self._scheduled[record.state]:
-                self._ask(methods, record, cause, None)
+                self._ask(methods, record, Before(*fields_of(record)), cause)
         for ordinal, first_chunk, num_settled_tokens, _ in event.settled:
             record = record_of(ordinal)
             if record is not None and ordinal not in refused and (methods := self._settled[record.state]):
-                self._ask(methods, record, cause, None, first_chunk, num_settled_tokens)
+                self._ask(methods, record, Before(*fields_of(record)), cause, first_chunk, num_settled_tokens)
         self._give_up(event, cause)
 
     def _give_up(self, event: e.StepScheduled, cause: int) -> None:
@@ -188,7 +182,7 @@ class Decider:
 
     # --- reports -----------------------------------------------------------------------------------
 
-    def _after_report(self, event: e.TransferReported, cause: int, _before: object) -> None:
+    def _after_report(self, event: e.TransferReported, cause: int, _subject: Subject) -> None:
         turn = EngineTurn(self._projections, self._decide, cause)
         transfers = self._transfers
         is_plain = event.ranks_done == transfers.all_ranks and not event.ranks_failed
@@ -203,7 +197,7 @@ class Decider:
     def _after_settled(self, job: Job, cause: int) -> None:
         record = self._tracker.of(job.ordinal)
         if record is not None and (methods := self._transfer_settled[record.state]):
-            self._ask(methods, record, cause, None, job)
+            self._ask(methods, record, Before(*fields_of(record)), cause, job)
 
     def _methods(self, name: str) -> dict[RequestState, _Methods]:
         found: dict[RequestState, _Methods] = {}

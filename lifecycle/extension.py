@@ -11,35 +11,22 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import attrs
 import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.declaration import Declaration, ExtensionError, SubRow
 from kvledger.lifecycle.handlers import HOOKS, StateHandler, wrong_state
-from kvledger.lifecycle.machine import Moves
 from kvledger.lifecycle.projections import Projections, ProjectionSpec, is_reserved
-from kvledger.lifecycle.states import RequestState
-from kvledger.lifecycle.table import State
 from kvledger.lifecycle.turn import Turn
-from kvledger.lifecycle.untrusted import Undecodable, converted, from_msgpack
+from kvledger.lifecycle.untrusted import Undecodable, from_msgpack
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.checker import Checker
     from kvledger.lifecycle.audit.model import Model
 
-SubRow = tuple[str, str, str]
-"""(source, trigger, dest). An end is a phase or a sub-state ("preempted.starving"); a trigger is an event's id, with
-its variant where it has several, or "extension/name" of the extension's own events."""
-_STEP_HOOKS = ("tokens_scheduled", "tokens_settled", "transfer_settled")
-_SAVING = (e.StepScheduled, e.TransferReported, e.RequestPreempted, e.RequestFinished, e.SessionContinued, e.WindowLeft)
-"""Observations upon which something may be evicted."""
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Of an extension and its events: triggers have a slash between the two, and the core's own a dot."""
-
-
-class ExtensionError(ValueError):
-    """An extension that does not fit. The message names it, the reason and the remedy."""
 
 
 class Extension:
@@ -167,43 +154,6 @@ class Extension:
         )
 
 
-@attrs.frozen
-class Declaration:
-    """An extension as the header of a log has it: all of it that is data."""
-
-    name: str
-    version: int
-    made_by: str = ""
-    """The class, as "module:Class"."""
-    events: tuple[str, ...] = ()
-    rows: tuple[SubRow, ...] = ()
-    hooks: tuple[tuple[str, str], ...] = ()
-    """(state, method) of its handlers."""
-    replaces: tuple[str, ...] = ()
-    """States in which its handlers are asked instead of the core's."""
-    leaves_out: Mapping[str, str] = {}
-    """Rules of the core that cannot be checked then -> why."""
-    projections: tuple[str, ...] = ()
-    rules: tuple[str, ...] = ()
-    keeps: bool = False
-    """Whether it has a say in what is evicted last."""
-
-    def unjudged(self, events: Iterable[type[e.Event]]) -> Iterator[tuple[type[e.Event], RequestState | None]]:
-        """(class of observations, state or None for all): where nobody without its code can decide again."""
-        of_method = {event_class.handler_method: event_class for event_class in events}
-        for replaced in self.replaces:
-            yield from ((event_class, RequestState(replaced)) for event_class in of_method.values())
-        if self.replaces:
-            yield from ((event_class, None) for event_class in _SAVING)
-        for state, method in self.hooks:
-            if method in _STEP_HOOKS:
-                yield from ((event_class, None) for event_class in (e.StepScheduled, e.TransferReported))
-            elif method in of_method:
-                yield of_method[method], RequestState(state)
-        if self.keeps:
-            yield from ((event_class, None) for event_class in _SAVING)
-
-
 class Absent(Extension):
     """Stands for an extension whose code is not here: its sub-states are walked, and its events are accepted."""
 
@@ -269,67 +219,5 @@ def _derives(part: object, base: type) -> bool:
     return isinstance(part, type) and issubclass(part, base)
 
 
-def declared_in(header: Mapping[str, Any]) -> tuple[Declaration, ...]:
-    """The extensions that a log was written with.
-
-    Raises:
-        ExtensionError: the header says something else there.
-    """
-    try:
-        return converted(header.get("extensions", ()), tuple[Declaration, ...])
-    except Undecodable as error:
-        raise ExtensionError(f"the log's header does not say which extensions it has: {error}") from error
-
-
 def _overridden(handler: type[StateHandler]) -> Iterator[str]:
     return (hook for hook in HOOKS if getattr(handler, hook) is not getattr(StateHandler, hook))
-
-
-# --- sub-states ------------------------------------------------------------------------------------------------------
-
-SubMoves = Mapping[tuple[str, RequestState, str], str]
-"""(trigger, phase, sub-state or "") -> sub-state or ""."""
-
-
-def compile_rows(extensions: Iterable[Extension], phase: Moves) -> SubMoves:
-    """Join the rows of all extensions.
-
-    Raises:
-        ExtensionError: a row does not lead where its parent's leads, two say something else about one pair, a
-            sub-state is never entered, or a phase has sub-states of two extensions.
-    """
-    moves: dict[tuple[str, RequestState, str], str] = {}
-    owners: dict[RequestState, str] = {}
-    for extension in extensions:
-        entered = {dest for _, _, dest in extension.rows}
-        for source, trigger, dest in extension.rows:
-            row = f"extension {extension.name}: ({source}, {trigger}, {dest})"
-            (state, sub), (parent, sub_dest) = _path(source, row), _path(dest, row)
-            leads: State | None
-            if trigger.partition("/")[0] == extension.name:
-                leads = state if trigger.partition("/")[2] in extension.events else None
-            else:
-                leads = phase.get(trigger, {}).get(state)
-            if leads is not parent:
-                found = "nowhere, it is illegal or unknown there" if leads is None else f"to {leads}"
-                message = f"{row}: {trigger} leads from {state} {found}; a sub-state must go where its parent goes"
-                raise ExtensionError(message)
-            if sub and source not in entered:
-                message = f"{row}: no row enters {source}; add one, or remove this"
-                raise ExtensionError(message)
-            for path_state, path_sub in ((state, sub), (parent, sub_dest)):
-                if path_sub and (owner := owners.setdefault(path_state, extension.name)) != extension.name:
-                    message = f"extensions {owner} and {extension.name} both have sub-states of {path_state}"
-                    raise ExtensionError(f"{message}, and a request is in one at a time; load one of them")
-            if moves.setdefault((trigger, state, sub), sub_dest) != sub_dest:
-                message = f"{row}: another row leads elsewhere from there; remove one"
-                raise ExtensionError(message)
-    return moves
-
-
-def _path(text: str, row: str) -> tuple[RequestState, str]:
-    state, _, sub = text.partition(".")
-    if state not in set(RequestState):
-        message = f"{row}: {state} is no phase; take one of {', '.join(RequestState)}, or one with a dot and a name"
-        raise ExtensionError(message)
-    return RequestState(state), sub

@@ -139,7 +139,7 @@ class Checked:
         return self._reason_against_event(decision, record) if isinstance(decision, e.RequestEvent) else ""
 
     def _reason_against_event(self, decision: Any, record: RequestRecord) -> str:  # noqa: ANN401 -- see above
-        legal = self.core.compiled.legal.get(trigger_of(decision))
+        legal = self.core.tables.legal.get(trigger_of(decision))
         if legal is not None and (record.state, record.blocks) not in legal:
             return f"it is not legal in state {record.state}, blocks {record.blocks}"
         if isinstance(decision, _JOBS):

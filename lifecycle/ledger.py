@@ -8,7 +8,7 @@ go to the sink it was given.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvledger.lifecycle.codec import EventEncoder
 from kvledger.lifecycle.configuration import LedgerConfiguration
@@ -17,8 +17,9 @@ from kvledger.lifecycle.decider import Decider
 from kvledger.lifecycle.errors import described, raise_if_unstoppable
 from kvledger.lifecycle.events import Event, HookFailed
 from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections.base import Subject
+from kvledger.lifecycle.projections.lookup_cache import LOOKUPS
 from kvledger.lifecycle.projections.obligations import Channel, Ready
-from kvledger.lifecycle.subject import Subject
 from kvledger.lifecycle.turn import TurnEnded
 
 
@@ -61,7 +62,8 @@ class Ledger:
         projections: Projections | None = None,
         next_sequence: int | None = None,
     ) -> None:
-        self.projections = Projections(core, configuration) if projections is None else projections
+        self.core = core
+        self.projections = core.new_projections(configuration) if projections is None else projections
         self._decider = Decider(core, self.projections, self._decide)
         self._sink = sink
         self._encoder = EventEncoder()
@@ -72,7 +74,10 @@ class Ledger:
         self._corrupt: LedgerCorrupt | None = None
         self._cause = 0
         """The last observation."""
-        self._in_short = self.projections.lookups.in_short
+        self._in_short: dict[type[Event], Callable[[Any, int], Event]] = dict.fromkeys(
+            LOOKUPS, self.projections.lookups.in_short
+        )
+        """Class of events that may be written in short -> how."""
         self._raised = self.projections.extensions.raised
         self.projections.extensions.on_raised = self._stop_extensions
         self.on_recorded: Callable[[Event], None] | None = None
@@ -115,12 +120,11 @@ class Ledger:
             return []
         deciding = self._decider.deciding[type(event)]
         subject = self.projections.subject_of(event)
-        before = None if deciding is None else self._decider.before(event, subject)
         try:
             self._cause = self._next_sequence
             cause = self._record(event, subject)
             if deciding is not None:
-                deciding(event, cause, before)
+                deciding(event, cause, subject)
         except TurnEnded:
             pass  # the ledger has become corrupt
         decisions, self._decisions = self._decisions, []
@@ -188,7 +192,8 @@ class Ledger:
             raise TurnEnded
         sequence = self._next_sequence
         self._next_sequence = sequence + 1
-        self._uncommitted.append(self._in_short(event, sequence))
+        in_short = self._in_short.get(type(event))
+        self._uncommitted.append(event if in_short is None else in_short(event, sequence))
         if self.on_recorded is not None:
             self.on_recorded(event)
         try:

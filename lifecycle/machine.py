@@ -15,7 +15,8 @@ from typing import Any
 import attrs
 from transitions import Machine, MachineError
 
-from kvledger.lifecycle.events import Event, triggers_of
+from kvledger.lifecycle.declaration import Declaration, ExtensionError
+from kvledger.lifecycle.events import Event, RequestEvent, triggers_of
 from kvledger.lifecycle.states import (
     INITIAL_STATE,
     BlocksRegion,
@@ -29,6 +30,8 @@ Moves = Mapping[str, Mapping[State, State]]
 """Trigger -> source -> dest, of one region."""
 Standing = tuple[RequestState, BlocksRegion]
 """A request's states in the two regions that may refuse."""
+SubMoves = Mapping[tuple[str, RequestState, str], str]
+"""(trigger, phase, sub-state or "") -> sub-state or ""."""
 
 
 class TableError(ValueError):
@@ -79,9 +82,15 @@ def _reached(region: Region) -> set[State]:
 
 
 @attrs.frozen
-class CompiledRegions:
-    """The regions of requests and jobs, for the live path."""
+class Tables:
+    """All that folding and judging need to know of a core: which events there are, and where each of them leads."""
 
+    events: Mapping[str, type[Event]]
+    """Event id -> class."""
+    gating: Gating
+    """What becomes of observations that phase and blocks refuse."""
+    extensions: tuple[Declaration, ...]
+    """What the extensions are called, and what they own."""
     phase: Moves
     """What moves the phase alone."""
     legal: Mapping[str, Mapping[Standing, Standing]]
@@ -92,34 +101,62 @@ class CompiledRegions:
     """Trigger -> what it moves besides, by the names of the regions."""
     work: Mapping[str, Mapping[WorkRegion, WorkRegion]]
     source: Mapping[str, Mapping[SourceRegion, SourceRegion]]
+    sub_states: SubMoves
+    """Where requests enter and leave the sub-states of extensions."""
+
+    @property
+    def request_events(self) -> tuple[type[RequestEvent], ...]:
+        """The events in the life of one request."""
+        return tuple(event for event in self.events.values() if issubclass(event, RequestEvent))
+
+    def may_refuse(self, event_class: type[Event]) -> bool:
+        """Whether states may refuse events of this class; others are folded in full whatever happens."""
+        named = (trigger for trigger in triggers_of(event_class) if trigger in self.legal)
+        may_be_illegal = any(len(self.legal[each]) < len(self.after[each]) for each in named)
+        is_about_a_request = issubclass(event_class, RequestEvent) and not event_class.is_decision
+        return may_be_illegal and is_about_a_request and event_class.id not in self.gating.never
 
 
-def compile_regions(
-    regions: Collection[Region], job_regions: Collection[Region], gating: Gating, events: Collection[type[Event]]
-) -> CompiledRegions:
+def compile_tables(
+    events: Mapping[str, type[Event]],
+    regions: Collection[Region],
+    job_regions: Collection[Region],
+    gating: Gating,
+    extensions: Iterable[Declaration] = (),
+) -> Tables:
     """Join the regions: a trigger is legal where every region that names it has a row.
 
     Raises:
         TableError: as `compile_region`; or another region than `phase` and `blocks` may refuse.
+        ExtensionError: as `compile_sub_rows`.
     """
-    compiled = {region.name: compile_region(region, events) for region in regions}
+    compiled = {region.name: compile_region(region, events.values()) for region in regions}
     wrong = [region.name for region in regions if region.may_refuse and region.name not in {"phase", "blocks"}]
     if wrong:
         message = f"{', '.join(wrong)} may refuse; only phase and blocks are looked at before an event is folded"
         raise TableError(message)
     phase, blocks = compiled.pop("phase"), compiled.pop("blocks")
-    legal: dict[str, dict[Standing, Standing]] = {}
-    after: dict[str, dict[Standing, Standing]] = {}
-    for trigger in {**phase, **blocks}:
-        joined = list(_joined(phase, blocks, trigger, gating))
-        legal[trigger] = {before: dests for before, dests, is_legal in joined if is_legal}
-        after[trigger] = {before: dests for before, dests, _ in joined}
-    others = {
-        trigger: tuple((name, moves[trigger]) for name, moves in compiled.items() if trigger in moves)
-        for trigger in dict.fromkeys(trigger for moves in compiled.values() for trigger in moves)
-    }
-    jobs: dict[str, Any] = {region.name: compile_region(region, events) for region in job_regions}
-    return CompiledRegions(phase, legal, after, others, jobs["work"], jobs["source"])
+    joined = {trigger: list(_joined(phase, blocks, trigger, gating)) for trigger in {**phase, **blocks}}
+    jobs: dict[str, Any] = {region.name: compile_region(region, events.values()) for region in job_regions}
+    of_events = {trigger: dests for trigger, dests in phase.items() if trigger.partition("/")[0] in events}
+    extensions = tuple(extensions)
+    return Tables(
+        events=events,
+        gating=gating,
+        extensions=extensions,
+        phase=phase,
+        legal={
+            trigger: {before: dests for before, dests, is_legal in each if is_legal} for trigger, each in joined.items()
+        },
+        after={trigger: {before: dests for before, dests, _ in each} for trigger, each in joined.items()},
+        others={
+            trigger: tuple((name, moves[trigger]) for name, moves in compiled.items() if trigger in moves)
+            for trigger in dict.fromkeys(trigger for moves in compiled.values() for trigger in moves)
+        },
+        work=jobs["work"],
+        source=jobs["source"],
+        sub_states=compile_sub_rows(extensions, of_events),
+    )
 
 
 def _joined(phase: Moves, blocks: Moves, trigger: str, gating: Gating) -> Iterator[tuple[Standing, Standing, bool]]:
@@ -132,6 +169,50 @@ def _joined(phase: Moves, blocks: Moves, trigger: str, gating: Gating) -> Iterat
         if not is_legal:
             dests = gating.resync.get((state, trigger), dests)
         yield (state, held), (RequestState(dests[0]), BlocksRegion(dests[1])), is_legal
+
+
+def compile_sub_rows(extensions: Iterable[Declaration], phase: Moves) -> SubMoves:
+    """Join the rows of the sub-states of all extensions.
+
+    Raises:
+        ExtensionError: a row does not lead where its parent's leads, two say something else about one pair, a
+            sub-state is never entered, or a phase has sub-states of two extensions.
+    """
+    moves: dict[tuple[str, RequestState, str], str] = {}
+    owners: dict[RequestState, str] = {}
+    for extension in extensions:
+        entered = {dest for _, _, dest in extension.rows}
+        for source, trigger, dest in extension.rows:
+            row = f"extension {extension.name}: ({source}, {trigger}, {dest})"
+            (state, sub), (parent, sub_dest) = _path(source, row), _path(dest, row)
+            leads: State | None
+            if trigger.partition("/")[0] == extension.name:
+                leads = state if trigger.partition("/")[2] in extension.events else None
+            else:
+                leads = phase.get(trigger, {}).get(state)
+            if leads is not parent:
+                found = "nowhere, it is illegal or unknown there" if leads is None else f"to {leads}"
+                message = f"{row}: {trigger} leads from {state} {found}; a sub-state must go where its parent goes"
+                raise ExtensionError(message)
+            if sub and source not in entered:
+                message = f"{row}: no row enters {source}; add one, or remove this"
+                raise ExtensionError(message)
+            for path_state, path_sub in ((state, sub), (parent, sub_dest)):
+                if path_sub and (owner := owners.setdefault(path_state, extension.name)) != extension.name:
+                    message = f"extensions {owner} and {extension.name} both have sub-states of {path_state}"
+                    raise ExtensionError(f"{message}, and a request is in one at a time; load one of them")
+            if moves.setdefault((trigger, state, sub), sub_dest) != sub_dest:
+                message = f"{row}: another row leads elsewhere from there; remove one"
+                raise ExtensionError(message)
+    return moves
+
+
+def _path(text: str, row: str) -> tuple[RequestState, str]:
+    state, _, sub = text.partition(".")
+    if state not in set(RequestState):
+        message = f"{row}: {state} is no phase; take one of {', '.join(RequestState)}, or one with a dot and a name"
+        raise ExtensionError(message)
+    return RequestState(state), sub
 
 
 def table_fingerprint(regions: Iterable[Region], gating: Gating) -> str:

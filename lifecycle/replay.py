@@ -24,19 +24,20 @@ from kvledger.lifecycle.events import (
     LoadFailed,
     LookupDeferred,
     RequestArrived,
+    RequestDecision,
     RequestEvent,
+    RequestQuarantined,
     SaveCompleted,
     SaveFailed,
     TransferAwaited,
     TransferReported,
     trigger_of,
 )
-from kvledger.lifecycle.gate import walked
 from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections.base import Subject
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
-from kvledger.lifecycle.subject import states_of
 from kvledger.lifecycle.table import State
 from kvledger.lifecycle.turn import TurnEnded
 
@@ -64,7 +65,7 @@ def fold(
     start: Projections | None = None,
 ) -> Projections:
     """The state after the event with sequence number `at`, or after the last one; from `start`, which is changed."""
-    projections = Projections(core, configuration) if start is None else start
+    projections = core.new_projections(configuration) if start is None else start
     for sequence, event in events:
         if at is not None and sequence > at:
             break
@@ -110,7 +111,7 @@ class Replay:
         reference: ReferenceMachine | None = None,
         start: Projections | None = None,
     ) -> None:
-        self.projections = Projections(core, configuration) if start is None else start
+        self.projections = core.new_projections(configuration) if start is None else start
         self._reference = reference
         self.divergences = Divergences()
         self.reference_differences = Divergences()
@@ -188,22 +189,22 @@ class Replay:
             self._fold(sequence, event)
             return
         deciding = self._decider.deciding[type(event)]
-        before = None if deciding is None else self._decider.before(event, self.projections.subject_of(event))
+        subject = self.projections.subject_of(event)
         is_unjudged = bool(self._unjudged) and self._is_unjudged(event)
-        self._fold(sequence, event)
+        self._fold(sequence, event, subject)
         self._is_compared = True
         if is_unjudged:
             self._is_compared = False
             self.num_unjudged += 1
         elif deciding is not None or self._raised:
-            self._decide_again(event, deciding, before)
+            self._decide_again(event, deciding, subject)
 
-    def _decide_again(self, event: Event, deciding: Deciding | None, before: object) -> None:
+    def _decide_again(self, event: Event, deciding: Deciding | None, subject: Subject) -> None:
         try:
             if self._raised:
                 self._stop_extensions()
             if deciding is not None:
-                deciding(event, self.current.cause, before)
+                deciding(event, self.current.cause, subject)
         except TurnEnded:
             pass  # at a difference, or where a fold failed
         if self._error is not None:
@@ -246,13 +247,13 @@ class Replay:
         self._is_compared = False
         self.divergences.append(Divergence(sequence, recorded, decided))
 
-    def _fold(self, sequence: int, event: Event) -> None:
+    def _fold(self, sequence: int, event: Event, subject: Subject | None = None) -> None:
         """Fold an event, and walk the reference machine along."""
         self.num_events += 1
         self.current.sequence, self.current.event = sequence, event
         expected = [] if self._reference is None else self._expected(event, self._reference)
         if self._around is None:
-            self.projections.fold(event, sequence)
+            self.projections.fold(event, sequence, subject)
         else:
             self._around(sequence, event)
         if any(_standing(moved) != states for moved, states in expected):
@@ -274,7 +275,7 @@ class Replay:
         if isinstance(event, RequestEvent) and type(event) is not RequestArrived:
             record = self.projections.tracker.get(event.request_id)
             if record is not None:
-                expected.append((record, walked(reference, event, record)))
+                expected.append((record, _walked(reference, event, record)))
         job_ids = (event.job_id,) if type(event) in _OF_A_JOB else ()
         for job_id in event.job_ids if type(event) is TransferReported else job_ids:
             job = self.projections.transfers.get(job_id)
@@ -284,4 +285,18 @@ class Replay:
 
 
 def _standing(moved: RequestRecord | Job) -> _Standing:
-    return (moved.work, moved.source) if isinstance(moved, Job) else states_of(moved)
+    return (moved.work, moved.source) if isinstance(moved, Job) else moved.states
+
+
+def _walked(reference: ReferenceMachine, event: RequestEvent, record: RequestRecord) -> _Standing:
+    """Where the reference machines lead a request. Of a decision about another life nothing is to move."""
+    before, gating = record.states, reference.gating
+    if isinstance(event, RequestDecision) and (
+        event.ordinal != record.ordinal
+        or (event.generation != record.generation and not isinstance(event, RequestQuarantined))
+    ):
+        return before
+    after, is_legal = reference.after(trigger_of(event), before)
+    if is_legal or event.is_decision or event.id in gating.never:
+        return after
+    return after if "tracker" in gating.closed_fold.get(event.id, ()) else before

@@ -45,7 +45,7 @@ def restore(core: Core, state: bytes, configuration: LedgerConfiguration) -> Pro
     Raises:
         SnapshotError: the bytes are something else; what `state_fingerprint` says was not compared.
     """
-    projections = Projections(core, configuration)
+    projections = core.new_projections(configuration)
     try:
         parts: dict[str, msgspec.Raw] = msgpack_decoder(dict[str, msgspec.Raw])(state)
         named: dict[str, Any] = dict(projections.named())
@@ -62,7 +62,7 @@ def restore(core: Core, state: bytes, configuration: LedgerConfiguration) -> Pro
 
 
 def _index(projections: Projections, name: str, index: Callable[[], None]) -> None:
-    extension = projections.core.extension_of(name)
+    extension = projections.extension_of(name)
     if extension:
         projections.extensions.ask(extension, f"projection {name}", index)
     else:
@@ -77,7 +77,7 @@ def _decoded(kind: type, value: Any) -> object:  # noqa: ANN401 -- what was read
 
 def state_fingerprint(core: Core, configuration: LedgerConfiguration) -> str:
     """What must be equal for a state to mean the same: the core, the configuration, and the layout of the state."""
-    states = Projections(core, configuration).states()
+    states = core.new_projections(configuration).states()
     layout = {name: _layout(type(state)) for name, state in states.items()}
     parts = (core.fingerprint(), attrs.asdict(configuration), layout)
     return blake2b(_encode(parts), digest_size=16).hexdigest()

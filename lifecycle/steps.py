@@ -1,4 +1,4 @@
-"""Writes an engine's step as `StepScheduled`, only what differs from the expected, and counts what such steps mean.
+"""Writes an engine's step as `StepScheduled`: only what differs from the expected.
 
 Expected is that a request which decoded one token in the last step decodes one more. Everybody who observes steps
 writes them here: whoever knows each request that was scheduled calls `encode`; an adapter that can tell at a glance
@@ -8,62 +8,13 @@ that nothing changed asks the same questions one by one. It must not know an eng
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from typing import TYPE_CHECKING
 
 import attrs
-import msgspec
 
 from kvledger.lifecycle.events import NOT_RECORDED, SettledTokens, StepScheduled
-from kvledger.lifecycle.ranges import Count, LifeOrdinal, SumOfTokens
+from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.states import TrustRegion
-
-if TYPE_CHECKING:
-    from kvledger.lifecycle.projections import Projections
-    from kvledger.lifecycle.projections.request_record import RequestRecord
-
-
-class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):
-    """How many tokens of each life are computed or in flight after the last step.
-
-    Whoever decodes one token in every step is not touched by a step: the count follows from the number of steps. So a
-    step of 256 decoding requests costs nothing.
-    """
-
-    num_steps: Count = 0
-    last_counts: dict[LifeOrdinal, SumOfTokens] = {}
-    """Ordinal -> the count when it was last set."""
-    decoding: dict[LifeOrdinal, SumOfTokens] = {}
-    """Ordinal -> the count less the number of steps, of those whom every step gives one more token."""
-
-    def count(self, ordinal: int) -> int:
-        """That of a life; 0 of one that is not known."""
-        ahead = self.decoding.get(ordinal)
-        return self.last_counts.get(ordinal, 0) if ahead is None else ahead + self.num_steps
-
-    def set(self, ordinal: int, num_computed_tokens: int) -> None:
-        """A life begins, or has this many from now on."""
-        self.decoding.pop(ordinal, None)
-        self.last_counts[ordinal] = num_computed_tokens
-
-    def forget(self, ordinal: int) -> None:
-        """A life is over."""
-        self.decoding.pop(ordinal, None)
-        self.last_counts.pop(ordinal, None)
-
-    def step(self, event: StepScheduled) -> None:
-        """Count a step; rows about unknown lives are ignored."""
-        last_counts, decoding = self.last_counts, self.decoding
-        for ordinal in event.paused:
-            if ordinal in decoding:
-                self.set(ordinal, self.count(ordinal))
-        self.num_steps = num_steps = self.num_steps + 1
-        for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
-            if ordinal in last_counts:
-                last_counts[ordinal] = count = num_computed_tokens + num_scheduled_tokens
-                if num_scheduled_tokens == 1 and count >= num_tokens:
-                    decoding[ordinal] = count - num_steps
-                elif ordinal in decoding:
-                    del decoding[ordinal]
 
 
 @attrs.frozen

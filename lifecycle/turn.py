@@ -10,13 +10,13 @@ from collections.abc import Callable
 from copy import copy
 from typing import Self
 
-import attrs
+import msgspec
 
 from kvledger.lifecycle.errors import Unstoppable
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections.base import Before
 from kvledger.lifecycle.projections.request_record import RequestRecord
-from kvledger.lifecycle.subject import Before
 
 Decide = Callable[[Event], None]
 
@@ -25,8 +25,7 @@ class TurnEnded(Unstoppable):
     """Unwinds a handler whose further decisions do not count. No `Exception`, so that no handler takes it for one."""
 
 
-@attrs.define(eq=False)
-class EngineTurn:
+class EngineTurn(msgspec.Struct, eq=False):
     """An observation that concerns no single request, folded already.
 
     Raises:
@@ -53,18 +52,10 @@ class EngineTurn:
         return turn
 
 
-@attrs.define(eq=False)
-class Turn(EngineTurn):
+class Turn(EngineTurn, eq=False):
     """What an observation means for one request."""
 
     record: RequestRecord
     """The request, in the states that the observation led to."""
-    _before: Before | None = None
-
-    @property
-    def before(self) -> Before:
-        """The request's generation and states from before the observation was folded.
-
-        `before` says what the request had; `record` says what it has now.
-        """
-        return Before.of(self.record) if self._before is None else self._before
+    before: Before
+    """Its generation and states before the observation was folded: what it had. `record` says what it has now."""

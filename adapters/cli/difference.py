@@ -17,7 +17,6 @@ from kvledger.adapters.logs.describe import event_fields, event_text, plain
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.units import plural
-from kvledger.lifecycle import Projections
 from kvledger.lifecycle.events import Event, field_names
 from kvledger.lifecycle.untrusted import Undecodable, from_msgpack
 
@@ -27,7 +26,7 @@ _TIMES = frozenset({"time_ns", "duration_ns"})
 def compare(log: StoredLog, other: StoredLog, selection: Selection, output: Output) -> ExitCode:
     """Compare two logs event by event; equal logs are sound, others diverged."""
     _compare_configurations(log, other, output)
-    projections = Projections(log.core, log.configuration)
+    projections = log.core.new_projections(log.configuration)
     last = 0
     with output.progress(log, "comparing"):
         for ours, theirs in zip_longest(log.trusted_events(), other.trusted_events()):

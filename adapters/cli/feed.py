@@ -13,7 +13,7 @@ from kvledger.adapters.logs.ending import num_open_requests
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.observation import Observation
 from kvledger.adapters.logs.under_way import UnderWay, under_way
-from kvledger.lifecycle import Core, LedgerConfiguration, Projections
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 
 _QUIET = (e.SaveIssued, e.SaveCompleted, e.PrefillAdvanced, e.PrefillCompleted, e.ChunkTainted)
@@ -42,7 +42,7 @@ class Feed:
         self.under_way: UnderWay | None = None
         """What is under way behind the last event."""
         self._core = core
-        self._projections = Projections(core, configuration)
+        self._projections = core.new_projections(configuration)
         self._last_lookup: dict[str, str] = {}
 
     @property

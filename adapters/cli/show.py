@@ -185,7 +185,7 @@ def _start(log: StoredLog, output: Output) -> Projections:
         output.remark(remark)
     if start is not None:
         output.remark(f"what came before event {log.start_sequence + 1} is known from a snapshot only")
-    return start or Projections(log.core, log.configuration)
+    return start or log.core.new_projections(log.configuration)
 
 
 def _show_log(log: StoredLog, selection: Selection, listing: Listing, output: Output) -> None:

@@ -14,7 +14,7 @@ from kvledger.adapters.logs.ending import num_open_requests
 from kvledger.adapters.logs.log import Batch
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.reasons import Accounts, RequestHistory, Sums
-from kvledger.lifecycle import Core, Figures, LedgerConfiguration, Projections
+from kvledger.lifecycle import Core, Figures, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
 
@@ -68,7 +68,7 @@ class Counting:
 
     def __init__(self, core: Core, configuration: LedgerConfiguration, selection: Selection) -> None:
         self._selection = selection
-        self._projections = Projections(core, configuration)
+        self._projections = core.new_projections(configuration)
         self._accounts = Accounts(configuration, request_id=selection.request_id, on_end=self._ended)
         self._encoder = EventEncoder()
         self._is_foldable = True

@@ -18,7 +18,7 @@ from kvledger.adapters.demo.model import make_model
 from kvledger.adapters.demo.recompute_counter import RecomputeCounter
 from kvledger.adapters.demo.workload import Workload
 from kvledger.adapters.logs.log import open_log
-from kvledger.lifecycle import Figures, Projections, __version__
+from kvledger.lifecycle import Figures, __version__
 from kvledger.lifecycle import events as e
 from kvledger.storage.extras import CONNECTOR, require
 
@@ -110,7 +110,7 @@ Look further
 def _read(log_path: Path) -> tuple[Figures, str]:
     """The figures of a log, and the preempted request that had most to lose; "" where none was preempted."""
     log = open_log(log_path)
-    projections = Projections(log.core, log.configuration)
+    projections = log.core.new_projections(log.configuration)
     most_settled, request_id = -1, ""
     for sequence, event in log.trusted_events():
         projections.fold(event, sequence)

@@ -11,7 +11,6 @@ from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.verification import Verification
 from kvledger.adapters.units import plural
-from kvledger.lifecycle import Projections
 
 
 def read_trace(
@@ -34,10 +33,10 @@ def read_trace(
         also: given each batch before the trace takes it.
     """
     if verification is None:
-        projections = log.start() or Projections(log.core, log.configuration)
+        projections = log.start() or log.core.new_projections(log.configuration)
     else:
         projections = verification.audit.projections
-    trace = Trace(projections, visitor, selection)
+    trace = Trace(log.core, projections, visitor, selection)
     error = ""
     for batch in log.batches(selection.last_sequence):
         error = _take(batch, trace, log, verification, also)

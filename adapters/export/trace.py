@@ -18,7 +18,7 @@ from kvledger.adapters.logs.log import Gap
 from kvledger.adapters.logs.requests import Requests, RequestSummary
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.reasons import is_same_answer
-from kvledger.lifecycle import Projections, RequestRecord, RequestState
+from kvledger.lifecycle import Core, Projections, RequestRecord, RequestState
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT
 
@@ -47,8 +47,9 @@ class Trace:
     choice of a request.
     """
 
-    def __init__(self, projections: Projections, visitor: Visitor, selection: Selection) -> None:
+    def __init__(self, core: Core, projections: Projections, visitor: Visitor, selection: Selection) -> None:
         self.projections = projections
+        self._core = core
         self.now_ns = projections.tracker.time_ns
         """The latest time seen. Times that run backwards, as in a damaged log, are taken as this."""
         self.current = "the first event"
@@ -357,7 +358,7 @@ class Trace:
     # --- extensions ---------------------------------------------------------------------------
 
     def _of_extension(self, event: e.ExtensionEvent, sequence: int) -> None:
-        for what, duration_ns in figures_of_extension(event, self.projections.core).items():
+        for what, duration_ns in figures_of_extension(event, self._core).items():
             if what.endswith("_ns"):
                 call = Call(
                     request_id=getattr(event, "request_id", ""),
@@ -373,7 +374,7 @@ class Trace:
     # --- instants and steps -------------------------------------------------------------------
 
     def _happened(self, event: e.Event, sequence: int) -> None:
-        text = describe(event, self.projections.core)
+        text = describe(event, self._core)
         if not text and isinstance(event, e.ExtensionEvent):
             return  # another event says it
         request_id: str = getattr(event, "request_id", "")

@@ -34,7 +34,6 @@ from kvledger.adapters.logs.index_memory import (
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.requests import Requests, RequestSummary
 from kvledger.adapters.reasons import Accounts, RequestHistory
-from kvledger.lifecycle import Projections
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.snapshots import capture, restore
 from kvledger.lifecycle.untrusted import from_msgpack
@@ -120,7 +119,7 @@ class _Builder:
         self._earlier = earlier
         self._memory = IndexMemory() if memory is None else memory
         if memory is None:
-            self._projections = log.start() or Projections(log.core, log.configuration)
+            self._projections = log.start() or log.core.new_projections(log.configuration)
         else:
             self._projections = restore(log.core, memory.projections, log.configuration)
         self._requests = Requests(self._write, self._memory.requests, self._memory.jobs)

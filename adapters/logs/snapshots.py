@@ -42,7 +42,7 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
         )
     log_id, fingerprint = str(log.header["log_id"]), state_fingerprint(log.core, log.configuration)
     begun, _ = find_snapshot(log.path, log_id=log_id, fingerprint=fingerprint, at_most=min(lacking), newest=True)
-    projections, batches = Projections(log.core, log.configuration), log.batches()
+    projections, batches = log.core.new_projections(log.configuration), log.batches()
     if begun is not None:
         with suppress(SnapshotError):  # then from the log's beginning, if it is there
             projections = restore(log.core, begun.state, log.configuration)

@@ -78,8 +78,8 @@ class Timelines:
     """
 
     def __init__(self, core: Core, configuration: LedgerConfiguration, request_ids: Iterable[str]) -> None:
-        self._known = Projections(core, configuration, only=("extensions", "sub_states", "tracker", "lookups"))
-        self._timelines = {name: _Timeline(name, self._known, configuration.num_ranks) for name in request_ids}
+        self._known = core.new_projections(configuration, only=("extensions", "sub_states", "tracker", "lookups"))
+        self._timelines = {name: _Timeline(name, core, self._known, configuration.num_ranks) for name in request_ids}
         self._active: dict[str, _Timeline] = {}
         """Those of requests that are there now: of all others there is nothing to ask."""
         self._gap: Gap | None = None
@@ -119,12 +119,12 @@ class Timelines:
 class _Timeline:
     """The groups of one request id."""
 
-    def __init__(self, request_id: str, known: Projections, num_ranks: int) -> None:
+    def __init__(self, request_id: str, core: Core, known: Projections, num_ranks: int) -> None:
         self.request_id = request_id
         self.groups: list[Group] = []
         self._num_ranks = num_ranks
         self._known = known
-        self._core = known.core
+        self._core = core
         self._tracker = known.tracker
         self._state_before: str | None = None
         self._num_computed_before = 0

@@ -77,7 +77,7 @@ class StatsSource:
     def __init__(self, side: SchedulerSide) -> None:
         self._side = side
         # So there are no more labels than extensions are configured.
-        self._extensions = tuple(extension.name for extension in side.ledger.projections.core.extensions)
+        self._extensions = tuple(extension.name for extension in side.ledger.core.extensions)
         of_extensions = (f"{BY_EXTENSION}/{name}" for name in self._extensions)
         self._names = (*OF_LEDGER, *of_extensions, "num_log_bytes_written", "num_events_lost")
         self._counts = (0,) * len(self._names)

@@ -131,7 +131,7 @@ def make_rule_checks(
     start: Projections | None = None,
 ) -> RuleChecks:
     """The half that knows nothing of what decided. Arguments: see `Audit`."""
-    model = Model.of(core.compiled, core.gating, core.events.values(), configuration, Violations(keeps))
+    model = Model.of(core.tables, configuration, Violations(keeps))
     return RuleChecks(model, checkers, None if start is None else taken_over(start))
 
 

@@ -9,12 +9,8 @@ from __future__ import annotations
 from array import array
 from copy import deepcopy
 
-from kvledger.lifecycle.audit.model.answers import Answer
-from kvledger.lifecycle.audit.model.chunks import Departed
-from kvledger.lifecycle.audit.model.jobs import InFlight
-from kvledger.lifecycle.audit.model.lives import NEVER, Life
+from kvledger.lifecycle.audit.model.records import NEVER, Answer, Departed, InFlight, IssuedTail, Life
 from kvledger.lifecycle.audit.model.start import Measured, Start
-from kvledger.lifecycle.audit.model.tails import IssuedTail
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.projections import Projections, token_costs
 from kvledger.lifecycle.projections.request_record import RequestRecord
@@ -27,7 +23,7 @@ def taken_over(projections: Projections) -> Start:
     tracker, transfers, chunks = projections.tracker, projections.transfers, projections.chunks
     records = list(tracker)
     tails = {record.ordinal: record.tail for record in records}
-    of_extensions = {spec.name for extension in projections.core.extensions for spec in extension.projections}
+    of_extensions = {name for extension in projections.tables.extensions for name in extension.projections}
     return Start(
         num_steps=tracker.num_steps,
         time_ns=tracker.time_ns,

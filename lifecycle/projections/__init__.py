@@ -1,23 +1,27 @@
 """Projections: what a log means, each a fold of its events; here those of one log, put together.
 
-Nothing here refuses an event, reads a clock or does I/O: folding a recorded event never fails.
+An event's subject is found before the event is folded, and the same tables say whether states refuse it. The ledger, a
+replay and readers that only fold therefore fold an illegal observation alike: as the core's gating says.
+
+Nothing here drops an event, reads a clock or does I/O: folding a recorded event never fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import attrs
 import msgspec
 
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.errors import suppressed
-from kvledger.lifecycle.events import Event
-from kvledger.lifecycle.gate import Find, Gate
+from kvledger.lifecycle.events import Event, RequestDecision, RequestEvent, StepScheduled, trigger_of
 from kvledger.lifecycle.geometry import Geometry
-from kvledger.lifecycle.projections.base import Fold, Projection
+from kvledger.lifecycle.machine import Tables
+from kvledger.lifecycle.projections.base import NOBODY, Before, Fold, Projection, Subject, fields_of
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.extensions import Extensions
 from kvledger.lifecycle.projections.host_slots import HostSlots
@@ -28,22 +32,22 @@ from kvledger.lifecycle.projections.token_costs import TokenCosts
 from kvledger.lifecycle.projections.totals import Totals
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Transfers
-from kvledger.lifecycle.subject import Subject
-
-if TYPE_CHECKING:
-    from kvledger.lifecycle.core import Core
 
 __all__ = ["CORE_PROJECTIONS", "Fold", "Projection", "ProjectionSpec", "Projections", "is_reserved"]
 
-CORE_PROJECTIONS = (
-    # What is owed, so that it is known whatever fails after it.
-    "obligations",
-    # Records of requests. Sub-states move before their phase; the sums see states as they were.
-    *("extensions", "sub_states", "totals", "tracker"),
-    # What follows from the records. A settled copy leaves after all others have folded its settlement.
-    *("slots", "lookups", "chunks", "costs", "transfers"),
-)
-"""The projections of the core, in the order in which they fold. Those of extensions follow."""
+OWED = ("obligations",)
+"""First phase: what is owed, so that it is known whatever fails after it. It asks no other projection."""
+RECORDS = ("extensions", "sub_states", "totals", "tracker")
+"""Second phase: one record for each request. `sub_states` and `totals` ask for the state that a request was in, so they
+fold before `tracker`, which moves it."""
+IMAGES = ("slots", "lookups", "chunks", "costs", "transfers")
+"""Third phase: what follows from the records. `chunks` asks what a settled copy has copied, so it folds before
+`transfers`, which forgets the copy."""
+CORE_PROJECTIONS = (*OWED, *RECORDS, *IMAGES)
+"""The projections of the core, in the order in which they fold. Those of extensions follow, as they were declared.
+
+Within a phase, nothing else in the order matters; a test folds in other orders.
+"""
 
 _encode = msgspec.msgpack.Encoder(enc_hook=list).encode
 """Arrays and the order of chunks become lists."""
@@ -59,20 +63,57 @@ class ProjectionSpec:
     """Given those of the core, and those of extensions that were declared before it."""
 
 
+Find = Callable[[Any], Subject]
+Kept = Callable[["Projections"], Collection[bytes]]
+"""Returns the keys of chunks that an extension wants to be evicted after all others."""
+
+
+class _Folds(NamedTuple):
+    """What folds an event: what is owed, and then all others."""
+
+    owed: Fold | None
+    others: tuple[Fold, ...]
+
+
+class _Route(NamedTuple):
+    """How the events of one class are folded."""
+
+    find: Find
+    """Returns the subject of an event that is not folded yet."""
+    folds: _Folds
+    if_refused: _Folds
+
+
 class Projections:
     """All projections of one log."""
 
-    def __init__(self, core: Core, configuration: LedgerConfiguration, *, only: Collection[str] | None = None) -> None:
-        """With `only`, no others fold; those of the core are there and stay empty."""
-        self.core = core
+    def __init__(
+        self,
+        tables: Tables,
+        configuration: LedgerConfiguration,
+        *,
+        added: Iterable[ProjectionSpec] = (),
+        keepers: Mapping[str, Kept] = MappingProxyType({}),
+        only: Collection[str] | None = None,
+    ) -> None:
+        """Made by `Core.new_projections`.
+
+        Args:
+            tables: where events lead.
+            configuration: of the log.
+            added: the projections of extensions.
+            keepers: extension -> what it wants to be evicted after everything else.
+            only: the projections that fold; the others of the core stay empty. Default: all.
+        """
+        self.tables = tables
         self.configuration = configuration
         self.geometry = Geometry(configuration.block_size, configuration.chunk_size, configuration.windows)
         self.obligations = Obligations(configuration.num_ranks)
-        self.extensions = Extensions(self)
+        self.extensions = Extensions({each.name: each.version for each in tables.extensions}, self.forget)
         self.slots = HostSlots(configuration.num_slots)
-        self.tracker = RequestTracker(core, configuration, self.geometry, self.slots)
-        self.sub_states = SubStates(core, self.tracker, self.extensions)
-        self.transfers = Transfers(self.tracker, self.geometry, core.compiled, configuration.num_ranks)
+        self.tracker = RequestTracker(tables, configuration, self.geometry, self.slots)
+        self.sub_states = SubStates(tables, self.tracker, self.extensions)
+        self.transfers = Transfers(self.tracker, self.geometry, tables, configuration.num_ranks)
         self.chunks = ChunkIndex(
             self.tracker,
             self.geometry,
@@ -83,86 +124,128 @@ class Projections:
         self.lookups = LookupCache(self.tracker, configuration.chunk_size, self.chunks, self.fold)
         self.costs = TokenCosts(self.tracker)
         self.totals = Totals(self.tracker, self.transfers)
-        self.gate = Gate(core, self.tracker)
+        self._keepers = keepers
+        self._extension_of = {name: each.name for each in tables.extensions for name in each.projections}
         names = [name for name in CORE_PROJECTIONS if only is None or name in only]
         self._order: dict[str, Any] = {name: getattr(self, name) for name in names}
-        self._specs = {spec.name: spec for spec in core.projections}
+        self._specs = {spec.name: spec for spec in added}
         for name, spec in self._specs.items():
             made = spec.make(self)
             setattr(self, name, made)
             if only is None or name in only:
                 self._order[name] = made
-        self._make_routes()
+        self._routes = self._routes_by_class()
 
-    def _make_routes(self) -> None:
-        """Note which folds each class of events goes to."""
-        maps = {name: self._folds_of(name) for name in self._order}
-        owed = maps.pop("obligations", {})
-        closed_fold = self.core.gating.closed_fold
-        self._find: dict[type[Event], Find] = {}
-        self._owed: dict[type[Event], Fold] = {}
-        self._folds: dict[type[Event], tuple[Fold, ...]] = {}
-        self._closed: dict[type[Event], tuple[Fold | None, tuple[Fold, ...]]] = {}
-        """Of observations that may be refused: what folds them then."""
-        for event_class in self.core.events.values():
-            closed = closed_fold.get(event_class.id, ())
-            self._find[event_class] = self.gate.finder(event_class)
-            if event_class in owed:
-                self._owed[event_class] = owed[event_class]
-            folds = {name: folds[event_class] for name, folds in maps.items() if event_class in folds}
-            self._folds[event_class] = tuple(folds.values())
-            owed_if_refused = owed.get(event_class) if "obligations" in closed else None
-            folds_if_refused = tuple(fold for name, fold in folds.items() if name in closed)
-            self._closed[event_class] = owed_if_refused, folds_if_refused
+    def _routes_by_class(self) -> dict[type[Event], _Route]:
+        """How the events of each class are folded, decided once."""
+        folds_of = {name: self._folds_of(name) for name in self._order}
+        owed = folds_of.pop("obligations", {})
+        routes: dict[type[Event], _Route] = {}
+        for event_class in self.tables.events.values():
+            closed = self.tables.gating.closed_fold.get(event_class.id, ())
+            others = {name: folds[event_class] for name, folds in folds_of.items() if event_class in folds}
+            routes[event_class] = _Route(
+                self._finder(event_class),
+                _Folds(owed.get(event_class), tuple(others.values())),
+                _Folds(
+                    owed.get(event_class) if "obligations" in closed else None,
+                    tuple(fold for name, fold in others.items() if name in closed),
+                ),
+            )
+        return routes
+
+    # --- subjects ------------------------------------------------------------------------------
 
     def subject_of(self, event: Event) -> Subject:
-        """Whom an event is about that is not folded yet."""
-        return self._find[type(event)](event)
+        """What an event is about that is not folded yet."""
+        return self._routes[type(event)].find(event)
+
+    def _finder(self, event_class: type[Event]) -> Find:
+        """How the subject of events of this class is found."""
+        tracker, legal = self.tracker, self.tables.legal
+        only_trigger = "" if event_class.variants else event_class.id
+        """Empty if the class has several."""
+        may_refuse = self.tables.may_refuse(event_class)
+        unknown = Subject(is_refused=may_refuse)
+
+        def decided(event: RequestDecision) -> Subject:
+            request = tracker.of(event.ordinal)
+            if request is None:
+                return NOBODY
+            current = request if request.generation == event.generation else None
+            return Subject(request, current, only_trigger or trigger_of(event))
+
+        def observed(event: RequestEvent) -> Subject:
+            request = tracker.get(event.request_id)
+            if request is None:
+                return unknown
+            trigger = only_trigger or trigger_of(event)
+            is_refused = may_refuse and (request.state, request.blocks) not in legal[trigger]
+            return Subject(request, request, trigger, Before(*fields_of(request)), is_refused)
+
+        if issubclass(event_class, RequestDecision):
+            return decided
+        if issubclass(event_class, RequestEvent):
+            return observed
+        return self._scheduled if event_class is StepScheduled else lambda _event: NOBODY
+
+    def _scheduled(self, step: StepScheduled) -> Subject:
+        """A step concerns many requests, so each of its rows is judged by itself."""
+        record_of, legal = self.tracker.of, self.tables.legal["tokens.scheduled"]
+        refused: dict[int, Before] = {}
+        for row in step.advanced:
+            record = record_of(row[0])
+            if record is not None and (record.state, record.blocks) not in legal:
+                refused[row[0]] = Before(*fields_of(record))
+        return Subject(refused_rows=refused) if refused else NOBODY
+
+    # --- folds ---------------------------------------------------------------------------------
 
     def fold(self, event: Event, sequence: int, subject: Subject | None = None) -> None:
         """Fold one event, of an illegal one what the gating says. Total: it never fails for what was recorded."""
-        event_class = type(event)
+        find, folds, if_refused = self._routes[type(event)]
         if subject is None:
-            subject = self._find[event_class](event)
-        if subject.is_refused:
-            owed, folds = self._closed[event_class]
-        else:
-            owed, folds = self._owed.get(event_class), self._folds[event_class]
+            subject = find(event)
+        owed, others = if_refused if subject.is_refused else folds
         if owed is not None:
             owed(event, sequence)
-        for fold in folds:
+        for fold in others:
             fold(event, sequence, subject)
 
     def fold_obligations(self, event: Event, sequence: int) -> None:
         """Fold one event for what is owed, and for nothing else: where the others cannot be relied on any more."""
-        fold = self._owed.get(type(event))
-        if fold is not None:
-            fold(event, sequence)
+        owed = self._routes[type(event)].folds.owed
+        if owed is not None:
+            owed(event, sequence)
 
     def kept_last(self) -> Collection[bytes]:
         """Keys of chunks that extensions want to be evicted after all others."""
         kept: set[bytes] = set()
-        for keeper in self.core.keepers:
-            kept |= self.extensions.ask(keeper.name, "kept", lambda its: frozenset(its.kept(self)), keeper) or set()
+        for extension, keeper in self._keepers.items():
+            kept |= self.extensions.ask(extension, "kept", lambda keeper: frozenset(keeper(self)), keeper) or set()
         return kept
 
     def forget(self, extension: str) -> None:
         """Give the projections of an extension their state before the first event."""
         for name in self._order:
-            if self.core.extension_of(name) == extension:
+            if self.extension_of(name) == extension:
                 with suppressed():  # its code; then it stays as it is, and folds nothing
                     self._order[name] = self._specs[name].make(self)
                     setattr(self, name, self._order[name])
 
     def _folds_of(self, name: str) -> Mapping[type[Event], Fold]:
         folds: Mapping[type[Event], Fold] = self._order[name].folds()
-        extension = self.core.extension_of(name)
+        extension = self.extension_of(name)
         if not extension:
             return folds
         where = f"projection {name}"
         return {
             event_class: partial(self.extensions.fold, extension, where, fold) for event_class, fold in folds.items()
         }
+
+    def extension_of(self, name: str) -> str:
+        """The name of the extension that a projection is of, empty if it is the core's."""
+        return self._extension_of.get(name, "")
 
     def named(self) -> Mapping[str, Projection]:
         """Every projection by its name, in the order in which they fold."""
@@ -179,4 +262,4 @@ class Projections:
 
 def is_reserved(name: str) -> bool:
     """Whether an attribute of `Projections` that is no projection has this name, or may have it one day."""
-    return name in ("core", "configuration", "geometry", "gate") or name.startswith("_") or hasattr(Projections, name)
+    return name in ("tables", "configuration", "geometry") or name.startswith("_") or hasattr(Projections, name)

@@ -1,13 +1,59 @@
-"""What every projection is: a small fold of the log."""
+"""What every projection is: a small fold of the log. Here is also what a fold is told of an event: its subject."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
 
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.marks import marked
+from kvledger.lifecycle.projections.request_record import RequestRecord
+from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
 
 Fold = Callable[..., None]
+
+
+class Before(msgspec.Struct, frozen=True, gc=False):
+    """The generation and the states of a request before an observation was folded."""
+
+    generation: int
+    state: RequestState
+    blocks: BlocksRegion
+    first: FirstRegion
+    current: CurrentRegion
+    trust: TrustRegion
+
+
+fields_of: Callable[[RequestRecord], tuple[Any, ...]] = attrgetter(*Before.__struct_fields__)
+"""Returns what `Before` has of a request, as it is now. In C, because it is called for every observation."""
+
+
+class Subject(msgspec.Struct, frozen=True, gc=False):
+    """What an event is about, and whether states refuse it; found once, before the event is folded.
+
+    An observation is about the present life of its id; at `RequestArrived` that is the life before. A decision is about
+    the life that it names, until that is released.
+    """
+
+    request: RequestRecord | None = None
+    """None if it is unknown, and for events that concern no single request."""
+    current: RequestRecord | None = None
+    """The request, if it is in the generation that a decision names; always so for observations."""
+    trigger: str = ""
+    """What the event is to the tables; empty if there is no request."""
+    before: Before | None = None
+    """The states of the request before the event; None for decisions."""
+    is_refused: bool = False
+    """Whether the states of the request refuse the observation. Only the closed part of the gating is folded then."""
+    refused_rows: Mapping[int, Before] = MappingProxyType({})
+    """Ordinal → states of requests that a step schedules although their states refuse that. The step is folded."""
+
+
+NOBODY = Subject()
 
 
 class Projection:

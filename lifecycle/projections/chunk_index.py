@@ -17,7 +17,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections.base import Projection
+from kvledger.lifecycle.projections.base import Projection, Subject
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.recency import Recency
 from kvledger.lifecycle.projections.request_record import RequestRecord
@@ -26,7 +26,6 @@ from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
 from kvledger.lifecycle.ranges import Count, LifeOrdinal, Slot
 from kvledger.lifecycle.ranges import Sequence as SequenceNumber
-from kvledger.lifecycle.subject import Subject
 
 _SHORT = 16
 """Chunks up to which a prefix is renewed with every one of them, for an eighth of it is no more than one."""

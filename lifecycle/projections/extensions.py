@@ -6,20 +6,16 @@ keeps the log: it is notified, and records that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.errors import raise_if_unstoppable, without_secrets
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections.base import Projection
+from kvledger.lifecycle.projections.base import Projection, Subject
 from kvledger.lifecycle.ranges import Sequence
-from kvledger.lifecycle.subject import Subject
-
-if TYPE_CHECKING:
-    from kvledger.lifecycle.projections import Projections
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
@@ -32,8 +28,10 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 class Extensions(Projection):
     """Runs code of extensions that take part."""
 
-    def __init__(self, projections: Projections) -> None:
-        self._projections = projections
+    def __init__(self, versions: Mapping[str, int], forget: Callable[[str], None]) -> None:
+        """Of these extensions; `forget` gives the projections of one their state before the first event."""
+        self._versions = versions
+        self._forget = forget
         self.state = State()
         self.raised: list[tuple[str, str, str]] = []
         """(extension, where, error) of those whose code raised, until `stops` is asked or an event says so."""
@@ -63,8 +61,7 @@ class Extensions(Projection):
         """The decisions that are due because code raised, each of them once."""
         while self.raised:
             name, where, error = self.raised.pop(0)
-            version = next(each.version for each in self._projections.core.extensions if each.name == name)
-            yield e.ExtensionStopped(name, version, where, error, cause)
+            yield e.ExtensionStopped(name, self._versions[name], where, error, cause)
 
     def _run(self, name: str, where: str, method: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
         if not self.takes_part(name):
@@ -82,4 +79,4 @@ class Extensions(Projection):
     def _stopped(self, event: e.ExtensionStopped, sequence: int, _subject: Subject) -> None:
         self.state.stopped.setdefault(event.extension, sequence)
         self.raised[:] = [raised for raised in self.raised if raised[0] != event.extension]
-        self._projections.forget(event.extension)
+        self._forget(event.extension)

@@ -13,13 +13,13 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections.base import Projection
+from kvledger.lifecycle.projections.base import Projection, Subject
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.ranges import Count, Generation, Int64, Ordinal
-from kvledger.lifecycle.subject import Subject
 
-_LOOKUPS = (e.LookupRequested, e.LookupAnswered)
+LOOKUPS: tuple[type[e.Event], ...] = (e.LookupRequested, e.LookupAnswered)
+"""Events that may be written in short."""
 
 
 class CachedHit(msgspec.Struct, frozen=True, gc=False):
@@ -116,13 +116,11 @@ class LookupCache(Projection):
         record = self._tracker.of(ordinal)
         return () if record is None else record.keys
 
-    def in_short(self, event: e.Event, sequence: int) -> e.Event:
-        """An event as it is to be written, before it is folded: a lookup in short, where it is the last one once more.
+    def in_short(self, event: e.LookupRequested | e.LookupAnswered, sequence: int) -> e.Event:
+        """A lookup as it is to be written, before it is folded: in short, where it is the last one once more.
 
         It is written in full every now and then, so that whoever lacks a part of the log soon knows it again.
         """
-        if not isinstance(event, _LOOKUPS):
-            return event
         record = self._tracker.get(event.request_id)
         if record is None or not record.repeats(event, sequence):
             return event

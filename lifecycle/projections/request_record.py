@@ -1,4 +1,4 @@
-"""What the tracker knows about one life of a request."""
+"""What the tracker knows about a life of a request: its record, and how many of its tokens are computed."""
 
 from __future__ import annotations
 
@@ -105,6 +105,11 @@ class RequestRecord(msgspec.Struct):
         return f"{self.state}.{self.sub}" if self.sub else self.state.value
 
     @property
+    def states(self) -> tuple[RequestState, BlocksRegion, FirstRegion, CurrentRegion, TrustRegion]:
+        """What it is in now, in the order of `table.REGIONS`."""
+        return self.state, self.blocks, self.first, self.current, self.trust
+
+    @property
     def life(self) -> tuple[str, int, int]:
         """What a decision about it begins with: request id, ordinal, generation."""
         return self.request_id, self.ordinal, self.generation
@@ -150,3 +155,47 @@ class RequestRecord(msgspec.Struct):
     def end_deferrals(self) -> None:
         """The next deferral is the first one again."""
         self.num_deferrals = self.deferred_for = 0
+
+
+class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):
+    """How many tokens of each life are computed or in flight after the last step.
+
+    Whoever decodes one token in every step is not touched by a step: the count follows from the number of steps. So a
+    step of 256 decoding requests costs nothing.
+    """
+
+    num_steps: Count = 0
+    last_counts: dict[LifeOrdinal, SumOfTokens] = {}
+    """Ordinal -> the count when it was last set."""
+    decoding: dict[LifeOrdinal, SumOfTokens] = {}
+    """Ordinal -> the count less the number of steps, of those whom every step gives one more token."""
+
+    def count(self, ordinal: int) -> int:
+        """That of a life; 0 of one that is not known."""
+        ahead = self.decoding.get(ordinal)
+        return self.last_counts.get(ordinal, 0) if ahead is None else ahead + self.num_steps
+
+    def set(self, ordinal: int, num_computed_tokens: int) -> None:
+        """A life begins, or has this many from now on."""
+        self.decoding.pop(ordinal, None)
+        self.last_counts[ordinal] = num_computed_tokens
+
+    def forget(self, ordinal: int) -> None:
+        """A life is over."""
+        self.decoding.pop(ordinal, None)
+        self.last_counts.pop(ordinal, None)
+
+    def step(self, event: e.StepScheduled) -> None:
+        """Count a step; rows about unknown lives are ignored."""
+        last_counts, decoding = self.last_counts, self.decoding
+        for ordinal in event.paused:
+            if ordinal in decoding:
+                self.set(ordinal, self.count(ordinal))
+        self.num_steps = num_steps = self.num_steps + 1
+        for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
+            if ordinal in last_counts:
+                last_counts[ordinal] = count = num_computed_tokens + num_scheduled_tokens
+                if num_scheduled_tokens == 1 and count >= num_tokens:
+                    decoding[ordinal] = count - num_steps
+                elif ordinal in decoding:
+                    del decoding[ordinal]

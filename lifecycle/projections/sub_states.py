@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.events import trigger_of, triggers_of
+from kvledger.lifecycle.events import triggers_of
+from kvledger.lifecycle.machine import Tables
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections.base import Projection
-from kvledger.lifecycle.subject import Subject
-
-if TYPE_CHECKING:
-    from kvledger.lifecycle.core import Core
-    from kvledger.lifecycle.projections.extensions import Extensions
-    from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.projections.base import Projection, Subject
+from kvledger.lifecycle.projections.extensions import Extensions
+from kvledger.lifecycle.projections.tracker import RequestTracker
 
 
 class SubStates(Projection):
     """Folds nothing unless an extension has rows. The record of the request keeps the sub-state."""
 
-    def __init__(self, core: Core, tracker: RequestTracker, extensions: Extensions) -> None:
+    def __init__(self, tables: Tables, tracker: RequestTracker, extensions: Extensions) -> None:
         self._tracker = tracker
-        self._phase = core.compiled.phase
-        self._request_events = core.request_events
-        self._moves = core.sub_moves
+        self._phase = tables.phase
+        self._request_events = tables.request_events
+        self._moves = tables.sub_states
         self._extensions = extensions
         self._owner = {
-            dest: extension.name for extension in core.extensions for _, _, dest in extension.rows if "." in dest
+            dest: extension.name for extension in tables.extensions for _, _, dest in extension.rows if "." in dest
         }
 
     def folds(self) -> dict[type[e.Event], Callable[..., None]]:
@@ -45,7 +41,7 @@ class SubStates(Projection):
 
     def _walk(self, event: e.RequestEvent, _sequence: int, subject: Subject) -> None:
         record = subject.current
-        trigger = trigger_of(event)
+        trigger = subject.trigger
         dest = None if record is None else self._phase.get(trigger, {}).get(record.state)
         if record is None or dest is None:
             return

@@ -14,10 +14,9 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections.base import Projection
+from kvledger.lifecycle.projections.base import Projection, Subject
 from kvledger.lifecycle.ranges import DurationNs, Int64, JobId, NumTokens, SumOfTokens, TimeNs
 from kvledger.lifecycle.states import RequestState
-from kvledger.lifecycle.subject import Subject
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.projections.tracker import RequestTracker

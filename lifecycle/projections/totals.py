@@ -15,11 +15,10 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections.base import Projection
+from kvledger.lifecycle.projections.base import Projection, Subject
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import JobKind, Transfers
 from kvledger.lifecycle.ranges import MAX_INT64, Count, Int64, JobId, LifeOrdinal, NumTokens, SumOfTokens, TimeNs
-from kvledger.lifecycle.subject import Subject
 
 
 @attrs.define

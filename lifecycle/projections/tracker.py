@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.events import NO_SLOT, trigger_of, triggers_of
+from kvledger.lifecycle.events import NO_SLOT, triggers_of
+from kvledger.lifecycle.machine import Tables
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections.base import Projection
-from kvledger.lifecycle.projections.request_record import RequestRecord, Tail
+from kvledger.lifecycle.projections.base import Projection, Subject
+from kvledger.lifecycle.projections.request_record import ComputedTokens, RequestRecord, Tail
 from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
 from kvledger.lifecycle.ranges import Count, LifeOrdinal, TimeNs
 from kvledger.lifecycle.states import BlocksRegion, FirstRegion
-from kvledger.lifecycle.steps import ComputedTokens
-from kvledger.lifecycle.subject import Subject
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.configuration import LedgerConfiguration
-    from kvledger.lifecycle.core import Core
     from kvledger.lifecycle.geometry import Geometry
     from kvledger.lifecycle.projections.host_slots import HostSlots
 
@@ -74,15 +72,17 @@ class RequestTracker(Projection):
     failed loads, and what becomes of the tail concern the life.
     """
 
-    def __init__(self, core: Core, configuration: LedgerConfiguration, geometry: Geometry, slots: HostSlots) -> None:
-        self._core = core
+    def __init__(
+        self, tables: Tables, configuration: LedgerConfiguration, geometry: Geometry, slots: HostSlots
+    ) -> None:
+        self._tables = tables
         self._geometry = geometry
         self._slots = slots
         self._chunk_size = configuration.chunk_size
         self._interval_chunks = max(1, -(-configuration.save_interval_tokens // configuration.chunk_size))
         self._moved_by_step = frozenset(
             (*standing, first)
-            for standing, dest in core.compiled.after["tokens.scheduled"].items()
+            for standing, dest in tables.after["tokens.scheduled"].items()
             for first in FirstRegion
             if dest != standing or first is not FirstRegion.COMPUTED
         )
@@ -159,40 +159,39 @@ class RequestTracker(Projection):
     def folds(self) -> dict[type[e.Event], Callable[..., None]]:
         """Those that are marked, and of whatever else moves a state, which does nothing but that."""
         folds: dict[type[e.Event], Callable[..., None]] = {}
-        for event_class in self._core.request_events:
+        for event_class in self._tables.request_events:
             if any(map(self._moves, triggers_of(event_class))):
                 folds[event_class] = self._decided if issubclass(event_class, e.RequestDecision) else self._observed
         return {**folds, **super().folds()}
 
     def _moves(self, trigger: str) -> bool:
         """Whether it may move anything."""
-        compiled = self._core.compiled
-        after = compiled.after.get(trigger, {})
-        return trigger in compiled.others or any(before != dest for before, dest in after.items())
+        after = self._tables.after.get(trigger, {})
+        return trigger in self._tables.others or any(before != dest for before, dest in after.items())
 
     def _observed(self, event: e.RequestEvent, _sequence: int, subject: Subject) -> None:
         record = subject.request
         if record is not None:
-            self._move(record, trigger_of(event))
+            self._move(record, subject.trigger)
 
     def _decided(self, event: e.RequestDecision, _sequence: int, subject: Subject) -> None:
         record = subject.current
         if record is not None:
-            self._move(record, trigger_of(event))
+            self._move(record, subject.trigger)
 
     def _move(self, record: RequestRecord, trigger: str) -> None:
         """Move every region as the tables say."""
-        compiled = self._core.compiled
-        after = compiled.after.get(trigger)
+        tables = self._tables
+        after = tables.after.get(trigger)
         if after is not None:
             standing = record.state, record.blocks
             state, record.blocks = after[standing]
             if state is not record.state:
-                if standing not in compiled.legal[trigger]:  # so no row of a sub-state was taken
+                if standing not in tables.legal[trigger]:  # so no row of a sub-state was taken
                     record.sub = ""
                 record.state = state
                 record.state_since_ns = self.time_ns
-        for region, moves in compiled.others.get(trigger, ()):
+        for region, moves in tables.others.get(trigger, ()):
             setattr(record, region, moves[getattr(record, region)])
 
     @on(
@@ -423,7 +422,7 @@ class RequestTracker(Projection):
                     record.block_ids.append(block_ids[0])
                 else:
                     record.block_ids.extend(block_ids)
-        self.unfilled.step(event, self, self._geometry)
+        self.unfilled.step(event, self.state.requests, self._geometry)
         self.computed.step(event)
         for ordinal, _, _, num_tokens in event.advanced:
             record = self.of(ordinal)
@@ -465,7 +464,7 @@ class RequestTracker(Projection):
             # window has left the block, or the table was lost.
             self.unfilled.mark(block_ids)
         else:
-            self.unfilled.add(block_ids, self)
+            self.unfilled.add(block_ids, self.state.requests)
         record = subject.request
         if record is not None:
             record.num_failed_loads += 1
@@ -478,7 +477,7 @@ class RequestTracker(Projection):
     @on(e.LoadErrorsObserved)
     def _load_errors_observed(self, event: e.LoadErrorsObserved, _sequence: int, _subject: Subject) -> None:
         self.state.time_ns = event.time_ns
-        self.unfilled.add(event.block_ids, self)
+        self.unfilled.add(event.block_ids, self.state.requests)
 
     @on(e.TailSaveIssued)
     def _tail_issued(self, event: e.TailSaveIssued, sequence: int, subject: Subject) -> None:

@@ -14,9 +14,9 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT, trigger_of
 from kvledger.lifecycle.geometry import Geometry
-from kvledger.lifecycle.machine import CompiledRegions
+from kvledger.lifecycle.machine import Tables
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.projections.base import Projection
+from kvledger.lifecycle.projections.base import Projection, Subject
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.ranges import (
@@ -32,7 +32,6 @@ from kvledger.lifecycle.ranges import (
     TimeNs,
 )
 from kvledger.lifecycle.states import SourceRegion, WorkRegion
-from kvledger.lifecycle.subject import Subject
 
 
 class JobKind(enum.StrEnum):
@@ -99,10 +98,10 @@ class Transfers(Projection):
         self,
         tracker: RequestTracker,
         geometry: Geometry,
-        regions: CompiledRegions,
+        tables: Tables,
         num_ranks: int = 1,
     ) -> None:
-        self._regions = regions
+        self._tables = tables
         self._every_rank = range(num_ranks)
         self.all_ranks = tuple(self._every_rank)
         self._tracker = tracker
@@ -339,8 +338,8 @@ class Transfers(Projection):
             self.async_loads.pop(job.job_id, None)
 
     def _move(self, job: Job, trigger: str) -> None:
-        job.work = self._regions.work[trigger].get(job.work, job.work)
-        source = self._regions.source.get(trigger)
+        job.work = self._tables.work[trigger].get(job.work, job.work)
+        source = self._tables.source.get(trigger)
         if source is not None:
             job.source = source[job.source]
 

@@ -7,7 +7,7 @@ given anew.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,7 +18,10 @@ from kvledger.lifecycle.ranges import BlockId, Count, Int64, JobId
 if TYPE_CHECKING:
     from kvledger.lifecycle.events import StepScheduled
     from kvledger.lifecycle.geometry import Geometry
-    from kvledger.lifecycle.projections.tracker import RequestTracker
+    from kvledger.lifecycle.projections.request_record import RequestRecord
+
+    Records = Mapping[int, RequestRecord]
+    """Ordinal → record."""
 
 
 class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
@@ -39,10 +42,10 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
         """Whether one of these blocks is unfilled."""
         return bool(self.blocks) and not self.blocks.keys().isdisjoint(block_ids)
 
-    def add(self, block_ids: Sequence[int], tracker: RequestTracker) -> None:
+    def add(self, block_ids: Sequence[int], records: Records) -> None:
         """Add these blocks and whatever follows one of them in a table: it was computed on top."""
         failed = dict.fromkeys(block_ids)
-        held = (record.block_ids or () for record in tracker)
+        held = (record.block_ids or () for record in records.values())
         for table in (*held, *self.lost, *self.lost_before_step):
             self.blocks.update(dict.fromkeys(table[_first_of(failed, table) :]))
         self.mark(block_ids)
@@ -59,7 +62,7 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
         for block_id in block_ids if blocks else ():
             blocks.pop(block_id, None)
 
-    def step(self, event: StepScheduled, tracker: RequestTracker, geometry: Geometry) -> None:
+    def step(self, event: StepScheduled, records: Records, geometry: Geometry) -> None:
         """A step writes blocks; the tables already have those that it added."""
         self.lost_before_step, self.lost = self.lost, []
         if not self.blocks:
@@ -67,9 +70,9 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             first = geometry.pages_spanning(0, num_computed_tokens).stop
             end = geometry.pages_spanning(num_computed_tokens, num_scheduled_tokens).stop
-            self._written(_table_of(ordinal, tracker), num_computed_tokens, first, end, geometry)
+            self._written(_table_of(ordinal, records), num_computed_tokens, first, end, geometry)
         for ordinal, block_ids in event.extended:  # decoding requests have no row in `advanced`
-            table = _table_of(ordinal, tracker)
+            table = _table_of(ordinal, records)
             first = len(table) - len(block_ids)
             num_computed_tokens = first // geometry.windows.num_groups * geometry.block_size
             self._written(table, num_computed_tokens, first, len(table), geometry)
@@ -94,8 +97,8 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
             self.fill(table[first:end])
 
 
-def _table_of(ordinal: int, tracker: RequestTracker) -> Sequence[int]:
-    record = tracker.of(ordinal)
+def _table_of(ordinal: int, records: Records) -> Sequence[int]:
+    record = records.get(ordinal)
     return () if record is None else record.block_ids or ()
 
 

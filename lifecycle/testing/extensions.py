@@ -96,7 +96,7 @@ class ExtensionContract(abc.ABC):
                 assert not isinstance(event, e.ExtensionStopped), f"{play.name}: {event}"
             read = decoder.decode(EventEncoder().encode(play.events))
             assert read == play.events, play.name
-            projections = Projections(another, play.configuration)
+            projections = another.new_projections(play.configuration)
             for batch in batches(enumerate(read, 1)):
                 replay = Replay(another, play.configuration, start=projections)
                 replay.run(batch)
@@ -105,10 +105,10 @@ class ExtensionContract(abc.ABC):
     def test_what_it_folds_follows_from_the_log_and_from_a_snapshot_in_its_middle(self) -> None:
         """A state is equal when it is encoded and decoded, when it is folded again, and when it is folded on."""
         for play in self._walks():
-            core, events = play.ledger.projections.core, _sequenced(play)
+            core, events = play.ledger.core, _sequenced(play)
             stopped = [event for event in play.events if isinstance(event, e.ExtensionStopped)]
             assert not stopped, f"{play.name}: {stopped[0]}"
-            begun = [Projections(core, play.configuration)]
+            begun = [core.new_projections(play.configuration)]
             for begin in range(0, len(events), _EVENTS_BETWEEN_SNAPSHOTS):
                 begun.append(restore(core, capture(begun[0]), play.configuration))
                 for projections in begun[1:]:
@@ -149,7 +149,7 @@ class ExtensionContract(abc.ABC):
         """Sub-states follow the rows of the header, and all that is the core's own is folded to the same."""
         name = self.make_extension().name
         for play in self._walks():
-            core = _without(play.ledger.projections.core)
+            core = _without(play.ledger.core)
             assert [extension.name for extension in core.absent] == [name]
             audit = _audited(play, core)
             assert audit.is_sound, f"{play.name}: {audit.violations[:3]}, {audit.divergences[:3]}, {audit.unfoldable}"

@@ -54,8 +54,8 @@ def test_an_example_imports_what_is_promised_and_nothing_else(file: Path) -> Non
     [
         "from kvledger.lifecycle.decider import Decider",
         "from kvledger.lifecycle.turn import Turn",
-        "from kvledger.lifecycle import gate",
-        "import kvledger.lifecycle.gate",
+        "from kvledger.lifecycle import machine",
+        "import kvledger.lifecycle.machine",
         "from kvledger.adapters.vllm.journal import Journal",
     ],
 )

@@ -64,7 +64,7 @@ class ReadLog:
 
     def life_of(self, request_id: str, *event_classes: type[e.RequestEvent]) -> list[Any]:
         """The events of one request that are of these classes, in order."""
-        wanted = event_classes or Core.standard().request_events
+        wanted = event_classes or Core.standard().tables.request_events
         return [v for _, v in self.events if type(v) in wanted and getattr(v, "request_id", "") == request_id]
 
     def keys_of(self, request_id: str) -> set[bytes]:

@@ -156,9 +156,14 @@ def plain_state(projections: Any) -> Any:
 def state_digests(configuration: Any, events: list[Any]) -> list[str]:
     """A digest of the state after each event."""
     from kvledger.lifecycle import Core
-    from kvledger.lifecycle.projections import Projections
 
-    projections, digests = Projections(Core.standard(), configuration), []
+    core, digests = Core.standard(), []
+    if hasattr(core, "new_projections"):
+        projections = core.new_projections(configuration)
+    else:
+        from kvledger.lifecycle.projections import Projections
+
+        projections = Projections(core, configuration)
     for sequence, event in events:
         projections.fold(event, sequence)
         digests.append(hashlib.blake2b(repr(plain_state(projections)).encode(), digest_size=12).hexdigest())

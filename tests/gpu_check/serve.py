@@ -15,7 +15,6 @@ def main(directory: Path, answer: Path) -> None:
     from kvledger.adapters.demo.model import make_model
     from kvledger.adapters.demo.workload import Workload
     from kvledger.adapters.logs.log import open_log
-    from kvledger.lifecycle import Projections
 
     os.environ |= {**ENVIRONMENT, **os.environ}
     workload, model = Workload(), directory / "model"
@@ -29,7 +28,7 @@ def main(directory: Path, answer: Path) -> None:
             outputs, ours = engine.generate(workload.prompts(), workload.max_tokens), engine.counter
         (log_path,) = (directory / mode).iterdir()
         log = open_log(log_path)
-        projections = Projections(log.core, log.configuration)
+        projections = log.core.new_projections(log.configuration)
         for sequence, event in log.trusted_events():
             projections.fold(event, sequence)
         num_recovered += projections.totals.figures.num_tokens_recovered

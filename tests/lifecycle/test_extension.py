@@ -11,7 +11,7 @@ from lifecycle_driver import Driver, Walk, keys_of
 from starvation_guard import StarvationGuard, Starving, StarvingKept, Watching
 from transitions import Machine
 
-from kvledger.lifecycle import Core, CoreError, Extension, Projections, ProjectionSpec, RequestState, StateHandler, Turn
+from kvledger.lifecycle import Core, CoreError, Extension, ProjectionSpec, RequestState, StateHandler, Turn
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import EventDecoder, EventEncoder, vocabulary_header
@@ -94,7 +94,7 @@ def test_a_machine_that_runs_the_rows_goes_where_the_fold_goes(seed: int) -> Non
 
     walk = Walk(seed, chunk_size=16, block_size=16, core=CORE, extensions={"starvation": {"num_preemptions": 1}})
     walk.run(150)
-    machine, projections = reference_of(CORE), Projections(CORE, walk.driver.configuration)
+    machine, projections = reference_of(CORE), CORE.new_projections(walk.driver.configuration)
     seen = set()
     for sequence, event in enumerate(walk.driver.observed, 1):
         record = projections.tracker.get(event.request_id) if isinstance(event, e.RequestEvent) else None

@@ -15,7 +15,7 @@ from kvledger.lifecycle.events import triggers_of
 from kvledger.lifecycle.machine import (
     TableError,
     compile_region,
-    compile_regions,
+    compile_tables,
     mermaid_diagram,
 )
 from kvledger.lifecycle.states import BlocksRegion
@@ -60,7 +60,7 @@ def test_every_region_is_a_golden_matrix(golden: Any) -> None:
 
 def test_what_is_legal_where_is_a_golden_matrix(golden: Any) -> None:
     """Phase and blocks together: what the gate lets through, and where it leads."""
-    legal = CORE.compiled.legal
+    legal = CORE.tables.legal
     leads = {
         (str(state), str(blocks), trigger): " ".join(legal[trigger].get((state, blocks), ["illegal"]))
         for state, blocks in product(RequestState, BlocksRegion)
@@ -81,7 +81,7 @@ def test_a_compiled_region_leads_where_its_reference_machine_leads(region: Regio
 
 def test_the_joined_regions_are_legal_where_each_reference_machine_has_a_row() -> None:
     """An event is legal where all regions that name it accept it, and nobody's row hangs on another region."""
-    compiled, reference = CORE.compiled, CORE.reference
+    compiled, reference = CORE.tables, CORE.reference
     for trigger, state, blocks in product(TRIGGERS, RequestState, BlocksRegion):
         named = [name for name in ("phase", "blocks") if reference.names(name, trigger)]
         dests = [
@@ -140,9 +140,7 @@ def test_a_region_that_breaks_a_rule_is_refused(region: Region, message: str) ->
 def test_only_phase_and_blocks_may_refuse() -> None:
     """What is legal is asked for every event, and is one look into one table."""
     with pytest.raises(TableError, match="first may refuse; only phase and blocks are looked at"):
-        compile_regions(
-            [PHASE, BLOCKS, attrs.evolve(FIRST, may_refuse=True)], JOB_REGIONS, GATING, CORE.events.values()
-        )
+        compile_tables(CORE.events, [PHASE, BLOCKS, attrs.evolve(FIRST, may_refuse=True)], JOB_REGIONS, GATING)
 
 
 @pytest.mark.parametrize("region", ALL_REGIONS, ids=lambda region: region.name)

@@ -12,7 +12,6 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.divergences import Divergences
 from kvledger.lifecycle.handlers import New
 from kvledger.lifecycle.machine import ReferenceMachine
-from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.table import GATING, JOB_REGIONS, PHASE, REGIONS
 from kvledger.lifecycle.turn import Turn
 
@@ -80,7 +79,7 @@ def test_every_prefix_of_a_log_folds_to_the_state_of_that_moment(seed: int, chun
         live.observe(event)
         moments[live.next_sequence - 1] = live.projections.snapshot()
     assert max(moments) == log[-1][0]
-    folded = Projections(Core.standard(), configuration)
+    folded = Core.standard().new_projections(configuration)
     for sequence, event in log:
         folded.fold(event, sequence)
         if sequence in moments:
@@ -99,7 +98,7 @@ def test_folding_stops_after_the_asked_event() -> None:
     )
     assert (
         fold(Core.standard(), log, driver.configuration, at=0).snapshot()
-        == Projections(Core.standard(), driver.configuration).snapshot()
+        == Core.standard().new_projections(driver.configuration).snapshot()
     )
 
 

@@ -40,7 +40,7 @@ def test_snapshot_and_tail_fold_to_the_same_state_as_the_whole_log(seed: int, ch
     """Cut at every 40th event: what is restored is equal there, and still after every event that follows."""
     print(f"seed {seed}, chunk_size {chunk_size}, block_size {block_size}")
     driver = _walk(seed, chunk_size, block_size).driver
-    whole = Projections(Core.standard(), driver.configuration)
+    whole = Core.standard().new_projections(driver.configuration)
     continued: list[Projections] = []
     for sequence, event in enumerate(driver.observed, start=1):
         whole.fold(event, sequence)

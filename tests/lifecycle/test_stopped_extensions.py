@@ -211,7 +211,7 @@ def test_a_request_in_its_sub_state_is_in_the_phase_again() -> None:
 def test_every_reader_agrees(what: str, reader: str) -> None:
     """One whose code raises as well, one whose code does not, one without the code, one that begins in the middle."""
     driver = lived(FAULTY[what][0])
-    core: Core = driver.projections.core
+    core: Core = driver.ledger.core
     if reader == "mended":
         core = Core.standard().extended(MENDED[what])
     elif reader == "without":
@@ -258,7 +258,7 @@ def test_of_two_extensions_only_the_one_that_raises_is_stopped() -> None:
         driver = lived(*extensions)
         assert [stopped.extension for stopped in driver.all_of(e.ExtensionStopped)] == ["other"]
         assert len(driver.all_of(e.ExtensionDecided)) >= 4
-        assert audited(driver, driver.projections.core).is_sound
+        assert audited(driver, driver.ledger.core).is_sound
 
 
 def test_it_is_recorded_with_the_event_upon_which_it_raised() -> None:

@@ -23,7 +23,7 @@ from kvledger.lifecycle.table import GATING, PHASE
 CORE = Core.standard()
 ROWS = tuple(PHASE.flat())
 """(source, trigger, dest)"""
-EVERY_PAIR = [(state, event) for state in RequestState for event in CORE.request_events]
+EVERY_PAIR = [(state, event) for state in RequestState for event in CORE.tables.request_events]
 
 
 def compiled(rows: Iterable[Any]) -> Moves:
@@ -33,13 +33,13 @@ def compiled(rows: Iterable[Any]) -> Moves:
 
 def leads_to(state: RequestState, event: type[e.RequestEvent]) -> str:
     """The phase behind it, whichever variant it is: docs/states.md has one row for all."""
-    (dest,) = {CORE.compiled.phase.get(trigger, {}).get(state, "illegal") for trigger in triggers_of(event)}
+    (dest,) = {CORE.tables.phase.get(trigger, {}).get(state, "illegal") for trigger in triggers_of(event)}
     return dest
 
 
 def test_the_compiled_table_is_the_golden_matrix(golden: Any) -> None:
     """Every state and request event stands in the file; a change of the table is a change somebody reads."""
-    width = max(len(event.id) for event in CORE.request_events)
+    width = max(len(event.id) for event in CORE.tables.request_events)
     lines = [f"{state.value:16} {event.id:{width}} {leads_to(state, event)}" for state, event in EVERY_PAIR]
     golden.check("transitions.txt", "\n".join(lines) + "\n")
 
@@ -61,7 +61,7 @@ def test_the_compiled_table_leads_where_the_reference_machine_leads(
 
 def test_every_row_is_compiled_once() -> None:
     """No row is lost on the way."""
-    moves = CORE.compiled.phase
+    moves = CORE.tables.phase
     assert sum(len(dests) for dests in moves.values()) == len(ROWS)
     assert set(ROWS) == {(source, trigger, dest) for trigger, dests in moves.items() for source, dest in dests.items()}
 

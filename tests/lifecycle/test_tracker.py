@@ -10,7 +10,7 @@ from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import Core, RequestState
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.subject import NOBODY
+from kvledger.lifecycle.projections.base import NOBODY
 
 
 def count(driver: Driver, request_id: str) -> int:
@@ -174,7 +174,7 @@ def test_events_of_unknown_requests_leave_no_trace() -> None:
     tracker = Driver().projections.tracker
     before = msgspec.msgpack.encode(tracker.state)
     for event_class, fold in tracker.folds().items():
-        if event_class in Core.standard().request_events and event_class is not e.RequestArrived:
+        if event_class in Core.standard().tables.request_events and event_class is not e.RequestArrived:
             fold(event_class(**example_values(event_class)), 1, NOBODY)
     tracker.folds()[e.StepScheduled](
         e.StepScheduled(0, 1, ((9, 0, 1, 1),), (9,), ((9, (1,)),), (e.SettledTokens(9, 0, 1),), 5), 1, NOBODY

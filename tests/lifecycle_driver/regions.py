@@ -14,7 +14,7 @@ from kvledger.lifecycle.states import BlocksRegion, WorkRegion
 
 def region_differences(events: Iterable[tuple[int, e.Event]], configuration: LedgerConfiguration) -> list[str]:
     """Where, along a log, the region `blocks` of a request or `work` of a job is not what blocks and jobs say."""
-    projections = Projections(Core.standard(), configuration)
+    projections = Core.standard().new_projections(configuration)
     found: list[str] = []
     for sequence, event in events:
         projections.fold(event, sequence)

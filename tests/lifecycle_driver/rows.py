@@ -27,7 +27,7 @@ _Standing = Mapping[tuple[str, object], StrEnum]
 
 def rows_used(core: Core, configuration: LedgerConfiguration, events: Iterable[e.Event]) -> set[Row]:
     """The rows by which these events, a whole log, move the states of requests and jobs."""
-    projections = Projections(core, configuration)
+    projections = core.new_projections(configuration)
     used: set[Row] = set()
     before = _standing(projections)
     for sequence, event in enumerate(events, 1):

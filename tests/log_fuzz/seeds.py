@@ -17,7 +17,7 @@ from lifecycle_driver import Driver, Walk
 from stored_logs import header_of, tell_story
 
 from kvledger.adapters.recorder.extension import Recorder
-from kvledger.lifecycle import Core, LedgerConfiguration, Projections
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder, EventEncoder, vocabulary_header
 from kvledger.lifecycle.snapshots import capture, state_fingerprint
@@ -132,7 +132,7 @@ def without_beginning(log: Log, core: Core, configuration: LedgerConfiguration) 
     """The same after its first half was retired: it begins with a snapshot."""
     half = len(log.frames) // 2
     decoder = EventDecoder(core, log.header)
-    projections = Projections(core, configuration)
+    projections = core.new_projections(configuration)
     sequence = 0
     for frame in log.frames[:half]:
         for event in decoder.decode(msgspec.msgpack.encode(frame)):

@@ -16,7 +16,7 @@ from msgspec import inspect
 from kvledger.adapters.logs.log import StoredLog, open_log
 from kvledger.adapters.logs.snapshots import write_snapshots
 from kvledger.adapters.recorder.extension import Recorder
-from kvledger.lifecycle import Core, LedgerConfiguration, Projections
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.lifecycle.events import ExtensionEvent, field_names
 from kvledger.lifecycle.snapshots import capture, restore, state_fingerprint
@@ -55,7 +55,7 @@ def numbers_without_range(kind: inspect.Type, where: str) -> Iterator[str]:
 
 def test_every_number_of_states_events_and_payloads_has_a_range() -> None:
     """`kvledger export --html` ended with 70 for a record of life -2**63, which the state of a snapshot had."""
-    states = Projections(Core.standard(), CONFIGURATION).states()
+    states = Core.standard().new_projections(CONFIGURATION).states()
     kinds = {**{name: type(state) for name, state in states.items()}, **Core.standard().events, **Recorder.events}
     found = [place for name, kind in kinds.items() for place in numbers_without_range(inspect.type_info(kind), name)]
     assert not found
@@ -146,7 +146,7 @@ def test_what_a_hostile_log_is_folded_to_can_be_restored(tmp_path: Path) -> None
         chance = random.Random(seed)
         mutation = chance.choice([borrowed_values, other_frames])(chance.choice(whole), chance)
         log = open_log(mutation.write(tmp_path / str(seed)), core)
-        projections = Projections(core, log.configuration)
+        projections = core.new_projections(log.configuration)
         for sequence, event in log.trusted_events():
             projections.fold(event, sequence)
         state = capture(projections)

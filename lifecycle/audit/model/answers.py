@@ -9,25 +9,11 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.forgotten import LIFE, Forgotten
 from kvledger.lifecycle.audit.model.lives import Lives
 from kvledger.lifecycle.audit.model.moment import Moment, num_intact_tokens
+from kvledger.lifecycle.audit.model.records import Answer
 from kvledger.lifecycle.marks import on
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
-
-
-class Answer(NamedTuple):
-    """The last answer to a lookup."""
-
-    sequence: int
-    """0 where that was before the audit began."""
-    event: e.LookupAnswered
-    promised: frozenset[bytes]
-    """Keys of the chunks that it lets the scheduler count on."""
-
-    @property
-    def life(self) -> tuple[str, int, int]:
-        """Request id, ordinal, generation that it was given to."""
-        return self.event.request_id, self.event.ordinal, self.event.generation
 
 
 class Allocation(NamedTuple):

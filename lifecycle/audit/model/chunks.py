@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
-from kvledger.lifecycle.audit.model.lives import Life
+from kvledger.lifecycle.audit.model.jobs import JobsInFlight
 from kvledger.lifecycle.audit.model.moment import Moment
+from kvledger.lifecycle.audit.model.records import Departed, InFlight, Life
 from kvledger.lifecycle.audit.model.slots import Slots
 from kvledger.lifecycle.audit.model.spans import Spans
 from kvledger.lifecycle.events import NO_SLOT
@@ -20,13 +20,6 @@ from kvledger.lifecycle.marks import on
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
-
-
-class Departed(NamedTuple):
-    """Why a chunk that once was committed cannot be looked up, and the event that took it away."""
-
-    reason: str
-    sequence: int
 
 
 class Chunks:

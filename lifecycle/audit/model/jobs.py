@@ -10,11 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.lives import Lives
 from kvledger.lifecycle.audit.model.moment import Moment
+from kvledger.lifecycle.audit.model.records import InFlight
 from kvledger.lifecycle.audit.model.spans import Spans
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
@@ -24,63 +23,6 @@ if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
 
 Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
-
-
-class InFlight(msgspec.Struct, gc=False):
-    """One load or save that has not been settled."""
-
-    sequence: int
-    """Of the event that issued it; 0 where that was before the audit began."""
-    job_id: int
-    request_id: str
-    ordinal: int
-    """Of the life it was issued for."""
-    generation: int
-    is_load: bool
-    is_async: bool
-    chunks: tuple[int, ...]
-    keys: tuple[bytes, ...]
-    """Of these chunks, as far as they were observed when it was issued."""
-    earlier_keys: tuple[tuple[int, bytes], ...]
-    """(chunk, key) of chunks that end earlier inside the blocks of a save: its images contain them too."""
-    slots: tuple[int, ...]
-    block_ids: tuple[int, ...]
-    epoch: int
-    """Resets before it was issued."""
-    since_step: int
-    """When it was issued, or asked after."""
-    since_ns: int
-    leaves_out: bool = False
-    """Whether some pages of a save are not copied, because a window had left them."""
-    is_asked_after: bool = False
-    is_fenced: bool = False
-    """Whether a step waits for it."""
-    lost_at: int = 0
-    """Of a load: the preemption or the end that took its blocks; 0: none did."""
-    ranks_done: frozenset[int] = frozenset()
-    ranks_failed: frozenset[int] = frozenset()
-    is_before_forward: bool = False
-    """Whether it is a save that must be over before its step computes anything."""
-    delivered_at: int = 0
-    """Sequence number of the `EffectsDelivered` with which it was handed out; 0 if none is in the log."""
-    delivered_step: int = 0
-    """Steps in the log when it was handed out."""
-    awaited_at: int = 0
-    """Sequence number of the first `EffectsDelivered` whose step had to wait for it; 0 if none is in the log."""
-    asked_at: int = 0
-    """Sequence number of the last `EffectsDelivered` that asked after it; 0 if none is in the log."""
-    reminders: tuple[bool, ...] = ()
-    """Of each reminder that was decided and not handed out, whether a step has to wait."""
-
-    @property
-    def filled(self) -> list[int]:
-        """The blocks that a load fills: without those that stand in the table for what a window does not see."""
-        return [block_id for slot, block_id in zip(self.slots, self.block_ids, strict=False) if slot != NO_SLOT]
-
-    @property
-    def life(self) -> tuple[str, int, int]:
-        """What a decision about it begins with: request id, ordinal, generation."""
-        return self.request_id, self.ordinal, self.generation
 
 
 class Reported(NamedTuple):

@@ -6,17 +6,15 @@ itself. It must not know blocks, chunks in the pool or jobs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.moment import EventChecks, Moment, num_intact_tokens
-from kvledger.lifecycle.machine import CompiledRegions, Standing
+from kvledger.lifecycle.audit.model.records import NEVER, Life
+from kvledger.lifecycle.machine import Standing, Tables
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion, RequestState
-from kvledger.lifecycle.table import Gating
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
@@ -35,57 +33,6 @@ if TYPE_CHECKING:
         | e.ExtensionObserved
     )
 
-NEVER = -1
-
-
-class Life(msgspec.Struct, gc=False):
-    """One life of a request id, from its arrival until it is released or another one takes its id."""
-
-    request_id: str
-    ordinal: int
-    num_prompt_tokens: int
-    num_tokens: int
-    """Prompt and output, as of the last event that has it. A rollback keeps those that were computed."""
-    state: RequestState = RequestState.NEW
-    blocks: BlocksRegion = BlocksRegion.NONE
-    generation: int = 0
-    num_failed_loads: int = 0
-    computes_first: bool = False
-    """Its load failed, and no step has computed anything for it since."""
-    quarantined: bool = False
-    stale_generation: int = NEVER
-    """The generation that a reset has made stale; nothing of it may be saved."""
-    counted_tokens: int = 0
-    """Computed or scheduled tokens when they were last recorded."""
-    decoding_since: int = NEVER
-    """Number of the step since which it decodes one token a step without being recorded."""
-    row: tuple[int, int] = (NEVER, 0)
-    """Number of the last step that recorded it, and its computed tokens before that step."""
-    settled: tuple[int, int] = (0, 0)
-    """Tokens that were certainly written, as far as the log shows, and the event that says so; 0: only a bound."""
-    settled_before: int = 0
-    """How many it was before that event."""
-    num_own: int = NEVER
-    """Blocks at the front of its table that the next allocation does not give anew; `NEVER`: not known."""
-    num_old: int = NEVER
-    """The same of its last allocation."""
-    finished_at: int = 0
-    """Event of its end; 0: not ended, or before the audit began."""
-    held_at: int = NEVER
-    """Event that held its blocks for a copy; 0: before the audit began."""
-    keys: list[bytes] = msgspec.field(default_factory=list)
-    """Of its chunks, from the first one on, as far as they were observed."""
-
-    @property
-    def name(self) -> tuple[str, int, int]:
-        """What a decision about it begins with: request id, ordinal, generation."""
-        return self.request_id, self.ordinal, self.generation
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether what it has computed is from before a reset."""
-        return self.stale_generation == self.generation
-
 
 class Lives:
     """Request id -> its present life; ordinal -> that very life.
@@ -93,18 +40,11 @@ class Lives:
     Phase and blocks go where the tables say; so an event is legal if they have a row for it.
     """
 
-    def __init__(
-        self,
-        compiled: CompiledRegions,
-        gating: Gating,
-        events: Iterable[type[e.Event]],
-        chunk_size: int,
-        moment: Moment,
-    ) -> None:
+    def __init__(self, tables: Tables, chunk_size: int, moment: Moment) -> None:
         self._moment = moment
-        self._dests = {trigger: dict(_dests(trigger, compiled, gating)) for trigger in compiled.legal}
+        self._dests = {trigger: dict(_dests(trigger, tables)) for trigger in tables.legal}
         """Trigger of the tables -> phase and blocks before -> those afterwards, and whether there is a row for it."""
-        self._events = tuple(events)
+        self._events = tables.request_events
         self._chunk_size = chunk_size
         self._lives: dict[str, Life] = {}
         self._by_ordinal: dict[int, Life] = {}
@@ -371,8 +311,8 @@ class Lives:
             self.num_decoding -= 1
 
 
-def _dests(trigger: str, compiled: CompiledRegions, gating: Gating) -> Iterator[tuple[Standing, tuple[Standing, bool]]]:
-    is_folded = "tracker" in gating.closed_fold.get(trigger.partition("/")[0], ("tracker",))
-    for standing, dest in compiled.after[trigger].items():
-        is_legal = standing in compiled.legal[trigger]
+def _dests(trigger: str, tables: Tables) -> Iterator[tuple[Standing, tuple[Standing, bool]]]:
+    is_folded = "tracker" in tables.gating.closed_fold.get(trigger.partition("/")[0], ("tracker",))
+    for standing, dest in tables.after[trigger].items():
+        is_legal = standing in tables.legal[trigger]
         yield standing, (dest if is_legal or is_folded else standing, is_legal)

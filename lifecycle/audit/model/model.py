@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import attrs
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle import machine
 from kvledger.lifecycle.audit.model.answers import Answers
 from kvledger.lifecycle.audit.model.chunks import Chunks
 from kvledger.lifecycle.audit.model.costs import Costs
 from kvledger.lifecycle.audit.model.forgotten import Forgotten
 from kvledger.lifecycle.audit.model.jobs import JobsInFlight
-from kvledger.lifecycle.audit.model.lives import Life, Lives
+from kvledger.lifecycle.audit.model.lives import Lives
 from kvledger.lifecycle.audit.model.moment import EventChecks, Moment
+from kvledger.lifecycle.audit.model.records import Life
 from kvledger.lifecycle.audit.model.slots import Slots
 from kvledger.lifecycle.audit.model.spans import Spans
 from kvledger.lifecycle.audit.model.start import Start
@@ -22,9 +24,7 @@ from kvledger.lifecycle.audit.model.tails import Tails
 from kvledger.lifecycle.audit.violations import Violations
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.events import NO_SLOT
-from kvledger.lifecycle.machine import CompiledRegions
 from kvledger.lifecycle.marks import marked
-from kvledger.lifecycle.table import Gating
 
 
 @attrs.frozen
@@ -51,23 +51,20 @@ class Model:
     @classmethod
     def of(
         cls,
-        compiled: CompiledRegions,
-        gating: Gating,
-        events: Iterable[type[e.Event]],
+        tables: machine.Tables,
         configuration: LedgerConfiguration,
         violations: Violations,
     ) -> Model:
         """Before the first event."""
-        request_events = [event for event in events if issubclass(event, e.RequestEvent)]
         spans = Spans(configuration.block_size, configuration.chunk_size, configuration.windows)
         moment, slots = Moment(), Slots(configuration.num_slots)
         forgotten = Forgotten()
-        lives = Lives(compiled, gating, request_events, spans.chunk_size, moment)
+        lives = Lives(tables, spans.chunk_size, moment)
         jobs = JobsInFlight(lives, spans, configuration.num_ranks, moment)
         return cls(
             configuration=configuration,
             spans=spans,
-            request_events=request_events,
+            request_events=tables.request_events,
             violations=violations,
             moment=moment,
             forgotten=forgotten,

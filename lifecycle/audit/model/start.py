@@ -12,11 +12,7 @@ import attrs
 import msgspec
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.audit.model.answers import Answer
-    from kvledger.lifecycle.audit.model.chunks import Departed
-    from kvledger.lifecycle.audit.model.jobs import InFlight
-    from kvledger.lifecycle.audit.model.lives import Life
-    from kvledger.lifecycle.audit.model.tails import IssuedTail
+    from kvledger.lifecycle.audit.model.records import Answer, Departed, InFlight, IssuedTail, Life
 
 
 @attrs.frozen

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.lives import NEVER, Life, Lives
+from kvledger.lifecycle.audit.model.lives import Lives
 from kvledger.lifecycle.audit.model.moment import Moment
+from kvledger.lifecycle.audit.model.records import NEVER, Life
 from kvledger.lifecycle.audit.model.spans import Spans
 from kvledger.lifecycle.events import NULL_BLOCK
 from kvledger.lifecycle.marks import on

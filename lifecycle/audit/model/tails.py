@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.lives import Life, Lives
+from kvledger.lifecycle.audit.model.lives import Lives
 from kvledger.lifecycle.audit.model.moment import Moment
+from kvledger.lifecycle.audit.model.records import IssuedTail, Life
 from kvledger.lifecycle.audit.model.slots import Slots
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
@@ -23,20 +24,6 @@ _TAKEN_AWAY: tuple[type[e.RequestEvent], ...] = (
     e.RequestFinished,
     e.RequestArrived,
 )
-
-
-@attrs.frozen
-class IssuedTail:
-    """Tokens from `first_token` to before `end_token`, being saved or saved."""
-
-    job_id: int
-    sequence: int
-    first_token: int
-    end_token: int
-    slots: tuple[int, ...]
-    is_saved: bool = False
-    load_id: int = 0
-    """The last load that reads it; 0: none."""
 
 
 class Tails:

@@ -9,7 +9,7 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.lives import Life
+from kvledger.lifecycle.audit.model.records import Life
 from kvledger.lifecycle.marks import on
 
 MAX_PAGES = 1 << 16

@@ -9,8 +9,9 @@ from itertools import islice
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import InFlight, Settled
+from kvledger.lifecycle.audit.model.jobs import Settled
 from kvledger.lifecycle.audit.model.moment import EventChecks, num_intact_tokens
+from kvledger.lifecycle.audit.model.records import InFlight
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on

@@ -9,8 +9,7 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import InFlight
-from kvledger.lifecycle.audit.model.lives import NEVER
+from kvledger.lifecycle.audit.model.records import NEVER, InFlight
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion
 

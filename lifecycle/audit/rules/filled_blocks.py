@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.lives import NEVER, Life
+from kvledger.lifecycle.audit.model.records import NEVER, Life
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.marks import on
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import InFlight, Settled
+from kvledger.lifecycle.audit.model.jobs import Settled
+from kvledger.lifecycle.audit.model.records import InFlight
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.marks import on
 

@@ -6,8 +6,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.audit.model.jobs import InFlight
-from kvledger.lifecycle.audit.model.lives import Life
+from kvledger.lifecycle.audit.model.records import InFlight, Life
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.marks import on
 

@@ -7,7 +7,8 @@ from typing import Final
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import InFlight, Settled
+from kvledger.lifecycle.audit.model.jobs import Settled
+from kvledger.lifecycle.audit.model.records import InFlight
 from kvledger.lifecycle.copy_moments import CopyMoments, Hook, Moment
 from kvledger.lifecycle.marks import on
 

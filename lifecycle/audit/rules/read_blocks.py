@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import InFlight
-from kvledger.lifecycle.audit.model.lives import NEVER
+from kvledger.lifecycle.audit.model.records import NEVER, InFlight
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.events import NULL_BLOCK
 from kvledger.lifecycle.marks import on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model.tails import IssuedTail
+from kvledger.lifecycle.audit.model.records import IssuedTail
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
 

@@ -8,9 +8,8 @@ from itertools import pairwise
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import InFlight
-from kvledger.lifecycle.audit.model.lives import Life
 from kvledger.lifecycle.audit.model.moment import EventChecks
+from kvledger.lifecycle.audit.model.records import InFlight, Life
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
 from kvledger.lifecycle.marks import on

@@ -5,9 +5,8 @@ from __future__ import annotations
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.answers import Answer
 from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.audit.model.lives import NEVER, Life
+from kvledger.lifecycle.audit.model.records import NEVER, Answer, Life
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.marks import on
 

@@ -18,8 +18,8 @@ from kvledger.adapters.logs.snapshots import write_snapshots
 from kvledger.lifecycle import Core, Ledger, projections
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import vocabulary_header
+from kvledger.lifecycle.projections.base import Subject
 from kvledger.lifecycle.projections.totals import Totals
-from kvledger.lifecycle.subject import Subject
 from kvledger.storage.events import SegmentEventStore
 from kvledger.storage.events.segment_file import segment_paths
 

@@ -135,7 +135,7 @@ def test_worlds_become_traces_that_agree_with_their_logs(run: Any, worlds: dict[
             print(f"seed {seed}, log {number}")
             trace = export(run, path, tmp_path / f"{seed}-{number}.json")
             stored, projections, issued = open_log(path), None, 0
-            projections = Projections(Core.standard(), stored.configuration)
+            projections = Core.standard().new_projections(stored.configuration)
             for sequence, event in stored.events():
                 projections.fold(event, sequence)
                 issued += isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued)

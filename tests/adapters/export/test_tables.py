@@ -17,7 +17,6 @@ from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.logs.sources import find_logs
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections import Projections
 
 REQUEST = "chat-17-b6"
 UNITS = ("_ms", "num_", "is_", "_tokens")
@@ -156,7 +155,7 @@ def test_the_tables_of_worlds_add_up_to_the_figures_of_their_logs(
             assert run("export", path, "--csv", "all", "-o", folder).exit_code == 0
             tables = {name: rows_of((folder / f"{name}.csv").read_bytes().decode()) for name in COLUMNS}
             stored = open_log(path)
-            projections = Projections(Core.standard(), stored.configuration)
+            projections = Core.standard().new_projections(stored.configuration)
             for sequence, event in stored.events():
                 projections.fold(event, sequence)
             figures = projections.totals.figures

@@ -13,7 +13,7 @@ from lifecycle_driver import Walk
 from lifecycle_driver.concerned import check_reasons, check_stories
 
 from kvledger.adapters.reasons import Accounts, LoadFate, OfferFate, Reason, Sums
-from kvledger.lifecycle import Core, LedgerConfiguration, Projections
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 
 SEEDS = [int(os.environ["WALK_SEED"])] if "WALK_SEED" in os.environ else list(range(12))
@@ -79,7 +79,7 @@ def test_they_add_up_at_every_moment_and_behind_every_gap(seed: int) -> None:
     check_reasons(events[: len(events) // 3], walk.driver.configuration)
     lost = range(len(events) // 3, len(events) // 2)
     accounts = Accounts(walk.driver.configuration)
-    projections = Projections(Core.standard(), walk.driver.configuration)
+    projections = Core.standard().new_projections(walk.driver.configuration)
     for index, (sequence, event) in enumerate(events):
         if index == lost.start:
             accounts.lose()

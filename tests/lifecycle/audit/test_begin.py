@@ -35,7 +35,7 @@ def _found(audit: Audit, behind: int) -> Found:
 
 def _starts(events: Sequence[e.Event], configuration: LedgerConfiguration, every: int) -> list[tuple[int, bytes]]:
     """States at places where an observation comes next, as frames end."""
-    projections, starts = Projections(Core.standard(), configuration), []
+    projections, starts = Core.standard().new_projections(configuration), []
     for sequence, event in enumerate(events, start=1):
         projections.fold(event, sequence)
         if sequence % every == 0:

@@ -11,7 +11,6 @@ from lifecycle_driver.wrong_values import wrong_logs
 from kvledger.lifecycle import Channel, Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.facts import FACTS
-from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.lifecycle.testing.plays import CONFIGURATIONS, plays
 
@@ -186,7 +185,7 @@ def fields_that_are_folded(
             for field in e.field_names(event_class):
                 patch.setattr(event_class, field, spied(event_class, field))
         for configuration, events in logs:
-            projections = Projections(CORE, configuration)
+            projections = CORE.new_projections(configuration)
             of_nobody = {name: its.folds() for name, its in projections.named().items()}
             for sequence, event in events:
                 subject = projections.subject_of(event)

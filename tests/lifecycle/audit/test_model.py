@@ -24,7 +24,6 @@ JUDGED = tuple(
         "handlers",
         "core",
         "decider",
-        "gate",
         "ledger",
         "replay",
         "turn",

@@ -11,6 +11,7 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import lookups
 from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections.base import Subject
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
@@ -19,7 +20,6 @@ from kvledger.lifecycle.projections.token_costs import TokenCosts
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
 from kvledger.lifecycle.states import CurrentRegion
-from kvledger.lifecycle.subject import Subject
 from mutants.catalogue.parts import LOOKING_UP, decided_otherwise, wrapped, written_as
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import HybridWorlds, Walks, Worlds

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.snapshots import capture, restore
 from sim.checks.audit import rule_of
 from sim.checks.rules import allowed_rules
@@ -34,7 +33,7 @@ def check_snapshots(world: World) -> None:
 def _check(log: LogEnd, allowed: frozenset[str], chance: Random) -> None:
     places = [n for n in range(1, len(log.events)) if not log.events[n][1].is_decision]
     cuts = sorted(chance.sample(places, min(_NUM_CUTS, len(places))))
-    whole = Projections(Core.standard(), log.configuration)
+    whole = Core.standard().new_projections(log.configuration)
     begun: list[tuple[int, Audit]] = []
     for number, (sequence, event) in enumerate(log.events):
         if number in cuts:

@@ -24,11 +24,10 @@ from kvledger.lifecycle.events import RequestEvent, trigger_of, triggers_of
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.snapshots import capture
 from kvledger.lifecycle.states import BlocksRegion
-from kvledger.lifecycle.subject import States, states_of
 from kvledger.lifecycle.table import Gating
 
 CORE = Core.standard()
-LEGAL = CORE.compiled.legal
+LEGAL = CORE.tables.legal
 STANDINGS = list(product(RequestState, BlocksRegion))
 
 
@@ -116,7 +115,7 @@ AIMED: dict[str, Any] = {
 """Field -> what makes an event one about `a`, about what it holds and what is owed to it."""
 
 
-def bring(projections: Projections, states: States) -> None:
+def bring(projections: Projections, states: tuple[Any, ...]) -> None:
     """Let these projections know what the busy ones know, and `a` be in these states; 10 times faster than made new."""
     named: dict[str, Any] = dict(projections.named())
     for name, state in pickle.loads(KNOWN).items():  # noqa: S301 -- its own
@@ -163,7 +162,7 @@ def gated_classes() -> set[type[e.Event]]:
     """Observations about one request that are not legal everywhere."""
     return {
         event
-        for event in CORE.request_events
+        for event in CORE.tables.request_events
         if not event.is_decision and event.id not in CORE.gating.never
         if any(standing not in LEGAL[trigger] for trigger in triggers_of(event) for standing in STANDINGS)
     }
@@ -184,14 +183,14 @@ def test_the_story_leaves_something_in_each_projection() -> None:
     assert {name for name in believed if believed[name] == empty[name]} <= {"extensions"}
 
 
-def is_refused(event: e.Event, states: States) -> bool:
+def is_refused(event: e.Event, states: tuple[Any, ...]) -> bool:
     """Whether it may be, and a reference machine has no row for it."""
     if not isinstance(event, RequestEvent) or event.is_decision or event.id in CORE.gating.never:
         return False
     return not CORE.reference.after(trigger_of(event), states)[1]
 
 
-def leads_to(event: e.Event, states: States) -> tuple[Any, ...] | None:
+def leads_to(event: e.Event, states: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Where the reference machines say that `a` is afterwards; None where it is forgotten."""
     if isinstance(event, e.RequestArrived):
         return tuple(region.initial for region in CORE.regions)
@@ -210,7 +209,7 @@ def leads_to(event: e.Event, states: States) -> tuple[Any, ...] | None:
 @pytest.mark.parametrize("event_class", CORE.events.values(), ids=lambda event_class: event_class.id)
 def test_what_is_illegal_is_folded_by_the_closed_fold_and_everything_else_by_all(event_class: type[e.Event]) -> None:
     """In every standing, trusted or not; nothing raises, and all regions go where the reference machines lead."""
-    folded, expected = (Projections(CORE, BUSY.configuration) for _ in range(2))
+    folded, expected = (CORE.new_projections(BUSY.configuration) for _ in range(2))
     folds = {name: its.folds()[event_class] for name, its in expected.named().items() if event_class in its.folds()}
     never_changed = set(folds)
     others = zip(*(region.states for region in CORE.regions[2:]), strict=True)  # trusted and so on, or the contrary
@@ -232,7 +231,7 @@ def test_what_is_illegal_is_folded_by_the_closed_fold_and_everything_else_by_all
                 fold(event, 500, *(() if name == "obligations" else (subject,)))
         assert after == expected.snapshot(), (event, states)
         record = folded.tracker.get(REQUEST_ID)
-        assert (None if record is None else states_of(record)) == leads_to(stands_for, states), (event, states)
+        assert (None if record is None else record.states) == leads_to(stands_for, states), (event, states)
         never_changed -= changed | ({"chunks"} if "slots" in changed else set())  # which hold slots there
     # A tail that is saved once more stays as it is; the slots know. What steps cost is not measured while one loads.
     # What a repeated lookup changes, it changes as the one that it stands for; the hit stays what it was.
@@ -364,6 +363,5 @@ def test_an_unknown_request_is_named_and_leaves_no_trace() -> None:
 
 def test_what_ends_or_begins_or_reports_is_never_refused() -> None:
     """Whatever the states, these are folded in full."""
-    projections = Driver().projections
-    refusable = {event.id for event in CORE.events.values() if projections.gate.may_refuse(event)}
+    refusable = {event.id for event in CORE.events.values() if CORE.tables.may_refuse(event)}
     assert refusable == {event.id for event in gated_classes()}

@@ -1,0 +1,155 @@
+"""What the audit keeps of each thing that a log is about, as plain data. The audit's own; see `lives.py`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import attrs
+import msgspec
+
+from kvledger.lifecycle.events import NO_SLOT, LookupAnswered
+from kvledger.lifecycle.states import BlocksRegion, RequestState
+
+NEVER = -1
+
+
+class Life(msgspec.Struct, gc=False):
+    """One life of a request id, from its arrival until it is released or another one takes its id."""
+
+    request_id: str
+    ordinal: int
+    num_prompt_tokens: int
+    num_tokens: int
+    """Prompt and output, as of the last event that has it. A rollback keeps those that were computed."""
+    state: RequestState = RequestState.NEW
+    blocks: BlocksRegion = BlocksRegion.NONE
+    generation: int = 0
+    num_failed_loads: int = 0
+    computes_first: bool = False
+    """Its load failed, and no step has computed anything for it since."""
+    quarantined: bool = False
+    stale_generation: int = NEVER
+    """The generation that a reset has made stale; nothing of it may be saved."""
+    counted_tokens: int = 0
+    """Computed or scheduled tokens when they were last recorded."""
+    decoding_since: int = NEVER
+    """Number of the step since which it decodes one token a step without being recorded."""
+    row: tuple[int, int] = (NEVER, 0)
+    """Number of the last step that recorded it, and its computed tokens before that step."""
+    settled: tuple[int, int] = (0, 0)
+    """Tokens that were certainly written, as far as the log shows, and the event that says so; 0: only a bound."""
+    settled_before: int = 0
+    """How many it was before that event."""
+    num_own: int = NEVER
+    """Blocks at the front of its table that the next allocation does not give anew; `NEVER`: not known."""
+    num_old: int = NEVER
+    """The same of its last allocation."""
+    finished_at: int = 0
+    """Event of its end; 0: not ended, or before the audit began."""
+    held_at: int = NEVER
+    """Event that held its blocks for a copy; 0: before the audit began."""
+    keys: list[bytes] = msgspec.field(default_factory=list)
+    """Of its chunks, from the first one on, as far as they were observed."""
+
+    @property
+    def name(self) -> tuple[str, int, int]:
+        """What a decision about it begins with: request id, ordinal, generation."""
+        return self.request_id, self.ordinal, self.generation
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether what it has computed is from before a reset."""
+        return self.stale_generation == self.generation
+
+
+class InFlight(msgspec.Struct, gc=False):
+    """One load or save that has not been settled."""
+
+    sequence: int
+    """Of the event that issued it; 0 where that was before the audit began."""
+    job_id: int
+    request_id: str
+    ordinal: int
+    """Of the life it was issued for."""
+    generation: int
+    is_load: bool
+    is_async: bool
+    chunks: tuple[int, ...]
+    keys: tuple[bytes, ...]
+    """Of these chunks, as far as they were observed when it was issued."""
+    earlier_keys: tuple[tuple[int, bytes], ...]
+    """(chunk, key) of chunks that end earlier inside the blocks of a save: its images contain them too."""
+    slots: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    epoch: int
+    """Resets before it was issued."""
+    since_step: int
+    """When it was issued, or asked after."""
+    since_ns: int
+    leaves_out: bool = False
+    """Whether some pages of a save are not copied, because a window had left them."""
+    is_asked_after: bool = False
+    is_fenced: bool = False
+    """Whether a step waits for it."""
+    lost_at: int = 0
+    """Of a load: the preemption or the end that took its blocks; 0: none did."""
+    ranks_done: frozenset[int] = frozenset()
+    ranks_failed: frozenset[int] = frozenset()
+    is_before_forward: bool = False
+    """Whether it is a save that must be over before its step computes anything."""
+    delivered_at: int = 0
+    """Sequence number of the `EffectsDelivered` with which it was handed out; 0 if none is in the log."""
+    delivered_step: int = 0
+    """Steps in the log when it was handed out."""
+    awaited_at: int = 0
+    """Sequence number of the first `EffectsDelivered` whose step had to wait for it; 0 if none is in the log."""
+    asked_at: int = 0
+    """Sequence number of the last `EffectsDelivered` that asked after it; 0 if none is in the log."""
+    reminders: tuple[bool, ...] = ()
+    """Of each reminder that was decided and not handed out, whether a step has to wait."""
+
+    @property
+    def filled(self) -> list[int]:
+        """The blocks that a load fills: without those that stand in the table for what a window does not see."""
+        return [block_id for slot, block_id in zip(self.slots, self.block_ids, strict=False) if slot != NO_SLOT]
+
+    @property
+    def life(self) -> tuple[str, int, int]:
+        """What a decision about it begins with: request id, ordinal, generation."""
+        return self.request_id, self.ordinal, self.generation
+
+
+class Answer(NamedTuple):
+    """The last answer to a lookup."""
+
+    sequence: int
+    """0 where that was before the audit began."""
+    event: LookupAnswered
+    promised: frozenset[bytes]
+    """Keys of the chunks that it lets the scheduler count on."""
+
+    @property
+    def life(self) -> tuple[str, int, int]:
+        """Request id, ordinal, generation that it was given to."""
+        return self.event.request_id, self.event.ordinal, self.event.generation
+
+
+@attrs.frozen
+class IssuedTail:
+    """Tokens from `first_token` to before `end_token`, being saved or saved."""
+
+    job_id: int
+    sequence: int
+    first_token: int
+    end_token: int
+    slots: tuple[int, ...]
+    is_saved: bool = False
+    load_id: int = 0
+    """The last load that reads it; 0: none."""
+
+
+class Departed(NamedTuple):
+    """Why a chunk that once was committed cannot be looked up, and the event that took it away."""
+
+    reason: str
+    sequence: int
