@@ -85,7 +85,7 @@ class Core:
     projections: tuple[ProjectionSpec, ...] = ()
     """Of extensions, in the order in which they fold. Those of the core fold before them."""
     tables: Tables = attrs.field(init=False)
-    """What is legal for a request in its phase and its blocks, and what moves requests and jobs."""
+    """Where its events lead: what folds, judges and decides is given this, and not the core."""
 
     @tables.default
     def _tables(self) -> Tables:

@@ -19,8 +19,8 @@ from kvledger.lifecycle.events import triggers_of
 from kvledger.lifecycle.handler_contract import Checked, DecisionRefused
 from kvledger.lifecycle.handlers import StateHandler
 from kvledger.lifecycle.machine import Standing
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.base import Before, Subject, fields_of
+from kvledger.lifecycle.projections import Projections, before_of
+from kvledger.lifecycle.projections.base import Before, Subject
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.rules import Rule
@@ -157,11 +157,11 @@ class Decider:
             if refused and record.ordinal in refused:
                 self._illegal(record, "tokens.scheduled", refused[record.ordinal], cause)
             elif methods := self._scheduled[record.state]:
-                self._ask(methods, record, Before(*fields_of(record)), cause)
+                self._ask(methods, record, before_of(record), cause)
         for ordinal, first_chunk, num_settled_tokens, _ in event.settled:
             record = record_of(ordinal)
             if record is not None and ordinal not in refused and (methods := self._settled[record.state]):
-                self._ask(methods, record, Before(*fields_of(record)), cause, first_chunk, num_settled_tokens)
+                self._ask(methods, record, before_of(record), cause, first_chunk, num_settled_tokens)
         self._give_up(event, cause)
 
     def _give_up(self, event: e.StepScheduled, cause: int) -> None:
@@ -197,7 +197,7 @@ class Decider:
     def _after_settled(self, job: Job, cause: int) -> None:
         record = self._tracker.of(job.ordinal)
         if record is not None and (methods := self._transfer_settled[record.state]):
-            self._ask(methods, record, Before(*fields_of(record)), cause, job)
+            self._ask(methods, record, before_of(record), cause, job)
 
     def _methods(self, name: str) -> dict[RequestState, _Methods]:
         found: dict[RequestState, _Methods] = {}

@@ -21,12 +21,13 @@ from kvledger.lifecycle.errors import suppressed
 from kvledger.lifecycle.events import Event, RequestDecision, RequestEvent, StepScheduled, trigger_of
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.machine import Tables
-from kvledger.lifecycle.projections.base import NOBODY, Before, Fold, Projection, Subject, fields_of
+from kvledger.lifecycle.projections.base import NOBODY, Before, Fold, Projection, Subject
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.extensions import Extensions
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.obligations import Obligations
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.sub_states import SubStates
 from kvledger.lifecycle.projections.token_costs import TokenCosts
 from kvledger.lifecycle.projections.totals import Totals
@@ -181,7 +182,11 @@ class Projections:
                 return unknown
             trigger = only_trigger or trigger_of(event)
             is_refused = may_refuse and (request.state, request.blocks) not in legal[trigger]
-            return Subject(request, request, trigger, Before(*fields_of(request)), is_refused)
+            # `before_of` would be one more call for every observation.
+            before = Before(
+                request.generation, request.state, request.blocks, request.first, request.current, request.trust
+            )
+            return Subject(request, request, trigger, before, is_refused)
 
         if issubclass(event_class, RequestDecision):
             return decided
@@ -196,7 +201,7 @@ class Projections:
         for row in step.advanced:
             record = record_of(row[0])
             if record is not None and (record.state, record.blocks) not in legal:
-                refused[row[0]] = Before(*fields_of(record))
+                refused[row[0]] = before_of(record)
         return Subject(refused_rows=refused) if refused else NOBODY
 
     # --- folds ---------------------------------------------------------------------------------
@@ -258,6 +263,11 @@ class Projections:
     def snapshot(self) -> dict[str, bytes]:
         """The states' encodings. The order of what they hold is state, too, so these are compared, never the states."""
         return {name: _encode(state) for name, state in self.states().items()}
+
+
+def before_of(request: RequestRecord) -> Before:
+    """Return the generation and the states that a request is in now."""
+    return Before(request.generation, request.state, request.blocks, request.first, request.current, request.trust)
 
 
 def is_reserved(name: str) -> bool:

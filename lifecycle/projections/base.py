@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
 
@@ -26,10 +24,6 @@ class Before(msgspec.Struct, frozen=True, gc=False):
     first: FirstRegion
     current: CurrentRegion
     trust: TrustRegion
-
-
-fields_of: Callable[[RequestRecord], tuple[Any, ...]] = attrgetter(*Before.__struct_fields__)
-"""Returns what `Before` has of a request, as it is now. In C, because it is called for every observation."""
 
 
 class Subject(msgspec.Struct, frozen=True, gc=False):
