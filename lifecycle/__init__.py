@@ -4,10 +4,9 @@ Reads top to bottom: `states`, `events`, `table`, `declaration`, `machine`, `pro
 `handlers`, `extension`, `core`, `standard`, `decider`, `ledger`, `divergences`, `replay`, `codec`. It knows no torch,
 no vLLM, no files and no clock.
 
-What a program needs is here, in `events`, in `audit` and, for tests, in `testing`; who decides otherwise derives from
-`handlers` and puts together what is in `decisions`; who reads and writes logs and snapshots byte by byte finds that in
-`codec` and `snapshots`, who lays out pages in `windows`, and the ranges of a log's numbers in `ranges`. Nothing else is
-promised.
+What a program needs is here, in `events`, in `audit` and, for tests, in `testing`. To change what is decided, derive
+from `handlers` and compose what is in `decisions`. To read and write logs and snapshots byte by byte, use `codec` and
+`snapshots`; to lay out pages, `geometry`; for the ranges of a log's numbers, `ranges`. Nothing else is promised.
 """
 
 from kvledger.lifecycle import decisions, handlers

@@ -12,8 +12,14 @@ from typing import Any
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.core import Core
-from kvledger.lifecycle.decisions.release import release_if_settled
-from kvledger.lifecycle.decisions.reports import ask_after, check_report, give_up_silent, give_up_unfenced, settle
+from kvledger.lifecycle.decisions.reports import (
+    ask_after,
+    check_report,
+    give_up_silent,
+    give_up_unfenced,
+    release_if_settled,
+    settle,
+)
 from kvledger.lifecycle.errors import described, raise_if_unstoppable
 from kvledger.lifecycle.events import triggers_of
 from kvledger.lifecycle.handler_contract import Checked, DecisionRefused

@@ -1,20 +1,89 @@
-"""Where chunks lie on blocks: the unit of matching is the chunk, the unit of bytes is the block page.
+"""Where tokens lie: chunks on blocks, blocks of several groups of layers in one table, and what sliding windows see.
 
-They are independent as long as one divides the other. A chunk larger than a block is several pages; a chunk
-that ends inside a block is an image of that block's page of which only the first tokens are valid, and a
-longer image of the same block replaces a shorter one.
+The unit of matching is the chunk, the unit of bytes is the *page*: one block of one group of layers. One of chunk size
+and block size divides the other. A chunk larger than a block has several pages. A chunk that ends inside a block shares
+its page with its neighbours: its image is that page, of which only the first tokens are valid, and a longer image of
+the same block replaces a shorter one. No other module knows that a chunk may end inside a block.
 
-Where a model has several groups of layers, every group has a page of its own for each block; see `windows.py` for how
-pages are numbered. With one group a page is a block.
+Hybrid models keep one block table per group of layers. The tables of all groups lie interleaved in one flat table, so
+that a page is one index: `block * num_groups + group`. With one group a page is a block. Of a group with a window, only
+pages of the last tokens are kept: vLLM frees the others as tokens are processed
+(`v1/core/single_type_kv_cache_manager.py`, 0.32).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
-from kvledger.lifecycle.windows import Windows
+
+@attrs.frozen
+class Windows:
+    """Sliding windows of the groups of layers: which pages are still there, and which a load must bring."""
+
+    block_size: int
+    sizes: tuple[int, ...] = (0,)
+    """One entry per group: how many tokens a token sees, itself included; 0: all of them."""
+    num_groups: int = attrs.field(init=False, repr=False)
+    """Groups of layers, each with a block table of its own."""
+    forget: bool = attrs.field(init=False, repr=False)
+    """Whether any group has a window."""
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "num_groups", len(self.sizes))
+        object.__setattr__(self, "forget", any(self.sizes))
+
+    def first_block(self, group: int, num_tokens: int) -> int:
+        """The first block that the token after `num_tokens` sees; once they are processed, earlier ones are freed."""
+        size = self.sizes[group]
+        return max(0, num_tokens - size + 1) // self.block_size if size else 0
+
+    def pages(self, blocks: range) -> range:
+        """The pages of these blocks in all groups."""
+        return range(blocks.start * self.num_groups, blocks.stop * self.num_groups)
+
+    def pages_seen(self, num_tokens: int, blocks: range) -> Iterator[int]:
+        """Those pages of these blocks that the token after `num_tokens` sees, ascending."""
+        first_blocks = [self.first_block(group, num_tokens) for group in range(self.num_groups)]
+        for block in blocks:
+            for group, first_block in enumerate(first_blocks):
+                if block >= first_block:
+                    yield block * self.num_groups + group
+
+    def last_boundary(self, num_tokens: int, step: int, is_stored: Callable[[int, int], bool]) -> int:
+        """The longest prefix of at most `num_tokens` tokens after which everything that a window sees is stored.
+
+        Candidates are `num_tokens` itself and the multiples of `step` below it. Groups without a window are not
+        looked at: the prefix is taken to be stored for them.
+
+        Args:
+            num_tokens: the longest prefix that is wanted.
+            step: chunk size in tokens; a multiple or a divisor of the block size.
+            is_stored: (page, prefix in tokens) -> whether the page is stored with all its tokens of that prefix.
+        """
+        end = num_tokens if self.forget else 0
+        while end:
+            missing = self._first_missing(end, is_stored)
+            if missing is None:
+                return end
+            # Every longer prefix sees that block as well. Inside it, a shorter image may do.
+            end = min(end, (missing + 1) * self.block_size) - 1
+            end -= end % step
+        return 0 if self.forget else num_tokens
+
+    def _first_missing(self, end: int, is_stored: Callable[[int, int], bool]) -> int | None:
+        missing = None
+        for group, size in enumerate(self.sizes):
+            if not size:
+                continue
+            last_block = -(-end // self.block_size) if missing is None else missing
+            for block in range(self.first_block(group, end), last_block):
+                if not is_stored(block * self.num_groups + group, end):
+                    missing = block
+                    break
+        return missing
 
 
 @attrs.frozen
@@ -25,70 +94,42 @@ class Geometry:
     chunk_size: int
     window_sizes: tuple[int, ...] = (0,)
     windows: Windows = attrs.field(init=False, repr=False)
+    chunks_share_blocks: bool = attrs.field(init=False, repr=False)
+    """Whether a chunk ends inside a block, so that several chunks share its page."""
     pages_per_chunk: int = attrs.field(init=False, repr=False)
-    """Pages of one chunk in all groups; 0 where a chunk ends inside a block."""
+    """Pages of one chunk in all groups, also of a chunk that shares them."""
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "pages_per_chunk", self.chunk_size // self.block_size * len(self.window_sizes))
+        num_blocks = max(1, self.chunk_size // self.block_size)
+        object.__setattr__(self, "chunks_share_blocks", self.chunk_size < self.block_size)
+        object.__setattr__(self, "pages_per_chunk", num_blocks * len(self.window_sizes))
         object.__setattr__(self, "windows", Windows(self.block_size, self.window_sizes))
 
-    def blocks_of(self, chunks: Iterable[int]) -> tuple[int, ...]:
-        """Indices into the block table of the pages that the chunks need, ascending, each once."""
-        if self.chunk_size >= self.block_size:
-            pages = self.chunk_size // self.block_size
-            return tuple([block for chunk in chunks for block in range(chunk * pages, (chunk + 1) * pages)])
-        return tuple(sorted({chunk * self.chunk_size // self.block_size for chunk in chunks}))
+    # --- chunks of tokens ----------------------------------------------------------------------
 
-    def pages_of(self, chunks: Sequence[int]) -> Sequence[int]:
-        """Indices into the flat block table of the pages that the chunks need in all groups, ascending, each once."""
-        pages_per_chunk = self.pages_per_chunk
-        if pages_per_chunk == 1:  # one group, and a chunk is a block
-            return chunks
-        if pages_per_chunk and len(chunks) == 1:
-            first_page = chunks[0] * pages_per_chunk
-            return range(first_page, first_page + pages_per_chunk)
-        if pages_per_chunk:
-            return [page for chunk in chunks for page in range(chunk * pages_per_chunk, (chunk + 1) * pages_per_chunk)]
-        blocks = self.blocks_of(chunks)
-        num_groups = len(self.window_sizes)
-        if num_groups == 1:
-            return blocks
-        return tuple(block * num_groups + group for block in blocks for group in range(num_groups))
+    def num_chunks_in(self, num_tokens: int) -> int:
+        """Whole chunks in the first `num_tokens` tokens."""
+        return num_tokens // self.chunk_size
 
-    def pages_for(self, chunks: Sequence[int], num_slots: int) -> Sequence[int]:
-        """Pages of the chunks as `pages_of`, at least the first `num_slots` of them; the rest may be left out.
-
-        For recorded copies, which may name more chunks than they have slots for.
-        """
-        pages_per_chunk = self.pages_per_chunk
-        return self.pages_of(chunks[: -(-num_slots // pages_per_chunk)] if pages_per_chunk else chunks)
+    def num_chunks_touched(self, num_tokens: int) -> int:
+        """Chunks that have one of the first `num_tokens` tokens."""
+        return -(-num_tokens // self.chunk_size)
 
     def chunks_of_load(self, first_token: int, num_tokens: int, num_known: int) -> range:
-        """Chunks that a load of these tokens touches, at most one behind the `num_known` whose keys are known.
+        """Chunks that a load of these tokens touches, at most one after the `num_known` whose keys are known.
 
-        A load ends at the latest inside the chunk behind the last known one. A recorded load may say anything.
+        A load ends at the latest inside the chunk after the last known one. A recorded load may say anything.
         """
         first = max(0, first_token // self.chunk_size)
         end = -(-(first_token + num_tokens) // self.chunk_size)
         return range(first, min(end, max(first, num_known) + 1))
-
-    def pages_spanning(self, first_token: int, num_tokens: int) -> range:
-        """Indices of the pages of the blocks that hold these tokens."""
-        return self.windows.pages(self.blocks_spanning(first_token, num_tokens))
-
-    def slots_of(self, chunk: int, slot_of_page: Mapping[int, int]) -> tuple[int, ...] | None:
-        """The slots that hold `chunk`, given the slots of pages; None where one of its pages has none."""
-        pages = self.pages_of((chunk,))
-        if not all(page in slot_of_page for page in pages):
-            return None
-        return tuple([slot_of_page[page] for page in pages])
 
     def earlier_chunks(self, chunks: Iterable[int], num_known: int) -> list[int]:
         """Chunks that end earlier inside the blocks of these chunks, ascending, without these, below `num_known`.
 
         An image of a block with a chunk in it contains them too.
         """
-        if self.chunk_size >= self.block_size:
+        if not self.chunks_share_blocks:
             return []
         chunks_per_block = self.block_size // self.chunk_size
         last_of_block: dict[int, int] = {}
@@ -100,18 +141,106 @@ class Geometry:
             earlier.update(range(block * chunks_per_block, min(last, num_known)))
         return sorted(earlier.difference(chunks))
 
+    # --- blocks and pages of chunks ------------------------------------------------------------
+
+    def blocks_of(self, chunks: Iterable[int]) -> tuple[int, ...]:
+        """Indices into the block table of the blocks that the chunks need, ascending, each once."""
+        if self.chunks_share_blocks:
+            return tuple(sorted({chunk * self.chunk_size // self.block_size for chunk in chunks}))
+        blocks = self.chunk_size // self.block_size
+        return tuple([block for chunk in chunks for block in range(chunk * blocks, (chunk + 1) * blocks)])
+
+    def pages_of(self, chunks: Sequence[int]) -> Sequence[int]:
+        """Indices into the flat block table of the pages that the chunks need in all groups, ascending, each once."""
+        num_pages = self.pages_per_chunk
+        if self.chunks_share_blocks:
+            blocks, num_groups = self.blocks_of(chunks), len(self.window_sizes)
+            if num_groups == 1:
+                return blocks
+            return tuple(block * num_groups + group for block in blocks for group in range(num_groups))
+        if num_pages == 1:  # one group, and a chunk is a block
+            return chunks
+        if len(chunks) == 1 or _is_run(chunks):
+            return range(chunks[0] * num_pages, (chunks[-1] + 1) * num_pages)
+        return [page for chunk in chunks for page in range(chunk * num_pages, (chunk + 1) * num_pages)]
+
+    def pages_for(self, chunks: Sequence[int], num_slots: int) -> Sequence[int]:
+        """Pages of the chunks as `pages_of`, at least the first `num_slots` of them; the rest may be left out.
+
+        For recorded copies, which may name more chunks than they have slots for.
+        """
+        return self.pages_of(chunks if self.chunks_share_blocks else chunks[: -(-num_slots // self.pages_per_chunk)])
+
     def place_of(self, page: int, num_chunks: int) -> tuple[int, int]:
         """The chunk among the first `num_chunks` with the longest image of `page`, and where among its pages it is."""
-        num_groups = len(self.window_sizes)
-        if self.chunk_size >= self.block_size:
-            return divmod(page, self.chunk_size // self.block_size * num_groups)
-        chunks_per_block = self.block_size // self.chunk_size
-        return min((page // num_groups + 1) * chunks_per_block, num_chunks) - 1, page % num_groups
+        if not self.chunks_share_blocks:
+            return divmod(page, self.pages_per_chunk)
+        block, place = divmod(page, len(self.window_sizes))
+        return min((block + 1) * (self.block_size // self.chunk_size), num_chunks) - 1, place
+
+    # --- blocks and pages of tokens ------------------------------------------------------------
 
     def blocks_spanning(self, first_token: int, num_tokens: int) -> range:
         """Indices of the blocks that hold tokens `first_token` to `first_token + num_tokens - 1`."""
         return range(first_token // self.block_size, -(-(first_token + num_tokens) // self.block_size))
 
-    def num_chunks_in(self, num_tokens: int) -> int:
-        """Whole chunks in the first `num_tokens` tokens."""
-        return num_tokens // self.chunk_size
+    def pages_spanning(self, first_token: int, num_tokens: int) -> range:
+        """Indices of the pages of the blocks that hold these tokens."""
+        return self.windows.pages(self.blocks_spanning(first_token, num_tokens))
+
+    # --- slots of chunks and pages -------------------------------------------------------------
+
+    def slots_of(self, chunk: int, slot_of_page: Mapping[int, int]) -> tuple[int, ...] | None:
+        """The slots that hold `chunk`, given the slots of pages; None where one of its pages has none."""
+        pages = self.pages_of((chunk,))
+        if not all(page in slot_of_page for page in pages):
+            return None
+        return tuple([slot_of_page[page] for page in pages])
+
+    def slots_by_chunk(self, slots: tuple[int, ...], num_chunks: int) -> Sequence[tuple[int, ...]] | None:
+        """The slots of each of these chunks; None where chunks share pages, or there is not one slot for each page."""
+        if self.chunks_share_blocks or num_chunks * self.pages_per_chunk != len(slots):
+            return None
+        if num_chunks == 1:  # as with most saves
+            return (slots,)
+        return tuple(zip(*[iter(slots)] * self.pages_per_chunk, strict=True))
+
+    def slots_of_pages(self, pages: range, slots_by_chunk: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """The slot with the longest image of each page, given the slots of every chunk from the first one on."""
+        num_chunks = len(slots_by_chunk)
+        if self.chunks_share_blocks:
+            places = (self.place_of(page, num_chunks) for page in pages)
+            return tuple([slots_by_chunk[chunk][place] for chunk, place in places])
+        first_chunk, first = divmod(pages.start, self.pages_per_chunk)
+        slots = [slot for slots in slots_by_chunk[first_chunk:] for slot in slots]
+        return tuple(slots[first : first + len(pages)])
+
+
+def _is_run(numbers: Sequence[int]) -> bool:
+    """Whether each number is one more than the one before, as of nearly all chunks that are saved together."""
+    return len(numbers) > 0 and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+def blocks_at(pages: Sequence[int], table: Sequence[int]) -> tuple[int, ...]:
+    """The blocks of these pages, which are ascending, each once, none of them after the end of the flat table."""
+    num_pages = len(pages)
+    if num_pages == 1:
+        return (table[pages[0]],)
+    if num_pages and pages[-1] - pages[0] < num_pages:  # without a gap: one piece of the table
+        blocks = table[pages[0] : pages[-1] + 1]
+        return tuple(blocks.tolist() if type(blocks) is array else blocks)  # an array's own way is the shorter one
+    return tuple([table[page] for page in pages])
+
+
+def interleave(tables: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """One flat table of the groups' tables.
+
+    Raises:
+        ValueError: the tables are of unequal length, so that an index would not name the same tokens in all of them.
+    """
+    if len(tables) == 1:
+        return tuple(tables[0])
+    if len(set(map(len, tables))) > 1:
+        message = f"the block tables of {len(tables)} groups have {', '.join(map(str, map(len, tables)))} entries"
+        raise ValueError(message)
+    return tuple(block_id for row in zip(*tables, strict=True) for block_id in row)

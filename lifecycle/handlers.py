@@ -16,8 +16,7 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions.loads import load_what_was_answered
 from kvledger.lifecycle.decisions.lookups import answer_lookup
-from kvledger.lifecycle.decisions.progress import report_progress
-from kvledger.lifecycle.decisions.release import release_if_settled
+from kvledger.lifecycle.decisions.reports import release_if_settled, report_progress
 from kvledger.lifecycle.decisions.saves import fence_saves, save_on_finish, save_on_preemption, save_settled
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.states import RequestState

@@ -38,7 +38,7 @@ class Recorder(InWords):
 def _release(turn: Turn) -> None:
     """Unless the connector keeps its blocks."""
     if not turn.record.sub:
-        decisions.release.release_if_settled(turn)
+        decisions.reports.release_if_settled(turn)
 
 
 def _answer(turn: Turn, event: e.ExtensionObserved) -> None:
@@ -99,11 +99,11 @@ class New(Preempted):
 
     def tokens_scheduled(self, turn: Turn) -> None:
         """It computes."""
-        decisions.progress.report_progress(turn)
+        decisions.reports.report_progress(turn)
 
     def transfer_settled(self, turn: Turn, _job: object) -> None:
         """Its load has come."""
-        decisions.progress.report_progress(turn)
+        decisions.reports.report_progress(turn)
 
 
 class ChunkedPrefill(StateHandler):
@@ -117,7 +117,7 @@ class ChunkedPrefill(StateHandler):
 
     def tokens_scheduled(self, turn: Turn) -> None:
         """It computes."""
-        decisions.progress.report_progress(turn)
+        decisions.reports.report_progress(turn)
 
 
 class Running(StateHandler):

@@ -34,7 +34,7 @@ class _Page(NamedTuple):
 
     life: Life
     place: int
-    """In the flat table; see `lifecycle/windows.py`."""
+    """In the flat table; see `lifecycle/geometry.py`."""
 
 
 class Transfers:

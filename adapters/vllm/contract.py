@@ -70,7 +70,7 @@ def _breach_of_mode(answer: e.LookupAnswered, projections: Projections) -> str:
 
 def _num_saved_tokens(record: RequestRecord, projections: Projections) -> int:
     # Counted by the projection, never taken from an answer: a handler may have answered anything before.
-    num_chunks = projections.lookups.num_committed_chunks(record.ordinal)
+    num_chunks = projections.lookups.num_committed_chunks(record)
     num_tokens = num_chunks * projections.geometry.chunk_size
     tail = record.saved_tail
     return num_tokens if tail is None or tail.first_token > num_tokens else max(num_tokens, tail.end_token)

@@ -16,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 from kvledger.adapters.vllm.key_secrecy import hash_algorithm, refuse_weak_hash
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import ConfigurationError, Refusal
-from kvledger.lifecycle.windows import interleave
+from kvledger.lifecycle.geometry import interleave
 
 if TYPE_CHECKING:
     import torch
@@ -409,7 +409,7 @@ def new_block_ids(entry: tuple[list[int], ...] | None) -> Sequence[int]:
 
 
 def flat_table(tables: tuple[list[int], ...]) -> Sequence[int]:
-    """One table of the groups' tables; see `lifecycle/windows.py`."""
+    """One table of the groups' tables; see `lifecycle/geometry.py`."""
     return tables[0] if len(tables) == 1 else interleave(tables)
 
 

@@ -1,5 +1,11 @@
-"""What is decided, one module per subject; the state handlers choose which of them applies.
+"""What is decided, one module per subject. The state handlers choose which of them applies.
 
-Every function here is given the turn that it decides in. One that finds a single answer returns it instead, and the
-handler decides it. Only these functions may refuse.
+- `lookups`: how many tokens can be loaded, or that the scheduler should ask again.
+- `loads`: which slots are loaded into which blocks.
+- `saves`: which chunks are saved, from which blocks, and what is evicted for them.
+- `reports`: what follows from reports of workers, and how far a request is.
+- `windows`: what sliding windows change about loads and saves.
+
+Every function that decides is given the turn that it decides in. `answer_lookup` returns its only decision instead, and
+the handler decides it. Only these functions may refuse.
 """

@@ -1,12 +1,14 @@
-"""Whether to load when blocks are given, and which slots into which blocks.
+"""Whether to load when a request is given blocks, and which slots into which blocks.
 
-`num_external_tokens` of the allocation is the scheduler's word, and may be less than was answered, also 0.
+`num_external_tokens` of the allocation is what the scheduler accepts: at most what was answered, and possibly 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.decisions.boundaries import slot_of_page
+from kvledger.lifecycle.decisions.windows import slot_of_page
 from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.request_record import RequestRecord
@@ -18,9 +20,9 @@ def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:
     """Issue the load that the allocation accepts, or record why it cannot be delivered."""
     if not event.num_external_tokens:
         return
-    record, projections = turn.record, turn.projections
-    answer = record.claimed
-    if answer is None or answer.generation != record.generation:
+    request, projections = turn.record, turn.projections
+    answer = request.claimed
+    if answer is None or answer.generation != request.generation:
         _refuse(turn, Rule.ALLOC_MATCHES_LOOKUP, "tokens were claimed that no lookup answered")
         return
     if event.num_external_tokens > answer.num_external_tokens:
@@ -28,89 +30,82 @@ def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:
         _refuse(turn, Rule.ALLOC_MATCHES_LOOKUP, detail)
         return
     first_token, num_tokens = answer.num_computed_tokens, event.num_external_tokens
+    end_token = first_token + num_tokens
     pages = projections.geometry.pages_spanning(first_token, num_tokens)
     if first_token < 0 or pages.stop > len(event.block_ids):
-        detail = f"tokens to {first_token + num_tokens} need {pages.stop} blocks, {len(event.block_ids)} were given"
+        detail = f"tokens to {end_token} need {pages.stop} blocks, {len(event.block_ids)} were given"
         _refuse(turn, Rule.TABLE_EQ, detail)
         return
     block_ids = event.block_ids[pages.start : pages.stop]
-    find_slots = _slots_seen if projections.geometry.windows.forget else _slots_for
-    slots = find_slots(pages, block_ids, first_token + num_tokens, record, projections)
+    if projections.geometry.windows.forget:
+        slots = _slots_with_windows(pages, block_ids, end_token, request, projections)
+    else:
+        slots = _slots_of(pages, end_token, request, projections)
     if slots is None:
-        detail = f"tokens to {first_token + num_tokens} were promised, not all of their chunks are there"
+        detail = f"tokens to {end_token} were promised, not all of their chunks are there"
         _refuse(turn, Rule.LOADABLE_AFTER_COMMIT, detail)
         return
-    turn.decide(
-        e.LoadIssued(
-            request_id=record.request_id,
-            ordinal=record.ordinal,
-            generation=record.generation,
-            job_id=projections.transfers.next_job_id,
-            first_token=first_token,
-            num_tokens=num_tokens,
-            slots=slots,
-            block_ids=block_ids,
-            is_async=answer.is_async,
-            cause=turn.cause,
-        )
+    load = e.LoadIssued(
+        request_id=request.request_id,
+        ordinal=request.ordinal,
+        generation=request.generation,
+        job_id=projections.transfers.next_job_id,
+        first_token=first_token,
+        num_tokens=num_tokens,
+        slots=slots,
+        block_ids=block_ids,
+        is_async=answer.is_async,
+        cause=turn.cause,
     )
+    turn.decide(load)
 
 
-def _slots_seen(
-    pages: range, block_ids: tuple[int, ...], end_token: int, record: RequestRecord, projections: Projections
+def _slots_of(pages: range, end_token: int, request: RequestRecord, projections: Projections) -> tuple[int, ...] | None:
+    """The slot with the longest image of each page; None if one is not stored.
+
+    Whole chunks, if they reach to the end of the load; else chunks up to the tail, and the tail.
+    """
+    slots = _slots_of_chunks(pages, end_token, request, projections)
+    tail = request.saved_tail
+    if slots is not None or tail is None or tail.end_token < end_token:
+        return slots
+    first_of_tail = projections.geometry.pages_spanning(tail.first_token, 1).start
+    before = range(pages.start, max(pages.start, first_of_tail))
+    slots = _slots_of_chunks(before, tail.first_token, request, projections)
+    if slots is None:
+        return None
+    return slots + tuple(tail.slots[page - first_of_tail] for page in range(before.stop, pages.stop))
+
+
+def _slots_of_chunks(
+    pages: range, end_token: int, request: RequestRecord, projections: Projections
 ) -> tuple[int, ...] | None:
-    """The slots of the pages that have a block, `NO_SLOT` for the others; None where a page has a block but no slot.
+    """The slot of each page among the chunks of the first `end_token` tokens; None if one of them is not stored."""
+    geometry, pool = projections.geometry, projections.chunks
+    num_chunks = geometry.num_chunks_touched(end_token)
+    slots_by_chunk = [slots for key in request.keys[:num_chunks] if (slots := pool.get(key)) is not None]
+    return geometry.slots_of_pages(pages, slots_by_chunk) if len(slots_by_chunk) == num_chunks else None
 
-    vLLM gives a group with a window no blocks for what the next token does not see.
+
+def _slots_with_windows(
+    pages: range, block_ids: Sequence[int], end_token: int, request: RequestRecord, projections: Projections
+) -> tuple[int, ...] | None:
+    """The slot of each page that has a block, `NO_SLOT` for the others; None if a page with a block is not stored.
+
+    vLLM gives a group with a window no blocks for pages that the next token does not see.
     """
     sizes = projections.geometry.window_sizes
     slots = []
     for page, block_id in zip(pages, block_ids, strict=True):
         is_seen = block_id != NULL_BLOCK or not sizes[page % len(sizes)]
-        slot = slot_of_page(page, end_token, record, projections) if is_seen else NO_SLOT
+        slot = slot_of_page(page, end_token, request, projections) if is_seen else NO_SLOT
         if is_seen and slot == NO_SLOT:
             return None
         slots.append(slot)
     return tuple(slots)
 
 
-def _slots_for(
-    pages: range, _block_ids: tuple[int, ...], end_token: int, record: RequestRecord, projections: Projections
-) -> tuple[int, ...] | None:
-    """The slot with the longest image of each page: whole chunks where they reach, else chunks and the tail."""
-    of_chunks = _slots_of_chunks(pages, end_token, record, projections)
-    if of_chunks is not None:
-        return of_chunks
-    tail = record.saved_tail
-    if tail is None or tail.end_token < end_token:
-        return None
-    first_of_tail = projections.geometry.pages_spanning(tail.first_token, 1).start
-    before = range(pages.start, max(pages.start, first_of_tail))
-    of_chunks = _slots_of_chunks(before, tail.first_token, record, projections)
-    if of_chunks is None:
-        return None
-    return of_chunks + tuple(tail.slots[page - first_of_tail] for page in range(before.stop, pages.stop))
-
-
-def _slots_of_chunks(
-    pages: range, end_token: int, record: RequestRecord, projections: Projections
-) -> tuple[int, ...] | None:
-    geometry = projections.geometry
-    num_chunks = -(-end_token // geometry.chunk_size)
-    keys = record.keys[:num_chunks]
-    slots_of_chunk = [slots for key in keys if (slots := projections.chunks.get(key)) is not None]
-    if len(slots_of_chunk) < num_chunks:
-        return None
-    if geometry.pages_per_chunk:  # every page lies in one chunk, and all chunks are alike
-        first_chunk = pages.start // geometry.pages_per_chunk
-        slots_of_pages = [slot for slots_in_order in slots_of_chunk[first_chunk:] for slot in slots_in_order]
-        first = pages.start - first_chunk * geometry.pages_per_chunk
-        return tuple(slots_of_pages[first : first + len(pages)])
-    return tuple(
-        slots_of_chunk[chunk][place] for chunk, place in (geometry.place_of(page, num_chunks) for page in pages)
-    )
-
-
 def _refuse(turn: Turn, rule: Rule, detail: str) -> None:
+    """Record the broken rule, and quarantine the request."""
     turn.decide(e.InvariantViolated(rule.value, *turn.record.life, detail, turn.cause))
     turn.decide(e.RequestQuarantined(*turn.record.life, rule.value, turn.cause))

@@ -1,209 +1,293 @@
 """What to answer when the scheduler asks how much can be loaded.
 
-Pure: any number of lookups equals one. The hit may come from the lookup cache, the answer never does: it is
-computed against the `num_computed_tokens` of this very call. The one thing that may be answered instead of a number is
-"ask again", for two reasons, each bounded:
+Pure: any number of lookups equals one. The hit may come from the lookup cache. The answer never does: it is computed
+for the `num_computed_tokens` of this very call.
 
-- A save of the request's own is still under way, and it was preempted: at most `max_deferred_lookups` times in a row.
+Instead of a number, the answer may be "ask again", for one of two reasons. Each is bounded:
+
+- A copy in flight brings more. For a save, the scheduler is asked to ask again at most `max_deferred_lookups` times in
+  a row.
 - Another request loads the same chunks, and vLLM's prefix cache shares the blocks afterwards: until that load ends, and
   for at most `max_deferred_lookups` such loads in a row. Loading them twice fills the device with copies (vllm#29087).
 
-Three bounds below are there for vLLM 0.32 alone: who computes first (`_inflight_prefill_reserved_blocks` and
-`kv_holding_waiting` in v1/core/sched/scheduler.py), one load after another, and asynchronous loads where there are
-several groups (`_handle_invalid_blocks`, same file). The first two hang on what was folded, regions and jobs under way:
-an adapter that lowered answers instead would fold that a second time, and the log would not have what was answered. The
-third is one with the windows in the configuration, so that nobody can give one without the other.
+Three limits are there for vLLM 0.32 alone:
+
+- After a failed load, a request computes first (`_inflight_prefill_reserved_blocks` and `kv_holding_waiting` in
+  `v1/core/sched/scheduler.py`).
+- With windows, one load comes after another.
+- With several groups of layers, loads are asynchronous (`_handle_invalid_blocks`, same file).
+
+The adapter cannot lower the answers instead: they would not be in the log.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_left
 
 import msgspec
 from msgspec.structs import replace
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.decisions.boundaries import last_boundary
-from kvledger.lifecycle.decisions.shared_loads import shared_load
+from kvledger.lifecycle.decisions.windows import last_boundary
 from kvledger.lifecycle.events import MissReason
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.request_record import RequestRecord
-from kvledger.lifecycle.projections.transfers import JobKind
-from kvledger.lifecycle.states import FirstRegion, TrustRegion
+from kvledger.lifecycle.projections.request_record import RequestRecord, Tail
+from kvledger.lifecycle.projections.transfers import Job, JobKind
+from kvledger.lifecycle.states import FirstRegion, RequestState, TrustRegion
 from kvledger.lifecycle.turn import Turn
 
 
 class _Awaited(msgspec.Struct, frozen=True, gc=False):
-    """A save in flight that would carry the hit to `num_tokens`."""
+    """A copy in flight after which the host pool, or vLLM's prefix cache, reaches to `end_token`."""
 
     job_id: int
-    num_tokens: int
+    end_token: int
 
 
 class _Hit(msgspec.Struct, frozen=True):
-    """How far the host pool reaches, why no further, and what is about to carry it further."""
+    """How far the host pool reaches, how far the request may load, and which copy in flight would let it load more."""
 
     num_tokens: int
+    """Tokens that are in the host pool, from the first one on."""
+    end_token: int
+    """Where a load may end: at most at `num_tokens`, and before the last token, which is computed."""
     reason: MissReason
+    """Why it may not load more."""
     reason_sequence: int = 0
+    """Sequence number of the event that removed the first missing chunk; 0: there is none."""
     awaited: _Awaited | None = None
 
 
 _VALUE_OF = {reason: reason.value for reason in MissReason}
-"""A member's value is looked up in Python."""
+"""`Enum.value` is slow."""
 
 
 def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -> e.LookupAnswered | e.LookupDeferred:
-    """Answer with the usable hit beyond what is computed, leaving the last token to compute; or ask to ask again.
+    """Answer with the usable hit beyond what is computed, or ask the scheduler to ask again.
 
     Args:
         turn: of the request that is asked about.
         event: the question.
-        awaits_saves: whether a save under way is worth being asked again for.
+        awaits_saves: whether a save in flight is worth being asked again for.
     """
-    record, projections = turn.record, turn.projections
-    usable, hit = _offered(event, record, projections)
-    end_token = min(usable, event.num_tokens - 1)
-    if projections.geometry.windows.forget:
-        end_token, hit = _within_windows(end_token, hit, record, projections)
-    shared = shared_load(end_token, event.num_computed_tokens, record, projections)
-    if shared is not None:
-        deferred = _deferred(turn, event, shared.job_id, is_shared=True)
+    request, projections, num_computed_tokens = turn.record, turn.projections, event.num_computed_tokens
+    has_windows = projections.geometry.windows.forget
+    hit = _limited(_find_hit(event, request, projections), event, request, projections)
+    if has_windows:
+        hit = _within_windows(hit, request, projections)
+    end_token, awaited = hit.end_token, hit.awaited if awaits_saves else None
+    if projections.transfers.async_loads and end_token > num_computed_tokens:
+        shared = shared_load(end_token, num_computed_tokens, request, projections)
+        deferred = None if shared is None else _deferred(turn, event, shared.job_id, is_shared=True)
         if deferred is not None:
             return deferred
-    awaited = hit.awaited if awaits_saves else None
-    if projections.geometry.windows.forget:
-        end_token, rival = _one_after_another(end_token, event, record, projections)
-        awaited = rival or awaited
-    if awaited is not None and _helps(awaited, end_token, event, record, projections):
-        deferred = _deferred(turn, event, awaited.job_id)
+    if has_windows and end_token > num_computed_tokens:
+        other = _load_of_another(request, projections)
+        if other is not None:
+            end_token, awaited = num_computed_tokens, _Awaited(other.job_id, end_token)
+    if awaited is not None and min(awaited.end_token, event.num_tokens - 1) > max(num_computed_tokens, end_token):
+        deferred = _deferred(turn, event, awaited.job_id, is_shared=False)
         if deferred is not None:
             return deferred
-    return _answered(event, record, hit, end_token, projections, turn.cause)
+    return _answered(turn, event, hit, end_token)
 
 
-def _offered(event: e.LookupRequested, record: RequestRecord, projections: Projections) -> tuple[int, _Hit]:
-    """Tokens that may be used, and the hit that they are a part of."""
-    hit = _find(event, record, projections)
-    usable = _usable(hit.num_tokens, record, projections)
-    if usable < hit.num_tokens:
-        hit = replace(hit, reason=MissReason.LIMITED, reason_sequence=0, awaited=None)
-    if not projections.configuration.offers_slow_loads and projections.costs.is_slower(event.time_ns):
-        hit = replace(hit, awaited=None)
-        if min(usable, event.num_tokens - 1) > event.num_computed_tokens:
-            usable, hit = 0, replace(hit, reason=MissReason.SLOWER, reason_sequence=0)
-    if record.first is FirstRegion.COMPUTES_FIRST:
-        # vLLM 0.32 keeps such a request at the head of the queue of those that hold blocks. Another
-        # asynchronous load may not fit next to what it reserves for those behind it, and then nobody moves any more.
-        usable, hit = 0, replace(hit, reason=MissReason.LOAD_FAILED, reason_sequence=0, awaited=None)
-    if record.trust is TrustRegion.QUARANTINED:
-        usable, hit = 0, replace(hit, reason=MissReason.QUARANTINED, reason_sequence=0, awaited=None)
-    return usable, hit
-
-
-def _helps(
-    awaited: _Awaited, end_token: int, event: e.LookupRequested, record: RequestRecord, projections: Projections
-) -> bool:
-    """Whether the job carries the hit further than what is computed or can be loaded now."""
-    end_later = min(_usable(awaited.num_tokens, record, projections), event.num_tokens - 1)
-    return end_later > max(event.num_computed_tokens, end_token)
-
-
-def _deferred(turn: Turn, event: e.LookupRequested, job_id: int, *, is_shared: bool = False) -> e.LookupDeferred | None:
-    """Ask to be asked again; None where that was done often enough."""
-    count = turn.record.next_deferral(job_id, is_shared=is_shared)
-    if count > turn.projections.configuration.max_deferred_lookups:
+def _deferred(turn: Turn, event: e.LookupRequested, job_id: int, *, is_shared: bool) -> e.LookupDeferred | None:
+    """Ask the scheduler to ask again when the copy is done; None if it was asked often enough."""
+    num_deferred = turn.record.next_deferral(job_id, is_shared=is_shared)
+    if num_deferred > turn.projections.configuration.max_deferred_lookups:
         return None
-    life = turn.record.life
-    return e.LookupDeferred(*life, event.num_computed_tokens, event.num_tokens, job_id, count, turn.cause)
+    asked = (event.num_computed_tokens, event.num_tokens)
+    return e.LookupDeferred(*turn.record.life, *asked, job_id, num_deferred, turn.cause)
 
 
-def _usable(num_hit_tokens: int, record: RequestRecord, projections: Projections) -> int:
-    """As much of a hit as the configuration lets the request use; a limit is a share of the prompt."""
-    share = projections.configuration.max_hit_share
-    return num_hit_tokens if share >= 1 else min(num_hit_tokens, int(record.num_prompt_tokens * share))
-
-
-def _answered(
-    event: e.LookupRequested, record: RequestRecord, hit: _Hit, end_token: int, projections: Projections, cause: int
-) -> e.LookupAnswered:
-    configuration, num_computed_tokens = projections.configuration, event.num_computed_tokens
+def _answered(turn: Turn, event: e.LookupRequested, hit: _Hit, end_token: int) -> e.LookupAnswered:
+    """Answer that the tokens from the computed ones to `end_token` can be loaded."""
+    request, configuration = turn.record, turn.projections.configuration
     num_external_tokens, is_async = 0, False
     # Whole pages are loaded, so a load must start on a block boundary. vLLM presents a block-aligned local hit
     # (v1/core/sched/scheduler.py, 0.32); anything else is answered with nothing.
-    if end_token > num_computed_tokens and num_computed_tokens % configuration.block_size == 0:
-        num_external_tokens = end_token - num_computed_tokens
-        # Where there are several groups, a request whose load failed can be reported to vLLM, but not blocks.
-        has_groups = projections.geometry.windows.num_groups > 1
+    if end_token > event.num_computed_tokens and event.num_computed_tokens % configuration.block_size == 0:
+        num_external_tokens = end_token - event.num_computed_tokens
+        # With several groups, vLLM can be told that the load of a request failed, but not which blocks.
+        has_groups = turn.projections.geometry.windows.num_groups > 1
         async_from = 0 if has_groups else configuration.async_load_tokens
         is_async = async_from is not None and num_external_tokens >= async_from
-    # By place, for there is one for every poll.
     return e.LookupAnswered(
-        record.request_id,
-        record.ordinal,
-        record.generation,
-        num_computed_tokens,
+        request.request_id,
+        request.ordinal,
+        request.generation,
+        event.num_computed_tokens,
         event.num_tokens,
         hit.num_tokens,
         num_external_tokens,
-        is_async,
-        _VALUE_OF[hit.reason],
-        hit.reason_sequence,
-        cause,
+        is_async=is_async,
+        miss_reason=_VALUE_OF[hit.reason],
+        miss_cause=hit.reason_sequence,
+        cause=turn.cause,
     )
 
 
-def _one_after_another(
-    end_token: int, event: e.LookupRequested, record: RequestRecord, projections: Projections
-) -> tuple[int, _Awaited | None]:
-    """With several groups, no load while another request's is under way.
-
-    vLLM 0.32 underestimates what a request that was loaded still needs, for it counts the null blocks of its windows as
-    blocks (`v1/core/single_type_kv_cache_manager.py`, get_num_blocks_to_allocate). Several of them could hold the whole
-    pool and wait for one another for ever.
-    """
-    if end_token > event.num_computed_tokens:
-        for job in projections.transfers:
-            if job.kind is JobKind.LOAD and job.ordinal != record.ordinal:
-                return event.num_computed_tokens, _Awaited(job.job_id, end_token)
-    return end_token, None
+# --- what is in the host pool ------------------------------------------------------------------
 
 
-def _within_windows(num_tokens: int, hit: _Hit, record: RequestRecord, projections: Projections) -> tuple[int, _Hit]:
-    end_token = last_boundary(num_tokens, record, projections)
-    if end_token == num_tokens:
-        return end_token, hit
-    # What is missing may be on its way by a save of this very request; otherwise nobody will bring it.
-    own = [job for job in projections.transfers.of_life(record.ordinal) if job.kind is JobKind.SAVE]
-    awaited = hit.awaited or (_Awaited(own[-1].job_id, num_tokens) if own else None)
-    return end_token, replace(hit, reason=MissReason.WINDOW, reason_sequence=0, awaited=awaited)
-
-
-def _find(event: e.LookupRequested, record: RequestRecord, projections: Projections) -> _Hit:
-    num_chunks = projections.lookups.num_hit_chunks(event.request_id, record.generation)
+def _find_hit(event: e.LookupRequested, request: RequestRecord, projections: Projections) -> _Hit:
+    """Find the chunks of the request that are saved, and its tail."""
+    num_chunks = projections.lookups.num_hit_chunks(request)
     num_tokens = num_chunks * projections.configuration.chunk_size
-    hit = _why_chunks_end(record, num_chunks, num_tokens, projections)
-    tail = record.tail
-    if tail is not None and tail.first_token > num_tokens and hit.awaited is not None:
-        # The chunks under way are the request's own or another's; behind them its tail is under way, or here.
-        return replace(hit, awaited=_Awaited(hit.awaited.job_id, max(hit.awaited.num_tokens, tail.end_token)))
-    if tail is None or tail.first_token != num_tokens:
+    end_token = min(num_tokens, event.num_tokens - 1)
+    if num_chunks < len(request.keys):
+        hit = _hit_before(request.keys[num_chunks], num_tokens, end_token, projections)
+    else:
+        hit = _Hit(num_tokens, end_token, MissReason.COMPLETE)
+    return hit if request.tail is None else _with_tail(request.tail, hit, event)
+
+
+def _hit_before(key: bytes, num_tokens: int, end_token: int, projections: Projections) -> _Hit:
+    """The hit that ends before the chunk with this key, with the reason why that chunk is not in the host pool."""
+    if projections.chunks.is_saving(key):
+        save = projections.transfers.saving(key)
+        if save is None:
+            return _Hit(num_tokens, end_token, MissReason.SAVING)
+        end_of_save = (save.chunks[-1] + 1) * projections.configuration.chunk_size
+        return _Hit(num_tokens, end_token, MissReason.SAVING, awaited=_Awaited(save.job_id, end_of_save))
+    departed = projections.chunks.departed(key)
+    if departed is None:
+        return _Hit(num_tokens, end_token, MissReason.NEVER_SAVED)
+    return _Hit(num_tokens, end_token, departed.reason, departed.sequence)
+
+
+def _with_tail(tail: Tail, hit: _Hit, event: e.LookupRequested) -> _Hit:
+    """Add the tail, which only the request itself may load, if it follows the chunks of the hit."""
+    if tail.first_token > hit.num_tokens and hit.awaited is not None:
+        # The chunks before the tail are being saved. After that, the tail is saved, or being saved.
+        return replace(hit, awaited=_Awaited(hit.awaited.job_id, max(hit.awaited.end_token, tail.end_token)))
+    if tail.first_token != hit.num_tokens:
         return hit
     if not tail.is_saved:
         return replace(hit, awaited=_Awaited(tail.job_id, tail.end_token))
-    if tail.end_token >= event.num_tokens - 1:
-        return _Hit(tail.end_token, MissReason.COMPLETE)
-    return replace(hit, num_tokens=tail.end_token, awaited=None)
+    last_token = event.num_tokens - 1
+    end_token = min(tail.end_token, last_token)
+    if tail.end_token >= last_token:
+        return _Hit(tail.end_token, end_token, MissReason.COMPLETE)
+    return replace(hit, num_tokens=tail.end_token, end_token=end_token, awaited=None)
 
 
-def _why_chunks_end(record: RequestRecord, num_hit_chunks: int, num_tokens: int, projections: Projections) -> _Hit:
-    keys = record.keys
-    if num_hit_chunks >= len(keys):
-        return _Hit(num_tokens, MissReason.COMPLETE)
-    missing = keys[num_hit_chunks]
-    if projections.chunks.is_saving(missing):
-        job = projections.transfers.saving(missing)
-        end_token = 0 if job is None else (job.chunks[-1] + 1) * projections.configuration.chunk_size
-        return _Hit(num_tokens, MissReason.SAVING, awaited=None if job is None else _Awaited(job.job_id, end_token))
-    departed = projections.chunks.departed(missing)
-    if departed is not None:
-        return _Hit(num_tokens, departed.reason, departed.sequence)
-    return _Hit(num_tokens, MissReason.NEVER_SAVED)
+# --- how much of it may be loaded --------------------------------------------------------------
+
+
+def _limited(hit: _Hit, event: e.LookupRequested, request: RequestRecord, projections: Projections) -> _Hit:
+    """Limit a hit to what the request may load."""
+    configuration = projections.configuration
+    if request.trust is TrustRegion.QUARANTINED:
+        return _unusable(hit, MissReason.QUARANTINED)
+    if request.first is FirstRegion.COMPUTES_FIRST:
+        # vLLM 0.32 keeps such a request at the head of the queue of those that hold blocks. Another asynchronous load
+        # may not fit next to what it reserves for the requests after it, and then no request gets blocks any more.
+        return _unusable(hit, MissReason.LOAD_FAILED)
+    if configuration.max_hit_share < 1:
+        hit = _within_share(hit, int(request.num_prompt_tokens * configuration.max_hit_share))
+    if not configuration.offers_slow_loads and projections.costs.is_slower(event.time_ns):
+        has_offer = hit.end_token > event.num_computed_tokens
+        return _unusable(hit, MissReason.SLOWER) if has_offer else replace(hit, awaited=None)
+    return hit
+
+
+def _unusable(hit: _Hit, reason: MissReason) -> _Hit:
+    """A hit of which nothing may be loaded."""
+    return replace(hit, end_token=0, reason=reason, reason_sequence=0, awaited=None)
+
+
+def _within_share(hit: _Hit, limit: int) -> _Hit:
+    """A hit of which at most `limit` tokens may be loaded, now and when a copy in flight is done."""
+    if limit < hit.num_tokens:
+        return replace(
+            hit, end_token=min(hit.end_token, limit), reason=MissReason.LIMITED, reason_sequence=0, awaited=None
+        )
+    if hit.awaited is None:
+        return hit
+    return replace(hit, awaited=replace(hit.awaited, end_token=min(hit.awaited.end_token, limit)))
+
+
+def _within_windows(hit: _Hit, request: RequestRecord, projections: Projections) -> _Hit:
+    """End a load where everything is stored that the next token sees."""
+    end_token = last_boundary(hit.end_token, request, projections)
+    if end_token == hit.end_token:
+        return hit
+    # A save of this request may bring what is missing; no other request's save does.
+    saves = [job for job in projections.transfers.of_life(request.ordinal) if job.kind is JobKind.SAVE]
+    awaited = hit.awaited or (_Awaited(saves[-1].job_id, hit.end_token) if saves else None)
+    return replace(hit, end_token=end_token, reason=MissReason.WINDOW, reason_sequence=0, awaited=awaited)
+
+
+# --- loads of other requests -------------------------------------------------------------------
+
+
+def _load_of_another(request: RequestRecord, projections: Projections) -> Job | None:
+    """Return a load of another request that is in flight. With windows, no load begins before it is done.
+
+    vLLM 0.32 underestimates what a request that was loaded still needs: it counts the null blocks of its windows as
+    blocks (`v1/core/single_type_kv_cache_manager.py`, get_num_blocks_to_allocate). Several of them could hold the whole
+    pool and wait for one another for ever.
+    """
+    loads = (job for job in projections.transfers if job.kind is JobKind.LOAD and job.ordinal != request.ordinal)
+    return next(loads, None)
+
+
+def shared_load(
+    end_token: int, num_computed_tokens: int, request: RequestRecord, projections: Projections
+) -> Job | None:
+    """Return another request's load that brings blocks which this request would load, or None.
+
+    A burst of requests with one long prefix would load it once for each of them and fill the device with copies
+    (vllm#29087). vLLM's prefix cache shares the blocks of an asynchronous load as soon as the load has ended
+    (`v1/core/sched/scheduler.py`, 0.32, `_update_waiting_for_remote_kv`). It shares those of a load within the step at
+    once, so no request has to wait for them.
+
+    A short common beginning counts, too. If it is not shared, each conversation of a burst holds a system prompt of its
+    own, and a burst that fits without a connector causes preemptions.
+
+    Args:
+        end_token: tokens that the request would have after a load of its own.
+        num_computed_tokens: tokens that vLLM has for it now.
+        request: the request.
+        projections: what is known.
+    """
+    if not projections.configuration.awaits_shared_loads:
+        return None
+    best, best_end = None, num_computed_tokens
+    for load in projections.transfers.async_loads.values():
+        if load.ordinal != request.ordinal and _will_be_shared(load, projections):
+            shared_end = min(_shared_end(load, num_computed_tokens, request, projections), end_token)
+            if shared_end > best_end:
+                best, best_end = load, shared_end
+    return best
+
+
+def _will_be_shared(load: Job, projections: Projections) -> bool:
+    """Whether the load's blocks come into vLLM's prefix cache, as far as is known."""
+    owner = projections.tracker.of(load.ordinal)
+    return (
+        not load.ranks_failed
+        and projections.transfers.is_current(load)
+        and owner is not None
+        and owner.generation == load.generation
+        and owner.state is not RequestState.FINISHED  # vLLM frees the blocks of an aborted request
+    )
+
+
+def _shared_end(load: Job, num_computed_tokens: int, request: RequestRecord, projections: Projections) -> int:
+    """Return the tokens up to where the load brings what the request lacks, in whole blocks; 0 if it brings nothing."""
+    geometry, keys = projections.geometry, request.keys
+    first = num_computed_tokens // geometry.chunk_size
+    if not load.chunks or load.chunks[0] > first:
+        return 0
+    offset = first - load.chunks[0]
+    num_theirs = len(load.keys) - offset
+    places = range(min(num_theirs, len(keys) - first))
+    # A key hashes everything before it, so the equal ones come first.
+    num_shared = bisect_left(places, 1, key=lambda place: load.keys[offset + place] != keys[first + place])
+    if num_shared <= 0 or (geometry.windows.forget and num_shared < num_theirs):
+        return 0  # after an earlier boundary, a load leaves out what windows see
+    num_tokens = (first + num_shared) * geometry.chunk_size
+    return num_tokens - num_tokens % geometry.block_size

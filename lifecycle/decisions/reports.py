@@ -1,49 +1,49 @@
-"""What a worker's report means: a job goes on, is settled, or was none of ours."""
+"""What follows when a step schedules a request, or a worker reports about a copy.
+
+The copy goes on, is settled, is asked after, is given up, or was never issued by kvledger. A settled load lets its
+request make progress; the last settled copy lets a finished request be forgotten.
+"""
 
 from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.rules import Rule
-from kvledger.lifecycle.states import TrustRegion
-from kvledger.lifecycle.turn import EngineTurn
+from kvledger.lifecycle.states import BlocksRegion, TrustRegion
+from kvledger.lifecycle.turn import EngineTurn, Turn
+
+# --- of a request ------------------------------------------------------------------------------
 
 
-def settle(turn: EngineTurn, job: Job) -> None:
-    """Settle a job that every rank has reported. One failed rank fails it for all."""
-    if (
-        job.ranks_failed
-        or job.is_doubtful
-        or (job.kind is JobKind.SAVE and turn.projections.transfers.relies_on_load(job))
-    ):
-        error = job.error if job.ranks_failed else "its blocks turned out not to hold what they should"
-        _fail(turn, job, error, quiet=True)
-    else:
-        completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted
-        turn.decide(completed(*job.life, job.job_id, turn.cause))
+def report_progress(turn: Turn) -> None:
+    """Record how far the prefill is, unless the load has not arrived or nothing was scheduled yet."""
+    request = turn.record
+    num_computed_tokens = turn.projections.tracker.num_computed_tokens(request)
+    if num_computed_tokens and request.blocks is not BlocksRegion.LOADING:
+        event_class = e.PrefillCompleted if num_computed_tokens >= request.num_tokens else e.PrefillAdvanced
+        turn.decide(event_class(*request.life, num_computed_tokens, request.num_tokens, turn.cause))
 
 
-def _fail(turn: EngineTurn, job: Job, error: str, *, quiet: bool) -> None:
-    projections, cause = turn.projections, turn.cause
-    if job.kind is JobKind.SAVE:
-        turn.decide(e.SaveFailed(*job.life, job_id=job.job_id, error=error, quiet=quiet, cause=cause))
-        return
-    turn.decide(e.LoadFailed(*job.life, job_id=job.job_id, error=error, cause=cause))
-    for key in job.keys:
-        if projections.chunks.get(key) is not None:
-            turn.decide(e.ChunkTainted(key=key, cause=cause))
-    record = projections.tracker.of(job.ordinal)
-    if record is None or record.trust is TrustRegion.QUARANTINED:
-        return
-    if record.num_failed_loads >= projections.configuration.max_failed_loads:
-        reason = f"{record.num_failed_loads} loads failed"
-        turn.decide(e.RequestQuarantined(*record.life, reason, cause))
+def release_if_settled(turn: Turn) -> None:
+    """Release a finished request that has no copy in flight."""
+    if not turn.projections.transfers.owes(turn.record.ordinal):
+        turn.decide(e.RequestReleased(*turn.record.life, turn.cause))
+
+
+# --- of a copy ---------------------------------------------------------------------------------
 
 
 def check_report(turn: EngineTurn, event: e.TransferReported, job_id: int, job: Job | None) -> None:
-    """A report for a job that is settled or never was, or by a rank that there is not: recorded, harmless.
+    """Record a broken rule if the report is from a rank that does not exist, or repeats one, or is about no copy.
 
-    The first word of a rank about a save that was given up comes late, and is what its slots wait for.
+    The report itself is harmless. The first report of a rank about a save that was given up comes late; the slots of
+    the save wait for it.
+
+    Args:
+        turn: of the report.
+        event: the report.
+        job_id: the copy that it names.
+        job: that copy; None if it is settled or was never issued.
     """
     projections = turn.projections
     foreign = [rank for rank in (*event.ranks_done, *event.ranks_failed) if rank >= projections.configuration.num_ranks]
@@ -60,8 +60,19 @@ def check_report(turn: EngineTurn, event: e.TransferReported, job_id: int, job: 
     turn.decide(e.InvariantViolated(Rule.COMPLETION_ONCE.value, "", e.NO_LIFE, e.NO_LIFE, detail, turn.cause))
 
 
+def settle(turn: EngineTurn, job: Job) -> None:
+    """Settle a copy that every rank has reported. One failed rank fails it for all."""
+    if job.ranks_failed:
+        _fail(turn, job, job.error, quiet=True)
+    elif job.is_doubtful or (job.kind is JobKind.SAVE and turn.projections.transfers.relies_on_load(job)):
+        _fail(turn, job, "its blocks turned out not to hold what they should", quiet=True)
+    else:
+        completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted
+        turn.decide(completed(*job.life, job.job_id, turn.cause))
+
+
 def ask_after(turn: EngineTurn, job: Job, *, before_forward: bool) -> None:
-    """Let the workers finish the job and report it, once more if need be."""
+    """Let the workers finish the copy and report it, once more if need be."""
     turn.decide(e.TransferAwaited(*job.life, job.job_id, before_forward, turn.cause))
 
 
@@ -71,7 +82,28 @@ def give_up_unfenced(turn: EngineTurn, job: Job) -> None:
 
 
 def give_up_silent(turn: EngineTurn, job: Job) -> None:
-    """Fail a job that a rank has not reported although asked, so that nothing waits for ever."""
+    """Fail a copy that a rank has not reported although asked, so that nothing waits for ever."""
     detail = f"job {job.job_id} was not reported, although it was asked after"
     turn.decide(e.InvariantViolated(Rule.LIVENESS.value, *job.life, detail, turn.cause))
     _fail(turn, job, detail, quiet=False)
+
+
+def _fail(turn: EngineTurn, job: Job, error: str, *, quiet: bool) -> None:
+    """Fail a copy. A failed load taints its chunks, and too many failed loads quarantine the request.
+
+    With `quiet`, no rank touches the slots of the copy any more.
+    """
+    projections, cause = turn.projections, turn.cause
+    if job.kind is JobKind.SAVE:
+        turn.decide(e.SaveFailed(*job.life, job_id=job.job_id, error=error, quiet=quiet, cause=cause))
+        return
+    turn.decide(e.LoadFailed(*job.life, job_id=job.job_id, error=error, cause=cause))
+    for key in job.keys:
+        if projections.chunks.get(key) is not None:
+            turn.decide(e.ChunkTainted(key=key, cause=cause))
+    request = projections.tracker.of(job.ordinal)
+    if request is None or request.trust is TrustRegion.QUARANTINED:
+        return
+    if request.num_failed_loads >= projections.configuration.max_failed_loads:
+        reason = f"{request.num_failed_loads} loads failed"
+        turn.decide(e.RequestQuarantined(*request.life, reason, cause))

@@ -1,54 +1,147 @@
 """Which settled chunks to save, into which slots, and what is evicted for them.
 
-Only settled tokens are saved: what a running step may still write, or a rejected draft take back, is not
-there yet. Chunks that are saved or being saved already cost nothing.
+Only settled tokens are saved: a running step may still write the others, or a rejected draft take them back. A request
+is saved on three occasions:
+
+- Chunks settle while it computes: `save_settled`.
+- vLLM preempts it: `save_on_preemption`. The next step may overwrite the blocks that it lost.
+- It ends: `save_on_finish`. Others may ask for its prefix.
+
+Each names the blocks to copy from, a `Source`. `plan_save` and `plan_tail` say what is copied out of them and what is
+evicted for it; they change nothing. Then the plan is decided: the evictions, the save, and what is declined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.decisions.reach import Reach
 from kvledger.lifecycle.decisions.reports import ask_after
+from kvledger.lifecycle.decisions.windows import SavablePages
 from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
-from kvledger.lifecycle.projections.room import Room
+from kvledger.lifecycle.geometry import Geometry, blocks_at
+from kvledger.lifecycle.projections.chunk_index import ChunkIndex
+from kvledger.lifecycle.projections.request_record import RequestRecord
+from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, TrustRegion
 from kvledger.lifecycle.turn import Turn
-from kvledger.lifecycle.windows import blocks_at
+
+
+class Source(msgspec.Struct, frozen=True, gc=False):
+    """The blocks that a save copies from."""
+
+    block_ids: Sequence[int]
+    savable: SavablePages | None
+    """The pages that can be copied; None: all of them, because no group of layers has a window."""
+    num_settled_tokens: int
+    generation: int
+    """The generation of the request that computed what is in the blocks."""
+    is_async: bool
+    """Whether a copy may outlast its step. With windows it may not: vLLM frees the pages that a window leaves."""
+    is_lost: bool
+    """Whether the next forward pass may overwrite the blocks, so that a copy within the step precedes it."""
+
+
+class Declined(msgspec.Struct, frozen=True, gc=False):
+    """Settled chunks that are not saved."""
+
+    first_chunk: int
+    num_chunks: int
+    reason: str
+
+
+class TableTooShort(msgspec.Struct, frozen=True, gc=False):
+    """A settled chunk has no block: the token count and the block table cannot both be right."""
+
+    chunk: int
+
+
+class Save(msgspec.Struct, frozen=True, gc=False):
+    """Chunks to copy into free slots."""
+
+    chunks: Sequence[int]
+    pages: Sequence[int]
+    """Those pages of the chunks that are copied, ascending."""
+    evicted: Sequence[bytes] = ()
+    """Keys of the chunks to evict first."""
+    rest: Declined | None = None
+    """The chunks after these, if there is no room for them."""
+
+
+class TailSave(msgspec.Struct, frozen=True, gc=False):
+    """Tokens after the last whole chunk, to be copied into free slots."""
+
+    first_token: int
+    num_tokens: int
+    pages: Sequence[int]
+    """Those pages of the tokens that are copied, ascending."""
+    evicted: Sequence[bytes] = ()
+    """Keys of the chunks to evict first."""
+
+
+# --- the three occasions -----------------------------------------------------------------------
 
 
 def save_settled(turn: Turn, first_chunk: int, num_settled_tokens: int) -> None:
-    """Save the chunks from `first_chunk` on that are settled, from the blocks the request holds."""
-    record, projections = turn.record, turn.projections
-    if record.blocks is BlocksRegion.LOADING:
+    """Save the chunks from `first_chunk` on that are settled, from the blocks that the request holds."""
+    request, projections = turn.record, turn.projections
+    if request.blocks is BlocksRegion.LOADING or _is_doubtful(request, request.current):
         return
-    block_ids = record.block_ids or ()
-    forget = projections.geometry.windows.forget
-    is_async = projections.configuration.async_saves and not forget
-    left_since = record.window_freed_before_step if forget else None
-    plan = _Plan(turn, record.generation, record.current, block_ids, False, is_async, left_since)  # noqa: FBT003
-    plan.save(first_chunk, num_settled_tokens)
+    table, freed_at = request.block_ids or (), request.window_freed_before_step
+    savable = savable_pages(request, projections.geometry, table, num_settled_tokens, freed_at)
+    source = Source(
+        table,
+        savable,
+        num_settled_tokens,
+        request.generation,
+        is_async=projections.configuration.async_saves and savable is None,
+        is_lost=False,
+    )
+    save_from(turn, source, first_chunk)
 
 
 def save_on_preemption(turn: Turn, event: e.RequestPreempted) -> None:
     """Save what is settled and not saved from the blocks that were just taken: whole chunks, and the tail.
 
-    The next step may overwrite these blocks, so it waits for the copies out of them, also for those under way.
+    The next step may overwrite these blocks, so it waits for the copies out of them, also for those in flight.
     """
     fence_saves(turn)
-    # The record is one generation further already; the blocks belong to the one before.
-    record, before, projections = turn.record, turn.before, turn.projections
-    if before.blocks is BlocksRegion.LOADING:
+    request, before, projections = turn.record, turn.before, turn.projections
+    if before.blocks is BlocksRegion.LOADING or _is_doubtful(request, before.current):
         return
-    lost = record.lost_block_ids or ()
-    plan = _Plan(turn, before.generation, before.current, lost, before_forward=True, is_async=False)
-    plan.save(0, event.num_intact_tokens)
+    table, num_settled_tokens = request.lost_block_ids or (), event.num_intact_tokens
+    source = Source(
+        table,
+        savable_pages(request, projections.geometry, table, num_settled_tokens, None),
+        num_settled_tokens,
+        before.generation,  # the record is one generation further already
+        is_async=False,
+        is_lost=True,
+    )
+    save_from(turn, source, 0)
     if projections.configuration.save_tails:
-        plan.save_tail(event.num_intact_tokens)
+        save_tail_from(turn, source)
+
+
+def save_on_finish(turn: Turn, event: e.RequestFinished) -> None:
+    """Save what is settled and not saved when the request ends, for others that ask for its prefix.
+
+    Blocks that a copy still reads are kept from being freed.
+    """
+    request, projections = turn.record, turn.projections
+    if projections.transfers.is_loading_async(request.ordinal, request.generation):
+        return
+    if not _is_doubtful(request, turn.before.current):
+        table, num_written_tokens = request.lost_block_ids or (), _num_written_tokens(turn, event)
+        savable = savable_pages(request, projections.geometry, table, num_written_tokens, request.window_freed_at)
+        is_async = projections.configuration.async_saves and savable is None
+        source = Source(table, savable, num_written_tokens, request.generation, is_async=is_async, is_lost=not is_async)
+        save_from(turn, source, 0)
+    if projections.transfers.reads_blocks_of(request.ordinal):
+        turn.decide(e.BlocksHeld(*request.life, turn.cause))
 
 
 def fence_saves(turn: Turn) -> None:
@@ -57,264 +150,236 @@ def fence_saves(turn: Turn) -> None:
         ask_after(turn, job, before_forward=True)
 
 
-def save_on_finish(turn: Turn, event: e.RequestFinished) -> None:
-    """Save what is settled and not saved when the request ends, for those who will ask for its prefix.
+def _is_doubtful(request: RequestRecord, current: CurrentRegion) -> bool:
+    """Whether what the request has computed may be wrong, or is from before a reset."""
+    return request.trust is TrustRegion.QUARANTINED or current is CurrentRegion.STALE
 
-    Blocks that a copy still reads are kept from being freed.
+
+def savable_pages(
+    request: RequestRecord,
+    geometry: Geometry,
+    block_ids: Sequence[int],
+    num_settled_tokens: int,
+    window_freed_at: int | None,
+) -> SavablePages | None:
+    """Return the pages of a table of the request that a save can copy; None if no group has a window: all of them.
+
+    A load should be able to end after the last whole chunk, and at the junction: an earlier lookup of this request was
+    cut short there because pages were missing.
     """
-    record, projections = turn.record, turn.projections
-    if projections.transfers.is_loading_async(record.ordinal, record.generation):
+    if not geometry.windows.forget:
+        return None
+    num_chunks = min(num_settled_tokens // geometry.chunk_size, len(request.keys))
+    boundaries = (num_chunks * geometry.chunk_size, min(request.junction, num_settled_tokens))
+    return SavablePages(geometry.windows, block_ids, num_settled_tokens, window_freed_at, boundaries)
+
+
+def _num_written_tokens(turn: Turn, event: e.RequestFinished) -> int:
+    """Tokens that the blocks of the ended request hold.
+
+    - The last sampled token was never computed, so its place in the last block was never written (vllm#54193).
+    - What no step has computed upon may be the promise of a load that failed. A load within the last step precedes what
+      was computed; if it fails, so does the save.
+    """
+    num_computed_tokens = turn.projections.tracker.num_computed_tokens(turn.record)
+    return min(event.num_intact_tokens, event.num_tokens - 1, num_computed_tokens)
+
+
+# --- plans -------------------------------------------------------------------------------------
+
+
+def plan_save(
+    request: RequestRecord,
+    pool: ChunkIndex,
+    geometry: Geometry,
+    unfilled: UnfilledBlocks,
+    source: Source,
+    first_chunk: int,
+) -> Save | Declined | TableTooShort | None:
+    """Plan to save the settled chunks from `first_chunk` on; None if each of them is saved or being saved."""
+    savable = source.savable
+    end_chunk = min(source.num_settled_tokens // geometry.chunk_size, len(request.keys))
+    chunks: Sequence[int] = pool.unsaved(request.keys, first_chunk, end_chunk)
+    if unfilled.spoil(source.block_ids if savable is None else savable.blocks()):
+        return Declined(chunks[0], len(chunks), e.UNFILLED) if chunks else None
+    missing: Mapping[int, Sequence[int]] = {}
+    if savable is not None:
+        missing = _missing_pages(request.keys, pool, geometry, savable, range(first_chunk, end_chunk))
+        chunks = tuple(missing)
+    if not chunks:
+        return None
+    pages = sorted({page for pages in missing.values() for page in pages}) if missing else geometry.pages_of(chunks)
+    if pages[-1] >= len(source.block_ids):
+        return TableTooShort(chunks[-1])
+    if len(pages) <= pool.slots.num_free:
+        return Save(chunks, pages)
+    missing = missing or {chunk: geometry.pages_of((chunk,)) for chunk in chunks}
+    return _save_what_fits(missing, pool, request.keys[:end_chunk])
+
+
+def _missing_pages(
+    keys: Sequence[bytes], pool: ChunkIndex, geometry: Geometry, savable: SavablePages, chunks: Iterable[int]
+) -> Mapping[int, Sequence[int]]:
+    """Chunk -> its pages that are not stored and can be, ascending; chunks that need none are left out.
+
+    A stored chunk may lack pages of groups with a window: the request that saved it did not see them any more.
+    """
+    missing = {}
+    for chunk in chunks:
+        stored = pool.get(keys[chunk])
+        if pool.is_saving(keys[chunk]) or (stored is not None and NO_SLOT not in stored):
+            continue
+        pages = geometry.pages_of((chunk,))
+        slots = (NO_SLOT,) * len(pages) if stored is None else stored
+        wanted = [page for page, slot in zip(pages, slots, strict=True) if slot == NO_SLOT and page in savable]
+        if wanted:
+            missing[chunk] = wanted
+    return missing
+
+
+def _save_what_fits(
+    missing: Mapping[int, Sequence[int]], pool: ChunkIndex, own_keys: Iterable[bytes]
+) -> Save | Declined:
+    """Plan to save as many chunks as there is room for, from the first on; `missing`: chunk -> its pages to copy."""
+    room = pool.room(frozenset(own_keys))  # the request's beginning is worth more than its end
+    chunks: list[int] = []
+    pages: dict[int, None] = {}
+    evicted: list[bytes] = []
+    for chunk, pages_of_chunk in missing.items():
+        num_pages = len(pages) + len(set(pages_of_chunk).difference(pages))
+        num_lacking = num_pages - pool.slots.num_free - room.num_freed
+        victims = room.free(num_lacking) if num_lacking > 0 else ()
+        if victims is None:
+            declined = Declined(chunk, len(missing) - len(chunks), e.POOL_FULL)
+            return Save(chunks, sorted(pages), evicted, declined) if chunks else declined
+        evicted += victims
+        chunks.append(chunk)
+        pages.update(dict.fromkeys(pages_of_chunk))
+    return Save(chunks, sorted(pages), evicted)
+
+
+def plan_tail(
+    request: RequestRecord, pool: ChunkIndex, geometry: Geometry, unfilled: UnfilledBlocks, source: Source
+) -> TailSave | Declined | None:
+    """Plan to save the tokens after the last whole chunk.
+
+    None if there are none, or if they could not be loaded: a chunk before them is not saved.
+    """
+    num_chunks = geometry.num_chunks_in(source.num_settled_tokens)
+    first_token = num_chunks * geometry.chunk_size
+    num_tokens = source.num_settled_tokens - first_token
+    if not num_tokens or num_chunks > len(request.keys) or pool.unsaved(request.keys, 0, num_chunks):
+        return None
+    spanned, savable = geometry.pages_spanning(first_token, num_tokens), source.savable
+    relied_on = source.block_ids if savable is None else savable.blocks()
+    if spanned.stop > len(source.block_ids) or unfilled.spoil(relied_on):
+        return None
+    pages: Sequence[int] = spanned if savable is None else [page for page in spanned if page in savable]
+    num_lacking = len(pages) - pool.slots.num_free
+    if num_lacking <= 0:
+        return TailSave(first_token, num_tokens, pages)
+    evicted = pool.room(frozenset(request.keys[:num_chunks])).free(num_lacking)
+    if evicted is None:
+        return Declined(num_chunks, 1, e.POOL_FULL)
+    return TailSave(first_token, num_tokens, pages, evicted)
+
+
+# --- decisions ---------------------------------------------------------------------------------
+
+
+def save_from(turn: Turn, source: Source, first_chunk: int) -> None:
+    """Save the settled chunks from `first_chunk` on that are not saved, as far as there is room for them."""
+    projections = turn.projections
+    pool, geometry, unfilled = projections.chunks, projections.geometry, projections.tracker.unfilled
+    plan = plan_save(turn.record, pool, geometry, unfilled, source, first_chunk)
+    if plan is None:
         return
-    # A load within its last step has come in before anything was computed; where it turns out to have failed, so does
-    # the save. The last sampled token was never computed: its place in the last block was never written (vllm#54193).
-    # What no step has computed upon may be the promise of a load that failed.
-    num_computed_tokens = projections.tracker.num_computed_tokens(record)
-    num_written = min(event.num_intact_tokens, event.num_tokens - 1, num_computed_tokens)
-    # Pages that leave a window are freed without a word, so a copy out of them must not outlast its step.
-    is_async = projections.configuration.async_saves and not projections.geometry.windows.forget
-    lost, left_since = record.lost_block_ids or (), record.window_freed_at
-    current = turn.before.current
-    _Plan(turn, record.generation, current, lost, not is_async, is_async, left_since).save(0, num_written)
-    if projections.transfers.reads_blocks_of(record.ordinal):
-        turn.decide(e.BlocksHeld(*record.life, turn.cause))
+    if isinstance(plan, Save):
+        _decide_save(turn, source, plan)
+    elif isinstance(plan, Declined):
+        _decline(turn, source, plan)
+    else:
+        life = turn.record.life
+        detail = f"chunk {plan.chunk} is settled, but the table has only {len(source.block_ids)} blocks"
+        turn.decide(e.InvariantViolated(Rule.TABLE_EQ.value, *life, detail, turn.cause))
+        turn.decide(e.RequestQuarantined(*life, Rule.TABLE_EQ.value, turn.cause))
 
 
-class _Plan(msgspec.Struct):
-    """One save of one request."""
+def _decide_save(turn: Turn, source: Source, save: Save) -> None:
+    """Evict what is in the way of the save, issue it, and decline the rest."""
+    for key in save.evicted:
+        _evict(turn, source, key)
+    request, projections, savable = turn.record, turn.projections, source.savable
+    slots, block_ids = projections.slots.candidates(len(save.pages)), blocks_at(save.pages, source.block_ids)
+    has_freed = False
+    if savable is not None:
+        pages = projections.geometry.pages_of(save.chunks)
+        slots = _with_gaps(pages, save.pages, slots, NO_SLOT)
+        block_ids = _with_gaps(pages, save.pages, block_ids, NULL_BLOCK)
+        has_freed = any(map(savable.is_freed, save.pages))
+    issued = e.SaveIssued(
+        request.request_id,
+        request.ordinal,
+        source.generation,
+        projections.transfers.next_job_id,
+        tuple(save.chunks),
+        slots,
+        block_ids,
+        before_forward=source.is_lost or has_freed,
+        is_async=source.is_async,
+        cause=turn.cause,
+    )
+    turn.decide(issued)
+    if save.rest is not None:
+        _decline(turn, source, save.rest)
 
-    turn: Turn
-    generation: int
-    current: CurrentRegion
-    block_ids: Sequence[int]
-    before_forward: bool
-    is_async: bool
-    left_since: int | None = None
 
-    @property
-    def _is_doubtful(self) -> bool:
-        return self.turn.record.trust is TrustRegion.QUARANTINED or self.current is CurrentRegion.STALE
-
-    def _is_spoilt(self, reach: Reach | None) -> bool:
-        """Whether the request relies on a block that a load did not fill. What its windows have left it does not."""
-        unfilled, table = self.turn.projections.tracker.unfilled, self.block_ids
-        if reach is None or not unfilled.blocks:
-            return unfilled.spoil(table)
-        return unfilled.spoil(block_id for page, block_id in enumerate(table) if reach.keeps(page, table))
-
-    def save(self, first_chunk: int, num_settled_tokens: int) -> None:
-        """Evict what is needed, issue one job, decline what does not fit."""
-        record, projections = self.turn.record, self.turn.projections
-        if self._is_doubtful:
-            return
-        unsaved: Sequence[int]
-        geometry, chunks = projections.geometry, projections.chunks
-        keys = record.keys
-        end_chunk = num_settled_tokens // geometry.chunk_size
-        if end_chunk > len(keys):  # noqa: PLR1730 -- a call to `min` costs more, for every save
-            end_chunk = len(keys)
-        reach = self._reach(num_settled_tokens, end_chunk) if geometry.windows.forget else None
-        if self._is_spoilt(reach):
-            unsaved = chunks.unsaved(keys, first_chunk, end_chunk)
-            if unsaved:
-                self.turn.decide(self._declined(unsaved[0], len(unsaved), e.UNFILLED))
-            return
-        if reach is not None:
-            wanted = self._missing(keys, first_chunk, end_chunk, reach)
-            if wanted:
-                self._save_as_fits(wanted, keys[:end_chunk], reach)
-            return
-        if end_chunk - first_chunk == 1:  # as in nearly every step
-            key = keys[first_chunk]
-            unsaved = () if chunks.get(key) is not None or chunks.is_saving(key) else (first_chunk,)
-        else:
-            unsaved = chunks.unsaved(keys, first_chunk, end_chunk)
-        if not unsaved:
-            return
-        block_ids = self._blocks_of(unsaved)
-        slots = chunks.slots.candidates(len(block_ids))
-        if not block_ids or len(slots) < len(block_ids):
-            wanted = [(chunk, geometry.pages_of((chunk,))) for chunk in unsaved]
-            self._save_as_fits(wanted, keys[:end_chunk], None)
-            return
-        self._issue(tuple(unsaved), slots, block_ids, self.before_forward)
-
-    def _issue(
-        self,
-        chunks: tuple[int, ...],
-        slots: tuple[int, ...],
-        block_ids: tuple[int, ...],
-        before_forward: bool,  # noqa: FBT001 -- keywords cost, and every save comes by here
-    ) -> None:
-        record, job_id = self.turn.record, self.turn.projections.transfers.next_job_id
-        issued = e.SaveIssued(
-            record.request_id,
-            record.ordinal,
-            self.generation,
-            job_id,
-            chunks,
-            slots,
-            block_ids,
-            before_forward,
-            self.is_async,
-            self.turn.cause,
+def save_tail_from(turn: Turn, source: Source) -> None:
+    """Save the settled tokens after the last whole chunk, if all chunks before them are saved."""
+    request, projections = turn.record, turn.projections
+    geometry = projections.geometry
+    tail = plan_tail(request, projections.chunks, geometry, projections.tracker.unfilled, source)
+    if isinstance(tail, Declined):
+        _decline(turn, source, tail)
+    elif tail is not None:
+        for key in tail.evicted:
+            _evict(turn, source, key)
+        pages = geometry.pages_spanning(tail.first_token, tail.num_tokens)
+        slots, block_ids = projections.slots.candidates(len(tail.pages)), blocks_at(tail.pages, source.block_ids)
+        issued = e.TailSaveIssued(
+            request.request_id,
+            request.ordinal,
+            source.generation,
+            projections.transfers.next_job_id,
+            tail.first_token,
+            tail.num_tokens,
+            _with_gaps(pages, tail.pages, slots, NO_SLOT),
+            _with_gaps(pages, tail.pages, block_ids, NULL_BLOCK),
+            turn.cause,
         )
-        self.turn.decide(issued)
+        turn.decide(issued)
 
-    def _blocks_of(self, chunks: Sequence[int]) -> tuple[int, ...]:
-        """The blocks of the chunks' pages in all groups; () where the table ends before."""
-        table, geometry = self.block_ids, self.turn.projections.geometry
-        num_pages = geometry.pages_per_chunk
-        first, num_chunks = chunks[0], len(chunks)
-        if num_pages and chunks[-1] - first < num_chunks:  # in a row, as nearly always: one piece of the table
-            end = (first + num_chunks) * num_pages
-            if end > len(table):
-                return ()
-            return (table[end - 1],) if num_pages == num_chunks == 1 else tuple(table[first * num_pages : end])
-        if num_pages and (chunks[-1] + 1) * num_pages > len(table):
-            return ()
-        pages = geometry.pages_of(chunks)
-        return blocks_at(pages, table) if pages[-1] < len(table) else ()
 
-    def _save_as_fits(
-        self, wanted: Sequence[tuple[int, Sequence[int]]], own_keys: Sequence[bytes], reach: Reach | None
-    ) -> None:
-        last_chunk, last_pages = wanted[-1]
-        if last_pages[-1] >= len(self.block_ids):
-            detail = f"chunk {last_chunk} is settled, but the table has only {len(self.block_ids)} blocks"
-            life = self.turn.record.life
-            self.turn.decide(e.InvariantViolated(Rule.TABLE_EQ.value, *life, detail, self.turn.cause))
-            self.turn.decide(e.RequestQuarantined(*life, Rule.TABLE_EQ.value, self.turn.cause))
-            return
-        slots = self.turn.projections.chunks.slots
-        num_free, room = slots.num_free, None
-        chunks: list[int] = []
-        evicted: list[bytes] = []
-        affordable: dict[int, None] = {}
-        for chunk, pages in wanted:
-            num_pages = len(affordable) + len(pages)
-            if not self.turn.projections.geometry.pages_per_chunk:  # chunks may share the page of a block
-                num_pages -= sum([page in affordable for page in pages])
-            if num_free < num_pages:
-                room = room or self._room(own_keys)
-                victims = room.free(num_pages - num_free)
-                if victims is None:
-                    break
-                evicted += victims
-                num_free = slots.num_free + room.num_freed
-            chunks.append(chunk)
-            affordable.update(dict.fromkeys(pages))
-        self._evict(evicted)
-        if chunks:
-            self._issue_kept(tuple(chunks), affordable, reach)
-        if len(chunks) < len(wanted):
-            self.turn.decide(self._declined(wanted[len(chunks)][0], len(wanted) - len(chunks)))
+def _with_gaps(pages: Sequence[int], copied: Sequence[int], of_copied: Sequence[int], gap: int) -> tuple[int, ...]:
+    """A value for each page: the slot or block of a page that is copied, `gap` for the others."""
+    of_page = dict(zip(copied, of_copied, strict=True))
+    return tuple([of_page.get(page, gap) for page in pages])
 
-    def _reach(self, num_settled_tokens: int, end_chunk: int = 0) -> Reach:
-        junction = self.turn.record.junction
-        boundaries = (end_chunk * self.turn.projections.geometry.chunk_size, min(junction, num_settled_tokens))
-        return Reach(self.turn.projections.geometry.windows, num_settled_tokens, self.left_since, boundaries)
 
-    def _missing(
-        self, keys: Sequence[bytes], first_chunk: int, end_chunk: int, reach: Reach
-    ) -> list[tuple[int, Sequence[int]]]:
-        return [
-            (chunk, pages)
-            for chunk in range(first_chunk, end_chunk)
-            if not self.turn.projections.chunks.is_saving(keys[chunk])
-            and (pages := self._missing_pages(chunk, keys[chunk], reach))
-        ]
+def _evict(turn: Turn, source: Source, key: bytes) -> None:
+    """Evict a chunk to make room for a save."""
+    turn.decide(e.ChunkEvicted(key, turn.record.request_id, turn.record.ordinal, source.generation, turn.cause))
 
-    def _missing_pages(self, chunk: int, key: bytes, reach: Reach) -> Sequence[int]:
-        """The pages of a chunk that are not stored and can be, ascending.
 
-        Of a chunk that is stored these are pages of groups with a window: whoever saved it did not see them any more.
-        """
-        stored = self.turn.projections.chunks.get(key)
-        if stored is not None and NO_SLOT not in stored:
-            return ()
-        geometry = self.turn.projections.geometry
-        # Behind the table one block of each group shows that it is too short.
-        end = max(len(self.block_ids) - chunk * geometry.pages_per_chunk, 0) + len(geometry.window_sizes)
-        pages = geometry.pages_of((chunk,))[:end]
-        slots = (NO_SLOT,) * len(pages) if stored is None else stored[:end]
-        return tuple(
-            page
-            for page, slot in zip(pages, slots, strict=True)
-            if slot == NO_SLOT and reach.keeps(page, self.block_ids)
-        )
-
-    def save_tail(self, num_settled_tokens: int) -> None:
-        """Save the tokens behind the last whole chunk, where everything before them is saved or being saved."""
-        end_chunk = self.turn.projections.geometry.num_chunks_in(num_settled_tokens)
-        first_token = end_chunk * self.turn.projections.geometry.chunk_size
-        keys = self.turn.record.keys[:end_chunk]
-        if self._is_doubtful or first_token == num_settled_tokens or len(keys) < end_chunk:
-            return
-        if not all(
-            self.turn.projections.chunks.get(key) is not None or self.turn.projections.chunks.is_saving(key)
-            for key in keys
-        ):
-            return
-        pages = self.turn.projections.geometry.pages_spanning(first_token, num_settled_tokens - first_token)
-        if pages.stop > len(self.block_ids):
-            return
-        reach = self._reach(num_settled_tokens)
-        if self._is_spoilt(reach):
-            return
-        kept = dict.fromkeys(page for page in pages if reach.keeps(page, self.block_ids))
-        self._make_room(len(kept), keys)
-        if self.turn.projections.chunks.slots.num_free < len(kept):
-            self.turn.decide(self._declined(end_chunk, 1))
-            return
-        slots, block_ids = self._pairs(pages, kept)
-        self.turn.decide(
-            e.TailSaveIssued(
-                request_id=self.turn.record.request_id,
-                ordinal=self.turn.record.ordinal,
-                generation=self.generation,
-                job_id=self.turn.projections.transfers.next_job_id,
-                first_token=first_token,
-                num_tokens=num_settled_tokens - first_token,
-                slots=slots,
-                block_ids=block_ids,
-                cause=self.turn.cause,
-            )
-        )
-
-    def _pairs(self, pages: Sequence[int], kept: Mapping[int, None]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Slots and blocks for pages, with `NO_SLOT` and `NULL_BLOCK` for those that are not to be copied."""
-        free = iter(self.turn.projections.chunks.slots.candidates(len(kept)))
-        slots = tuple(next(free) if page in kept else NO_SLOT for page in pages)
-        return slots, tuple(self.block_ids[page] if page in kept else NULL_BLOCK for page in pages)
-
-    def _make_room(self, num_pages: int, own_keys: Sequence[bytes]) -> None:
-        num_missing = num_pages - self.turn.projections.chunks.slots.num_free
-        if num_missing > 0:
-            self._evict(self._room(own_keys).free(num_missing) or ())
-
-    def _room(self, own_keys: Sequence[bytes]) -> Room:
-        # Its own beginning is worth more than its own end.
-        projections = self.turn.projections
-        return projections.chunks.room(frozenset(own_keys), projections.kept_last())
-
-    def _evict(self, keys: Sequence[bytes]) -> None:
-        record = self.turn.record
-        for key in keys:
-            evicted = e.ChunkEvicted(key, record.request_id, record.ordinal, self.generation, self.turn.cause)
-            self.turn.decide(evicted)
-
-    def _issue_kept(self, chunks: tuple[int, ...], kept: Mapping[int, None], reach: Reach | None) -> None:
-        slots, block_ids = self._pairs(self.turn.projections.geometry.pages_of(chunks), kept)
-        has_left = reach is not None and any(map(reach.has_left, kept))
-        self._issue(chunks, slots, block_ids, self.before_forward or has_left)
-
-    def _declined(self, first_chunk: int, num_chunks: int, reason: str = e.POOL_FULL) -> e.SaveDeclined:
-        return e.SaveDeclined(
-            request_id=self.turn.record.request_id,
-            ordinal=self.turn.record.ordinal,
-            generation=self.generation,
-            first_chunk=first_chunk,
-            num_chunks=num_chunks,
-            reason=reason,
-            cause=self.turn.cause,
-        )
+def _decline(turn: Turn, source: Source, declined: Declined) -> None:
+    """Record which chunks are not saved, and why."""
+    decision = e.SaveDeclined(
+        turn.record.request_id,
+        turn.record.ordinal,
+        source.generation,
+        declined.first_chunk,
+        declined.num_chunks,
+        declined.reason,
+        turn.cause,
+    )
+    turn.decide(decision)

@@ -121,6 +121,7 @@ class Projections:
             self.slots,
             self.transfers,
             keep_for_preempted=configuration.keep_for_preempted,
+            kept_last=self.kept_last,
         )
         self.lookups = LookupCache(self.tracker, configuration.chunk_size, self.chunks, self.fold)
         self.costs = TokenCosts(self.tracker)

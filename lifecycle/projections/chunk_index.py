@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
 import attrs
 import msgspec
@@ -71,14 +71,17 @@ class ChunkIndex(Projection):
         slots: HostSlots,
         transfers: Transfers,
         *,
-        keep_for_preempted: bool = True,
+        keep_for_preempted: bool,
+        kept_last: Callable[[], Collection[bytes]],
     ) -> None:
+        """`kept_last` returns the keys of the chunks that are evicted after all others."""
         self._tracker = tracker
         self._geometry = geometry
         self._transfers = transfers
         self.slots = slots
         self._max_departed = max(1024, 4 * slots.num_slots)
         self._keep_for_preempted = keep_for_preempted
+        self._kept_last = kept_last
         self.state = State()
         self.index()
 
@@ -124,11 +127,12 @@ class ChunkIndex(Projection):
     def unsaved(self, keys: Sequence[bytes], first_chunk: int, end_chunk: int) -> list[int]:
         """Of these chunks those that are neither committed nor being saved."""
         saving, committed = self._saving, self.state.committed
-        return [
-            chunk
-            for chunk in range(first_chunk, end_chunk)
-            if (key := keys[chunk]) not in committed and key not in saving
-        ]
+        unsaved = []
+        for chunk in range(first_chunk, end_chunk):  # a comprehension costs more where there is one chunk, as mostly
+            key = keys[chunk]
+            if key not in committed and key not in saving:
+                unsaved.append(chunk)
+        return unsaved
 
     def departed(self, key: bytes) -> Departed | None:
         """Why the chunk is gone, as long as that is remembered (a bounded number of chunks)."""
@@ -143,14 +147,15 @@ class ChunkIndex(Projection):
             count += 1
         return count
 
-    def room(self, spare: Container[bytes], last: Collection[bytes] = ()) -> Room:
+    def room(self, spare: Container[bytes]) -> Room:
         """What one save may evict, oldest first; to be asked for all of it before any of it is evicted.
 
         A chunk that a lookup promised, that a preempted request will come back for, that a load reads, or that is in
-        `spare` stays. So does a chunk whose page another one needs, because evicting it would free nothing. What is in
-        `last` comes after everything else.
+        `spare` stays. So does a chunk whose page another one needs, because evicting it would free nothing. Chunks that
+        extensions want to keep come after all others.
         """
         by_age: Iterable[bytes] = self.state.by_age
+        last = self._kept_last()
         if last:
             by_age = sorted(by_age, key=last.__contains__)
         return Room(by_age, self.state.committed, self.slots.num_references, self._is_kept, spare)
@@ -288,18 +293,13 @@ class ChunkIndex(Projection):
 
         The save's references on its slots go over to the chunks.
         """
-        keys, slots, num_pages = job.keys, job.slots, self._geometry.pages_per_chunk
-        num_chunks = len(keys)
-        if not num_pages or num_chunks != len(job.chunks) or num_chunks * num_pages != len(slots) or NO_SLOT in slots:
+        keys = job.keys
+        slots_by_chunk = self._geometry.slots_by_chunk(job.slots, len(keys))
+        if slots_by_chunk is None or len(keys) != len(job.chunks) or NO_SLOT in job.slots:
             return False
-        pairs: Iterable[tuple[bytes, tuple[int, ...]]]
-        if num_chunks == 1:  # as with most saves
-            pairs = ((keys[0], slots),)
-        else:
-            slots_of_chunks = tuple(zip(*[iter(slots)] * num_pages, strict=True))
-            pairs = zip(reversed(keys), reversed(slots_of_chunks), strict=True)  # deepest first, as they are touched
         committed, departed = self.state.committed, self._departed
-        for key, slots_of_chunk in pairs:
+        # The deepest first, as they are touched.
+        for key, slots_of_chunk in zip(keys[::-1], slots_by_chunk[::-1], strict=True):
             if key in committed or key in departed:
                 self._commit(key, slots_of_chunk)
             else:

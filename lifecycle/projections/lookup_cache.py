@@ -15,6 +15,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections.base import Projection, Subject
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.ranges import Count, Generation, Int64, Ordinal
 
@@ -81,27 +82,26 @@ class LookupCache(Projection):
     def __len__(self) -> int:
         return len(self.state.hits)
 
-    def num_hit_chunks(self, request_id: str, generation: int) -> int:
+    def num_hit_chunks(self, request: RequestRecord) -> int:
         """Committed chunks from the request's first token on. Changes nothing."""
-        ordinal = self._tracker.ordinal(request_id)
-        cached = self.state.hits.get(ordinal)
+        cached = self.state.hits.get(request.ordinal)
         if (
             cached is not None
-            and cached.generation == generation
+            and cached.generation == request.generation
             and cached.num_removed == self._chunk_index.state.num_removed
             and cached.num_added == self._chunk_index.state.num_added
-            and cached.num_keys == len(self._keys_of(ordinal))
+            and cached.num_keys == len(request.keys)
         ):
             return cached.num_chunks
-        return self.num_committed_chunks(ordinal)
+        return self.num_committed_chunks(request)
 
-    def num_committed_chunks(self, ordinal: int) -> int:
-        """Committed chunks from the life's first token on, whatever was answered. Changes nothing.
+    def num_committed_chunks(self, request: RequestRecord) -> int:
+        """Committed chunks from the request's first token on, whatever was answered. Changes nothing.
 
         It counts further from its own last count, and from the start only after a chunk was removed.
         """
-        keys, index = self._keys_of(ordinal), self._chunk_index
-        counted = self._counted.get(ordinal)
+        keys, index = request.keys, self._chunk_index
+        counted = self._counted.get(request.ordinal)
         start = 0
         if counted is not None and counted.num_removed == index.state.num_removed and counted.begins(keys):
             if counted.num_added == index.state.num_added and counted.num_keys == len(keys):
@@ -109,12 +109,9 @@ class LookupCache(Projection):
             start = counted.num_chunks
         count = start + index.num_committed_from(keys[start:] if start else keys)
         last_key = keys[count - 1] if count else b""
-        self._counted[ordinal] = _Counted(count, last_key, len(keys), index.state.num_added, index.state.num_removed)
+        num_added, num_removed = index.state.num_added, index.state.num_removed
+        self._counted[request.ordinal] = _Counted(count, last_key, len(keys), num_added, num_removed)
         return count
-
-    def _keys_of(self, ordinal: int) -> Sequence[bytes]:
-        record = self._tracker.of(ordinal)
-        return () if record is None else record.keys
 
     def in_short(self, event: e.LookupRequested | e.LookupAnswered, sequence: int) -> e.Event:
         """A lookup as it is to be written, before it is folded: in short, where it is the last one once more.

@@ -256,7 +256,7 @@ class Transfers(Projection):
             event.generation,
             chunks,
             keys,
-            () if self._geometry.pages_per_chunk or record is None else self._earlier_keys(record, chunks),
+            self._earlier_keys(record, chunks) if self._geometry.chunks_share_blocks and record is not None else (),
             event.slots,
             event.block_ids,
             self.state.epoch,

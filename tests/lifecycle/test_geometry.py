@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.geometry import Geometry, blocks_at
 
 
 @st.composite
@@ -91,3 +93,53 @@ def test_a_chunks_slots_are_those_of_its_pages(geometry: Geometry, chunk: int) -
     """In token order."""
     slot_of_page = {page: 1000 + page for page in geometry.pages_of((chunk,))}
     assert geometry.slots_of(chunk, slot_of_page) == tuple(slot_of_page.values())
+
+
+@given(geometry=geometries(), chunks=st.lists(st.integers(0, 40), max_size=6))
+def test_the_pages_of_chunks_are_those_of_each(geometry: Geometry, chunks: list[int]) -> None:
+    """In the order of the chunks, which a recorded copy may name in any order; shared pages ascending, each once."""
+    pages = [page for chunk in chunks for page in geometry.pages_of((chunk,))]
+    assert list(geometry.pages_of(chunks)) == (sorted(set(pages)) if geometry.chunks_share_blocks else pages)
+    assert all(len(geometry.pages_of((chunk,))) == geometry.pages_per_chunk for chunk in chunks)
+
+
+@given(geometry=geometries(), num_tokens=st.integers(0, 10_000))
+def test_a_chunk_is_touched_by_its_first_token(geometry: Geometry, num_tokens: int) -> None:
+    """So the part-filled last chunk counts."""
+    assert geometry.num_chunks_touched(num_tokens) == len({token // geometry.chunk_size for token in range(num_tokens)})
+
+
+@given(geometry=geometries(), num_chunks=st.integers(1, 20), data=st.data())
+def test_the_slots_of_pages_are_those_of_the_longest_images(
+    geometry: Geometry, num_chunks: int, data: st.DataObject
+) -> None:
+    """Page by page, wherever they begin."""
+    slots_by_chunk = [range(100 * chunk, 100 * chunk + geometry.pages_per_chunk) for chunk in range(num_chunks)]
+    num_pages = len(geometry.pages_of(range(num_chunks)))
+    first, end = sorted(data.draw(st.tuples(st.integers(0, num_pages), st.integers(0, num_pages))))
+    places = [geometry.place_of(page, num_chunks) for page in range(first, end)]
+    expected = tuple(slots_by_chunk[chunk][place] for chunk, place in places)
+    assert geometry.slots_of_pages(range(first, end), slots_by_chunk) == expected
+
+
+@given(geometry=geometries(), num_chunks=st.integers(0, 5), num_slots=st.integers(0, 40))
+def test_slots_are_divided_among_chunks_with_pages_of_their_own(
+    geometry: Geometry, num_chunks: int, num_slots: int
+) -> None:
+    """Only if each page has one."""
+    slots = tuple(range(num_slots))
+    found = geometry.slots_by_chunk(slots, num_chunks)
+    if geometry.chunks_share_blocks or num_slots != num_chunks * geometry.pages_per_chunk:
+        assert found is None
+    else:
+        assert found is not None
+        assert [slot for of_chunk in found for slot in of_chunk] == list(slots)
+        assert [len(of_chunk) for of_chunk in found] == [geometry.pages_per_chunk] * num_chunks
+
+
+@given(pages=st.sets(st.integers(0, 60)).map(sorted))
+def test_blocks_are_looked_up_by_their_pages(pages: list[int]) -> None:
+    """In tables of either kind, with and without gaps."""
+    table = range(100, 161)
+    expected = tuple(table[page] for page in pages)
+    assert blocks_at(pages, tuple(table)) == blocks_at(pages, array("I", table)) == expected

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvledger.lifecycle.windows import Windows, interleave
+from kvledger.lifecycle.geometry import Windows, interleave
 
 BLOCK = 16
 

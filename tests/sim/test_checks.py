@@ -300,7 +300,7 @@ def test_recovered_tokens_that_were_not_are_seen(world: World) -> None:
 
 def test_tokens_computed_again_without_need_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connector that forgets tails, with room for everything: correct, and not what it promises."""
-    monkeypatch.setattr(saves._Plan, "save_tail", lambda _self, _num_settled_tokens: None)
+    monkeypatch.setattr(saves, "save_tail_from", lambda _turn, _source: None)
     with calm_world() as world:
         world.run()
         check_outputs(world)

@@ -30,10 +30,12 @@ NUM_SEEDS = 60
 
 
 def _save_one_token_too_many(turn: Any, event: Any) -> None:
-    lost = turn.record.lost_block_ids or ()
-    current = turn.before.current
-    plan = saves._Plan(turn, turn.record.generation, current, lost, before_forward=True, is_async=False)
-    plan.save(0, event.num_intact_tokens + 1)
+    record, num_tokens = turn.record, event.num_intact_tokens + 1
+    lost = record.lost_block_ids or ()
+    if not saves._is_doubtful(record, turn.before.current):
+        savable = saves.savable_pages(record, turn.projections.geometry, lost, num_tokens, None)
+        source = saves.Source(lost, savable, num_tokens, record.generation, is_async=False, is_lost=True)
+        saves.save_from(turn, source, 0)
 
 
 def _call_failed_copies_done(turn: Any, job: Any) -> None:

@@ -1,7 +1,7 @@
 """Which chunks, blocks and pages hold which tokens, and which of them a window sees. The audit's own arithmetic.
 
-`geometry.py` and `windows.py` compute the same for what decides. This module imports neither, so a mistake in them
-cannot hide itself. It follows from four facts of the log format:
+`geometry.py` computes the same for what decides. This module does not import it, so a mistake there cannot hide itself.
+It follows from four facts of the log format:
 
 - Tokens are counted from the request's first one. Block `b` holds `block_size` of them, from `b * block_size` on.
 - Chunk `c` holds `chunk_size` tokens, from `c * chunk_size` on. One size divides the other.

@@ -56,7 +56,7 @@ def test_a_chunk_has_the_same_pages_and_slots(of: Both, chunk: int) -> None:
     """The place of a page among the slots of a chunk is its place among the chunk's pages."""
     pages = of.spans.pages_of_chunk(chunk)
     assert len(pages) == of.spans.num_pages_of_chunk
-    assert of.geometry.pages_per_chunk in (0, len(pages))
+    assert of.geometry.pages_per_chunk == len(pages)
     slot_of_page = {page: page + 1000 for page in pages}
     assert of.geometry.slots_of(chunk, slot_of_page) == tuple(slot_of_page.values())
 

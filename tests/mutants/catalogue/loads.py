@@ -228,13 +228,15 @@ def one_group_answers_for_all(touch: Touch) -> Sequence[Patch]:
             touch()
         return num_tokens
 
-    def slots_seen(_original: Any, pages: range, block_ids: Any, end_token: int, record: Any, projections: Any) -> Any:
+    def slots_with_windows(
+        _original: Any, pages: range, block_ids: Any, end_token: int, record: Any, projections: Any
+    ) -> Any:
         return tuple(
             NO_SLOT if block_id == NULL_BLOCK else loads.slot_of_page(page, end_token, record, projections)
             for page, block_id in zip(pages, block_ids, strict=True)
         )
 
-    return [wrapped(lookups, "last_boundary", last_boundary), wrapped(loads, "_slots_seen", slots_seen)]
+    return [wrapped(lookups, "last_boundary", last_boundary), wrapped(loads, "_slots_with_windows", slots_with_windows)]
 
 
 @mutant("BYTES_UNCHANGED", "Mooncake#3140", "vllm#54363", scene=DIGESTED)

@@ -85,9 +85,9 @@ def local_hit_frozen(touch: Touch) -> Sequence[Patch]:
 def preempted_finds_nothing(touch: Touch) -> Sequence[Patch]:
     """A preempted request is told that nothing of it is there."""
 
-    def num_hit_chunks(original: Any, cache: LookupCache, request_id: str, generation: int) -> int:
-        found: int = original(cache, request_id, generation)
-        if generation and found:
+    def num_hit_chunks(original: Any, cache: LookupCache, request: RequestRecord) -> int:
+        found: int = original(cache, request)
+        if request.generation and found:
             touch()
             return 0
         return found

@@ -13,7 +13,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle import handlers
 from kvledger.lifecycle.audit.rules.jobs import DeliveredOnce
 from kvledger.lifecycle.decisions import saves
-from kvledger.lifecycle.decisions.reach import Reach
+from kvledger.lifecycle.decisions.windows import SavablePages
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.obligations import Obligations
 from kvledger.lifecycle.projections.tracker import RequestTracker
@@ -50,9 +50,12 @@ def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
         has_place = event.num_tokens <= len(blocks) * projections.configuration.block_size
         if has_place and event.num_tokens % size == 0 and event.num_intact_tokens == event.num_tokens - 1:
             touch()
-            current = turn.before.current
-            plan = saves._Plan(turn, record.generation, current, blocks, before_forward=True, is_async=False)
-            plan.save(0, event.num_tokens)
+            if not saves._is_doubtful(record, turn.before.current):
+                savable = saves.savable_pages(record, projections.geometry, blocks, event.num_tokens, None)
+                source = saves.Source(
+                    blocks, savable, event.num_tokens, record.generation, is_async=False, is_lost=True
+                )
+                saves.save_from(turn, source, 0)
         else:
             original(turn, event)
 
@@ -185,15 +188,12 @@ def saved_while_loading(touch: Touch) -> Sequence[Patch]:
                 touch()
             return decision
 
-        plan = saves._Plan(
-            turn.altered(watch),
-            record.generation,
-            record.current,
-            record.block_ids or (),
-            before_forward=False,
-            is_async=projections.configuration.async_saves,
-        )
-        plan.save(first, num_settled)
+        if saves._is_doubtful(record, record.current):
+            return
+        blocks, is_async = record.block_ids or (), projections.configuration.async_saves
+        savable = saves.savable_pages(record, projections.geometry, blocks, num_settled, None)
+        source = saves.Source(blocks, savable, num_settled, record.generation, is_async=is_async, is_lost=False)
+        saves.save_from(turn.altered(watch), source, first)
 
     return [(owner, "save_settled", save_settled) for owner in SAVING]
 
@@ -233,12 +233,12 @@ def blocks_not_held(touch: Touch) -> Sequence[Patch]:
 def saved_behind_the_window(touch: Touch) -> Sequence[Patch]:
     """Blocks that a window has left are saved as if they were still the request's."""
 
-    def is_seen(original: Any, reach: Reach, block: int, group: int) -> bool:
-        if not original(reach, block, group):
+    def is_seen(original: Any, savable: SavablePages, block: int, group: int) -> bool:
+        if not original(savable, block, group):
             touch()
         return True
 
-    return [wrapped(Reach, "_is_seen", is_seen)]
+    return [wrapped(SavablePages, "_is_seen", is_seen)]
 
 
 @mutant("CHUNK_COMPLETE", scene=Worlds(connector=(("save_mode", "sync"),)))

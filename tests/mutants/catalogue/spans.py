@@ -1,4 +1,4 @@
-"""Mistakes of one about where tokens lie: in every function of `geometry.py` and `windows.py` that decides something.
+"""Mistakes of one about where tokens lie: in every function of `geometry.py` that decides something.
 
 The audit computes the same by itself (`audit/model/spans.py`), so none of these mistakes hides itself.
 """
@@ -11,8 +11,7 @@ from typing import Any
 from kvledger.adapters.vllm import versions
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.events import NO_SLOT
-from kvledger.lifecycle.geometry import Geometry
-from kvledger.lifecycle.windows import Windows
+from kvledger.lifecycle.geometry import Geometry, Windows
 from mutants.catalogue.parts import wrapped
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import HybridWorlds, Walks, Worlds
@@ -41,7 +40,7 @@ def off_by_one(owner: Any, name: str, mistaken: Callable[..., Any], touch: Touch
     return wrapped(owner, name, around)
 
 
-# --- geometry.py -----------------------------------------------------------------------------------------------------
+# --- chunks, blocks and pages ----------------------------------------------------------------------------------------
 
 
 @mutant("SRC_BLOCK_OWNED", scene=SHARED_BLOCKS)
@@ -63,7 +62,7 @@ def last_page_of_a_chunk_left_out(touch: Touch) -> Sequence[Patch]:
 
     def pages_of(original: Any, geometry: Any, chunks: Any) -> Any:
         num_pages = geometry.pages_per_chunk
-        if num_pages < 2:
+        if geometry.chunks_share_blocks or num_pages < 2:
             return original(geometry, chunks)
         return [page for page in original(geometry, chunks) if page % num_pages != num_pages - 1]
 
@@ -77,7 +76,7 @@ def pages_of_a_save_one_further(touch: Touch) -> Sequence[Patch]:
     def pages_for(original: Any, geometry: Any, chunks: Any, num_slots: int) -> list[int]:
         pages, sizes = list(original(geometry, chunks, num_slots)), geometry.window_sizes
         num_pages = geometry.pages_per_chunk
-        for place in range(0, len(pages), num_pages) if num_pages else ():
+        for place in () if geometry.chunks_share_blocks else range(0, len(pages), num_pages):
             always_stored = [at for at in range(place, place + num_pages) if not sizes[pages[at] % len(sizes)]]
             behind = [pages[at] for at in (*always_stored[1:], always_stored[0])]
             for at, page in zip(always_stored, behind, strict=True):
@@ -194,7 +193,7 @@ def place_one_page_further(touch: Touch) -> Sequence[Patch]:
         num_groups = len(geometry.window_sizes)
         if geometry.window_sizes[page % num_groups]:  # its next page may not be stored: then nothing is loaded
             return chunk, place
-        return chunk, (place + num_groups) % max(geometry.pages_per_chunk, num_groups)
+        return chunk, (place + num_groups) % geometry.pages_per_chunk
 
     return [off_by_one(Geometry, "place_of", place_of, touch)]
 
@@ -225,7 +224,7 @@ def one_chunk_too_many_taken_for_whole(touch: Touch) -> Sequence[Patch]:
     return [off_by_one(Geometry, "num_chunks_in", num_chunks_in, touch)]
 
 
-# --- windows.py ------------------------------------------------------------------------------------------------------
+# --- windows, and tables of several groups ---------------------------------------------------------------------------
 
 
 @mutant("GROUP_AGREEMENT", scene=HybridWorlds())
