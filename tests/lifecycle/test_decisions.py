@@ -259,6 +259,20 @@ def test_a_table_too_short_for_the_load_is_refused() -> None:
     assert "need 2 blocks, 1 were given" in driver.all_of(e.InvariantViolated)[0].detail
 
 
+def test_a_load_of_what_is_not_stored_any_more_is_refused() -> None:
+    """A promised chunk is not evicted, but another request's failed load taints it."""
+    driver = with_hit()
+    driver.lookup("a", 0, 40)
+    driver.arrive("b", 40, keys_of("d", 4))
+    driver.lookup("b", 0, 40)
+    (load,) = driver.allocate("b", (4, 5, 6), 32)
+    assert isinstance(load, e.LoadIssued)
+    driver.report(load.job_id, ok=False)
+    assert kinds(driver.allocate("a", (1, 2, 3), 32)) == ["invariant.violated", "request.quarantined"]
+    assert violations(driver) == ["LOADABLE_AFTER_COMMIT"]
+    assert "tokens to 32 were promised" in driver.all_of(e.InvariantViolated)[0].detail
+
+
 def test_a_promised_chunk_is_not_evicted_before_the_allocation() -> None:
     """Between lookup and allocation another request's save needs room and does not get this one."""
     driver = with_hit(num_slots=2)
@@ -573,6 +587,47 @@ def test_what_a_rank_says_twice_about_a_save_that_was_given_up_is_named(late: tu
     assert kinds(driver.report(job_id, ranks=last)) == ["invariant.violated"]
     assert violations(driver) == ["LIVENESS", "COMPLETION_ONCE"]
     assert audited(driver) == ["COMPLETION_ONCE"]
+
+
+@pytest.mark.parametrize(
+    ("reports", "why"),
+    [
+        ([(0, 2)], "by ranks [2], which do not exist"),
+        ([(0,), (0,)], "by ranks [0], which had done so before"),
+        ([(0, 1), (1,)], "but it has been settled before"),
+    ],
+)
+def test_a_report_that_cannot_be_right_says_why(reports: list[tuple[int, ...]], why: str) -> None:
+    """Two ranks save; each reports once."""
+    driver = Driver(num_ranks=2)
+    driver.start("a", keys_of("a", 2), 17, (1, 2))
+    (save,) = driver.preempt("a", 16)
+    assert isinstance(save, e.SaveIssued)
+    for ranks in reports:
+        driver.report(save.job_id, ranks=ranks)
+    (broken,) = driver.all_of(e.InvariantViolated)
+    assert broken.detail == f"job {save.job_id} was reported{'' if why.startswith('by') else ','} {why}"
+
+
+def test_a_report_about_a_job_that_was_never_issued_says_so() -> None:
+    """Its number is larger than that of the last job."""
+    driver = Driver()
+    driver.report(7)
+    assert driver.all_of(e.InvariantViolated)[0].detail == "job 7 was reported, but no such job was ever issued"
+
+
+def test_a_save_is_offered_only_if_the_load_under_it_has_arrived() -> None:
+    """Both are made in one step. The save is reported first, and the load may still fail."""
+    driver = with_hit()
+    driver.keys("a", 4, keys_of("d", 1, 4))
+    driver.lookup("a", 0, 40)
+    driver.allocate("a", (1, 2, 3), 32)
+    driver.step(("a", 32, 8, 40))
+    (save,) = driver.finish("a", 40, 41)
+    assert isinstance(save, e.SaveIssued)
+    (failed,) = driver.report(save.job_id)
+    assert isinstance(failed, e.SaveFailed)
+    assert (failed.error, failed.quiet) == ("its blocks turned out not to hold what they should", True)
 
 
 @pytest.mark.parametrize("job_id", [0, 7, 2**40])
