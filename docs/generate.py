@@ -182,7 +182,7 @@ none of its events is used. The ranges hold everything that vLLM, a worker or a 
 is only wrong is left to the [rules](invariants.md).
 """
 
-_WRITING = ("extensions", "lookup_cache", "obligations")
+_WRITING = ("copies", "extensions", "lookup_cache")
 """Projections that make events."""
 
 

@@ -22,7 +22,7 @@ from kvledger.lifecycle.handlers import StateHandler
 from kvledger.lifecycle.ledger import EventSink, Ledger, LedgerCorrupt
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection, Projections, ProjectionSpec
-from kvledger.lifecycle.projections.obligations import Channel, PageJob, Ready
+from kvledger.lifecycle.projections.copies import Channel, PageJob, Ready
 from kvledger.lifecycle.projections.request_record import ComputedTokens, RequestRecord
 from kvledger.lifecycle.projections.totals import DURATION_BOUNDS_NS, Figures
 from kvledger.lifecycle.repeated_lookups import LookupsInFull, lookups_in_full

@@ -27,8 +27,8 @@ from kvledger.lifecycle.handlers import StateHandler
 from kvledger.lifecycle.machine import Standing
 from kvledger.lifecycle.projections import Projections, before_of
 from kvledger.lifecycle.projections.base import Before, Subject
+from kvledger.lifecycle.projections.copies import Copy
 from kvledger.lifecycle.projections.request_record import RequestRecord
-from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.states import BlocksRegion, RequestState, TrustRegion, WorkRegion
 from kvledger.lifecycle.turn import Decide, EngineTurn, Turn
@@ -48,7 +48,8 @@ class Decider:
         self._handlers = core.handlers_of_run()
         self._projections = projections
         self._tracker = projections.tracker
-        self._transfers = projections.transfers
+        self._jobs = projections.jobs
+        self._owed = projections.owed
         self._max_silent_steps = projections.configuration.max_silent_steps
         self._max_silent_ns = projections.configuration.max_silent_ms * 1_000_000
         self._decide = decide
@@ -173,13 +174,13 @@ class Decider:
     def _give_up(self, event: e.StepScheduled, cause: int) -> None:
         """Ask after jobs that are overdue, and give up those for which it is too late."""
         turn = EngineTurn(self._projections, self._decide, cause)
-        for job_id in self._projections.obligations.lost_fences():
-            job = self._transfers.get(job_id)
+        for job_id in self._owed.lost_fences():
+            job = self._jobs.get(job_id)
             if job is not None:
                 give_up_unfenced(turn, job)
                 self._after_settled(job, cause)
         overdue_step = self._tracker.num_steps - self._max_silent_steps
-        for job in self._transfers.overdue(overdue_step, event.time_ns - self._max_silent_ns):
+        for job in self._jobs.overdue(overdue_step, event.time_ns - self._max_silent_ns):
             if job.work is WorkRegion.OVERDUE:
                 give_up_silent(turn, job)
                 self._after_settled(job, cause)
@@ -190,17 +191,17 @@ class Decider:
 
     def _after_report(self, event: e.TransferReported, cause: int, _subject: Subject) -> None:
         turn = EngineTurn(self._projections, self._decide, cause)
-        transfers = self._transfers
-        is_plain = event.ranks_done == transfers.all_ranks and not event.ranks_failed
-        for job_id, spoken_of in transfers.reported:
-            job = transfers.get(job_id)
-            if job is None or job.repeated_ranks or not is_plain:
-                check_report(turn, event, job_id, spoken_of)
-            if job is not None and transfers.is_reported(job):
-                settle(turn, job)
-                self._after_settled(job, cause)
+        jobs = self._jobs
+        is_plain = event.ranks_done == jobs.all_ranks and not event.ranks_failed
+        for job_id, reported in self._owed.reported.items():
+            copy = jobs.get(job_id)
+            if copy is None or copy.repeated_ranks or not is_plain:
+                check_report(turn, event, job_id, reported)
+            if copy is not None and jobs.is_reported(copy):
+                settle(turn, copy)
+                self._after_settled(copy, cause)
 
-    def _after_settled(self, job: Job, cause: int) -> None:
+    def _after_settled(self, job: Copy, cause: int) -> None:
         record = self._tracker.of(job.ordinal)
         if record is not None and (methods := self._transfer_settled[record.state]):
             self._ask(methods, record, before_of(record), cause, job)

@@ -18,8 +18,8 @@ from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.errors import raise_if_unstoppable
 from kvledger.lifecycle.events import NO_SLOT, trigger_of
 from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections.copies import CopyKind
 from kvledger.lifecycle.projections.request_record import RequestRecord
-from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import RequestState, TrustRegion
 from kvledger.lifecycle.turn import Turn
 
@@ -101,7 +101,7 @@ class Checked:
             raise DecisionRefused(message)
         record = turn.record
         is_known = self.projections.tracker.get(record.request_id) is record
-        is_idle = is_known and not self.projections.transfers.owes(record.ordinal)
+        is_idle = is_known and not self.projections.jobs.owes(record.ordinal)
         if is_idle and record.path == RequestState.FINISHED:  # in a sub-state, an extension says why it is still there
             message = "a finished request that owes nothing was not released"
             raise DecisionRefused(message)
@@ -134,7 +134,7 @@ class Checked:
             return f"its cause is {decision.cause}, it was asked at {cause}"
         if isinstance(decision, e.ChunkEvicted):
             slots = self.projections.chunks.get(decision.key)
-            is_idle = slots is not None and not self.projections.transfers.is_any_read(slots)
+            is_idle = slots is not None and not self.projections.jobs.is_any_read(slots)
             return "" if is_idle else "the chunk is not in the pool, or is being read"
         return self._reason_against_event(decision, record) if isinstance(decision, e.RequestEvent) else ""
 
@@ -147,8 +147,8 @@ class Checked:
         return self._reason_against_other(decision, record)
 
     def _reason_against_deferral(self, decision: e.LookupDeferred, record: RequestRecord) -> str:
-        job = self.projections.transfers.get(decision.job_id)
-        is_load = job is not None and job.kind is JobKind.LOAD
+        job = self.projections.jobs.get(decision.job_id)
+        is_load = job is not None and job.kind is CopyKind.LOAD
         counts = {record.next_deferral(decision.job_id, is_shared=is_shared) for is_shared in (False, is_load)}
         if (
             decision.num_deferred in counts
@@ -164,15 +164,15 @@ class Checked:
             if all(extension.payload_of(decision) is None for extension in self.core.extensions):
                 return "no extension of this core has such an event"
         elif isinstance(decision, e.TransferAwaited):
-            job = self.projections.transfers.get(decision.job_id)
+            job = self.projections.jobs.get(decision.job_id)
             if job is None or job.ordinal != record.ordinal:
                 return f"job {decision.job_id} is not in flight for this request"
-        elif isinstance(decision, e.RequestReleased) and self.projections.transfers.owes(record.ordinal):
+        elif isinstance(decision, e.RequestReleased) and self.projections.jobs.owes(record.ordinal):
             return "a copy of this request is in flight"
         return ""
 
     def _reason_against_job(self, job: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, record: RequestRecord) -> str:
-        slots, next_job_id = self.projections.chunks.slots, self.projections.transfers.next_job_id
+        slots, next_job_id = self.projections.chunks.slots, self.projections.jobs.next_job_id
         stored = [slot for slot in job.slots if slot != NO_SLOT]
         if job.job_id != next_job_id:
             return f"the next job has number {next_job_id}, not {job.job_id}"

@@ -18,7 +18,7 @@ from kvledger.lifecycle.decisions.loads import load_what_was_answered
 from kvledger.lifecycle.decisions.lookups import answer_lookup
 from kvledger.lifecycle.decisions.reports import release_if_settled, report_progress
 from kvledger.lifecycle.decisions.saves import fence_saves, save_on_finish, save_on_preemption, save_settled
-from kvledger.lifecycle.projections.transfers import Job
+from kvledger.lifecycle.projections.copies import Copy
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.turn import Turn
 
@@ -72,7 +72,7 @@ class StateHandler:
     def tokens_settled(self, turn: Turn, first_chunk: int, num_settled_tokens: int) -> None:
         """Another chunk of the request is settled."""
 
-    def transfer_settled(self, turn: Turn, job: Job) -> None:
+    def transfer_settled(self, turn: Turn, job: Copy) -> None:
         """A copy of this request was completed or failed on every rank."""
 
 
@@ -133,7 +133,7 @@ class New(Waiting):
         """Record how far its prefill is."""
         report_progress(turn)
 
-    def transfer_settled(self, turn: Turn, job: Job) -> None:
+    def transfer_settled(self, turn: Turn, job: Copy) -> None:
         """Its load may have arrived: record how far its prefill is."""
         report_progress(turn)
 
@@ -176,7 +176,7 @@ class Recovering(Waiting, Computing):
         """Record how far its prefill is."""
         report_progress(turn)
 
-    def transfer_settled(self, turn: Turn, job: Job) -> None:
+    def transfer_settled(self, turn: Turn, job: Copy) -> None:
         """Its load may have arrived: record how far its prefill is."""
         report_progress(turn)
 
@@ -186,7 +186,7 @@ class Finished(StateHandler):
 
     state = RequestState.FINISHED
 
-    def transfer_settled(self, turn: Turn, job: Job) -> None:
+    def transfer_settled(self, turn: Turn, job: Copy) -> None:
         """Release it if this was the last copy."""
         release_if_settled(turn)
 

@@ -18,8 +18,8 @@ from kvledger.lifecycle.errors import described, raise_if_unstoppable
 from kvledger.lifecycle.events import Event, HookFailed
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.base import Subject
+from kvledger.lifecycle.projections.copies import Channel, Ready
 from kvledger.lifecycle.projections.lookup_cache import LOOKUPS
-from kvledger.lifecycle.projections.obligations import Channel, Ready
 from kvledger.lifecycle.turn import TurnEnded
 
 
@@ -116,7 +116,7 @@ class Ledger:
             sequence = self._next_sequence
             self._next_sequence = sequence + 1
             self._uncommitted.append(event)
-            self.projections.fold_obligations(event, sequence)
+            self.projections.fold_owed(event, sequence)
             return []
         deciding = self._decider.deciding[type(event)]
         subject = self.projections.subject_of(event)
@@ -134,7 +134,7 @@ class Ledger:
 
     def ready(self, channel: Channel) -> Ready:
         """What is owed on a channel now. It is owed until `advance`, which belongs into the same hook."""
-        return self.projections.obligations.ready(channel)
+        return self.projections.owed.ready(channel)
 
     def advance(self, ready: Ready) -> None:
         """Record that this was handed over; nothing where nothing was owed.

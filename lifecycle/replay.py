@@ -36,8 +36,8 @@ from kvledger.lifecycle.events import (
 from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.base import Subject
+from kvledger.lifecycle.projections.copies import Copy
 from kvledger.lifecycle.projections.request_record import RequestRecord
-from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.table import State
 from kvledger.lifecycle.turn import TurnEnded
 
@@ -268,9 +268,9 @@ class Replay:
         self,
         event: Any,  # noqa: ANN401 -- of any class
         reference: ReferenceMachine,
-    ) -> list[tuple[RequestRecord | Job, _Standing]]:
+    ) -> list[tuple[RequestRecord | Copy, _Standing]]:
         """Whom an event moves, its request and jobs that another one issued, and where the reference leads them."""
-        expected: list[tuple[RequestRecord | Job, _Standing]] = []
+        expected: list[tuple[RequestRecord | Copy, _Standing]] = []
         # A birth is no row of the tables, also where an id is used again.
         if isinstance(event, RequestEvent) and type(event) is not RequestArrived:
             record = self.projections.tracker.get(event.request_id)
@@ -278,14 +278,14 @@ class Replay:
                 expected.append((record, _walked(reference, event, record)))
         job_ids = (event.job_id,) if type(event) in _OF_A_JOB else ()
         for job_id in event.job_ids if type(event) is TransferReported else job_ids:
-            job = self.projections.transfers.get(job_id)
+            job = self.projections.jobs.get(job_id)
             if job is not None:
                 expected.append((job, reference.after(trigger_of(event), _standing(job))[0]))
         return expected
 
 
-def _standing(moved: RequestRecord | Job) -> _Standing:
-    return (moved.work, moved.source) if isinstance(moved, Job) else moved.states
+def _standing(moved: RequestRecord | Copy) -> _Standing:
+    return (moved.work, moved.source) if isinstance(moved, Copy) else moved.states
 
 
 def _walked(reference: ReferenceMachine, event: RequestEvent, record: RequestRecord) -> _Standing:

@@ -18,7 +18,7 @@ import msgspec
 
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections import Projection, Projections
-from kvledger.lifecycle.projections.recency import Recency
+from kvledger.lifecycle.projections.pool import Recency
 from kvledger.lifecycle.untrusted import converted, msgpack_decoder
 
 if TYPE_CHECKING:

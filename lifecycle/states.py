@@ -29,7 +29,7 @@ class RequestState(enum.StrEnum):
     """It has blocks again and KV is coming back into them, by load or by recomputation."""
 
     FINISHED = "finished"
-    """It will not be scheduled again. It may still owe transfers, and leaves when the last is settled."""
+    """It will not be scheduled again. Copies of it may still be in flight; it leaves when the last is settled."""
 
 
 class BlocksRegion(enum.StrEnum):

@@ -270,7 +270,7 @@ GATING = Gating(
     # A preemption that is refused counts, and begins another generation: vLLM counts it too, and what was issued for
     # the life before is stale. A lookup that is refused takes no blocks away: who computes owns what it owned.
     closed_fold={
-        "blocks.allocated": ("obligations", "tracker"),
+        "blocks.allocated": ("owed", "tracker"),
         "blocks.observed": ("tracker",),
         "request.preempted": ("tracker",),
         "session.continued": ("tracker",),

@@ -56,7 +56,7 @@ def _request_fields(record: RequestRecord, projections: Projections) -> dict[str
         "pending_answer": None if pending is None else plain(pending),
         "jobs": [
             {"job_id": job.job_id, "kind": job.kind.value, "block_ids": list(job.block_ids), "slots": list(job.slots)}
-            for job in projections.transfers
+            for job in projections.jobs
             if job.ordinal == record.ordinal
         ],
     }
@@ -81,9 +81,9 @@ def _request_row(request: dict[str, Any]) -> list[str]:
 def _show_cache(output: Output, projections: Projections) -> None:
     slots = projections.chunks.slots
     output.field("host pool", f"{slots.num_slots - slots.num_free} of {slots.num_slots} slots in use")
-    output.field("chunks", f"{len(projections.chunks)} can be loaded, reset epoch {projections.transfers.epoch}")
-    output.field("jobs", f"{plural(len(projections.transfers), 'job')} in flight")
-    for job in projections.transfers:
+    output.field("chunks", f"{len(projections.chunks)} can be loaded, reset epoch {projections.jobs.epoch}")
+    output.field("jobs", f"{plural(len(projections.jobs), 'job')} in flight")
+    for job in projections.jobs:
         output.line(f"  {job.kind} {job.job_id} of {job.request_id}, {plural(len(job.block_ids), 'block')}")
     counted = {name: value for name, value in attrs.asdict(projections.totals.figures).items() if value}
     output.field("totals", ", ".join(f"{name} {value}" for name, value in counted.items()) or "nothing yet")

@@ -151,7 +151,7 @@ class Counting:
         if wanted is None:
             return True
         if isinstance(event, e.TransferReported):
-            jobs = filter(None, map(self._projections.transfers.get, event.job_ids))
+            jobs = filter(None, map(self._projections.jobs.get, event.job_ids))
             return any(job.request_id == wanted for job in jobs)
         return getattr(self._projections.lookups.in_full(event), "request_id", None) == wanted
 
@@ -169,7 +169,7 @@ class Counting:
         self._statistics.num_tokens_scheduled += event.num_scheduled_tokens
 
     def _count_report(self, event: e.TransferReported) -> None:
-        job = next(filter(None, map(self._projections.transfers.get, event.job_ids)), None)
+        job = next(filter(None, map(self._projections.jobs.get, event.job_ids)), None)
         if job is not None and event.duration_ns:  # nobody says how long it took in a log of another connector
             name = "load_time_ns" if job.kind == "load" else "save_time_ns"
             self._statistics.percentiles[name].add(event.duration_ns)

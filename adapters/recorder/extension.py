@@ -67,7 +67,7 @@ def _load(turn: Turn, event: e.BlocksAllocated) -> None:
     turn.decide(
         e.LoadIssued(
             *turn.record.life,
-            turn.projections.transfers.next_job_id,
+            turn.projections.jobs.next_job_id,
             first_token,
             num_tokens,
             (NO_SLOT,) * len(block_ids),

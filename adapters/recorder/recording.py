@@ -287,7 +287,7 @@ class Recording:
             self._notice.load_errors(reported.invalid_block_ids, tuple(self._requests.values()))
         failed_requests, failed_blocks = set(reported.failed_recving), set(reported.invalid_block_ids)
         within = self._loads_of_steps.popleft() if self._loads_of_steps else ()
-        for job in tuple(self._projections.transfers):
+        for job in tuple(self._projections.jobs):
             is_reported = job.request_id in reported.finished_recving or job.request_id in failed_requests
             if job.job_id in within or (job.is_async and is_reported):
                 has_failed = job.request_id in failed_requests or not failed_blocks.isdisjoint(job.block_ids)

@@ -208,8 +208,8 @@ class ConnectorUnderTest(SchedulerHalf):
         steps: Iterable[e.StepReported] = (),
     ) -> None:
         """What the workers report; the requests, by ordinal, whose end they report to vLLM; and whose output it is."""
-        to_report = self.connector.scheduler_side.journal.obligations.state.to_report
-        finished = {to_report[ordinal] for ordinal in reported if ordinal in to_report}
+        owed = self.connector.scheduler_side.journal.owed.state
+        finished = {owed.ends[ordinal].request_id for ordinal in reported if ordinal in owed.to_report}
         received = finished & self.requests.keys()  # their load failed; of the others nothing is read any more
         for request_id in received:
             self.requests[request_id].status = RequestStatus.WAITING_FOR_REMOTE_KVS

@@ -62,7 +62,7 @@ class CoreRun(Run):
         if not to_vllm(recorded):
             return self._ledger.ready(Channel.WORKERS).delivered()
         ready = self._ledger.ready(Channel.VLLM)
-        ended = self._ledger.projections.obligations.state.to_report
+        ended = self._ledger.projections.owed.state.to_report
         return ready._replace(reported=tuple(ordinal for ordinal in recorded.reported if ordinal in ended)).delivered()
 
     def _adapted(self, event: e.Event) -> e.Event | None:

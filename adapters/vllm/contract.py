@@ -29,7 +29,7 @@ replaced by the safe one, a job is not handed out and what it promised is report
 `reset_cache`, `has_pending_push_work` (S)
   - a bool; the latter True for no longer than a copy may be silent
 
-The ends are kept to in `lifecycle/projections/obligations.py`; what is decided is judged by the functions below. They
+The ends are kept to in `lifecycle/projections/owed.py`; what is decided is judged by the functions below. They
 look at observations and at what is saved, and return the breach in words, or "".
 """
 

@@ -32,7 +32,7 @@ class DigestedPages:
     """Of the slots: 0 none, 1 all."""
 
     def __init__(self, projections: Projections) -> None:
-        self._transfers = projections.transfers
+        self._jobs = projections.jobs
         self._geometry = projections.geometry
         self._num_groups = len(projections.configuration.windows)
 
@@ -64,7 +64,7 @@ class DigestedPages:
     def events(self, reports: Iterable[JobReport], time_ns: int) -> Iterator[e.PagesDigested]:
         """What the workers have found, one event for blocks in a row; nothing of jobs that are settled already."""
         for rank, digested in [(report.rank, digested) for report in reports for digested in report.digested]:
-            job = self._transfers.get(digested.job_id)
+            job = self._jobs.get(digested.job_id)
             if job is None:
                 continue
             for group, run in self._runs(digested):

@@ -49,7 +49,7 @@ class Journal:
         self.log = log
         self.configuration = configuration
         self.projections = self.ledger.projections
-        self.obligations = self.projections.obligations
+        self.owed = self.projections.owed
         self.tracker = self.projections.tracker
         self.is_disabled = False
         self.figures_changed = True
@@ -75,11 +75,11 @@ class Journal:
 
         Where nothing is decided any more a job is waited for as long as it may be silent, and no longer.
         """
-        if self.obligations.is_owing:
+        if self.owed.is_owing:
             return True
         if not self.is_disabled:
-            return len(self.projections.transfers) > 0
-        return self.obligations.is_waiting and not self._is_overdue
+            return len(self.projections.jobs) > 0
+        return self.owed.is_waiting and not self._is_overdue
 
     @property
     def is_whole(self) -> bool:
@@ -203,7 +203,7 @@ class Journal:
         else:
             self.is_written = not self.is_behind()
         if not self.is_written:
-            for job in self.obligations.issued_since(first_sequence):
+            for job in self.owed.issued_since(first_sequence):
                 is_promised = self.loads_must_not_fail and isinstance(job, e.LoadIssued) and not job.is_async
                 if not is_promised:
                     self._withhold_job(job, e.Withheld.UNWRITTEN, NOT_WRITTEN)
@@ -245,7 +245,7 @@ class Journal:
         self.messages.error(
             "the ledger is corrupt, caching is off: restart the engine when it suits, and report it with this log"
         )
-        for job in self.obligations.issued_since(0):
+        for job in self.owed.issued_since(0):
             if not (isinstance(job, e.LoadIssued) or (isinstance(job, e.SaveIssued) and job.is_async)):
                 self._withhold_job(job, e.Withheld.HOOK_FAILED, "the ledger is corrupt")
 
@@ -269,7 +269,6 @@ class Journal:
         """
         self._num_steps_disabled += 1
         if self._is_overdue:
-            for job_id, job in list(self.obligations.state.in_flight.items()):
-                self._fail(
-                    job_id, job.request_id, e.Withheld.OVERDUE, "nobody reported it, and nothing is decided any more"
-                )
+            for copy in self.owed.under_way():
+                error = "nobody reported it, and nothing is decided any more"
+                self._fail(copy.job_id, copy.request_id, e.Withheld.OVERDUE, error)

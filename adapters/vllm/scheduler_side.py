@@ -354,9 +354,9 @@ class SchedulerSide:
         self.ids.forget(self._is_known)
 
     def _is_known(self, request_id: str) -> bool:
-        obligations = self.journal.obligations
+        owed = self.journal.owed
         is_alive = request_id in self._requests or self._tracker.get(request_id) is not None
-        return is_alive or obligations.is_named(request_id)
+        return is_alive or owed.is_named(request_id)
 
     @guarded(default=None, hook_name="update_connector_output")
     def _refuse_early_ends(self, connector_output: KVConnectorOutput) -> None:
@@ -368,14 +368,14 @@ class SchedulerSide:
         early_receipts = {
             request_id: life
             for request_id in connector_output.finished_recving or ()
-            if (life := self.journal.obligations.early_receipt(logged := self.ids.logged(request_id))) != e.NO_LIFE
+            if (life := self.journal.owed.early_receipt(logged := self.ids.logged(request_id))) != e.NO_LIFE
             or self._is_present(logged)
             or self._is_gone(logged, request_id)
         }
         early_releases = {
             request_id: life
             for request_id in connector_output.finished_sending or ()
-            if (life := self.journal.obligations.early_release(logged := self.ids.logged(request_id))) != e.NO_LIFE
+            if (life := self.journal.owed.early_release(logged := self.ids.logged(request_id))) != e.NO_LIFE
             or logged in self._requests
             or self._is_gone(logged, request_id)
         }
@@ -412,9 +412,9 @@ class SchedulerSide:
     @guarded(default=_NOBODY, hook_name="update_connector_output")
     def _end_waiting(self, connector_output: KVConnectorOutput) -> tuple[str, ...]:
         """Requests whose load has arrived; others are reported by the workers."""
-        ready, obligations = self.ledger.ready(Channel.VLLM), self.journal.obligations
+        ready, owed = self.ledger.ready(Channel.VLLM), self.journal.owed
         finished = (*(connector_output.finished_recving or ()), *(connector_output.finished_sending or ()))
-        self._advance(ready._replace(reported=obligations.reported(map(self.ids.logged, finished))))
+        self._advance(ready._replace(reported=owed.reported_to_vllm(map(self.ids.logged, finished))))
         return self.ids.all_given(ready.received.values())
 
     @guarded(default=None, hook_name="update_connector_output")
@@ -457,7 +457,7 @@ class SchedulerSide:
             copied = (report.job_ids, report.is_repeated, report.moments)
             by_copy.setdefault(copied, {}).setdefault(report.rank, report)
         for (job_ids, is_repeated, moments), by_rank in by_copy.items():
-            if self.journal.is_disabled and not self.journal.obligations.is_waiting:
+            if self.journal.is_disabled and not self.journal.owed.is_waiting:
                 return
             reports = by_rank.values()
             reported = e.TransferReported(
@@ -492,7 +492,7 @@ class SchedulerSide:
         """What a copy moved for each of its jobs: all pages are of one size."""
         if len(job_ids) == 1:
             return (num_bytes,)
-        jobs = map(self._projections.transfers.get, job_ids)
+        jobs = map(self._projections.jobs.get, job_ids)
         num_pages = [0 if job is None else len(job.slots) - job.slots.count(NO_SLOT) for job in jobs]
         return tuple([num_bytes * num // (sum(num_pages) or 1) for num in num_pages])
 
@@ -511,20 +511,20 @@ class SchedulerSide:
     def request_finished(self, request: Request, num_blocks: int) -> tuple[bool, None]:
         """The request ends. Its blocks may be freed now, unless an asynchronous copy out of them runs."""
         request = self.ids.of(request)
-        life = self.journal.obligations.present(request.request_id)
+        life = self.journal.owed.present(request.request_id)
         if not self._finish(request, num_blocks):
             self._finish(request, 0)  # with nothing to save, so that at least nobody remembers it for ever
         if self._requests.pop(request.request_id, None) is not None and num_blocks:
             self._ended_with_blocks.append(request.request_id)
         self.ids.ended(request)
-        is_held = self.journal.obligations.is_held(life)  # and what is withheld by the commit is reported as sent
+        is_held = self.journal.owed.is_held(life)  # and what is withheld by the commit is reported as sent
         self.journal.commit()
         return is_held, None
 
     @guarded(default=False, hook_name="request_finished")
     def _finish(self, request: Request, num_blocks: int) -> bool:
         if self.journal.is_disabled:
-            if self.journal.obligations.is_waiting:
+            if self.journal.owed.is_waiting:
                 status, num_tokens = request.status.name, request.num_tokens
                 self.journal.observe(e.RequestFinished(request.request_id, status, 0, num_tokens, self.journal.now()))
             return True
@@ -607,7 +607,7 @@ class SchedulerSide:
     @guarded(default=False)
     def has_pending_block_frees(self) -> bool:
         """Whether vLLM had better wait a step for blocks that are coming back than preempt a request for them."""
-        return self.journal.obligations.is_freeing
+        return self.journal.owed.is_freeing
 
     @guarded(default=None)
     def shutdown(self) -> None:

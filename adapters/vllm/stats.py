@@ -126,7 +126,7 @@ class StatsSource:
             "num_chunks_cached": len(projections.chunks),
             "num_slots_used": slots.num_slots - slots.num_free,
             "num_slots": slots.num_slots,
-            "num_jobs_in_flight": len(projections.transfers),
+            "num_jobs_in_flight": len(projections.jobs),
             "num_log_events_waiting": 0 if store is None else store.num_events_backlogged,
             LAST_WRITTEN: 0 if store is None else store.last_written_unix_ns,
             "is_disabled": int(self._side.journal.is_disabled),

@@ -13,14 +13,14 @@ from kvledger.lifecycle.audit.model.records import NEVER, Answer, Departed, InFl
 from kvledger.lifecycle.audit.model.start import Measured, Start
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.projections import Projections, token_costs
+from kvledger.lifecycle.projections.copies import Copy, CopyKind
 from kvledger.lifecycle.projections.request_record import RequestRecord
-from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.states import CurrentRegion, FirstRegion, SourceRegion, TrustRegion, WorkRegion
 
 
 def taken_over(projections: Projections) -> Start:
     """A copy of all that the audit's model has to know."""
-    tracker, transfers, chunks = projections.tracker, projections.transfers, projections.chunks
+    tracker, jobs, chunks = projections.tracker, projections.jobs, projections.chunks
     records = list(tracker)
     tails = {record.ordinal: record.tail for record in records}
     of_extensions = {name for extension in projections.tables.extensions for name in extension.projections}
@@ -37,10 +37,10 @@ def taken_over(projections: Projections) -> Start:
             for each in records
             if each.window_freed_before_step is not None
         },
-        jobs=[_in_flight(job) for job in transfers],
-        given_up=[_in_flight(job) for job in transfers.state.given_up.values()],
-        last_job_id=transfers.next_job_id - 1,
-        epoch=transfers.epoch,
+        jobs=[_in_flight(job) for job in jobs],
+        given_up=[_in_flight(job) for job in jobs.given_up.values()],
+        last_job_id=jobs.next_job_id - 1,
+        epoch=jobs.epoch,
         committed=dict(chunks.state.committed),
         by_age=list(chunks.state.by_age),
         departed={key: Departed(why.reason.value, why.sequence) for key, why in chunks.state.departed.items()},
@@ -97,14 +97,14 @@ def _measured(costs: token_costs.State) -> Measured:
     )
 
 
-def _in_flight(job: Job) -> InFlight:
+def _in_flight(job: Copy) -> InFlight:
     return InFlight(
         0,
         job.job_id,
         job.request_id,
         job.ordinal,
         job.generation,
-        job.kind is JobKind.LOAD,
+        job.kind is CopyKind.LOAD,
         job.is_async,
         job.chunks,
         job.keys,

@@ -49,7 +49,7 @@ def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:
         request_id=request.request_id,
         ordinal=request.ordinal,
         generation=request.generation,
-        job_id=projections.transfers.next_job_id,
+        job_id=projections.jobs.next_job_id,
         first_token=first_token,
         num_tokens=num_tokens,
         slots=slots,

@@ -31,8 +31,8 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions.windows import last_boundary
 from kvledger.lifecycle.events import MissReason
 from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections.copies import Copy, CopyKind
 from kvledger.lifecycle.projections.request_record import RequestRecord, Tail
-from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.states import FirstRegion, RequestState, TrustRegion
 from kvledger.lifecycle.turn import Turn
 
@@ -76,7 +76,7 @@ def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -
     if has_windows:
         hit = _within_windows(hit, request, projections)
     end_token, awaited = hit.end_token, hit.awaited if awaits_saves else None
-    if projections.transfers.async_loads and end_token > num_computed_tokens:
+    if projections.jobs.async_loads and end_token > num_computed_tokens:
         shared = shared_load(end_token, num_computed_tokens, request, projections)
         deferred = None if shared is None else _deferred(turn, event, shared.job_id, is_shared=True)
         if deferred is not None:
@@ -146,7 +146,7 @@ def _find_hit(event: e.LookupRequested, request: RequestRecord, projections: Pro
 def _hit_before(key: bytes, num_tokens: int, end_token: int, projections: Projections) -> _Hit:
     """The hit that ends before the chunk with this key, with the reason why that chunk is not in the host pool."""
     if projections.chunks.is_saving(key):
-        save = projections.transfers.saving(key)
+        save = projections.jobs.saving(key)
         if save is None:
             return _Hit(num_tokens, end_token, MissReason.SAVING)
         end_of_save = (save.chunks[-1] + 1) * projections.configuration.chunk_size
@@ -215,7 +215,7 @@ def _within_windows(hit: _Hit, request: RequestRecord, projections: Projections)
     if end_token == hit.end_token:
         return hit
     # A save of this request may bring what is missing; no other request's save does.
-    saves = [job for job in projections.transfers.of_life(request.ordinal) if job.kind is JobKind.SAVE]
+    saves = [job for job in projections.jobs.of_life(request.ordinal) if job.kind is CopyKind.SAVE]
     awaited = hit.awaited or (_Awaited(saves[-1].job_id, hit.end_token) if saves else None)
     return replace(hit, end_token=end_token, reason=MissReason.WINDOW, reason_sequence=0, awaited=awaited)
 
@@ -223,20 +223,20 @@ def _within_windows(hit: _Hit, request: RequestRecord, projections: Projections)
 # --- loads of other requests -------------------------------------------------------------------
 
 
-def _load_of_another(request: RequestRecord, projections: Projections) -> Job | None:
+def _load_of_another(request: RequestRecord, projections: Projections) -> Copy | None:
     """Return a load of another request that is in flight. With windows, no load begins before it is done.
 
     vLLM 0.32 underestimates what a request that was loaded still needs: it counts the null blocks of its windows as
     blocks (`v1/core/single_type_kv_cache_manager.py`, get_num_blocks_to_allocate). Several of them could hold the whole
     pool and wait for one another for ever.
     """
-    loads = (job for job in projections.transfers if job.kind is JobKind.LOAD and job.ordinal != request.ordinal)
+    loads = (job for job in projections.jobs if job.kind is CopyKind.LOAD and job.ordinal != request.ordinal)
     return next(loads, None)
 
 
 def shared_load(
     end_token: int, num_computed_tokens: int, request: RequestRecord, projections: Projections
-) -> Job | None:
+) -> Copy | None:
     """Return another request's load that brings blocks which this request would load, or None.
 
     A burst of requests with one long prefix would load it once for each of them and fill the device with copies
@@ -256,7 +256,7 @@ def shared_load(
     if not projections.configuration.awaits_shared_loads:
         return None
     best, best_end = None, num_computed_tokens
-    for load in projections.transfers.async_loads.values():
+    for load in projections.jobs.async_loads.values():
         if load.ordinal != request.ordinal and _will_be_shared(load, projections):
             shared_end = min(_shared_end(load, num_computed_tokens, request, projections), end_token)
             if shared_end > best_end:
@@ -264,19 +264,19 @@ def shared_load(
     return best
 
 
-def _will_be_shared(load: Job, projections: Projections) -> bool:
+def _will_be_shared(load: Copy, projections: Projections) -> bool:
     """Whether the load's blocks come into vLLM's prefix cache, as far as is known."""
     owner = projections.tracker.of(load.ordinal)
     return (
         not load.ranks_failed
-        and projections.transfers.is_current(load)
+        and projections.jobs.is_current(load)
         and owner is not None
         and owner.generation == load.generation
         and owner.state is not RequestState.FINISHED  # vLLM frees the blocks of an aborted request
     )
 
 
-def _shared_end(load: Job, num_computed_tokens: int, request: RequestRecord, projections: Projections) -> int:
+def _shared_end(load: Copy, num_computed_tokens: int, request: RequestRecord, projections: Projections) -> int:
     """Return the tokens up to where the load brings what the request lacks, in whole blocks; 0 if it brings nothing."""
     geometry, keys = projections.geometry, request.keys
     first = num_computed_tokens // geometry.chunk_size

@@ -7,7 +7,7 @@ request make progress; the last settled copy lets a finished request be forgotte
 from __future__ import annotations
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.transfers import Job, JobKind
+from kvledger.lifecycle.projections.copies import Copy, CopyKind
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.states import BlocksRegion, TrustRegion
 from kvledger.lifecycle.turn import EngineTurn, Turn
@@ -26,14 +26,14 @@ def report_progress(turn: Turn) -> None:
 
 def release_if_settled(turn: Turn) -> None:
     """Release a finished request that has no copy in flight."""
-    if not turn.projections.transfers.owes(turn.record.ordinal):
+    if not turn.projections.jobs.owes(turn.record.ordinal):
         turn.decide(e.RequestReleased(*turn.record.life, turn.cause))
 
 
 # --- of a copy ---------------------------------------------------------------------------------
 
 
-def check_report(turn: EngineTurn, event: e.TransferReported, job_id: int, job: Job | None) -> None:
+def check_report(turn: EngineTurn, event: e.TransferReported, job_id: int, job: Copy | None) -> None:
     """Record a broken rule if the report is from a rank that does not exist, or repeats one, or is about no copy.
 
     The report itself is harmless. The first report of a rank about a save that was given up comes late; the slots of
@@ -53,48 +53,48 @@ def check_report(turn: EngineTurn, event: e.TransferReported, job_id: int, job: 
         detail = f"job {job_id} was reported by ranks {sorted(job.repeated_ranks)}, which had done so before"
     elif job is not None or event.is_repeated:
         return
-    elif job_id < projections.transfers.next_job_id:
+    elif job_id < projections.jobs.next_job_id:
         detail = f"job {job_id} was reported, but it has been settled before"
     else:
         detail = f"job {job_id} was reported, but no such job was ever issued"
     turn.decide(e.InvariantViolated(Rule.COMPLETION_ONCE.value, "", e.NO_LIFE, e.NO_LIFE, detail, turn.cause))
 
 
-def settle(turn: EngineTurn, job: Job) -> None:
+def settle(turn: EngineTurn, job: Copy) -> None:
     """Settle a copy that every rank has reported. One failed rank fails it for all."""
     if job.ranks_failed:
         _fail(turn, job, job.error, quiet=True)
-    elif job.is_doubtful or (job.kind is JobKind.SAVE and turn.projections.transfers.relies_on_load(job)):
+    elif job.is_doubtful or (job.kind is CopyKind.SAVE and turn.projections.jobs.relies_on_load(job)):
         _fail(turn, job, "its blocks turned out not to hold what they should", quiet=True)
     else:
-        completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted
+        completed = e.LoadCompleted if job.kind is CopyKind.LOAD else e.SaveCompleted
         turn.decide(completed(*job.life, job.job_id, turn.cause))
 
 
-def ask_after(turn: EngineTurn, job: Job, *, before_forward: bool) -> None:
+def ask_after(turn: EngineTurn, job: Copy, *, before_forward: bool) -> None:
     """Let the workers finish the copy and report it, once more if need be."""
     turn.decide(e.TransferAwaited(*job.life, job.job_id, before_forward, turn.cause))
 
 
-def give_up_unfenced(turn: EngineTurn, job: Job) -> None:
+def give_up_unfenced(turn: EngineTurn, job: Copy) -> None:
     """Fail a save out of blocks that a step took without waiting for it; a worker may still write its slots."""
     _fail(turn, job, "a step took its blocks without waiting for it", quiet=False)
 
 
-def give_up_silent(turn: EngineTurn, job: Job) -> None:
+def give_up_silent(turn: EngineTurn, job: Copy) -> None:
     """Fail a copy that a rank has not reported although asked, so that nothing waits for ever."""
     detail = f"job {job.job_id} was not reported, although it was asked after"
     turn.decide(e.InvariantViolated(Rule.LIVENESS.value, *job.life, detail, turn.cause))
     _fail(turn, job, detail, quiet=False)
 
 
-def _fail(turn: EngineTurn, job: Job, error: str, *, quiet: bool) -> None:
+def _fail(turn: EngineTurn, job: Copy, error: str, *, quiet: bool) -> None:
     """Fail a copy. A failed load taints its chunks, and too many failed loads quarantine the request.
 
     With `quiet`, no rank touches the slots of the copy any more.
     """
     projections, cause = turn.projections, turn.cause
-    if job.kind is JobKind.SAVE:
+    if job.kind is CopyKind.SAVE:
         turn.decide(e.SaveFailed(*job.life, job_id=job.job_id, error=error, quiet=quiet, cause=cause))
         return
     turn.decide(e.LoadFailed(*job.life, job_id=job.job_id, error=error, cause=cause))

@@ -22,7 +22,7 @@ from kvledger.lifecycle.decisions.reports import ask_after
 from kvledger.lifecycle.decisions.windows import SavablePages
 from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
 from kvledger.lifecycle.geometry import Geometry, blocks_at
-from kvledger.lifecycle.projections.chunk_index import ChunkIndex
+from kvledger.lifecycle.projections.pool import Pool
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
 from kvledger.lifecycle.rules import Rule
@@ -132,7 +132,7 @@ def save_on_finish(turn: Turn, event: e.RequestFinished) -> None:
     Blocks that a copy still reads are kept from being freed.
     """
     request, projections = turn.record, turn.projections
-    if projections.transfers.is_loading_async(request.ordinal, request.generation):
+    if projections.jobs.is_loading_async(request.ordinal, request.generation):
         return
     if not _is_doubtful(request, turn.before.current):
         table, num_written_tokens = request.lost_block_ids or (), _num_written_tokens(turn, event)
@@ -140,13 +140,13 @@ def save_on_finish(turn: Turn, event: e.RequestFinished) -> None:
         is_async = projections.configuration.async_saves and savable is None
         source = Source(table, savable, num_written_tokens, request.generation, is_async=is_async, is_lost=not is_async)
         save_from(turn, source, 0)
-    if projections.transfers.reads_blocks_of(request.ordinal):
+    if projections.jobs.reads_blocks_of(request.ordinal):
         turn.decide(e.BlocksHeld(*request.life, turn.cause))
 
 
 def fence_saves(turn: Turn) -> None:
     """Let the next step wait for copies out of blocks that it may overwrite."""
-    for job in turn.projections.transfers.reads_blocks_of(turn.record.ordinal):
+    for job in turn.projections.jobs.reads_blocks_of(turn.record.ordinal):
         ask_after(turn, job, before_forward=True)
 
 
@@ -190,7 +190,7 @@ def _num_written_tokens(turn: Turn, event: e.RequestFinished) -> int:
 
 def plan_save(
     request: RequestRecord,
-    pool: ChunkIndex,
+    pool: Pool,
     geometry: Geometry,
     unfilled: UnfilledBlocks,
     source: Source,
@@ -218,7 +218,7 @@ def plan_save(
 
 
 def _missing_pages(
-    keys: Sequence[bytes], pool: ChunkIndex, geometry: Geometry, savable: SavablePages, chunks: Iterable[int]
+    keys: Sequence[bytes], pool: Pool, geometry: Geometry, savable: SavablePages, chunks: Iterable[int]
 ) -> Mapping[int, Sequence[int]]:
     """Chunk -> its pages that are not stored and can be, ascending; chunks that need none are left out.
 
@@ -237,9 +237,7 @@ def _missing_pages(
     return missing
 
 
-def _save_what_fits(
-    missing: Mapping[int, Sequence[int]], pool: ChunkIndex, own_keys: Iterable[bytes]
-) -> Save | Declined:
+def _save_what_fits(missing: Mapping[int, Sequence[int]], pool: Pool, own_keys: Iterable[bytes]) -> Save | Declined:
     """Plan to save as many chunks as there is room for, from the first on; `missing`: chunk -> its pages to copy."""
     room = pool.room(frozenset(own_keys))  # the request's beginning is worth more than its end
     chunks: list[int] = []
@@ -259,7 +257,7 @@ def _save_what_fits(
 
 
 def plan_tail(
-    request: RequestRecord, pool: ChunkIndex, geometry: Geometry, unfilled: UnfilledBlocks, source: Source
+    request: RequestRecord, pool: Pool, geometry: Geometry, unfilled: UnfilledBlocks, source: Source
 ) -> TailSave | Declined | None:
     """Plan to save the tokens after the last whole chunk.
 
@@ -321,7 +319,7 @@ def _decide_save(turn: Turn, source: Source, save: Save) -> None:
         request.request_id,
         request.ordinal,
         source.generation,
-        projections.transfers.next_job_id,
+        projections.jobs.next_job_id,
         tuple(save.chunks),
         slots,
         block_ids,
@@ -350,7 +348,7 @@ def save_tail_from(turn: Turn, source: Source) -> None:
             request.request_id,
             request.ordinal,
             source.generation,
-            projections.transfers.next_job_id,
+            projections.jobs.next_job_id,
             tail.first_token,
             tail.num_tokens,
             _with_gaps(pages, tail.pages, slots, NO_SLOT),

@@ -18,32 +18,41 @@ import msgspec
 
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.errors import suppressed
-from kvledger.lifecycle.events import Event, RequestDecision, RequestEvent, StepScheduled, trigger_of
+from kvledger.lifecycle.events import (
+    Event,
+    LoadCompleted,
+    LoadFailed,
+    RequestDecision,
+    RequestEvent,
+    SaveCompleted,
+    SaveFailed,
+    StepScheduled,
+    trigger_of,
+)
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.machine import Tables
 from kvledger.lifecycle.projections.base import NOBODY, Before, Fold, Projection, Subject
-from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.extensions import Extensions
-from kvledger.lifecycle.projections.host_slots import HostSlots
+from kvledger.lifecycle.projections.jobs import Jobs
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
-from kvledger.lifecycle.projections.obligations import Obligations
+from kvledger.lifecycle.projections.owed import Owed
+from kvledger.lifecycle.projections.pool import Pool
 from kvledger.lifecycle.projections.request_record import RequestRecord
+from kvledger.lifecycle.projections.slots import HostSlots
 from kvledger.lifecycle.projections.sub_states import SubStates
 from kvledger.lifecycle.projections.token_costs import TokenCosts
 from kvledger.lifecycle.projections.totals import Totals
 from kvledger.lifecycle.projections.tracker import RequestTracker
-from kvledger.lifecycle.projections.transfers import Transfers
 
 __all__ = ["CORE_PROJECTIONS", "Fold", "Projection", "ProjectionSpec", "Projections", "is_reserved"]
 
-OWED = ("obligations",)
+OWED = ("owed",)
 """First phase: what is owed, so that it is known whatever fails after it. It asks no other projection."""
 RECORDS = ("extensions", "sub_states", "totals", "tracker")
 """Second phase: one record for each request. `sub_states` and `totals` ask for the state that a request was in, so they
 fold before `tracker`, which moves it."""
-IMAGES = ("slots", "lookups", "chunks", "costs", "transfers")
-"""Third phase: what follows from the records. `chunks` asks what a settled copy has copied, so it folds before
-`transfers`, which forgets the copy."""
+IMAGES = ("slots", "jobs", "lookups", "chunks", "costs")
+"""Third phase: what follows from the records."""
 CORE_PROJECTIONS = (*OWED, *RECORDS, *IMAGES)
 """The projections of the core, in the order in which they fold. Those of extensions follow, as they were declared.
 
@@ -64,6 +73,7 @@ class ProjectionSpec:
     """Given those of the core, and those of extensions that were declared before it."""
 
 
+_SETTLING = (LoadCompleted, LoadFailed, SaveCompleted, SaveFailed)
 Find = Callable[[Any], Subject]
 Kept = Callable[["Projections"], Collection[bytes]]
 """Returns the keys of chunks that an extension wants to be evicted after all others."""
@@ -109,23 +119,23 @@ class Projections:
         self.tables = tables
         self.configuration = configuration
         self.geometry = Geometry(configuration.block_size, configuration.chunk_size, configuration.windows)
-        self.obligations = Obligations(configuration.num_ranks)
+        self.owed = Owed(tables, configuration.num_ranks)
         self.extensions = Extensions({each.name: each.version for each in tables.extensions}, self.forget)
         self.slots = HostSlots(configuration.num_slots)
         self.tracker = RequestTracker(tables, configuration, self.geometry, self.slots)
         self.sub_states = SubStates(tables, self.tracker, self.extensions)
-        self.transfers = Transfers(self.tracker, self.geometry, tables, configuration.num_ranks)
-        self.chunks = ChunkIndex(
+        self.jobs = Jobs(self.owed, self.tracker, self.geometry)
+        self.chunks = Pool(
             self.tracker,
             self.geometry,
             self.slots,
-            self.transfers,
+            self.jobs,
             keep_for_preempted=configuration.keep_for_preempted,
             kept_last=self.kept_last,
         )
         self.lookups = LookupCache(self.tracker, configuration.chunk_size, self.chunks, self.fold)
         self.costs = TokenCosts(self.tracker)
-        self.totals = Totals(self.tracker, self.transfers)
+        self.totals = Totals(self.tracker, self.jobs)
         self._keepers = keepers
         self._extension_of = {name: each.name for each in tables.extensions for name in each.projections}
         names = [name for name in CORE_PROJECTIONS if only is None or name in only]
@@ -141,7 +151,7 @@ class Projections:
     def _routes_by_class(self) -> dict[type[Event], _Route]:
         """How the events of each class are folded, decided once."""
         folds_of = {name: self._folds_of(name) for name in self._order}
-        owed = folds_of.pop("obligations", {})
+        owed = folds_of.pop("owed", {})
         routes: dict[type[Event], _Route] = {}
         for event_class in self.tables.events.values():
             closed = self.tables.gating.closed_fold.get(event_class.id, ())
@@ -150,7 +160,7 @@ class Projections:
                 self._finder(event_class),
                 _Folds(owed.get(event_class), tuple(others.values())),
                 _Folds(
-                    owed.get(event_class) if "obligations" in closed else None,
+                    owed.get(event_class) if "owed" in closed else None,
                     tuple(fold for name, fold in others.items() if name in closed),
                 ),
             )
@@ -164,7 +174,7 @@ class Projections:
 
     def _finder(self, event_class: type[Event]) -> Find:
         """How the subject of events of this class is found."""
-        tracker, legal = self.tracker, self.tables.legal
+        tracker, jobs, legal = self.tracker, self.jobs, self.tables.legal
         only_trigger = "" if event_class.variants else event_class.id
         """Empty if the class has several."""
         may_refuse = self.tables.may_refuse(event_class)
@@ -189,6 +199,13 @@ class Projections:
             )
             return Subject(request, request, trigger, before, is_refused)
 
+        def settled(event: LoadCompleted | LoadFailed | SaveCompleted | SaveFailed) -> Subject:
+            request, copy = tracker.of(event.ordinal), jobs.get(event.job_id)
+            current = None if request is None or request.generation != event.generation else request
+            return Subject(request, current, only_trigger or trigger_of(event), copy=copy)
+
+        if event_class in _SETTLING:
+            return settled
         if issubclass(event_class, RequestDecision):
             return decided
         if issubclass(event_class, RequestEvent):
@@ -218,7 +235,7 @@ class Projections:
         for fold in others:
             fold(event, sequence, subject)
 
-    def fold_obligations(self, event: Event, sequence: int) -> None:
+    def fold_owed(self, event: Event, sequence: int) -> None:
         """Fold one event for what is owed, and for nothing else: where the others cannot be relied on any more."""
         owed = self._routes[type(event)].folds.owed
         if owed is not None:

@@ -9,6 +9,7 @@ import msgspec
 
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.marks import marked
+from kvledger.lifecycle.projections.copies import Copy
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
 
@@ -45,6 +46,8 @@ class Subject(msgspec.Struct, frozen=True, gc=False):
     """Whether the states of the request refuse the observation. Only the closed part of the gating is folded then."""
     refused_rows: Mapping[int, Before] = MappingProxyType({})
     """Ordinal → states of requests that a step schedules although their states refuse that. The step is folded."""
+    copy: Copy | None = None
+    """The copy that the event settles; None if it is not in flight, and for other events."""
 
 
 NOBODY = Subject()

@@ -14,7 +14,7 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections.base import Projection, Subject
-from kvledger.lifecycle.projections.chunk_index import ChunkIndex
+from kvledger.lifecycle.projections.pool import Pool
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.ranges import Count, Generation, Int64, Ordinal
@@ -65,13 +65,13 @@ class LookupCache(Projection):
         self,
         tracker: RequestTracker,
         chunk_size: int,
-        chunk_index: ChunkIndex,
+        pool: Pool,
         fold: Callable[[e.Event, int], None],
     ) -> None:
         self._fold = fold
         self._tracker = tracker
         self._chunk_size = chunk_size
-        self._chunk_index = chunk_index
+        self._pool = pool
         self.state = State()
         self.index()
 
@@ -88,8 +88,8 @@ class LookupCache(Projection):
         if (
             cached is not None
             and cached.generation == request.generation
-            and cached.num_removed == self._chunk_index.state.num_removed
-            and cached.num_added == self._chunk_index.state.num_added
+            and cached.num_removed == self._pool.state.num_removed
+            and cached.num_added == self._pool.state.num_added
             and cached.num_keys == len(request.keys)
         ):
             return cached.num_chunks
@@ -100,16 +100,16 @@ class LookupCache(Projection):
 
         It counts further from its own last count, and from the start only after a chunk was removed.
         """
-        keys, index = request.keys, self._chunk_index
+        keys, pool = request.keys, self._pool
         counted = self._counted.get(request.ordinal)
         start = 0
-        if counted is not None and counted.num_removed == index.state.num_removed and counted.begins(keys):
-            if counted.num_added == index.state.num_added and counted.num_keys == len(keys):
+        if counted is not None and counted.num_removed == pool.state.num_removed and counted.begins(keys):
+            if counted.num_added == pool.state.num_added and counted.num_keys == len(keys):
                 return counted.num_chunks
             start = counted.num_chunks
-        count = start + index.num_committed_from(keys[start:] if start else keys)
+        count = start + pool.num_committed_from(keys[start:] if start else keys)
         last_key = keys[count - 1] if count else b""
-        num_added, num_removed = index.state.num_added, index.state.num_removed
+        num_added, num_removed = pool.state.num_added, pool.state.num_removed
         self._counted[request.ordinal] = _Counted(count, last_key, len(keys), num_added, num_removed)
         return count
 
@@ -154,8 +154,8 @@ class LookupCache(Projection):
                 event.num_hit_tokens // self._chunk_size,
                 len(record.keys),
                 event.generation,
-                self._chunk_index.state.num_added,
-                self._chunk_index.state.num_removed,
+                self._pool.state.num_added,
+                self._pool.state.num_removed,
             )
 
     @on(e.ChunkKeysObserved)

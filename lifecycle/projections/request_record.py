@@ -86,6 +86,10 @@ class RequestRecord(msgspec.Struct):
     """How often in a row the scheduler was asked to ask again."""
     deferred_for: JobId = 0
     """The copy for which the last lookup was deferred; 0 if it was answered."""
+    pinned: tuple[bytes, ...] = ()
+    """Keys of the chunks that its pending answer promised, as it had them then. They are not evicted."""
+    wanted: tuple[bytes, ...] = ()
+    """Keys of the chunks that it was preempted with and comes back for. Other chunks are evicted before them."""
     junction: Int64 = 0
     """Tokens up to where another request's prefix reaches that a lookup could not use, because of a window; 0: none."""
 

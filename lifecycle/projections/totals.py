@@ -16,8 +16,9 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections.base import Projection, Subject
+from kvledger.lifecycle.projections.copies import CopyKind
+from kvledger.lifecycle.projections.jobs import Jobs
 from kvledger.lifecycle.projections.tracker import RequestTracker
-from kvledger.lifecycle.projections.transfers import JobKind, Transfers
 from kvledger.lifecycle.ranges import MAX_INT64, Count, Int64, JobId, LifeOrdinal, NumTokens, SumOfTokens, TimeNs
 
 
@@ -127,9 +128,9 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 class Totals(Projection):
     """Folds every event that counts into `figures`. Registered before the others, to see states as they were."""
 
-    def __init__(self, tracker: RequestTracker, transfers: Transfers) -> None:
+    def __init__(self, tracker: RequestTracker, jobs: Jobs) -> None:
         self._tracker = tracker
-        self._transfers = transfers
+        self._jobs = jobs
         self.state = State()
 
     @property
@@ -216,10 +217,10 @@ class Totals(Projection):
 
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported, _sequence: int, _subject: Subject) -> None:
-        job = next(filter(None, map(self._transfers.get, event.job_ids)), None)
+        job = next(filter(None, map(self._jobs.get, event.job_ids)), None)
         if job is None:
             return
-        figures, is_load = self.figures, job.kind is JobKind.LOAD
+        figures, is_load = self.figures, job.kind is CopyKind.LOAD
         if is_load:
             figures.num_bytes_loaded = _sum(figures.num_bytes_loaded, sum(event.num_bytes))
             figures.load_duration_ns = _sum(figures.load_duration_ns, event.duration_ns)
@@ -231,7 +232,7 @@ class Totals(Projection):
 
     @on(e.SaveCompleted)
     def _save_completed(self, event: e.SaveCompleted, _sequence: int, _subject: Subject) -> None:
-        job = self._transfers.get(event.job_id)
+        job = self._jobs.get(event.job_id)
         if job is not None:
             self.figures.num_chunks_saved += len(job.keys)
 

@@ -25,7 +25,7 @@ from kvledger.lifecycle.states import BlocksRegion, FirstRegion
 if TYPE_CHECKING:
     from kvledger.lifecycle.configuration import LedgerConfiguration
     from kvledger.lifecycle.geometry import Geometry
-    from kvledger.lifecycle.projections.host_slots import HostSlots
+    from kvledger.lifecycle.projections.slots import HostSlots
 
     _Timed = (
         e.TransferReported

@@ -131,7 +131,7 @@ class Play:
 
     def job_ids(self) -> list[int]:
         """Of the jobs in flight, and of one that never was."""
-        return [*(job.job_id for job in self.ledger.projections.transfers), 1000]
+        return [*(job.job_id for job in self.ledger.projections.jobs), 1000]
 
     def report(self) -> None:
         """All ranks have done what is in flight."""

@@ -12,7 +12,7 @@ from lifecycle_driver import Driver
 from stored_logs import tell_story, write_log
 
 from kvledger.adapters.cli.main import main
-from kvledger.lifecycle.projections.transfers import Transfers
+from kvledger.lifecycle.projections.jobs import Jobs
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 def failing_fold(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fold of a quarantine raises, as that of `stored_logs.unfoldable` did: no event is known to cause it now."""
 
-    def doubt_saves(_projection: Transfers, ordinal: int) -> None:
+    def doubt_saves(_projection: Jobs, ordinal: int) -> None:
         raise KeyError(ordinal)
 
-    monkeypatch.setattr(Transfers, "_doubt_saves", doubt_saves)
+    monkeypatch.setattr(Jobs, "_doubt_saves", doubt_saves)

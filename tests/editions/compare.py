@@ -138,11 +138,11 @@ def plain_state(projections: Any) -> Any:
         slots.num_touched,
         sorted(slots.references.items()),
         {key: (str(gone.reason), gone.sequence) for key, gone in its.chunks.state.departed.items()},
-        dict(its.chunks.state.pinned_by),
-        dict(its.chunks.state.wanted_by),
+        sorted(pair for pair in its.chunks.promised.items() if pair[1]),
+        sorted(pair for pair in its.chunks.wanted.items() if pair[1]),
     )
     snapshot = projections.snapshot()
-    same = [(name, snapshot[name]) for name in ("obligations", "transfers", "costs", "totals", "extensions")]
+    same = [(name, snapshot[name]) for name in ("costs", "extensions")]
     clock = (
         tracker.time_ns,
         tracker.num_steps,
@@ -150,7 +150,53 @@ def plain_state(projections: Any) -> Any:
         unfilled.num_failures,
         sorted(unfilled.loads.items()),
     )
-    return sorted(records.items()), blocks, pool, same, clock
+    return sorted(records.items()), blocks, pool, same, clock, plain_copies(its), plain_owed(its)
+
+
+def plain_copies(its: Any) -> Any:
+    """Copies in flight and given up."""
+    jobs = its.transfers if hasattr(its, "transfers") else its.jobs
+    given_up = jobs.state.given_up if hasattr(its, "transfers") else jobs.given_up
+    names = (
+        *("job_id", "kind", "request_id", "ordinal", "generation", "chunks", "keys", "earlier_keys", "slots"),
+        *("block_ids", "epoch", "is_async", "asked_step", "asked_ns", "work", "source", "ranks_done", "ranks_failed"),
+        *("repeated_ranks", "error", "is_doubtful"),
+    )
+
+    def plain(copy: Any) -> tuple[str, ...]:
+        return tuple(str(getattr(copy, name)) for name in names)
+
+    return [plain(copy) for copy in jobs], sorted(map(plain, given_up.values())), jobs.next_job_id, jobs.epoch
+
+
+def plain_owed(its: Any) -> Any:
+    """What is owed outside."""
+    if hasattr(its, "obligations"):
+        state = its.obligations.state
+        queues = [list(queue) for queue in (state.failed, state.sent, state.received, state.to_report)]
+        unsent, reminders = list(state.jobs.items()), list(state.awaited.items())
+        under_way, closed_at = list(state.in_flight), state.closed
+        waiting = sorted((life, max(0, job)) for life, job in state.receiving.items())
+        lives = (sorted(state.promised), waiting, sorted(state.held), sorted(state.coming_back))
+    else:
+        state = its.owed.state
+        queues = [list(queue) for queue in (state.failed, state.sent, state.received, state.to_report)]
+        unsent = [(job_id, (each.sequence, each.job)) for job_id, each in state.unsent.items()]
+        reminders = [(job_id, (each.sequence, each.awaited)) for job_id, each in state.reminders.items()]
+        under_way, closed_at = list(state.under_way), state.closed_at
+        ends = state.ends.items()
+        waiting = sorted(
+            (life, each.load_id if each.load.value == "under_way" else 0)
+            for life, each in ends
+            if each.load.value != "none"
+        )
+        lives = (
+            sorted(life for life, each in ends if each.is_promised),
+            waiting,
+            sorted(life for life, each in ends if each.blocks.value == "kept_for_copy"),
+            sorted(life for life, each in ends if each.blocks.value != "none"),
+        )
+    return state.present, unsent, reminders, under_way, queues, lives, state.block_ids, closed_at
 
 
 def state_digests(configuration: Any, events: list[Any]) -> list[str]:

@@ -517,7 +517,7 @@ def test_a_job_that_nobody_reports_is_given_up() -> None:
     assert [kinds(of_step) for of_step in decisions[4:7]] == [[], [], []]
     assert kinds(decisions[7]) == ["invariant.violated", "save.failed", "request.released"]
     assert violations(driver) == ["LIVENESS"]
-    assert len(driver.projections.transfers) == 0
+    assert len(driver.projections.jobs) == 0
 
 
 def test_a_load_that_nobody_reports_taints_its_chunks_too() -> None:
@@ -572,7 +572,7 @@ def test_the_late_word_of_each_rank_about_a_save_that_was_given_up_breaks_nothin
     driver, job_id = given_up()
     for rank, ok in ((1, False), (0, True)):
         assert driver.report(job_id, ranks=(rank,), ok=ok) == []
-    assert not driver.projections.transfers.state.given_up
+    assert not driver.projections.jobs.given_up
     assert driver.projections.chunks.slots.num_free == driver.configuration.num_slots
     assert audited(driver) == []
 
@@ -691,7 +691,7 @@ def test_two_resets_equal_one() -> None:
         driver = with_hit()
         for _ in range(num_resets):
             driver.reset()
-        driver.projections.transfers.state.epoch = driver.projections.tracker.state.time_ns = 0
+        driver.projections.jobs.state.epoch = driver.projections.tracker.state.time_ns = 0
         return dict(driver.projections.snapshot())
 
     assert believed_after(1) == believed_after(2)

@@ -64,7 +64,7 @@ class SavesTheSameSlot(Running):
 
     def tokens_settled(self, turn: Turn, _first_chunk: int, _num_settled_tokens: int) -> None:
         """Always into slot 0."""
-        job_id = turn.projections.transfers.next_job_id
+        job_id = turn.projections.jobs.next_job_id
         turn.decide(e.SaveIssued(*turn.record.life, job_id, (0,), (0,), (1,), False, False, turn.cause))
 
 

@@ -98,7 +98,7 @@ def test_failed_loads_of_all_generations_of_a_life_are_counted() -> None:
 def test_a_stale_load_does_not_keep_the_next_generation_from_running() -> None:
     """All 50 tokens are computed, whatever becomes of a load into blocks that were lost."""
     driver, load = computed_again()
-    assert driver.projections.transfers.get(load.job_id) is not None
+    assert driver.projections.jobs.get(load.job_id) is not None
     assert driver.state("a") is RequestState.RUNNING
 
 
@@ -109,7 +109,7 @@ def test_what_the_next_generation_computed_is_saved_while_a_stale_load_is_in_fli
     driver.step(("a", 50, 1, 51), settled=[("a", 0, 50)])
     (save,) = [save for save in driver.all_of(e.SaveIssued) if save.request_id == "a"]
     assert (save.generation, save.chunks) == (1, (2,))
-    assert driver.projections.transfers.get(load.job_id) is not None
+    assert driver.projections.jobs.get(load.job_id) is not None
     driver.report(save.job_id)
     assert driver.projections.chunks.get(KEYS[2]) is not None
 
@@ -228,10 +228,10 @@ def test_a_job_of_an_earlier_life_has_not_the_keys_of_this_one() -> None:
     projections = driver.projections
     earlier = driver.all_of(e.RequestArrived)[-2].ordinal
     for ordinal, keys in ((earlier, ()), (9, keys_of("other", 1))):
-        job_id = projections.transfers.next_job_id
+        job_id = projections.jobs.next_job_id
         slots = (projections.chunks.slots.candidates(1)[0],)
         driver.projections.fold(e.SaveIssued("a", ordinal, 0, job_id, (0,), slots, (7,), False, False, 1), 99)
-        assert projections.transfers.get(job_id).keys == tuple(keys)
+        assert projections.jobs.get(job_id).keys == tuple(keys)
         driver.projections.fold(e.SaveCompleted("a", ordinal, 0, job_id, 1), 100)
     assert projections.chunks.get(keys_of("other", 1)[0]) is not None
 
@@ -384,7 +384,7 @@ def test_blocks_that_are_held_for_an_earlier_life_are_freed_with_its_last_job() 
     driver.step(("a", 0, 33, 33))
     driver.report(save.job_id)
     assert driver.state("a") is RequestState.RUNNING
-    assert not driver.projections.transfers.owes(save.ordinal)
+    assert not driver.projections.jobs.owes(save.ordinal)
     assert len(driver.all_of(e.BlocksHeld)) == 1
     driver.finish("a", 33, 34)
     driver.settle_all()

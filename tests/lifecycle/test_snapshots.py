@@ -25,12 +25,12 @@ def _restored(projections: Projections) -> Projections:
 
 
 def test_what_follows_from_the_state_is_made_anew() -> None:
-    """Every attribute of a restored projection, other than its state, is as in the one that lived."""
+    """Every attribute of a restored projection is as in the one that lived, but for its state and the last report."""
     lived = _walk(3, 8, 16, 120).driver.projections
     restored = _restored(lived)
     for name, projection in lived.named().items():
         for key, value in vars(projection).items():
-            if isinstance(value, dict | int | str):
+            if isinstance(value, dict | int | str) and (name, key) != ("owed", "reported"):
                 assert getattr(restored.named()[name], key) == value, f"{name}.{key}"
 
 

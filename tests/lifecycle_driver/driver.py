@@ -260,7 +260,7 @@ class Driver:
 
     def deliver(self, channel: Channel, *, reported: Iterable[str] = ()) -> Ready:
         """Hand over what is owed; vLLM hears of these from the workers."""
-        ready = self.ledger.ready(channel)._replace(reported=self.projections.obligations.reported(reported))
+        ready = self.ledger.ready(channel)._replace(reported=self.projections.owed.reported_to_vllm(reported))
         delivered = ready.delivered()
         if delivered is not None:
             self.observe(delivered)
@@ -313,7 +313,7 @@ class Driver:
         """Report every job in flight as done."""
         return [
             decision
-            for job_id in [job.job_id for job in self.projections.transfers]
+            for job_id in [job.job_id for job in self.projections.jobs]
             for decision in self.report(job_id, num_ranks=self.configuration.num_ranks)
         ]
 

@@ -24,7 +24,7 @@ def check_slots(projections: Projections, given_up: Iterable[int] = ()) -> None:
     references: Counter[int] = Counter(given_up)
     for slots in projections.chunks.state.committed.values():
         references.update(slots)
-    for job in projections.transfers:
+    for job in projections.jobs:
         references.update(job.slots)
     for record in projections.tracker:
         tail = record.saved_tail
@@ -38,9 +38,9 @@ def check_slots(projections: Projections, given_up: Iterable[int] = ()) -> None:
     candidates = projections.chunks.slots.candidates(num_slots)
     assert len(candidates) == projections.chunks.slots.num_free, "not every free slot is offered"
     assert not set(candidates) & set(held), "a referenced slot is offered"
-    written = [slot for job in projections.transfers if job.kind.value == "save" for slot in job.slots]
+    written = [slot for job in projections.jobs if job.kind.value == "save" for slot in job.slots]
     assert len(written) == len(set(written)), "two saves in flight write one slot"
-    read = {slot for job in projections.transfers if job.kind.value == "load" for slot in job.slots}
+    read = {slot for job in projections.jobs if job.kind.value == "load" for slot in job.slots}
     assert not read & set(written), "a load in flight reads a slot that a save in flight writes"
 
 
@@ -51,9 +51,8 @@ def check_invariants(projections: Projections, given_up: Iterable[int] = ()) -> 
         if record.state in {RequestState.PREEMPTED, RequestState.FINISHED}:
             assert not record.block_ids, f"{record.request_id} is {record.state} with blocks"
         if record.state is RequestState.FINISHED:
-            assert projections.transfers.owes(record.ordinal), f"{record.request_id} is finished, owes nothing, stays"
+            assert projections.jobs.owes(record.ordinal), f"{record.request_id} is finished, owes nothing, stays"
     ordinals = {record.ordinal for record in projections.tracker}
-    assert projections.chunks.state.pinned_by.keys() <= ordinals, "a released request pins chunks"
     assert projections.lookups.state.hits.keys() <= ordinals, "a lookup of a released request is remembered"
     if not ordinals:
-        assert not any(v for k, v in num_entries(projections).items() if k != "transfers"), num_entries(projections)
+        assert not any(v for k, v in num_entries(projections).items() if k != "jobs"), num_entries(projections)

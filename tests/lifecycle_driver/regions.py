@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections.copies import CopyKind
 from kvledger.lifecycle.projections.request_record import RequestRecord
-from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import BlocksRegion, WorkRegion
 
 
@@ -25,8 +25,8 @@ def region_differences(events: Iterable[tuple[int, e.Event]], configuration: Led
             for record in known
             if record is not None and record.blocks is not _blocks(record, projections)
         ]
-        in_flight = {job.work for job in projections.transfers} - {WorkRegion.ISSUED, WorkRegion.OVERDUE}
-        given_up = {job.work for job in projections.transfers.state.given_up.values()} - {WorkRegion.GIVEN_UP}
+        in_flight = {job.work for job in projections.jobs} - {WorkRegion.ISSUED, WorkRegion.OVERDUE}
+        given_up = {job.work for job in projections.jobs.given_up.values()} - {WorkRegion.GIVEN_UP}
         found += [f"{sequence} {event.id}: a job is {work}" for work in in_flight | given_up]
     return found
 
@@ -35,8 +35,8 @@ def _blocks(record: RequestRecord, projections: Projections) -> BlocksRegion:
     if record.block_ids is None:
         return BlocksRegion.NONE
     is_loading = any(
-        job.kind is JobKind.LOAD and job.generation == record.generation
-        for job in projections.transfers.of_life(record.ordinal)
+        job.kind is CopyKind.LOAD and job.generation == record.generation
+        for job in projections.jobs.of_life(record.ordinal)
     )
     return BlocksRegion.LOADING if is_loading else BlocksRegion.GRANTED
 

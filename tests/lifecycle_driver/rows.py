@@ -50,9 +50,9 @@ def _standing(projections: Projections) -> _Standing:
         life = record.ordinal
         for region in REGIONS:
             standing[region.name, life] = record.state if region.name == "phase" else getattr(record, region.name)
-    for job in projections.transfers:
+    for job in projections.jobs:
         standing["work", job.job_id] = job.work
         standing["source", job.job_id] = job.source
-    for job in projections.transfers.state.given_up.values():
+    for job in projections.jobs.given_up.values():
         standing["work", job.job_id] = job.work
     return standing

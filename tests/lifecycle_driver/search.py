@@ -129,7 +129,7 @@ def canonical(driver: Driver) -> str:
         "slots": sorted(chunks.slots.state.references.items()),
         "jobs": [
             {**msgspec.structs.asdict(job), **dict.fromkeys(_COUNTING, 0), "generation": min(job.generation, 2)}
-            for job in its.transfers
+            for job in its.jobs
         ],
     }
     return json.dumps(parts, sort_keys=False, default=_plain)
@@ -173,7 +173,7 @@ def moves(driver: Driver) -> Iterator[Move]:  # noqa: C901 -- a list of cases, o
             yield "settle", name
             yield "preempt", name
         yield "finish", name
-    for job in driver.projections.transfers:
+    for job in driver.projections.jobs:
         yield "done", str(job.job_id)
         yield "failed", str(job.job_id)
 
@@ -200,7 +200,7 @@ def _compute(driver: Driver, name: str, up_to: int = PROMPT) -> None:
     computed = driver.projections.tracker.num_computed_tokens(record)
     taken_up = driver.record(name).claimed
     if not computed and taken_up is not None:
-        loads = [load for load in driver.projections.transfers if load.kind.value == "load" and load.request_id == name]
+        loads = [load for load in driver.projections.jobs if load.kind.value == "load" and load.request_id == name]
         computed = min(taken_up.num_external_tokens, up_to - 1) if loads else 0
     driver.step((name, computed, up_to - computed, PROMPT))
 
@@ -220,7 +220,7 @@ def _finish(driver: Driver, name: str) -> None:
 
 
 def _failed(driver: Driver, job_id: str) -> None:
-    job = driver.projections.transfers.get(int(job_id))
+    job = driver.projections.jobs.get(int(job_id))
     driver.report(int(job_id), ok=False)
     if job.kind.value == "load" and driver.record(job.request_id).block_ids:
         driver.roll_back(job.request_id, 0)

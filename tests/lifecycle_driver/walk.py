@@ -413,7 +413,7 @@ class Walk:
     def _process_outputs(self, failed: Iterable[str]) -> None:
         due = [report for report in self._reports if report.due_step <= self._step]
         self._reports = [report for report in self._reports if report.due_step > self._step]
-        first_tokens = {job.job_id: job for job in self.driver.projections.transfers}
+        first_tokens = {job.job_id: job for job in self.driver.projections.jobs}
         for report in due:
             decisions = self.driver.report(
                 report.job_id, ok=report.good, ranks=report.ranks, is_repeated=report.is_repeated

@@ -30,10 +30,11 @@ def fail_to_observe_once(engine: Any, when: Callable[[e.Event], bool]) -> None:
 
 def fail_in_a_fold(engine: Any, event_class: type[e.Event], when: Callable[[], bool] = lambda: True) -> None:
     """From now on folds of such events fail when `when` says so, behind all projections."""
-    folds = engine.projections._folds
+    routes = engine.projections._routes
 
     def raising(_event: e.Event, _sequence: int, _subject: object) -> None:
         if when():
             raise RuntimeError(BROKEN)
 
-    folds[event_class] = (*folds.get(event_class, ()), raising)
+    route = routes[event_class]
+    routes[event_class] = route._replace(folds=route.folds._replace(others=(*route.folds.others, raising)))

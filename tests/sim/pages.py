@@ -99,12 +99,12 @@ class PageWatch:
 
     def _expect(self, job: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> None:
         projections = self._side.ledger.projections
-        in_flight = projections.transfers.get(job.job_id)
+        in_flight = projections.jobs.get(job.job_id)
         if in_flight is None or in_flight.ordinal < 0:
             self.wrong.append(f"job {job.job_id} was handed out, but nobody is waiting for it")
             return
         pairs = tuple(zip(job.block_ids, job.slots, strict=True))
-        if in_flight.epoch != projections.transfers.epoch:
+        if in_flight.epoch != projections.jobs.epoch:
             # KV from before a reset, which is never committed.
             self._expect_pages(job.job_id, pairs, {})
             return

@@ -178,8 +178,9 @@ def test_a_projection_that_does_not_forget_is_seen(name: str) -> None:
         projections = world.side.ledger.projections
         part = getattr(projections, name)
         for kind in (e.RequestReleased, e.RequestFinished):
-            folds = projections._folds[kind]
-            projections._folds[kind] = tuple(fold for fold in folds if getattr(fold, "__self__", None) is not part)
+            route = projections._routes[kind]
+            others = tuple(fold for fold in route.folds.others if getattr(fold, "__self__", None) is not part)
+            projections._routes[kind] = route._replace(folds=route.folds._replace(others=others))
         world.run()
         with pytest.raises(AssertionError, match=f"entries of ended requests.*'{name}': [1-9]"):
             check_nothing_left(world)

@@ -18,9 +18,9 @@ from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import decider, handlers
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
-from kvledger.lifecycle.projections.chunk_index import ChunkIndex
+from kvledger.lifecycle.projections.copies import CopyKind
+from kvledger.lifecycle.projections.pool import Pool
 from kvledger.lifecycle.projections.tracker import RequestTracker
-from kvledger.lifecycle.projections.transfers import JobKind
 from sim.checks import CHECKS
 from sim.world import World
 
@@ -39,7 +39,7 @@ def _save_one_token_too_many(turn: Any, event: Any) -> None:
 
 
 def _call_failed_copies_done(turn: Any, job: Any) -> None:
-    completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted
+    completed = e.LoadCompleted if job.kind is CopyKind.LOAD else e.SaveCompleted
     turn.decide(completed(*job.life, job_id=job.job_id, cause=turn.cause))
 
 
@@ -75,7 +75,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
         lambda _self, _record: None,
         "slots are held by nobody",
     ),
-    "chunks survive a reset": (ChunkIndex, "_reset", lambda _self, _event, _sequence, _subject: None, "wrong KV"),
+    "chunks survive a reset": (Pool, "_reset", lambda _self, _event, _sequence, _subject: None, "wrong KV"),
 }
 
 

@@ -176,7 +176,7 @@ def _compare(trace: Trace, projections: Projections) -> None:
     assert trace.last_value("host slots free") == slots.num_free
     assert trace.last_value("chunks cached") == len(projections.chunks)
     in_flight = trace.last_value("jobs in flight loads") + trace.last_value("jobs in flight saves")
-    assert in_flight == len(projections.transfers)
+    assert in_flight == len(projections.jobs)
     held = {block for record in projections.tracker for block in record.block_ids or ()}
     assert trace.last_value("blocks held by requests") == len(held)
     in_state = Counter(record.state.value for record in projections.tracker)

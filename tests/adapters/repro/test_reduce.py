@@ -11,7 +11,7 @@ from lifecycle_driver import Driver, keys_of
 from kvledger.adapters.repro import record, rerun_core
 from kvledger.adapters.repro.reduce import Reduced, minimal, reduce, restrict
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.chunk_index import ChunkIndex
+from kvledger.lifecycle.projections.pool import Pool
 from kvledger.lifecycle.replay import SequencedEvent
 
 RULE = "HIT_PINNED"
@@ -21,7 +21,7 @@ RULE = "HIT_PINNED"
 def unpinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A mistake: a promised chunk is not pinned."""
     with monkeypatch.context() as mistaken:
-        mistaken.setattr(ChunkIndex, "_answered", lambda _self, _event, _sequence: None)
+        mistaken.setattr(Pool, "_answered", lambda _self, _event, _sequence: None)
         yield
 
 
@@ -64,7 +64,7 @@ def test_what_can_be_spared_is_left_out() -> None:
 def test_where_it_does_not_recur_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mistake is mended here: what the incident needs cannot be tried, and correct goes over short."""
     with monkeypatch.context() as mistaken:
-        mistaken.setattr(ChunkIndex, "_answered", lambda _self, _event, _sequence: None)
+        mistaken.setattr(Pool, "_answered", lambda _self, _event, _sequence: None)
         driver, events = crowd()
     found = reduced(driver, events)
     assert (found.recurs, found.events) == (False, None)

@@ -127,7 +127,7 @@ def issue_load(turn: Turn) -> e.LoadIssued:
     """A load that nobody has accepted."""
     record, projections = turn.record, turn.projections
     blocks = tuple(record.block_ids or ())[:1] or (1,)
-    return e.LoadIssued(*record.life, projections.transfers.next_job_id, 0, 16, (0,), blocks, True, turn.cause)
+    return e.LoadIssued(*record.life, projections.jobs.next_job_id, 0, 16, (0,), blocks, True, turn.cause)
 
 
 MISTAKES: dict[str, tuple[type[StateHandler], str, _Mistake, str]] = {

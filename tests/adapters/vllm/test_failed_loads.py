@@ -17,7 +17,7 @@ from kvledger.adapters.simulation.hashed_model import CorruptKV
 from kvledger.adapters.vllm.async_copies import AsyncCopies
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.transfers import Transfers
+from kvledger.lifecycle.projections.jobs import Jobs
 
 pytestmark = pytest.mark.scheduler
 
@@ -298,7 +298,7 @@ def test_what_somebody_saved_on_top_of_a_failed_load_and_is_offered_all_the_same
     make_engine: Any, monkeypatch: pytest.MonkeyPatch, save_mode: str, aborted: tuple[str, ...]
 ) -> None:
     """Incident: it saved blocks of its own alone, whoever loaded them later read wrong KV, and the log was sound."""
-    monkeypatch.setattr(Transfers, "_doubt_saves", lambda *_: None)
+    monkeypatch.setattr(Jobs, "_doubt_saves", lambda *_: None)
     engine = saved_prefix(make_engine, "recompute", load_mode="sync", save_mode=save_mode, replays=False)
     engine.add("owner", prompt(1), 20)
     engine.add("sharer", prompt(2), 20)

@@ -231,9 +231,7 @@ def test_a_load_is_delivered_although_its_step_cannot_be_recorded(make_engine: A
     preempt(engine)
     fail_to_observe_once(
         engine,
-        lambda event: (
-            isinstance(event, e.StepScheduled) and any(job.kind == "load" for job in engine.projections.transfers)
-        ),
+        lambda event: isinstance(event, e.StepScheduled) and any(job.kind == "load" for job in engine.projections.jobs),
     )
     serve(engine)
     assert engine.logged(e.HookFailed)[0].hook == "record_step"
@@ -268,7 +266,7 @@ def private_state(engine: Any) -> list[tuple[str, str]]:
     """
     found = []
     for name, projection in engine.projections.named().items():
-        if name == "obligations":
+        if name == "owed":
             continue
         kept = {key for key, value in vars(projection).items() if isinstance(value, dict | list | int)}
         found += [(name, attribute) for attribute in sorted(kept)]
@@ -337,7 +335,7 @@ def test_a_load_that_nobody_reports_ends_although_nothing_is_decided_any_more(ma
     preempt(engine)
     for _ in range(100):
         engine.step()
-        if any(job.kind == "load" for job in engine.projections.transfers):
+        if any(job.kind == "load" for job in engine.projections.jobs):
             break
     engine.worker._worker_side.take_reports = lambda: None
     fail_in_a_fold(engine, e.StepScheduled)
@@ -347,7 +345,7 @@ def test_a_load_that_nobody_reports_ends_although_nothing_is_decided_any_more(ma
     assert report.job_ids == (engine.logged(e.LoadIssued)[-1].job_id,)
     assert [len(output) for output in engine.outputs.values()] == [NUM_OUTPUT_TOKENS] * len(engine.outputs)
     engine.check_outputs()
-    owed = engine.projections.obligations
+    owed = engine.projections.owed
     assert [owed.is_owing, owed.is_waiting, owed.is_freeing] == [False, False, False]
 
 
@@ -637,7 +635,7 @@ def fail_to_append(engine: Any) -> None:
     append, refused = store.append, []
 
     def appending(*arguments: Any, **options: Any) -> Any:
-        if engine.projections.obligations.state.jobs and len(refused) < 3:
+        if engine.projections.owed.state.unsent and len(refused) < 3:
             refused.append(1)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return append(*arguments, **options)
@@ -648,7 +646,7 @@ def fail_to_append(engine: Any) -> None:
 def fail_to_ask(engine: Any) -> None:
     """What is owed cannot be asked for, once, when something is."""
     journal = engine.connector.scheduler_side.journal
-    journal.ready = raise_once(journal.ready, lambda: bool(engine.projections.obligations.is_owing))
+    journal.ready = raise_once(journal.ready, lambda: bool(engine.projections.owed.is_owing))
 
 
 POINTS: dict[str, Callable[[Any], None]] = {
@@ -687,5 +685,5 @@ def test_no_job_is_lost_or_handed_out_twice(make_engine: Any, point: str) -> Non
     assert not set(given) & withheld
     delivered = [job_id for event in engine.logged(e.EffectsDelivered) for job_id in event.job_ids]
     assert sorted(delivered) == sorted(given)
-    owed = engine.projections.obligations
+    owed = engine.projections.owed
     assert [owed.is_owing, owed.is_waiting, owed.is_freeing] == [False, False, False]

@@ -301,9 +301,9 @@ def test_a_save_in_flight_at_a_reset_is_not_offered(make_engine: Any) -> None:
     """Its pages were computed with the old weights; its report frees the slots and commits nothing."""
     engine = make_engine(num_blocks=30, chunk_size=8, enable_prefix_caching=False, async_scheduling=True)
     engine.add("writer", range(64), 40)
-    while not engine.projections.transfers:
+    while not engine.projections.jobs:
         engine.step()
-    assert len(engine.projections.transfers) > 0
+    assert len(engine.projections.jobs) > 0
     assert engine.connector.reset_cache() is True
     engine.update()
     assert len(engine.projections.chunks) == 0

@@ -142,7 +142,7 @@ def test_what_only_writes_the_log_is_sent_once_a_second(make_engine: Any, tmp_pa
         engine = preempt_and_recover(make_engine, log_dir=str(tmp_path), num_blocks=40)
         for _ in range(10):
             engine.step()
-        while engine.projections.transfers or engine.scheduler.running[0].num_tokens % 8 != 3:
+        while engine.projections.jobs or engine.scheduler.running[0].num_tokens % 8 != 3:
             engine.step()
         take(engine)
         sent = collect(engine)

@@ -17,6 +17,7 @@ from sim.slow_copies import SlowCopies, slow_down
 from kvledger.adapters.vllm.async_copies import AsyncCopies
 from kvledger.adapters.vllm.metadata import JobReport, WorkerReports
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.projections.copies import BlocksEnd
 
 pytestmark = pytest.mark.scheduler
 
@@ -197,7 +198,7 @@ def test_a_report_that_comes_after_its_job_was_given_up(make_engine: Any, async_
         kept.extend(report for report in reports if load_job in report.job_ids)
         return [report for report in reports if load_job not in report.job_ids]
 
-    load_job = engine.projections.transfers.next_job_id
+    load_job = engine.projections.jobs.next_job_id
     tamper(engine, keep)
     engine.add("reader", PROMPT, 30)
     while not engine.logged(e.LoadFailed):
@@ -217,7 +218,7 @@ def test_a_report_of_a_rank_that_does_not_exist_settles_nothing(make_engine: Any
     engine.serve("writer", PROMPT, 2)
     reported = note_reports(engine)
     copies = make_slow(engine, "load")
-    job_id = engine.projections.transfers.next_job_id
+    job_id = engine.projections.jobs.next_job_id
     foreign = [JobReport((job_id,), 7, done=True, num_bytes=1, duration_ns=1)]
     tamper(engine, lambda reports: [*reports, *(foreign.pop() for _ in foreign[:1])])
     engine.add("reader", PROMPT, 2)
@@ -317,7 +318,11 @@ def test_a_save_that_was_decided_and_not_begun_when_the_ledger_fails_keeps_nobod
     """VLLM was told to keep the blocks for it; it is begun, so that there is an end to tell."""
     engine = asynchronously(make_engine, replays=False, async_scheduling=async_scheduling)
     reported = note_reports(engine)
-    fail_in_a_fold(engine, e.StepScheduled, lambda: bool(engine.projections.obligations.state.held))
+    fail_in_a_fold(
+        engine,
+        e.StepScheduled,
+        lambda: any(its.blocks is BlocksEnd.KEPT_FOR_COPY for its in engine.projections.owed.state.ends.values()),
+    )
     engine.serve("only", PROMPT, 9, max_steps=100)
     assert engine.connector.scheduler_side.journal.is_disabled
     assert engine.logged(e.SaveIssued)[-1].cause == engine.logged(e.BlocksHeld)[0].cause

@@ -88,7 +88,7 @@ def asynchronous_story() -> Driver:
     driver.poll("b", 0, 33)
     driver.allocate("b", (7, 8, 9), 32)
     driver.step()
-    (load,) = [job for job in driver.projections.transfers if job.request_id == "b"]
+    (load,) = [job for job in driver.projections.jobs if job.request_id == "b"]
     driver.report(load.job_id, ok=False)
     driver.poll("b", 0, 33)
     driver.allocate("b", (7, 8, 9))
@@ -192,7 +192,7 @@ def reading_story() -> Driver:
     driver.allocate("c", (1, 21, 22))
     driver.step(("b", 32, 1, 33), ("c", 16, 17, 33))
     driver.step(settled=[("c", 0, 33)])
-    load, save = driver.projections.transfers
+    load, save = driver.projections.jobs
     driver.report(load.job_id, ok=False)
     driver.step(("b", 0, 33, 33))
     for _ in range(4):

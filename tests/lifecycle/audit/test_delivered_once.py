@@ -77,7 +77,7 @@ def told() -> Driver:
 def test_a_log_in_which_all_is_handed_over_once_keeps_the_rule(told: Driver) -> None:
     """And each kind of delivery is in it."""
     assert found(told) == []
-    assert not told.projections.obligations.is_owing
+    assert not told.projections.owed.is_owing
     events = [event for _, event in told.sink.events() if isinstance(event, e.EffectsDelivered)]
     assert all(
         any(getattr(event, name) for event in events) for name in ("job_ids", "received", "failed", "sent", "reported")

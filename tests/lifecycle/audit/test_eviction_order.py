@@ -9,7 +9,7 @@ from lifecycle_driver.driver import keys_of
 
 from kvledger.lifecycle import Core, Extension
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.recency import Recency
+from kvledger.lifecycle.projections.pool import Recency
 
 
 def story_of_a_load(core: Core | None = None) -> Driver:

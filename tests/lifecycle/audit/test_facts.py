@@ -191,7 +191,7 @@ def fields_that_are_folded(
                 subject = projections.subject_of(event)
                 for name, folds in of_nobody.items():
                     if type(event) in folds:
-                        folds[type(event)](event, sequence, *(() if name == "obligations" else (subject,)))
+                        folds[type(event)](event, sequence, *(() if name == "owed" else (subject,)))
     return read
 
 

@@ -89,7 +89,7 @@ def test_blocks_held_for_a_save_are_free_when_it_is_settled_whatever_became_of_t
     driver = Driver(async_saves=True)
     load = load_compute_and_finish(driver)
     assert driver.all_of(e.BlocksHeld)[-1].request_id == "a"
-    for save in (job.job_id for job in list(driver.projections.transfers) if job.job_id != load):
+    for save in (job.job_id for job in list(driver.projections.jobs) if job.job_id != load):
         driver.report(save)
     assert driver.state("a") is RequestState.FINISHED
     driver.arrive("a", 17)
@@ -100,7 +100,7 @@ def test_what_was_saved_on_top_of_a_load_is_not_kept_when_that_is_given_up_after
     """Seed 401701: nobody reported the load, and the table in which the saved blocks lay behind it was long gone."""
     driver = Driver(async_saves=True, max_silent_steps=2)
     load = load_compute_and_finish(driver)
-    (save,) = (job.job_id for job in driver.projections.transfers if job.job_id != load)
+    (save,) = (job.job_id for job in driver.projections.jobs if job.job_id != load)
     while not driver.all_of(e.LoadFailed):
         driver.step()
     driver.report(save)

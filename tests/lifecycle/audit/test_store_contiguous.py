@@ -5,7 +5,7 @@ from __future__ import annotations
 from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.transfers import Job
+from kvledger.lifecycle.projections.copies import Copy
 
 
 def rules_broken_by(driver: Driver) -> set[str]:
@@ -15,7 +15,7 @@ def rules_broken_by(driver: Driver) -> set[str]:
     return set(audit.num_violations)
 
 
-def pass_over_as_it_is_given_up(driver: Driver, silent: Job, keys: tuple[bytes, ...]) -> None:
+def pass_over_as_it_is_given_up(driver: Driver, silent: Copy, keys: tuple[bytes, ...]) -> None:
     """The first chunk of "b" settles, and is not saved because it is there, in the step that gives the job up."""
     driver.arrive("b", 49, keys)
     driver.lookup("b", 16, 49)
@@ -33,7 +33,7 @@ def test_a_chunk_counts_as_saved_where_another_requests_save_is_given_up_in_the_
     driver.step(("a", 17, 1, 18), settled=[("a", 0, 17)])
     for _ in range(3):
         driver.step()
-    (silent,) = driver.projections.transfers
+    (silent,) = driver.projections.jobs
     assert silent.work == "overdue"
     pass_over_as_it_is_given_up(driver, silent, keys)
     assert len(driver.all_of(e.SaveFailed)) == 1
@@ -51,7 +51,7 @@ def test_a_chunk_counts_as_saved_where_it_is_tainted_in_the_same_step() -> None:
     driver.lookup("c", 0, 17)
     driver.allocate("c", (8, 9), 16)
     driver.step()
-    (load,) = driver.projections.transfers
+    (load,) = driver.projections.jobs
     while load.work != "overdue":
         driver.step()
     pass_over_as_it_is_given_up(driver, load, keys)

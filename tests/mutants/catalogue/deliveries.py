@@ -8,7 +8,8 @@ from typing import Any
 from kvledger.adapters.vllm.edge import Edge
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.obligations import Obligations
+from kvledger.lifecycle.projections.copies import BlocksEnd
+from kvledger.lifecycle.projections.owed import Owed
 from mutants.catalogue.parts import wrapped
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import Walks, Worlds
@@ -18,59 +19,61 @@ from mutants.scenes import Walks, Worlds
 def handed_out_again(touch: Touch) -> Sequence[Patch]:
     """Jobs that the workers were given are given to them with the next step, too."""
 
-    def delivered(original: Any, obligations: Obligations, event: e.EffectsDelivered, sequence: int) -> None:
-        jobs = dict(obligations.state.jobs)
-        original(obligations, event, sequence)
+    def delivered(original: Any, owed: Owed, event: e.EffectsDelivered, sequence: int) -> None:
+        jobs = dict(owed.state.unsent)
+        original(owed, event, sequence)
         again = {job_id: jobs[job_id] for job_id in event.job_ids if job_id in jobs}
         if again:
             touch()
-            obligations.state.jobs.update(again)
+            owed.state.unsent.update(again)
 
-    return [wrapped(Obligations, "_delivered", delivered)]
+    return [wrapped(Owed, "_delivered", delivered)]
 
 
 @mutant("DELIVERED_ONCE", "LMCache#4355", "LMCache#4762", scene=Walks())
 def told_again(touch: Touch) -> Sequence[Patch]:
     """The end of an asynchronous load stays in the list of those that vLLM is to hear of."""
 
-    def delivered(original: Any, obligations: Obligations, event: e.EffectsDelivered, sequence: int) -> None:
-        received = dict(obligations.state.received)
-        original(obligations, event, sequence)
+    def delivered(original: Any, owed: Owed, event: e.EffectsDelivered, sequence: int) -> None:
+        received = dict(owed.state.received)
+        original(owed, event, sequence)
         if event.received:
             touch()
-            obligations.state.received.update(received)
+            owed.state.received.update(received)
 
-    return [wrapped(Obligations, "_delivered", delivered)]
+    return [wrapped(Owed, "_delivered", delivered)]
 
 
 @mutant("DELIVERED_ONCE", "vllm#43226", "vllm#53079", scene=Worlds())
 def told_to_nobody(touch: Touch) -> Sequence[Patch]:
     """VLLM is told that the blocks of every ended request are free, also where it was not told to keep them."""
 
-    def finished(original: Any, obligations: Obligations, event: e.RequestFinished, sequence: int) -> None:
-        ordinal = obligations.present(event.request_id)
-        original(obligations, event, sequence)
-        if ordinal != e.NO_LIFE and not obligations.state.in_flight:
+    def finished(original: Any, owed: Owed, event: e.RequestFinished, sequence: int) -> None:
+        ordinal = owed.present(event.request_id)
+        original(owed, event, sequence)
+        if ordinal != e.NO_LIFE and not owed.state.under_way:
             touch()
-            obligations.state.sent[ordinal] = event.request_id
+            owed._ends_of(ordinal, event.request_id).blocks = BlocksEnd.FREE_AGAIN
+            owed.state.sent[ordinal] = None
 
     def answered(original: Any, edge: Edge, request_id: str, _keeps_blocks: bool) -> None:
         original(edge, request_id, bool(edge._held))
 
     # The edge would notice first that blocks are kept; whether a reported end was owed is another question.
-    return [wrapped(Obligations, "_finished", finished), wrapped(Edge, "finished", answered)]
+    return [wrapped(Owed, "_finished", finished), wrapped(Edge, "finished", answered)]
 
 
 def forgetting(touch: Touch, *kinds: str) -> Sequence[Patch]:
     """An end of these kinds that a copy leads to is never owed to vLLM."""
 
-    def ended(original: Any, obligations: Obligations, job_id: int, job: Any) -> None:
-        original(obligations, job_id, job)
-        for kind in kinds:
-            if getattr(obligations.state, kind).pop(job.ordinal, None) is not None:
+    def end(original: Any, owed: Owed, copy: Any, *, has_failed: bool) -> None:
+        original(owed, copy, has_failed=has_failed)
+        for queue in (getattr(owed.state, kind) for kind in kinds):
+            if copy.ordinal in queue:
+                del queue[copy.ordinal]
                 touch()
 
-    return [wrapped(Obligations, "_ended", ended)]
+    return [wrapped(Owed, "_end", end)]
 
 
 @mutant("DELIVERED_ONCE", scene=Worlds(connector=(("load_mode", "async"),)))

@@ -48,7 +48,7 @@ def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
             touch()
             blocks = tuple(table[page] for page in pages)
             turn.decide(e.SaveIssued(
-                *record.life, projections.transfers.next_job_id, (0,), slots, blocks,
+                *record.life, projections.jobs.next_job_id, (0,), slots, blocks,
                 before_forward=True, is_async=False, cause=turn.cause,
             ))  # fmt: skip
         original(handler, turn, job)

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.chunk_index import ChunkIndex
-from kvledger.lifecycle.projections.recency import Recency
+from kvledger.lifecycle.projections.pool import Pool, Recency, Room
 from kvledger.lifecycle.projections.request_record import RequestRecord
-from kvledger.lifecycle.projections.room import Room
 from mutants.catalogue.parts import wrapped
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import Walks, Worlds
@@ -26,46 +24,46 @@ BY_USE_ALONE = Walks(
 def unused_by(touch: Touch, fold: str) -> Patch:
     """The fold of an event that should make a request's chunks the youngest, and does not."""
 
-    def folded(original: Any, index: ChunkIndex, event: e.Event, sequence: int, subject: Any) -> None:
+    def folded(original: Any, pool: Pool, event: e.Event, sequence: int, subject: Any) -> None:
         def renew(record: RequestRecord | None, num_chunks: int) -> None:
-            if record is not None and any(key in index.state.by_age for key in record.keys[:num_chunks]):
+            if record is not None and any(key in pool.state.by_age for key in record.keys[:num_chunks]):
                 touch()
 
-        index._renew = renew  # type: ignore[method-assign]
-        original(index, event, sequence, subject)
-        del index._renew
+        pool._renew = renew  # type: ignore[method-assign]
+        original(pool, event, sequence, subject)
+        del pool._renew
 
-    return wrapped(ChunkIndex, fold, folded)
+    return wrapped(Pool, fold, folded)
 
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def youngest_evicted_first(touch: Touch) -> Sequence[Patch]:
     """The most recently used chunk is evicted first."""
 
-    def room(original: Any, index: ChunkIndex, *arguments: Any) -> Room:
-        found: Room = original(index, *arguments)
-        keys = list(index.state.by_age)
+    def room(original: Any, pool: Pool, *arguments: Any) -> Room:
+        found: Room = original(pool, *arguments)
+        keys = list(pool.state.by_age)
         if len(keys) > 1:
             touch()
         found._keys = reversed(keys)
         return found
 
-    return [wrapped(ChunkIndex, "room", room)]
+    return [wrapped(Pool, "room", room)]
 
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def evicted_in_order_of_their_keys(touch: Touch) -> Sequence[Patch]:
     """Chunks are evicted in the order of their keys, as if they were in a sorted map."""
 
-    def room(original: Any, index: ChunkIndex, *arguments: Any) -> Room:
-        found: Room = original(index, *arguments)
-        keys = list(index.state.by_age)
+    def room(original: Any, pool: Pool, *arguments: Any) -> Room:
+        found: Room = original(pool, *arguments)
+        keys = list(pool.state.by_age)
         if keys != sorted(keys):
             touch()
         found._keys = iter(sorted(keys))
         return found
 
-    return [wrapped(ChunkIndex, "room", room)]
+    return [wrapped(Pool, "room", room)]
 
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
@@ -107,17 +105,17 @@ def growing_prefix_ages(touch: Touch) -> Sequence[Patch]:
 def no_longer_waited_for_is_oldest(touch: Touch) -> Sequence[Patch]:
     """Chunks that a preempted request had waited for are evicted first as soon as it has blocks again."""
 
-    def no_longer_want(original: Any, index: ChunkIndex, ordinal: int) -> None:
-        keys = index.state.wanted_by.get(ordinal, ())
-        original(index, ordinal)
-        by_age = index.state.by_age
+    def no_longer_want(original: Any, pool: Pool, record: RequestRecord) -> None:
+        keys = record.wanted
+        original(pool, record)
+        by_age = pool.state.by_age
         by_age._take_up(0)
         for key in keys:
             if key in by_age:
                 touch()
                 by_age._order.move_to_end(key, last=False)
 
-    return [wrapped(ChunkIndex, "_no_longer_want", no_longer_want)]
+    return [wrapped(Pool, "_no_longer_want", no_longer_want)]
 
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
@@ -145,11 +143,11 @@ def beginning_evicted_before_its_end(touch: Touch) -> Sequence[Patch]:
 def lookup_is_a_use(touch: Touch) -> Sequence[Patch]:
     """A lookup makes all stored chunks of its request the youngest, whether they are loaded or not."""
 
-    def answered(original: Any, index: ChunkIndex, event: e.LookupAnswered, sequence: int, subject: Any) -> None:
-        original(index, event, sequence, subject)
+    def answered(original: Any, pool: Pool, event: e.LookupAnswered, sequence: int, subject: Any) -> None:
+        original(pool, event, sequence, subject)
         keys = [] if subject.request is None else subject.request.keys
-        if any(key in index.state.by_age for key in keys):
+        if any(key in pool.state.by_age for key in keys):
             touch()
-        index._renew(subject.request, len(keys))
+        pool._renew(subject.request, len(keys))
 
-    return [wrapped(ChunkIndex, "_answered", answered)]
+    return [wrapped(Pool, "_answered", answered)]

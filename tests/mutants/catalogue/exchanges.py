@@ -12,6 +12,8 @@ from kvledger.adapters.vllm.connector import KVLedgerConnector
 from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.adapters.vllm.worker_side import WorkerSide
+from kvledger.lifecycle.projections.copies import CopyKind
+from kvledger.lifecycle.projections.owed import Owed
 from mutants.catalogue.parts import wrapped
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import FailedLoads, Worlds
@@ -315,7 +317,7 @@ def end_of_load_told_too_early(touch: Touch) -> Sequence[Patch]:
 
     def end(original: Any, side: SchedulerSide, output: Any) -> tuple[str, ...]:
         received: tuple[str, ...] = original(side, output)
-        waiting = [job.request_id for job in side.journal.obligations.state.in_flight.values() if job.is_load]
+        waiting = [copy.request_id for copy in side.journal.owed.under_way() if copy.kind is CopyKind.LOAD]
         if not received or not waiting:
             return received
         touch()
@@ -328,14 +330,12 @@ def end_of_load_told_too_early(touch: Touch) -> Sequence[Patch]:
 def end_that_workers_told_is_forgotten(touch: Touch) -> Sequence[Patch]:
     """That vLLM has the end of a save from the workers is not recorded."""
 
-    def reported(original: Any, obligations: Any, request_ids: Any) -> tuple[int, ...]:
-        if original(obligations, request_ids):
+    def reported(original: Any, owed: Owed, request_ids: Any) -> tuple[int, ...]:
+        if original(owed, request_ids):
             touch()
         return ()
 
-    from kvledger.lifecycle.projections.obligations import Obligations
-
-    return [wrapped(Obligations, "reported", reported)]
+    return [wrapped(Owed, "reported_to_vllm", reported)]
 
 
 @mutant(RULE, scene=LATE_IN_STEPS)

@@ -14,8 +14,9 @@ from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import loads, lookups, reports
 from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
-from kvledger.lifecycle.projections.chunk_index import ChunkIndex
-from kvledger.lifecycle.projections.transfers import JobKind, Transfers
+from kvledger.lifecycle.projections.copies import CopyKind
+from kvledger.lifecycle.projections.jobs import Jobs
+from kvledger.lifecycle.projections.pool import Pool
 from mutants.catalogue.parts import LOADING, decided_otherwise, wrapped, written_as
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import FailedLoads, HybridWorlds, Walks, Worlds
@@ -101,17 +102,17 @@ def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
     """An evicted chunk is still found, where another one lies now."""
     stale: dict[tuple[int, bytes], tuple[int, ...]] = {}
 
-    def evicted(original: Any, index: ChunkIndex, event: e.ChunkEvicted, sequence: int, subject: Any) -> None:
-        slots = index.get(event.key)
+    def evicted(original: Any, pool: Pool, event: e.ChunkEvicted, sequence: int, subject: Any) -> None:
+        slots = pool.get(event.key)
         if slots is not None:
-            stale[id(index), event.key] = slots
-        original(index, event, sequence, subject)
+            stale[id(pool), event.key] = slots
+        original(pool, event, sequence, subject)
 
-    def num_committed_from(_original: Any, index: ChunkIndex, keys: Iterable[bytes]) -> int:
+    def num_committed_from(_original: Any, pool: Pool, keys: Iterable[bytes]) -> int:
         count = 0
         for key in keys:
-            if index.get(key) is None:
-                if (id(index), key) not in stale:
+            if pool.get(key) is None:
+                if (id(pool), key) not in stale:
                     break
                 touch()
             count += 1
@@ -125,14 +126,14 @@ def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
         slots = [projections.chunks.get(key) or stale.get((id(projections.chunks), key)) for key in keys]
         return _of_pages(pages, end_token, slots, projections)
 
-    def reset(original: Any, index: ChunkIndex, event: e.CacheReset, sequence: int, subject: Any) -> None:
-        original(index, event, sequence, subject)
+    def reset(original: Any, pool: Pool, event: e.CacheReset, sequence: int, subject: Any) -> None:
+        original(pool, event, sequence, subject)
         stale.clear()
 
     return [
-        wrapped(ChunkIndex, "_reset", reset),
-        wrapped(ChunkIndex, "_evicted", evicted),
-        wrapped(ChunkIndex, "num_committed_from", num_committed_from),
+        wrapped(Pool, "_reset", reset),
+        wrapped(Pool, "_evicted", evicted),
+        wrapped(Pool, "num_committed_from", num_committed_from),
         wrapped(loads, "_slots_of_chunks", slots_of_chunks),
     ]
 
@@ -193,13 +194,13 @@ def unfilled_blocks_stay_hashed(touch: Touch) -> Sequence[Patch]:
 def saved_on_top_of_a_failed_load(touch: Touch) -> Sequence[Patch]:
     """What was saved before a load failed is offered all the same, although it was computed on top."""
 
-    def failed(_original: Any, transfers: Transfers, _event: e.Event, _sequence: int, _subject: Any) -> None:
-        if any(job.kind is JobKind.SAVE and transfers._tracker.unfilled.spoil(job.block_ids) for job in transfers):
+    def failed(_original: Any, jobs: Jobs, _event: e.Event, _sequence: int, _subject: Any) -> None:
+        if any(job.kind is CopyKind.SAVE and jobs._tracker.unfilled.spoil(job.block_ids) for job in jobs):
             touch()
 
     return [
-        wrapped(Transfers, "_load_errors_observed", failed),
-        wrapped(Transfers, "_quarantined", lambda *_: None),
+        wrapped(Jobs, "_load_errors_observed", failed),
+        wrapped(Jobs, "_quarantined", lambda *_: None),
     ]
 
 

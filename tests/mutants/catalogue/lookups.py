@@ -12,13 +12,14 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import lookups
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.base import Subject
-from kvledger.lifecycle.projections.chunk_index import ChunkIndex
-from kvledger.lifecycle.projections.host_slots import HostSlots
+from kvledger.lifecycle.projections.copies import Copy, CopyKind
+from kvledger.lifecycle.projections.jobs import Jobs
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
+from kvledger.lifecycle.projections.pool import Pool
 from kvledger.lifecycle.projections.request_record import RequestRecord
+from kvledger.lifecycle.projections.slots import HostSlots
 from kvledger.lifecycle.projections.token_costs import TokenCosts
 from kvledger.lifecycle.projections.tracker import RequestTracker
-from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
 from kvledger.lifecycle.states import CurrentRegion
 from mutants.catalogue.parts import LOOKING_UP, decided_otherwise, wrapped, written_as
 from mutants.mutant import Patch, Touch, mutant
@@ -197,10 +198,10 @@ def deferred_for_any_load(touch: Touch) -> Sequence[Patch]:
 
     def shared_load(
         original: Any, end_token: int, num_computed_tokens: int, record: RequestRecord, projections: Projections
-    ) -> Job | None:
-        found: Job | None = original(end_token, num_computed_tokens, record, projections)
+    ) -> Copy | None:
+        found: Copy | None = original(end_token, num_computed_tokens, record, projections)
         keys = set(record.keys)
-        others = (job for job in projections.transfers.async_loads.values() if keys.isdisjoint(job.keys))
+        others = (job for job in projections.jobs.async_loads.values() if keys.isdisjoint(job.keys))
         if found is None and end_token > num_computed_tokens and (found := next(others, None)) is not None:
             touch()
         return found
@@ -212,83 +213,84 @@ def deferred_for_any_load(touch: Touch) -> Sequence[Patch]:
 def promise_not_pinned(touch: Touch) -> Sequence[Patch]:
     """What was promised may be evicted until it is claimed."""
 
-    def answered(_original: Any, _index: ChunkIndex, event: e.LookupAnswered, _sequence: int, _subject: Any) -> None:
+    def answered(_original: Any, _pool: Pool, event: e.LookupAnswered, _sequence: int, _subject: Any) -> None:
         if event.num_external_tokens:
             touch()
 
-    return [wrapped(ChunkIndex, "_answered", answered)]
+    return [wrapped(Pool, "_answered", answered)]
 
 
 @mutant("WAITING_KEPT", "vllm#47234", scene=CROWDED)
 def evicted_while_waited_for(touch: Touch) -> Sequence[Patch]:
     """What a preempted request will come back for is evicted like anything else."""
 
-    def preempted(original: Any, index: ChunkIndex, event: e.RequestPreempted, sequence: int, subject: Any) -> None:
-        index._keep_for_preempted = False
+    def preempted(original: Any, pool: Pool, event: e.RequestPreempted, sequence: int, subject: Any) -> None:
+        pool._keep_for_preempted = False
         if (
             subject.request is not None
-            and subject.request.keys[: index._geometry.num_chunks_in(event.num_intact_tokens)]
+            and subject.request.keys[: pool._geometry.num_chunks_in(event.num_intact_tokens)]
         ):
             touch()
-        original(index, event, sequence, subject)
+        original(pool, event, sequence, subject)
 
-    return [wrapped(ChunkIndex, "_preempted", preempted)]
+    return [wrapped(Pool, "_preempted", preempted)]
 
 
 @mutant("PIN_BALANCE", "LMCache#1254", "LMCache#3381", "vllm#44100", scene=SMALL_POOL)
 def pinned_by_every_poll(touch: Touch) -> Sequence[Patch]:
     """Every poll pins its hit once more, taking it up or ending releases it once."""
 
-    def answered(original: Any, index: ChunkIndex, event: e.LookupAnswered, sequence: int, subject: Any) -> None:
-        before = index.state.pinned_by.get(event.ordinal)
-        original(index, event, sequence, subject)
-        if before and before == index.state.pinned_by.get(event.ordinal):
+    def answered(original: Any, pool: Pool, event: e.LookupAnswered, sequence: int, subject: Any) -> None:
+        record = subject.request
+        before = () if record is None else record.pinned
+        original(pool, event, sequence, subject)
+        if before and before == record.pinned:
             touch()
             for key in before:
-                index._pins[key] = index._pins.get(key, 0) + 1
+                pool._pins[key] = pool._pins.get(key, 0) + 1
 
-    return [wrapped(ChunkIndex, "_answered", answered)]
+    return [wrapped(Pool, "_answered", answered)]
 
 
 @mutant("EVICT_IDLE_ONLY", "sglang#28468", "Mooncake#3253", scene=Walks(chunks_in_blocks=WHOLE_BLOCKS))
 def evicted_while_read(touch: Touch) -> Sequence[Patch]:
     """A chunk is evicted while a load reads it."""
 
-    def is_any_read(original: Any, transfers: Transfers, slots: Any) -> bool:
-        if original(transfers, slots):
+    def is_any_read(original: Any, jobs: Jobs, slots: Any) -> bool:
+        if original(jobs, slots):
             touch()
         return False
 
     def num_references(original: Any, slots: Any, slot: int) -> int:
         return int(original(slots, slot)) - slots.__dict__.get("loads", Counter())[slot]
 
-    def load_issued(original: Any, index: Any, event: e.LoadIssued, sequence: int, subject: Any) -> None:
-        original(index, event, sequence, subject)
-        index.slots.__dict__.setdefault("loads", Counter()).update(event.slots)
+    def load_issued(original: Any, pool: Any, event: e.LoadIssued, sequence: int, subject: Any) -> None:
+        original(pool, event, sequence, subject)
+        pool.slots.__dict__.setdefault("loads", Counter()).update(event.slots)
 
     def load_settled(
-        original: Any, index: Any, event: e.LoadCompleted | e.LoadFailed, sequence: int, subject: Any
+        original: Any, pool: Any, event: e.LoadCompleted | e.LoadFailed, sequence: int, subject: Any
     ) -> None:
-        job = index._transfers.get(event.job_id)
+        job = subject.copy
         if job is not None:
-            index.slots.__dict__["loads"].subtract(job.slots)
-            index.slots.acquire(tuple(index.__dict__.get("lost", {}).pop(event.job_id, ())))
-        original(index, event, sequence, subject)
+            pool.slots.__dict__["loads"].subtract(job.slots)
+            pool.slots.acquire(tuple(pool.__dict__.get("lost", {}).pop(event.job_id, ())))
+        original(pool, event, sequence, subject)
 
-    def evicted(original: Any, index: Any, event: e.ChunkEvicted, sequence: int, subject: Any) -> None:
-        slots = frozenset(index.state.committed.get(event.key, ()))
-        original(index, event, sequence, subject)
-        for job in index._transfers:
-            lost = slots.intersection(job.slots) if job.kind is JobKind.LOAD else ()
-            index.slots.release(lost)
-            index.__dict__.setdefault("lost", {}).setdefault(job.job_id, []).extend(lost)
+    def evicted(original: Any, pool: Any, event: e.ChunkEvicted, sequence: int, subject: Any) -> None:
+        slots = frozenset(pool.state.committed.get(event.key, ()))
+        original(pool, event, sequence, subject)
+        for job in pool._jobs:
+            lost = slots.intersection(job.slots) if job.kind is CopyKind.LOAD else ()
+            pool.slots.release(lost)
+            pool.__dict__.setdefault("lost", {}).setdefault(job.job_id, []).extend(lost)
 
     return [
-        wrapped(Transfers, "is_any_read", is_any_read),
+        wrapped(Jobs, "is_any_read", is_any_read),
         wrapped(HostSlots, "num_references", num_references),
-        wrapped(ChunkIndex, "_evicted", evicted),
-        wrapped(ChunkIndex, "_load_issued", load_issued),
-        wrapped(ChunkIndex, "_load_settled", load_settled),
+        wrapped(Pool, "_evicted", evicted),
+        wrapped(Pool, "_load_issued", load_issued),
+        wrapped(Pool, "_load_settled", load_settled),
     ]
 
 
@@ -296,25 +298,25 @@ def evicted_while_read(touch: Touch) -> Sequence[Patch]:
 def chunks_survive_a_reset(touch: Touch) -> Sequence[Patch]:
     """A reset leaves the saved chunks where they are."""
 
-    def reset(_original: Any, index: ChunkIndex, _event: e.CacheReset, _sequence: int, _subject: Any) -> None:
-        if len(index):
+    def reset(_original: Any, pool: Pool, _event: e.CacheReset, _sequence: int, _subject: Any) -> None:
+        if len(pool):
             touch()
 
-    return [wrapped(ChunkIndex, "_reset", reset)]
+    return [wrapped(Pool, "_reset", reset)]
 
 
 @mutant("RESET_EPOCH", "vllm#48090", scene=RESETTING_BESIDE)
 def late_save_committed(touch: Touch) -> Sequence[Patch]:
     """A save that was under way during a reset is committed after it."""
 
-    def save_completed(original: Any, index: ChunkIndex, event: e.SaveCompleted, sequence: int, subject: Any) -> None:
-        job = index._transfers.get(event.job_id)
-        if job is not None and job.epoch != index._transfers.epoch:
+    def save_completed(original: Any, pool: Pool, event: e.SaveCompleted, sequence: int, subject: Any) -> None:
+        job = subject.copy
+        if job is not None and job.epoch != pool._jobs.epoch:
             touch()
-            job.epoch = index._transfers.epoch
-        original(index, event, sequence, subject)
+            job.epoch = pool._jobs.epoch
+        original(pool, event, sequence, subject)
 
-    return [wrapped(ChunkIndex, "_save_completed", save_completed)]
+    return [wrapped(Pool, "_save_completed", save_completed)]
 
 
 @mutant("RESET_EPOCH", "kvledger 0.1.0", scene=Walks())

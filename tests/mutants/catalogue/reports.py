@@ -12,7 +12,7 @@ from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import decider
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
-from kvledger.lifecycle.projections.transfers import Transfers
+from kvledger.lifecycle.projections.jobs import Jobs
 from mutants.catalogue.parts import SAVING, decided_otherwise, wrapped
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import Walks, Worlds
@@ -49,26 +49,26 @@ def reported_again(touch: Touch) -> Sequence[Patch]:
 def first_rank_for_all(touch: Touch) -> Sequence[Patch]:
     """The first rank's report is taken for that of all."""
 
-    def is_reported(original: Any, transfers: Transfers, job: Any, event: Any = None) -> bool:
-        if event is None and not original(transfers, job, event) and (job.ranks_done or job.ranks_failed):
+    def is_reported(original: Any, jobs: Jobs, copy: Any) -> bool:
+        if not original(jobs, copy) and (copy.ranks_done or copy.ranks_failed):
             touch()
             return True
-        return bool(original(transfers, job, event))
+        return bool(original(jobs, copy))
 
-    return [wrapped(Transfers, "is_reported", is_reported)]
+    return [wrapped(Jobs, "is_reported", is_reported)]
 
 
 @mutant("RANK_AGREEMENT", "vllm#56104", scene=Walks())
 def failure_taken_for_quiet(touch: Touch) -> Sequence[Patch]:
     """One rank's failure ends the job for all, while the others are still copying."""
 
-    def is_reported(original: Any, transfers: Transfers, job: Any, event: Any = None) -> bool:
-        if event is None and not original(transfers, job, event) and job.ranks_failed:
+    def is_reported(original: Any, jobs: Jobs, copy: Any) -> bool:
+        if not original(jobs, copy) and copy.ranks_failed:
             touch()
             return True
-        return bool(original(transfers, job, event))
+        return bool(original(jobs, copy))
 
-    return [wrapped(Transfers, "is_reported", is_reported)]
+    return [wrapped(Jobs, "is_reported", is_reported)]
 
 
 @mutant("GEN_ISOLATION", "vllm#51637", "vllm#49796", scene=LATE)
@@ -89,12 +89,12 @@ def completed_for_the_present_life(touch: Touch) -> Sequence[Patch]:
 def silence_not_noticed(touch: Touch) -> Sequence[Patch]:
     """Nobody asks after a copy that nobody reports."""
 
-    def overdue(original: Any, transfers: Transfers, step: int, now: int) -> list[Any]:
-        if original(transfers, step, now):
+    def overdue(original: Any, jobs: Jobs, step: int, now: int) -> list[Any]:
+        if original(jobs, step, now):
             touch()
         return []
 
-    return [wrapped(Transfers, "overdue", overdue)]
+    return [wrapped(Jobs, "overdue", overdue)]
 
 
 @mutant("RECORDED", "LMCache#2336", "vllm#46595", scene=Worlds())

@@ -14,10 +14,10 @@ from kvledger.lifecycle import handlers
 from kvledger.lifecycle.audit.rules.jobs import DeliveredOnce
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.decisions.windows import SavablePages
-from kvledger.lifecycle.projections.host_slots import HostSlots
-from kvledger.lifecycle.projections.obligations import Obligations
+from kvledger.lifecycle.projections.copies import CopyKind
+from kvledger.lifecycle.projections.owed import Owed
+from kvledger.lifecycle.projections.slots import HostSlots
 from kvledger.lifecycle.projections.tracker import RequestTracker
-from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import RequestState
 from mutants.catalogue.parts import SAVING, decided_otherwise, wrapped
 from mutants.mutant import Patch, Touch, mutant
@@ -180,8 +180,8 @@ def saved_while_loading(touch: Touch) -> Sequence[Patch]:
 
     def save_settled(turn: Any, first: int, num_settled: int) -> None:
         record, projections = turn.record, turn.projections
-        jobs = projections.transfers.of_life(record.ordinal)
-        filled = {block for job in jobs if job.kind is JobKind.LOAD for block in job.block_ids}
+        jobs = projections.jobs.of_life(record.ordinal)
+        filled = {block for job in jobs if job.kind is CopyKind.LOAD for block in job.block_ids}
 
         def watch(decision: e.Event) -> e.Event:
             if isinstance(decision, e.SaveIssued) and not filled.isdisjoint(decision.block_ids):
@@ -213,8 +213,8 @@ def preemption_not_fenced(touch: Touch) -> Sequence[Patch]:
 def blocks_not_held(touch: Touch) -> Sequence[Patch]:
     """Nobody tells vLLM to keep the blocks of an ended request that a copy still reads."""
 
-    def hold(_original: Any, obligations: Obligations, ordinal: int, _request_id: str) -> None:
-        if obligations._saves(ordinal):
+    def hold(_original: Any, owed: Owed, ordinal: int, _request_id: str) -> None:
+        if owed._saves_under_way(ordinal):
             touch()
 
     def answered(original: Any, edge: Edge, request_id: str, _keeps_blocks: bool) -> None:
@@ -223,7 +223,7 @@ def blocks_not_held(touch: Touch) -> Sequence[Patch]:
     # The edge, or whoever waits for the end of the copy, would notice first; what becomes of the blocks is another
     # question.
     return [
-        wrapped(Obligations, "_hold", hold),
+        wrapped(Owed, "_hold", hold),
         wrapped(Edge, "finished", answered),
         wrapped(DeliveredOnce, "_owe_held", lambda *_: None),
     ]

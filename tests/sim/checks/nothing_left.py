@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 MAY_STAY = frozenset(
     {
         # The host pool: chunks, in which slots they lie, which are free, why some are gone (bounded).
-        "ChunkIndex.state.committed",
-        "ChunkIndex.state.by_age",
-        "ChunkIndex.state.departed",
-        "ChunkIndex._departed",
+        "Pool.state.committed",
+        "Pool.state.by_age",
+        "Pool.state.departed",
+        "Pool._departed",
         "HostSlots.state.free",
         "HostSlots.state.failed",
         "HostSlots.state.references",
         # What the last report was of.
-        "Transfers.reported",
+        "Owed.reported",
+        "Owed.late_ends",
         # Blocks that nobody has written since a load failed, and the tables lost in the last two steps.
         "UnfilledBlocks.blocks",
         "UnfilledBlocks.lost",
@@ -35,7 +36,8 @@ MAY_STAY = frozenset(
         "TokenCosts.state.steps",
         "TokenCosts.state.loads",
         # Saves that no worker reported, whose slots are never used again.
-        "Transfers.state.given_up",
+        "Jobs.given_up",
+        "Owed.state.copies",
         # Steps to come at which a request was to be looked at (bounded).
         "StepReader._due",
         "WorkerSide._executed",
@@ -90,9 +92,9 @@ def _changes(name: str) -> bool:
 
 def check_slots(projections: Projections) -> None:
     """Count the references on slots again, from what may hold them."""
-    chunks, transfers = projections.chunks, projections.transfers
+    chunks, jobs = projections.chunks, projections.jobs
     expected = Counter(slot for slots in chunks.state.committed.values() for slot in slots)
-    expected.update(slot for job in transfers.state.given_up.values() for slot in job.slots)
+    expected.update(slot for job in jobs.given_up.values() for slot in job.slots)
     references: dict[int, int] = chunks.slots.state.references
     assert references == dict(expected), "slots are held by nobody, or held and not counted"
     free: Sized = set(chunks.slots.candidates(chunks.slots.num_free))

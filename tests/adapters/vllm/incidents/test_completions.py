@@ -51,10 +51,10 @@ def test_vllm_46014_a_request_comes_back_before_its_saves_are_reported(
             engine.step()
         for _ in range(20):
             # While an asynchronous load is under way, vLLM refuses to reset.
-            if engine.projections.transfers and is_nobody_loading(engine):
+            if engine.projections.jobs and is_nobody_loading(engine):
                 break
             engine.step()
-        assert len(engine.projections.transfers) > 0
+        assert len(engine.projections.jobs) > 0
         assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.run()
     assert len(engine.logged(e.RequestPreempted)) == 9
@@ -142,7 +142,7 @@ def test_vllm_46240_a_save_of_one_life_and_a_load_of_the_next_are_reported_toget
         kept.append(take())
 
     side.take_reports = keep
-    while not engine.projections.transfers:
+    while not engine.projections.jobs:
         engine.step()
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     while len(engine.logged(e.LoadIssued, request_id="gone")) < 2:
@@ -150,7 +150,7 @@ def test_vllm_46240_a_save_of_one_life_and_a_load_of_the_next_are_reported_toget
     for _ in range(2):
         engine.step()
     engine.abort("gone")
-    assert {job.kind for job in engine.projections.transfers} == {"save", "load"}
+    assert {job.kind for job in engine.projections.jobs} == {"save", "load"}
     reports = [report for batch in [*kept, take()] if batch for report in batch.reports]
     side.take_reports = lambda: WorkerReports(tuple(reports))
     engine.step()

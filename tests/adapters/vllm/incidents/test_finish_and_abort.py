@@ -77,7 +77,7 @@ def test_sglang_32564_pages_in_transfer_outlive_their_request(
     engine.add("gone", range(64), 20)
     for _ in range(4):
         engine.step()
-    in_transfer = {slot for job in engine.projections.transfers for slot in job.slots}
+    in_transfer = {slot for job in engine.projections.jobs for slot in job.slots}
     assert in_transfer
     engine.abort("gone")
     slots = engine.projections.chunks.slots

@@ -42,7 +42,7 @@ def test_vllm_48090_a_reset_with_copies_in_flight_leaves_nothing_behind(
     for _ in range(3):
         for _ in range(25):
             engine.step()
-            if engine.projections.transfers:
+            if engine.projections.jobs:
                 break
         for _ in range(num_resets):
             if reset_running_requests:
@@ -69,7 +69,7 @@ def test_vllm_45388_requests_that_wait_for_their_kv_do_not_block_each_other(
     for number in range(5):
         engine.add(f"reader {number}", range(300 * number, 300 * number + 96), 40)
     engine.step()
-    assert [job.kind for job in engine.projections.transfers] == ["load", "load"] or not is_async, "13 blocks hold two"
+    assert [job.kind for job in engine.projections.jobs] == ["load", "load"] or not is_async, "13 blocks hold two"
     engine.run(max_steps=600)
     assert len(engine.logged(e.LoadIssued)) >= 5
     assert all(len(engine.outputs[f"reader {number}"]) == 40 for number in range(5))
@@ -86,7 +86,7 @@ def test_vllm_49829_nobody_waits_for_a_save_that_is_never_reported(
     engine.add("writer", range(64), 30)
     for _ in range(3):
         engine.step()
-    assert engine.projections.transfers
+    assert engine.projections.jobs
     engine.add("reader", range(64), 5)
     for _ in range(40):
         engine.step()

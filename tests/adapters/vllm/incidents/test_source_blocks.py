@@ -209,7 +209,7 @@ def test_lmcache_3640_each_save_of_a_chunked_prefill_has_a_completion_of_its_own
     max_under_way = 0
     while engine.scheduler.has_requests():
         engine.step()
-        max_under_way = max(max_under_way, len(engine.projections.transfers))
+        max_under_way = max(max_under_way, len(engine.projections.jobs))
     engine.drain()
     assert max_under_way >= 3 or not is_async, "several saves of the one request are under way at once"
     saves = engine.logged(e.SaveIssued)
@@ -232,7 +232,7 @@ def test_pegaflow_418_the_first_completion_does_not_end_the_other_saves(
     engine.add("gone", range(150), 50)
     for _ in range(4):
         engine.step()
-    assert len(engine.projections.transfers) >= 1
+    assert len(engine.projections.jobs) >= 1
     engine.abort("gone")
     engine.add("next", range(300, 450), 3)
     released = engine.logged(e.RequestReleased, request_id="gone")

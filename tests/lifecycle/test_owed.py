@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 
-from kvledger.lifecycle import Channel
+from kvledger.lifecycle import Channel, Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.obligations import NOTHING, Obligations, Ready
+from kvledger.lifecycle.projections.copies import NOTHING, Ready
+from kvledger.lifecycle.projections.owed import Owed
 
 
-class Owed:
-    """Obligations, and their folds in the order of a log."""
+class OwedByLog:
+    """The projection, and its folds in the order of a log."""
 
     def __init__(self, *events: e.Event, num_ranks: int = 1) -> None:
-        self.obligations = Obligations(num_ranks)
-        self._folds = self.obligations.folds()
+        self.projection = Owed(Core.standard().tables, num_ranks)
+        self._folds = self.projection.folds()
         self._sequence = 0
         self.fold(e.RequestArrived("a", 0, 16, 1), *events)
 
@@ -30,7 +31,7 @@ class Owed:
 
     def taken(self, channel: Channel, reported: tuple[int, ...] = ()) -> Ready:
         """What is ready, handed over."""
-        ready = self.obligations.ready(channel)._replace(reported=reported)
+        ready = self.projection.ready(channel)._replace(reported=reported)
         delivered = ready.delivered()
         if delivered is not None:
             self.fold(delivered)
@@ -44,7 +45,7 @@ class Owed:
     @property
     def is_at_rest(self) -> bool:
         """Whether nothing is remembered but lives and answers."""
-        its = self.obligations
+        its = self.projection
         return not (its.is_owing or its.is_waiting or its.is_freeing or its.state.to_report or its.state.block_ids)
 
 
@@ -92,26 +93,26 @@ LOADING = (answered(), allocated(), load())
 def test_a_job_is_handed_out_once() -> None:
     """In the order in which they were issued; what is not advanced is still owed."""
     tail = e.TailSaveIssued("a", 0, 0, 2, 16, 3, (1,), (2,), 1)
-    owed = Owed(save(1, is_async=False), tail)
-    ready = owed.obligations.ready(Channel.WORKERS)
+    owed = OwedByLog(save(1, is_async=False), tail)
+    ready = owed.projection.ready(Channel.WORKERS)
     assert [job.job_id for job in ready.jobs] == [1, 2]
-    assert owed.obligations.ready(Channel.WORKERS) == ready
+    assert owed.projection.ready(Channel.WORKERS) == ready
     assert owed.taken(Channel.WORKERS) == ready
     assert owed.taken(Channel.WORKERS) == NOTHING
 
 
 def test_where_nothing_is_owed_nothing_is_recorded() -> None:
     """So a steady step costs the log nothing."""
-    owed = Owed(save(1, is_async=False))
+    owed = OwedByLog(save(1, is_async=False))
     owed.taken(Channel.WORKERS)
-    assert owed.obligations.ready(Channel.WORKERS).delivered() is None
-    assert owed.obligations.ready(Channel.VLLM).delivered() is None
+    assert owed.projection.ready(Channel.WORKERS).delivered() is None
+    assert owed.projection.ready(Channel.VLLM).delivered() is None
 
 
 def test_a_reminder_is_handed_out_once() -> None:
     """Of two the one that a step waits for."""
     fence, ask = e.TransferAwaited("a", 0, 0, 1, True, 1), e.TransferAwaited("a", 0, 0, 1, False, 1)
-    owed = Owed(save(1))
+    owed = OwedByLog(save(1))
     owed.taken(Channel.WORKERS)
     owed.fold(ask, fence, ask)
     assert owed.taken(Channel.WORKERS).awaited == (fence,)
@@ -122,14 +123,16 @@ def test_a_reminder_is_handed_out_once() -> None:
 @pytest.mark.parametrize("job", [load(), save(1), save(1, is_async=False)])
 def test_a_job_that_is_withheld_is_never_handed_out(job: e.LoadIssued | e.SaveIssued, why: e.Withheld) -> None:
     """Whatever the reason."""
-    owed = Owed(answered(is_async=False), allocated(), job, withheld(1, why))
+    owed = OwedByLog(answered(is_async=False), allocated(), job, withheld(1, why))
     assert owed.taken(Channel.WORKERS).jobs == ()
 
 
 def test_what_a_step_went_without_is_late_and_never_handed_out() -> None:
     """The hook that was to hand it out failed; what comes behind goes out with its own step."""
-    owed = Owed(save(1, is_async=False), e.HookFailed("build_connector_meta", "", "no", 1), save(2, is_async=False))
-    ready = owed.obligations.ready(Channel.WORKERS)
+    owed = OwedByLog(
+        save(1, is_async=False), e.HookFailed("build_connector_meta", "", "no", 1), save(2, is_async=False)
+    )
+    ready = owed.projection.ready(Channel.WORKERS)
     assert ([job.job_id for job in ready.late], [job.job_id for job in ready.jobs]) == ([1], [2])
     owed.fold(withheld(1, e.Withheld.HOOK_FAILED))
     assert owed.taken(Channel.WORKERS).late == ()
@@ -138,7 +141,7 @@ def test_what_a_step_went_without_is_late_and_never_handed_out() -> None:
 @pytest.mark.parametrize("failed", [withheld(1), e.LoadFailed("a", 0, 0, 1, "no", 1)])
 def test_blocks_of_a_load_that_never_was_are_told_as_not_filled(failed: e.Event) -> None:
     """VLLM counts on them; once."""
-    owed = Owed(answered(is_async=False), allocated(), load(is_async=False), failed)
+    owed = OwedByLog(answered(is_async=False), allocated(), load(is_async=False), failed)
     assert owed.taken(Channel.WORKERS).block_ids == (1,)
     assert owed.taken(Channel.WORKERS) == NOTHING
     assert owed.is_at_rest
@@ -146,7 +149,7 @@ def test_blocks_of_a_load_that_never_was_are_told_as_not_filled(failed: e.Event)
 
 def test_a_refused_load_within_the_step_names_its_blocks() -> None:
     """There is no job that could."""
-    owed = Owed(answered(is_async=False), allocated(), e.LoadRefused("a", (7, 8), 1))
+    owed = OwedByLog(answered(is_async=False), allocated(), e.LoadRefused("a", (7, 8), 1))
     assert owed.taken(Channel.WORKERS).block_ids == (7, 8)
     assert owed.ends() == NO_END
 
@@ -156,7 +159,7 @@ def test_a_refused_load_within_the_step_names_its_blocks() -> None:
 
 def test_a_load_that_came_through_is_told_once() -> None:
     """To vLLM itself, which has it with that."""
-    owed = Owed(*LOADING, report(1), e.LoadCompleted("a", 0, 0, 1, 1))
+    owed = OwedByLog(*LOADING, report(1), e.LoadCompleted("a", 0, 0, 1, 1))
     assert owed.ends() == (["a"], [], [])
     assert owed.ends() == NO_END
     assert owed.is_at_rest
@@ -165,19 +168,19 @@ def test_a_load_that_came_through_is_told_once() -> None:
 @pytest.mark.parametrize("failed", [report(1, error="no"), withheld(1), e.LoadFailed("a", 0, 0, 1, "silent", 1)])
 def test_a_load_that_failed_is_told_once(failed: e.Event) -> None:
     """Every worker tells; the request waits until vLLM has it."""
-    owed = Owed(*LOADING, failed, e.LoadFailed("a", 0, 0, 1, "no", 1), report(1))
+    owed = OwedByLog(*LOADING, failed, e.LoadFailed("a", 0, 0, 1, "no", 1), report(1))
     assert owed.ends() == ([], ["a"], [])
     assert owed.ends() == NO_END
-    assert owed.obligations.is_waiting
-    assert owed.obligations.reported({"b"}) == ()
-    owed.taken(Channel.VLLM, reported=owed.obligations.reported({"a"}))
+    assert owed.projection.is_waiting
+    assert owed.projection.reported_to_vllm({"b"}) == ()
+    owed.taken(Channel.VLLM, reported=owed.projection.reported_to_vllm({"a"}))
     assert owed.is_at_rest
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_end_is_when_every_rank_has_spoken(num_ranks: int) -> None:
     """A rank that speaks twice does not stand for another; one failure fails it for all; strangers do not count."""
-    owed = Owed(*LOADING, report(1, 7), num_ranks=num_ranks)
+    owed = OwedByLog(*LOADING, report(1, 7), num_ranks=num_ranks)
     for rank in range(num_ranks - 1):
         owed.fold(report(1, rank, error="no" if rank == 0 else ""), report(1, rank))
         assert owed.ends() == NO_END
@@ -192,7 +195,7 @@ def test_nobody_is_told_of_a_load_for_which_nobody_waits() -> None:
         (answered(is_async=False), allocated(), load()),
         (answered(), allocated(0), load()),
     ):
-        owed = Owed(*events, report(1))
+        owed = OwedByLog(*events, report(1))
         assert owed.ends() == NO_END
 
 
@@ -200,7 +203,7 @@ def test_nobody_is_told_of_a_load_for_which_nobody_waits() -> None:
 def test_a_promised_load_that_is_refused_ends_as_failed(*, is_allocation_recorded: bool) -> None:
     """Also where the hook failed before anything was recorded."""
     refused = e.LoadRefused("a", (7,), 1)
-    owed = Owed(answered(), *([allocated()] if is_allocation_recorded else []), refused, refused)
+    owed = OwedByLog(answered(), *([allocated()] if is_allocation_recorded else []), refused, refused)
     ready = owed.taken(Channel.WORKERS)
     assert (list(ready.failed), ready.block_ids) == ([0], ())
     assert owed.ends() == NO_END
@@ -208,7 +211,7 @@ def test_a_promised_load_that_is_refused_ends_as_failed(*, is_allocation_recorde
 
 def test_a_recorded_load_that_is_refused_has_one_end() -> None:
     """Its job was withheld, and the load refused behind it."""
-    owed = Owed(*LOADING, withheld(1, e.Withheld.CONTRACT), e.LoadRefused("a", (7,), 1))
+    owed = OwedByLog(*LOADING, withheld(1, e.Withheld.CONTRACT), e.LoadRefused("a", (7,), 1))
     assert owed.ends() == ([], ["a"], [])
     assert owed.ends() == NO_END
 
@@ -219,14 +222,14 @@ def test_a_recorded_load_that_is_refused_has_one_end() -> None:
 @pytest.mark.parametrize("events", [(save(1), FINISHED), (FINISHED, save(1), HELD)])
 def test_blocks_are_held_while_a_copy_reads_them(events: tuple[e.Event, ...]) -> None:
     """Also where nothing is decided any more; told when every copy has ended."""
-    owed = Owed(save(5), *events)
-    assert owed.obligations.is_held(0)
+    owed = OwedByLog(save(5), *events)
+    assert owed.projection.is_held(0)
     owed.fold(report(1))
     assert owed.ends() == NO_END
     owed.fold(report(5, error="no"))
     assert owed.ends() == ([], [], ["a"])
-    assert owed.obligations.is_freeing
-    owed.taken(Channel.VLLM, reported=owed.obligations.reported({"a"}))
+    assert owed.projection.is_freeing
+    owed.taken(Channel.VLLM, reported=owed.projection.reported_to_vllm({"a"}))
     assert owed.is_at_rest
 
 
@@ -238,23 +241,23 @@ FENCE = e.TransferAwaited("a", 0, 0, 1, True, 1)
 )
 def test_blocks_that_nobody_reads_are_not_held(events: tuple[e.Event, ...]) -> None:
     """Whatever was decided."""
-    owed = Owed(*events)
-    assert not owed.obligations.is_held(0)
+    owed = OwedByLog(*events)
+    assert not owed.projection.is_held(0)
     assert owed.ends() == NO_END
 
 
 def test_a_copy_that_is_withheld_in_the_hook_that_held_for_it_ends_all_the_same() -> None:
     """The answer stands: vLLM keeps the blocks, and hears that they are free."""
-    owed = Owed(FINISHED, save(1), HELD, withheld(1))
-    assert owed.obligations.is_held(0)
+    owed = OwedByLog(FINISHED, save(1), HELD, withheld(1))
+    assert owed.projection.is_held(0)
     assert owed.ends() == ([], [], ["a"])
 
 
 def test_a_request_that_ends_while_it_loads_has_one_end() -> None:
     """VLLM keeps its blocks until the load has ended, and hears of that alone."""
-    owed = Owed(*LOADING, save(2), FINISHED, HELD)
-    assert not owed.obligations.is_held(0)
-    assert owed.obligations.is_freeing
+    owed = OwedByLog(*LOADING, save(2), FINISHED, HELD)
+    assert not owed.projection.is_held(0)
+    assert owed.projection.is_freeing
     owed.fold(report(2), report(1))
     assert owed.ends() == (["a"], [], [])
     assert owed.is_at_rest
@@ -262,15 +265,15 @@ def test_a_request_that_ends_while_it_loads_has_one_end() -> None:
 
 def test_what_is_owed_to_a_life_stays_when_its_id_is_taken() -> None:
     """The next life owes nothing for it."""
-    owed = Owed(save(1), FINISHED, e.RequestArrived("a", 1, 16, 1))
-    assert (owed.obligations.is_held(0), owed.obligations.is_held(1)) == (True, False)
+    owed = OwedByLog(save(1), FINISHED, e.RequestArrived("a", 1, 16, 1))
+    assert (owed.projection.is_held(0), owed.projection.is_held(1)) == (True, False)
     owed.fold(report(1))
-    assert list(owed.obligations.ready(Channel.WORKERS).sent) == [0]
+    assert list(owed.projection.ready(Channel.WORKERS).sent) == [0]
 
 
 def test_nothing_is_remembered_of_a_promise_to_a_life_that_was_displaced() -> None:
     """It neither ended nor took its answer up, and never will; the next life was promised nothing."""
-    owed = Owed(answered(), e.RequestArrived("a", 1, 16, 1))
-    assert owed.obligations.state.promised == {}
+    owed = OwedByLog(answered(), e.RequestArrived("a", 1, 16, 1))
+    assert owed.projection.state.ends == {}
     owed.fold(allocated())
-    assert not owed.obligations.is_waiting
+    assert not owed.projection.is_waiting

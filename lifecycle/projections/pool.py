@@ -1,14 +1,15 @@
-"""What is in the host pool: chunk key -> slots, and why a chunk is not there any more.
+"""What is in the host pool: chunk key → slots, what must stay there, and in which order the rest leaves.
 
-A chunk can be looked up from the moment its save is completed on every rank until it is evicted, tainted by
-a failed load, or made stale by a reset. Recency is folded too: loads and saves renew it, lookups change
-nothing.
+A chunk can be looked up from the moment its save is completed on every rank until it is evicted, tainted by a failed
+load, or made stale by a reset. Recency is folded, too: loads and saves renew it, lookups change nothing. A save that
+finds too few free slots evicts the oldest chunks that nobody is sure to come back for. All of that is one story, so it
+is one file.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 import msgspec
@@ -18,17 +19,140 @@ from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections.base import Projection, Subject
-from kvledger.lifecycle.projections.host_slots import HostSlots
-from kvledger.lifecycle.projections.recency import Recency
+from kvledger.lifecycle.projections.copies import Copy, CopyKind
+from kvledger.lifecycle.projections.jobs import Jobs
 from kvledger.lifecycle.projections.request_record import RequestRecord
-from kvledger.lifecycle.projections.room import Room
+from kvledger.lifecycle.projections.slots import HostSlots
 from kvledger.lifecycle.projections.tracker import RequestTracker
-from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
-from kvledger.lifecycle.ranges import Count, LifeOrdinal, Slot
+from kvledger.lifecycle.ranges import Count, Slot
 from kvledger.lifecycle.ranges import Sequence as SequenceNumber
 
 _SHORT = 16
 """Chunks up to which a prefix is renewed with every one of them, for an eighth of it is no more than one."""
+_MAX_WAITING = 16_384
+"""Keys of prefixes that may wait."""
+_NUM_LEFT = _MAX_WAITING * 7 // 8
+"""How many are left when there were too many; the oldest are dropped."""
+
+
+class Recency:
+    """Chunk keys, oldest first. Deeper chunks count as older: without its beginning a prefix is worth nothing."""
+
+    def __init__(self, keys: Iterable[bytes] = ()) -> None:
+        self._order: OrderedDict[bytes, None] = OrderedDict.fromkeys(keys)
+        """Every key, in the order of those touches that do not wait."""
+        self._waiting: deque[Sequence[bytes]] = deque()
+        """Touches in their order: prefixes are lists of their own, which are emptied when they wait no more."""
+        self._num_waiting = 0
+        """Keys of the prefixes among them."""
+        self._prefix_of: dict[int, list[bytes]] = {}
+        """Life of a request -> its last prefix."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        self._take_up(0)
+        return iter(self._order)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._order
+
+    def add(self, keys: tuple[bytes, ...]) -> None:
+        """Make chunks the youngest, whether they were there or not."""
+        order = self._order
+        for key in reversed(keys):
+            order[key] = None
+        self._waiting.append(keys)
+
+    def touch_prefix(self, ordinal: int, keys: list[bytes]) -> None:
+        """Make what a request begins with the youngest, as far as it is there. The list is the caller's no more."""
+        earlier = self._prefix_of.get(ordinal)
+        # A key stands for everything before it, so one that is equal says that all of them are touched anew.
+        if earlier and len(earlier) <= len(keys) and earlier[-1] == keys[len(earlier) - 1]:
+            self._num_waiting -= len(earlier)
+            earlier.clear()
+        self._prefix_of[ordinal] = keys
+        self._waiting.append(keys)
+        self._num_waiting += len(keys)
+        if self._num_waiting > _MAX_WAITING:
+            self._take_up(_NUM_LEFT)
+
+    def discard(self, key: bytes) -> None:
+        """Forget a key until it is added again."""
+        self._order.pop(key, None)
+
+    def _take_up(self, num_left: int) -> None:
+        order, waiting = self._order, self._waiting
+        while waiting and (not num_left or self._num_waiting > num_left):
+            keys = waiting.popleft()
+            # Without a line of Python for each key; some may be gone, or not be there yet.
+            deque(map(order.move_to_end, filter(order.__contains__, reversed(keys))), 0)
+            if isinstance(keys, list):
+                self._num_waiting -= len(keys)
+                keys.clear()
+        self._prefix_of = {ordinal: keys for ordinal, keys in self._prefix_of.items() if keys}
+
+
+class Room:
+    """Chunks that may be evicted, oldest first. Nothing may be evicted in the pool while this is asked."""
+
+    def __init__(
+        self,
+        oldest_first: Iterable[bytes],
+        slots_of: Mapping[bytes, Sequence[int]],
+        num_references: Callable[[int], int],
+        is_kept: Callable[[bytes, Sequence[int]], bool],
+        spare: Container[bytes],
+    ) -> None:
+        self._keys = iter(oldest_first)
+        self._slots_of = slots_of
+        self._num_references = num_references
+        self._is_kept = is_kept
+        self._spare = spare
+        self._num_left: dict[int, int] = {}
+        """Slot → references that are left after the evictions so far."""
+        self._passed_over: list[bytes] = []
+        """Chunks whose pages others still need, oldest first. A later eviction may make them worth evicting."""
+        self.num_freed = 0
+        """Slots that the evictions so far free."""
+
+    def free(self, num_slots: int) -> tuple[bytes, ...] | None:
+        """Return the further chunks to evict so that `num_slots` more slots become free; None if there are too few."""
+        candidates: list[bytes] = []
+        num_left: dict[int, int] = {}
+        num_freed = 0
+        for key in self._candidates():
+            candidates.append(key)
+            for slot in self._slots_of[key]:
+                num_left[slot] = left = (num_left[slot] if slot in num_left else self._left(slot)) - 1
+                if left == 0:  # never so for NO_SLOT, which nobody references
+                    num_freed += 1
+            if num_freed >= num_slots:
+                break
+        else:
+            self._passed_over = candidates
+            return None
+        victims: list[bytes] = []
+        passed_over: list[bytes] = []
+        for key in candidates:
+            frees = any(num_left[slot] == 0 for slot in self._slots_of[key])
+            (victims if frees else passed_over).append(key)
+        for key in victims:
+            for slot in self._slots_of[key]:
+                self._num_left[slot] = self._left(slot) - 1
+        self._passed_over = passed_over + self._passed_over
+        self.num_freed += num_freed
+        return tuple(victims)
+
+    def _left(self, slot: int) -> int:
+        left = self._num_left.get(slot)
+        return self._num_references(slot) if left is None else left
+
+    def _candidates(self) -> Iterable[bytes]:
+        while self._passed_over:
+            yield self._passed_over.pop(0)
+        for key in self._keys:
+            slots = self._slots_of.get(key)  # a snapshot may name keys here that are not in the pool
+            if slots is not None and key not in self._spare and not self._is_kept(key, slots):
+                yield key
 
 
 @attrs.frozen
@@ -40,7 +164,7 @@ class Departed:
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """What is there, and what was promised of it."""
+    """What is there. What was promised of it, and what is waited for, stands in the records of requests."""
 
     committed: dict[bytes, tuple[Slot, ...]] = {}
     """Every committed chunk and its slots."""
@@ -48,17 +172,13 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """Committed chunks that nobody is sure to come back for, oldest first."""
     departed: dict[bytes, Departed] = {}
     """The longest gone first."""
-    pinned_by: dict[LifeOrdinal, tuple[bytes, ...]] = {}
-    """Ordinal of a life -> what its pending answer promised, by the keys that it had then."""
-    wanted_by: dict[LifeOrdinal, tuple[bytes, ...]] = {}
-    """Ordinal of a life -> what it will come back for, the same way."""
     num_added: Count = 0
     """How often chunks were added."""
     num_removed: Count = 0
     """How often a chunk was removed."""
 
 
-class ChunkIndex(Projection):
+class Pool(Projection):
     """Committed chunks, what nobody waits for in order of recency, and what is promised or waited for besides.
 
     A settlement concerns its job, a promise the generation that it was made to.
@@ -69,7 +189,7 @@ class ChunkIndex(Projection):
         tracker: RequestTracker,
         geometry: Geometry,
         slots: HostSlots,
-        transfers: Transfers,
+        jobs: Jobs,
         *,
         keep_for_preempted: bool,
         kept_last: Callable[[], Collection[bytes]],
@@ -77,7 +197,7 @@ class ChunkIndex(Projection):
         """`kept_last` returns the keys of the chunks that are evicted after all others."""
         self._tracker = tracker
         self._geometry = geometry
-        self._transfers = transfers
+        self._jobs = jobs
         self.slots = slots
         self._max_departed = max(1024, 4 * slots.num_slots)
         self._keep_for_preempted = keep_for_preempted
@@ -86,18 +206,17 @@ class ChunkIndex(Projection):
         self.index()
 
     def index(self) -> None:
-        """Make anew what follows from the state, and from the jobs in flight."""
+        """Make anew what follows from the state, from requests, and from the copies in flight."""
         self._departed = self.state.departed = OrderedDict(self.state.departed)
         self._pins: dict[bytes, int] = {}
         self._wanted: dict[bytes, int] = {}
         self._saving: dict[bytes, int] = {}
-        for keys in self.state.pinned_by.values():
-            _count_up(self._pins, keys)
-        for keys in self.state.wanted_by.values():
-            _count_up(self._wanted, keys)
-        for job in self._transfers:
-            if job.kind is JobKind.SAVE and self._transfers.is_current(job):
-                _count_up(self._saving, job.keys)
+        for record in self._tracker:
+            _count_up(self._pins, record.pinned)
+            _count_up(self._wanted, record.wanted)
+        for copy in self._jobs:
+            if copy.kind is CopyKind.SAVE and self._jobs.is_current(copy):
+                _count_up(self._saving, copy.keys)
 
     def __len__(self) -> int:
         return len(self.state.committed)
@@ -109,16 +228,12 @@ class ChunkIndex(Projection):
     @property
     def promised(self) -> Mapping[str, tuple[bytes, ...]]:
         """Request id -> the chunks that its pending answer promised."""
-        return self._by_request(self.state.pinned_by)
+        return {record.request_id: record.pinned for record in self._tracker if record.pinned}
 
     @property
     def wanted(self) -> Mapping[str, tuple[bytes, ...]]:
         """Request id -> the chunks that it was preempted with and will come back for."""
-        return self._by_request(self.state.wanted_by)
-
-    def _by_request(self, keys_of: Mapping[int, tuple[bytes, ...]]) -> Mapping[str, tuple[bytes, ...]]:
-        records = ((self._tracker.of(ordinal), keys) for ordinal, keys in keys_of.items())
-        return {record.request_id: keys for record, keys in records if record is not None}
+        return {record.request_id: record.wanted for record in self._tracker if record.wanted}
 
     def is_saving(self, key: bytes) -> bool:
         """Whether a save of the chunk is in flight."""
@@ -161,7 +276,7 @@ class ChunkIndex(Projection):
         return Room(by_age, self.state.committed, self.slots.num_references, self._is_kept, spare)
 
     def _is_kept(self, key: bytes, slots: Iterable[int]) -> bool:
-        return key in self._pins or self._transfers.is_any_read(slots)
+        return key in self._pins or self._jobs.is_any_read(slots)
 
     # --- promises made by lookups ------------------------------------------------------------
 
@@ -175,25 +290,25 @@ class ChunkIndex(Projection):
             num_tokens = event.num_computed_tokens + event.num_external_tokens
             num_chunks = -(-num_tokens // self._geometry.chunk_size)
             keys = tuple(record.keys[:num_chunks])
-        if keys != self.state.pinned_by.get(event.ordinal, ()):
-            self._unpin(event.ordinal)
-            if keys:
-                _count_up(self._pins, keys)
-                self.state.pinned_by[event.ordinal] = keys
+        if keys != record.pinned:
+            self._unpin(record)
+            _count_up(self._pins, keys)
+            record.pinned = keys
 
     @on(e.LookupDeferred)
-    def _deferred(self, event: e.LookupDeferred, _sequence: int, subject: Subject) -> None:
+    def _deferred(self, _event: e.LookupDeferred, _sequence: int, subject: Subject) -> None:
         if subject.current is not None:
-            self._unpin(event.ordinal)
+            self._unpin(subject.current)
 
     @on(e.DecisionWithheld)
     def _withheld(self, event: e.DecisionWithheld, _sequence: int, _subject: Subject) -> None:
-        self._unpin(self._tracker.ordinal(event.request_id))
+        record = self._tracker.get(event.request_id)
+        if record is not None:
+            self._unpin(record)
 
-    def _unpin(self, ordinal: int) -> None:
-        keys = self.state.pinned_by.pop(ordinal, None)
-        if keys is not None:
-            _count_down(self._pins, keys)
+    def _unpin(self, record: RequestRecord) -> None:
+        _count_down(self._pins, record.pinned)
+        record.pinned = ()
 
     # --- loads -------------------------------------------------------------------------------
 
@@ -213,49 +328,51 @@ class ChunkIndex(Projection):
         record = subject.request
         if record is None:
             return
-        ordinal = record.ordinal
-        self._unpin(ordinal)
+        self._unpin(record)
         self._renew(record, len(record.keys))
         if self._keep_for_preempted:
-            self._no_longer_want(ordinal)
-            wanted = tuple(record.keys[: self._geometry.num_chunks_in(event.num_intact_tokens)])
-            _count_up(self._wanted, wanted)
-            self.state.wanted_by[ordinal] = wanted
-            for key in wanted:
+            self._no_longer_want(record)
+            record.wanted = tuple(record.keys[: self._geometry.num_chunks_in(event.num_intact_tokens)])
+            _count_up(self._wanted, record.wanted)
+            for key in record.wanted:
                 self.state.by_age.discard(key)
 
     @on(e.BlocksAllocated, e.RequestArrived)
-    def _allocated(
-        self, _event: e.BlocksAllocated | e.RequestArrived | e.RequestFinished, _sequence: int, subject: Subject
-    ) -> None:
-        if subject.request is not None:
-            self._unpin(subject.request.ordinal)
-            self._no_longer_want(subject.request.ordinal)
+    def _allocated(self, _event: e.BlocksAllocated | e.RequestArrived, _sequence: int, subject: Subject) -> None:
+        self._let_go(subject.request)
 
     @on(e.RequestFinished)
-    def _finished(self, event: e.RequestFinished, sequence: int, subject: Subject) -> None:
-        self._allocated(event, sequence, subject)
+    def _finished(self, _event: e.RequestFinished, _sequence: int, subject: Subject) -> None:
+        self._let_go(subject.request)
         if subject.request is not None:
             self._renew(subject.request, len(subject.request.keys))
 
-    def _no_longer_want(self, ordinal: int) -> None:
-        keys = self.state.wanted_by.pop(ordinal, None)
-        if keys is not None:
+    @on(e.RequestReleased)
+    def _released(self, _event: e.RequestReleased, _sequence: int, subject: Subject) -> None:
+        self._let_go(subject.current)
+
+    def _let_go(self, record: RequestRecord | None) -> None:
+        """The request relies on no chunk any more."""
+        if record is not None and (record.pinned or record.wanted):
+            self._unpin(record)
+            self._no_longer_want(record)
+
+    def _no_longer_want(self, record: RequestRecord) -> None:
+        keys, record.wanted = record.wanted, ()
+        if keys:
             _count_down(self._wanted, keys)
             self.state.by_age.add(self._unwanted(keys))
 
     @on(e.TransferReported)
-    def _reported(self, event: e.TransferReported, _sequence: int, _subject: Subject) -> None:
-        for job in filter(None, map(self._transfers.given_up, dict.fromkeys(event.job_ids))):
-            if self._transfers.is_reported(job, event):
-                # The last rank that could still have written them is done.
-                self.slots.release(job.slots, failed=job.kind is JobKind.SAVE)
+    def _reported(self, _event: e.TransferReported, _sequence: int, _subject: Subject) -> None:
+        for copy in self._jobs.late_ends:
+            self.slots.release(copy.slots, failed=True)
 
     @on(e.LoadCompleted, e.LoadFailed)
-    def _load_settled(self, event: e.LoadCompleted | e.LoadFailed, _sequence: int, _subject: Subject) -> None:
-        job = self._transfers.get(event.job_id)
-        if job is not None and job.kind is JobKind.LOAD:
-            self.slots.release(job.slots)
+    def _load_settled(self, _event: e.LoadCompleted | e.LoadFailed, _sequence: int, subject: Subject) -> None:
+        load = subject.copy
+        if load is not None and load.kind is CopyKind.LOAD:
+            self.slots.release(load.slots)
 
     # --- saves -------------------------------------------------------------------------------
 
@@ -270,32 +387,32 @@ class ChunkIndex(Projection):
         self.slots.acquire(event.slots)
 
     @on(e.SaveCompleted)
-    def _save_completed(self, event: e.SaveCompleted, _sequence: int, _subject: Subject) -> None:
-        job = self._transfers.get(event.job_id)
-        if job is None:
+    def _save_completed(self, _event: e.SaveCompleted, _sequence: int, subject: Subject) -> None:
+        save = subject.copy
+        if save is None:
             return
-        if job.epoch != self._transfers.epoch:
-            self.slots.release(job.slots)
+        if save.epoch != self._jobs.epoch:
+            self.slots.release(save.slots)
             return
-        _count_down(self._saving, job.keys)
-        if not self._place_whole(job):
-            self._place_pages(job)
-            self.slots.release(job.slots)
+        _count_down(self._saving, save.keys)
+        if not self._place_whole(save):
+            self._place_pages(save)
+            self.slots.release(save.slots)
         # A growing request's beginning must not look older than its end. Renewing it whenever it has grown by an
         # eighth keeps the cost per chunk constant.
-        first = job.chunks[0] if job.chunks else 0
+        first = save.chunks[0] if save.chunks else 0
         if first and (first < _SHORT or first % (first // 8) == 0):
-            self._renew(self._tracker.of(job.ordinal), first)
+            self._renew(self._tracker.of(save.ordinal), first)
         self.state.num_added += 1
 
-    def _place_whole(self, job: Job) -> bool:
+    def _place_whole(self, save: Copy) -> bool:
         """Let chunks that are whole blocks be found, if every one is complete; else return False.
 
         The save's references on its slots go over to the chunks.
         """
-        keys = job.keys
-        slots_by_chunk = self._geometry.slots_by_chunk(job.slots, len(keys))
-        if slots_by_chunk is None or len(keys) != len(job.chunks) or NO_SLOT in job.slots:
+        keys = save.keys
+        slots_by_chunk = self._geometry.slots_by_chunk(save.slots, len(keys))
+        if slots_by_chunk is None or len(keys) != len(save.chunks) or NO_SLOT in save.slots:
             return False
         committed, departed = self.state.committed, self._departed
         # The deepest first, as they are touched.
@@ -319,12 +436,12 @@ class ChunkIndex(Projection):
     def _unwanted(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
         return tuple([key for key in keys if key in self.state.committed and key not in self._wanted])
 
-    def _place_pages(self, job: Job) -> None:
-        pages = self._geometry.pages_for(job.chunks, len(job.slots))
-        slot_of_page = dict(zip(pages, job.slots, strict=False))
-        for chunk, key in reversed(dict(zip(job.chunks, job.keys, strict=False)).items()):
+    def _place_pages(self, save: Copy) -> None:
+        pages = self._geometry.pages_for(save.chunks, len(save.slots))
+        slot_of_page = dict(zip(pages, save.slots, strict=False))
+        for chunk, key in reversed(dict(zip(save.chunks, save.keys, strict=False)).items()):
             self._place(chunk, key, slot_of_page)
-        for chunk, key in reversed(job.earlier_keys):
+        for chunk, key in reversed(save.earlier_keys):
             if key in self.state.committed:  # the new image of this block is longer and contains the shorter one
                 self._place(chunk, key, slot_of_page)
 
@@ -351,14 +468,14 @@ class ChunkIndex(Projection):
         return None if missing else slots
 
     @on(e.SaveFailed)
-    def _save_failed(self, event: e.SaveFailed, _sequence: int, _subject: Subject) -> None:
-        job = self._transfers.get(event.job_id)
-        if job is None:
+    def _save_failed(self, event: e.SaveFailed, _sequence: int, subject: Subject) -> None:
+        save = subject.copy
+        if save is None:
             return
-        if self._transfers.is_current(job):
-            _count_down(self._saving, job.keys)
+        if self._jobs.is_current(save):
+            _count_down(self._saving, save.keys)
         if event.quiet:
-            self.slots.release(job.slots, failed=True)
+            self.slots.release(save.slots, failed=True)
 
     # --- leaving -----------------------------------------------------------------------------
 
@@ -374,11 +491,10 @@ class ChunkIndex(Projection):
     def _reset(self, _event: e.CacheReset, sequence: int, _subject: Subject) -> None:
         for key in tuple(self.state.committed):
             self._remove(key, Departed(e.MissReason.RESET, sequence))
-        self._saving.clear()
-        self._wanted.clear()
-        self.state.wanted_by.clear()
-        self._pins.clear()
-        self.state.pinned_by.clear()
+        for counts in (self._saving, self._wanted, self._pins):
+            counts.clear()
+        for record in self._tracker:
+            record.pinned = record.wanted = ()
 
     def _remove(self, key: bytes, why: Departed) -> None:
         slots = self.state.committed.pop(key, None)

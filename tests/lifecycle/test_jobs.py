@@ -31,7 +31,7 @@ def with_load(**configuration: int) -> tuple[Driver, e.LoadIssued]:
 def test_a_job_carries_what_is_needed_after_its_request_is_gone() -> None:
     """Chunks with their keys, slots, blocks, generation."""
     driver, save = with_save()
-    job = driver.projections.transfers.get(save.job_id)
+    job = driver.projections.jobs.get(save.job_id)
     assert (job.kind, job.request_id, job.ordinal, job.generation) == ("save", "a", 0, 0)
     assert (job.chunks, job.keys, job.slots) == ((0, 1, 2, 3), keys_of("a", 4), save.slots)
 
@@ -39,17 +39,17 @@ def test_a_job_carries_what_is_needed_after_its_request_is_gone() -> None:
 def test_a_load_names_the_chunks_that_it_reads() -> None:
     """From the first loaded token on, not from the request's first."""
     driver, load = with_load()
-    job = driver.projections.transfers.get(load.job_id)
+    job = driver.projections.jobs.get(load.job_id)
     assert (job.kind, job.chunks, job.keys) == ("load", (2, 3), keys_of("d", 2, first_chunk=2))
     assert driver.record("a").blocks == "loading"
-    assert all(driver.projections.transfers.is_any_read([slot]) for slot in load.slots)
+    assert all(driver.projections.jobs.is_any_read([slot]) for slot in load.slots)
 
 
 def test_a_settled_job_is_forgotten() -> None:
     """And with it, that anything was loading or read."""
     driver, load = with_load()
     driver.report(load.job_id)
-    transfers = driver.projections.transfers
+    transfers = driver.projections.jobs
     assert transfers.get(load.job_id) is None
     assert not transfers.owes(driver.record("a").ordinal)
     assert driver.record("a").blocks == "granted"
@@ -63,7 +63,7 @@ def test_job_ids_are_never_used_again() -> None:
     driver.save_prefix("b", keys_of("b", 2))
     ids = [issued.job_id for issued in driver.all_of(e.SaveIssued)]
     assert ids == sorted(set(ids))
-    assert driver.projections.transfers.next_job_id > max(ids) >= save.job_id
+    assert driver.projections.jobs.next_job_id > max(ids) >= save.job_id
 
 
 def test_a_log_may_use_the_number_of_a_job_twice() -> None:
@@ -75,7 +75,7 @@ def test_a_log_may_use_the_number_of_a_job_twice() -> None:
     failed = e.SaveFailed("b", 1, 0, save.job_id, "lost", False, sequence)
     for number, event in enumerate((again, failed, e.LoadFailed("a", 0, 1, 17, "lost", sequence))):
         projections.fold(event, sequence + number)
-    assert not projections.transfers.of_life(0)
+    assert not projections.jobs.of_life(0)
 
 
 def test_ranks_are_counted_until_all_have_reported() -> None:
@@ -83,9 +83,9 @@ def test_ranks_are_counted_until_all_have_reported() -> None:
     driver, save = with_save(num_ranks=4)
     driver.report(save.job_id, ranks=(1,))
     driver.report(save.job_id, ranks=(0, 2))
-    assert driver.projections.transfers.get(save.job_id).ranks_done == (0, 1, 2)
+    assert driver.projections.jobs.get(save.job_id).ranks_done == (0, 1, 2)
     driver.report(save.job_id, ranks=(3,))
-    assert driver.projections.transfers.get(save.job_id) is None
+    assert driver.projections.jobs.get(save.job_id) is None
 
 
 def test_a_rank_that_reports_twice_does_not_stand_for_another() -> None:
@@ -93,7 +93,7 @@ def test_a_rank_that_reports_twice_does_not_stand_for_another() -> None:
     driver, save = with_save(num_ranks=2)
     driver.report(save.job_id, ranks=(1,))
     driver.report(save.job_id, ranks=(1,), ok=False)
-    job = driver.projections.transfers.get(save.job_id)
+    job = driver.projections.jobs.get(save.job_id)
     assert (job.ranks_done, job.ranks_failed) == ((1,), ())
     driver.report(save.job_id, ranks=(0,))
     assert driver.all_of(e.SaveCompleted)
@@ -103,7 +103,7 @@ def test_a_rank_that_does_not_exist_settles_nothing_and_is_told() -> None:
     """A report from elsewhere: recorded, harmless."""
     driver, save = with_save(num_ranks=1)
     driver.report(save.job_id, ranks=(7,))
-    assert driver.projections.transfers.get(save.job_id) is not None
+    assert driver.projections.jobs.get(save.job_id) is not None
     assert driver.all_of(e.InvariantViolated)[-1].rule == "COMPLETION_ONCE"
 
 
@@ -129,7 +129,7 @@ def test_a_save_is_no_load() -> None:
     """Whoever waits for KV does not wait for a copy out."""
     driver, _ = with_save()
     ordinal = driver.record("a").ordinal
-    assert driver.projections.transfers.owes(ordinal)
+    assert driver.projections.jobs.owes(ordinal)
     assert driver.record("a").blocks != "loading"
 
 
@@ -139,8 +139,8 @@ def test_a_job_belongs_to_one_life_of_an_id() -> None:
     driver.start("a", keys_of("a", 2), 17, (1, 2))
     driver.finish("a", 16, 18)
     driver.arrive("a", 20)
-    assert driver.projections.transfers.owes(0)
-    assert not driver.projections.transfers.owes(driver.record("a").ordinal)
+    assert driver.projections.jobs.owes(0)
+    assert not driver.projections.jobs.owes(driver.record("a").ordinal)
 
 
 def test_a_slot_read_by_two_loads_is_read_until_both_are_settled() -> None:
@@ -150,9 +150,9 @@ def test_a_slot_read_by_two_loads_is_read_until_both_are_settled() -> None:
     driver.lookup("b", 16, 40)
     driver.allocate("b", (7, 8, 9), 16)
     driver.report(load.job_id)
-    assert all(driver.projections.transfers.is_any_read([slot]) for slot in load.slots)
+    assert all(driver.projections.jobs.is_any_read([slot]) for slot in load.slots)
     driver.settle_all()
-    assert not driver.projections.transfers.is_any_read(load.slots)
+    assert not driver.projections.jobs.is_any_read(load.slots)
 
 
 def test_a_save_knows_the_shorter_chunks_inside_its_pages() -> None:
@@ -162,7 +162,7 @@ def test_a_save_knows_the_shorter_chunks_inside_its_pages() -> None:
     driver.step(settled=[("a", 0, 24)])
     driver.step(settled=[("a", 3, 32)])
     first, second = driver.all_of(e.SaveIssued)
-    transfers = driver.projections.transfers
+    transfers = driver.projections.jobs
     assert transfers.get(first.job_id).earlier_keys == ()
     assert transfers.get(second.job_id).earlier_keys == ((2, keys_of("a", 1, 2)[0]),)
 
@@ -171,5 +171,5 @@ def test_a_reset_begins_an_epoch_that_new_jobs_carry() -> None:
     """Old jobs keep the old one."""
     driver, save = with_save()
     driver.reset()
-    assert driver.projections.transfers.epoch == 1
-    assert driver.projections.transfers.get(save.job_id).epoch == 0
+    assert driver.projections.jobs.epoch == 1
+    assert driver.projections.jobs.get(save.job_id).epoch == 0

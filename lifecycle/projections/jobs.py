@@ -1,0 +1,258 @@
+"""Copies in flight, and what they mean for the cache: for whom, of which chunks, and whether they can be relied on.
+
+`owed.py` keeps the copies, how far they are, and what is owed of them. Reports and settlements concern a copy, whatever
+has become of its life. A quarantine and blocks that could not be filled concern all copies of a life.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.events import NO_SLOT
+from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections.base import Projection, Subject
+from kvledger.lifecycle.projections.copies import Copy, CopyKind
+from kvledger.lifecycle.projections.owed import Owed
+from kvledger.lifecycle.projections.request_record import RequestRecord
+from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.ranges import Count, Sequence
+from kvledger.lifecycle.states import SourceRegion, WorkRegion
+
+IN_FLIGHT = (WorkRegion.ISSUED, WorkRegion.OVERDUE)
+
+
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """What the copies themselves do not say."""
+
+    next_job_id: Sequence = 1
+    epoch: Count = 0
+
+
+class Jobs(Projection):
+    """The copies that are not settled, by job id and by life."""
+
+    def __init__(self, owed: Owed, tracker: RequestTracker, geometry: Geometry) -> None:
+        self._owed = owed
+        self._tracker = tracker
+        self._geometry = geometry
+        self.all_ranks = owed.all_ranks
+        self.state = State()
+        self.index()
+
+    def index(self) -> None:
+        """Make anew what follows from the copies."""
+        copies = self._owed.state.copies.values()
+        self._in_flight = {copy.job_id: copy for copy in copies if copy.work in IN_FLIGHT}
+        self.given_up = {copy.job_id: copy for copy in copies if copy.work is WorkRegion.GIVEN_UP}
+        """Job id → save that was given up without a report: until every rank reports, it may still write its slots."""
+        # Asked several times for every event: the dict's own method.
+        self.get: Callable[[int], Copy | None] = self._in_flight.get
+        """The copy, or None once it is settled or given up."""
+        self._of_ordinal: dict[int, set[int]] = {}
+        self.async_loads: dict[int, Copy] = {}
+        """Job id → load in flight outside of the steps."""
+        self._loading: dict[int, int] = {}
+        """Slot → loads in flight that read it."""
+        for copy in self._in_flight.values():
+            self._enter(copy)
+
+    @property
+    def next_job_id(self) -> int:
+        """The number of the next job."""
+        return self.state.next_job_id
+
+    @property
+    def epoch(self) -> int:
+        """How often everything cached was reset."""
+        return self.state.epoch
+
+    @property
+    def late_ends(self) -> list[Copy]:
+        """Saves that were given up, and that the report at hand ends."""
+        return self._owed.late_ends
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def __iter__(self) -> Iterator[Copy]:
+        return iter(self._in_flight.values())
+
+    def is_reported(self, copy: Copy) -> bool:
+        """Whether every rank has reported."""
+        return len(copy.ranks_done) + len(copy.ranks_failed) == len(self.all_ranks)
+
+    def overdue(self, overdue_step: int, overdue_ns: int) -> list[Copy]:
+        """Copies that were issued, or asked after, before both."""
+        overdue = []
+        for copy in self._in_flight.values():
+            if copy.asked_step < overdue_step and copy.asked_ns < overdue_ns:
+                overdue.append(copy)
+            elif copy.work is WorkRegion.ISSUED and copy.source is SourceRegion.OWNED:
+                break  # later ones were issued later
+        return overdue
+
+    def of_life(self, ordinal: int) -> list[Copy]:
+        """The copies in flight of that life of a request, in the order in which they were issued."""
+        return [self._in_flight[job_id] for job_id in sorted(self._of_ordinal.get(ordinal, ()))]
+
+    def reads_blocks_of(self, ordinal: int) -> list[Copy]:
+        """Saves in flight out of blocks that this life of a request still has."""
+        if ordinal not in self._of_ordinal:
+            return []
+        return [
+            copy
+            for copy in self.of_life(ordinal)
+            if copy.kind is CopyKind.SAVE and copy.is_async and copy.source is SourceRegion.OWNED
+        ]
+
+    def saving(self, key: bytes) -> Copy | None:
+        """The save in flight that will commit the chunk, or None."""
+        saves = (copy for copy in self if copy.kind is CopyKind.SAVE and self.is_current(copy))
+        return next((copy for copy in saves if key in copy.keys), None)
+
+    def is_current(self, copy: Copy) -> bool:
+        """Whether no reset has come since it was issued."""
+        return copy.epoch == self.state.epoch
+
+    def owes(self, ordinal: int) -> bool:
+        """Whether a copy of that life of a request is in flight."""
+        return ordinal in self._of_ordinal
+
+    def is_loading_async(self, ordinal: int, generation: int) -> bool:
+        """Whether a load of this generation of that life is asynchronous: then the request is in no step."""
+        return any(
+            copy.kind is CopyKind.LOAD and copy.is_async and copy.generation == generation
+            for copy in self.of_life(ordinal)
+        )
+
+    def relies_on_load(self, save: Copy) -> bool:
+        """Whether what was saved was computed on top of a load that has not been settled."""
+        if self._of_ordinal.get(save.ordinal) == {save.job_id}:  # as with most saves
+            return False
+        return any(
+            copy.kind is CopyKind.LOAD and copy.job_id < save.job_id and copy.generation == save.generation
+            for copy in self.of_life(save.ordinal)
+        )
+
+    def is_any_read(self, slots: Iterable[int]) -> bool:
+        """Whether a load in flight reads one of the slots."""
+        return bool(self._loading) and not self._loading.keys().isdisjoint(slots)
+
+    # --- folds ---------------------------------------------------------------------------------
+
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued, _sequence: int, subject: Subject) -> None:
+        num_known = 0 if subject.request is None else len(subject.request.keys)
+        chunks = self._geometry.chunks_of_load(event.first_token, event.num_tokens, num_known)
+        self._begin(event.job_id, subject.request, tuple(chunks))
+
+    @on(e.SaveIssued)
+    def _save_issued(self, event: e.SaveIssued, _sequence: int, subject: Subject) -> None:
+        self._begin(event.job_id, subject.request, event.chunks)
+
+    @on(e.TailSaveIssued)
+    def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int, subject: Subject) -> None:
+        self._begin(event.job_id, subject.request, ())
+
+    def _begin(self, job_id: int, record: RequestRecord | None, chunks: tuple[int, ...]) -> None:
+        earlier = self._in_flight.get(job_id)
+        if earlier is not None:  # a log may use a number twice
+            self._leave(earlier)
+        copy = self._in_flight[job_id] = self._owed.state.copies[job_id]
+        copy.epoch, copy.asked_step, copy.asked_ns = self.state.epoch, self._tracker.num_steps, self._tracker.time_ns
+        copy.chunks = chunks
+        if record is not None and chunks:
+            copy.keys = record.keys_of(chunks)
+            if self._geometry.chunks_share_blocks:
+                earlier_chunks = self._geometry.earlier_chunks(chunks, len(record.keys))
+                copy.earlier_keys = tuple((chunk, record.keys[chunk]) for chunk in earlier_chunks)
+        self._enter(copy)
+        if job_id >= self.state.next_job_id:
+            self.state.next_job_id = job_id + 1
+
+    @on(e.TransferAwaited)
+    def _awaited(self, event: e.TransferAwaited, _sequence: int, _subject: Subject) -> None:
+        copy = self._in_flight.get(event.job_id)
+        if copy is not None:
+            copy.asked_step, copy.asked_ns = self._tracker.num_steps, self._tracker.time_ns
+
+    @on(e.TransferReported)
+    def _reported(self, _event: e.TransferReported, _sequence: int, _subject: Subject) -> None:
+        for copy in self._owed.late_ends:
+            self.given_up.pop(copy.job_id, None)
+
+    @on(e.LoadCompleted, e.SaveCompleted, e.SaveFailed)
+    def _settled(
+        self, event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed, _sequence: int, _subject: Subject
+    ) -> None:
+        copy = self._in_flight.pop(event.job_id, None)
+        if copy is None:
+            return
+        if copy.work is WorkRegion.GIVEN_UP:
+            self.given_up[copy.job_id] = copy
+        self._leave(copy)
+
+    def _enter(self, copy: Copy) -> None:
+        """Note a copy in what follows from those in flight."""
+        siblings = self._of_ordinal.get(copy.ordinal)
+        if siblings is None:
+            self._of_ordinal[copy.ordinal] = {copy.job_id}
+        else:
+            siblings.add(copy.job_id)
+        if copy.kind is CopyKind.LOAD:
+            loading = self._loading
+            for slot in copy.slots:
+                if slot != NO_SLOT:
+                    loading[slot] = loading.get(slot, 0) + 1
+            if copy.is_async:
+                self.async_loads[copy.job_id] = copy
+
+    def _leave(self, copy: Copy) -> None:
+        """Take a copy out of what follows from those in flight."""
+        siblings = self._of_ordinal.get(copy.ordinal)
+        if siblings is not None:
+            siblings.discard(copy.job_id)
+            if not siblings:
+                del self._of_ordinal[copy.ordinal]
+        if copy.kind is CopyKind.LOAD:
+            loading = self._loading
+            for slot in copy.slots:
+                left = loading.get(slot, 0) - 1
+                if left > 0:
+                    loading[slot] = left
+                else:
+                    loading.pop(slot, None)
+            self.async_loads.pop(copy.job_id, None)
+
+    @on(e.LoadFailed)
+    def _load_failed(self, event: e.LoadFailed, sequence: int, subject: Subject) -> None:
+        for copy in self.of_life(event.ordinal):  # on top of it, also where the request has ended long ago
+            if copy.kind is CopyKind.SAVE and copy.generation == event.generation and copy.job_id > event.job_id:
+                copy.is_doubtful = True
+        self._settled(event, sequence, subject)
+        self._load_errors_observed(event, sequence, subject)
+
+    @on(e.LoadErrorsObserved)
+    def _load_errors_observed(
+        self, _event: e.LoadErrorsObserved | e.LoadFailed, _sequence: int, _subject: Subject
+    ) -> None:
+        # A load may fail in the very step that saves what it should have brought, or what was computed on top of it.
+        # Its request may have ended since; whatever else that saved is as doubtful.
+        for ordinal in {copy.ordinal for copy in self if self._tracker.unfilled.spoil(copy.block_ids)}:
+            self._doubt_saves(ordinal)
+
+    @on(e.RequestQuarantined)
+    def _quarantined(self, event: e.RequestQuarantined, _sequence: int, _subject: Subject) -> None:
+        self._doubt_saves(event.ordinal)
+
+    def _doubt_saves(self, ordinal: int) -> None:
+        for copy in self.of_life(ordinal):
+            copy.is_doubtful = copy.kind is CopyKind.SAVE
+
+    @on(e.CacheReset)
+    def _reset(self, _event: e.CacheReset, _sequence: int, _subject: Subject) -> None:
+        self.state.epoch += 1

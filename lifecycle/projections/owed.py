@@ -1,0 +1,450 @@
+"""What is owed outside: copies to the workers; to vLLM one end of each asynchronous load and of each delayed free.
+
+vLLM knows the ends by request id alone and asserts on a second one, so nothing else decides about them. They follow
+from observations wherever possible: ranks are counted here, so that requests end their waiting also where nothing is
+decided any more. Folds first and asks no other projection. `jobs.py` says what a copy means for the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.events import trigger_of
+from kvledger.lifecycle.machine import Tables
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections.base import Projection
+from kvledger.lifecycle.projections.copies import (
+    NOTHING,
+    BlocksEnd,
+    Channel,
+    Copy,
+    CopyKind,
+    Issued,
+    LoadEnd,
+    OwedEnds,
+    PageJob,
+    Ready,
+    Reminder,
+)
+from kvledger.lifecycle.ranges import BlockId, JobId, LifeOrdinal, Sequence
+from kvledger.lifecycle.states import SourceRegion, WorkRegion
+
+
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """The queues are in the order in which things became owed, because that order is in the log."""
+
+    present: dict[str, LifeOrdinal] = {}
+    """Request id → its present life, until it ends."""
+    copies: dict[JobId, Copy] = {}
+    """Job id → copy, until it is settled and nothing of it is owed."""
+    unsent: dict[JobId, Issued] = {}
+    """Job id → job that no worker has been given."""
+    reminders: dict[JobId, Reminder] = {}
+    """Job id → last reminder that no worker has been given."""
+    under_way: dict[JobId, None] = {}
+    """Asynchronous copies that a rank has not reported."""
+    ends: dict[LifeOrdinal, OwedEnds] = {}
+    """Life → what vLLM waits for, or was promised."""
+    failed: dict[LifeOrdinal, None] = {}
+    """Lives whose load failed, of which no worker was told."""
+    sent: dict[LifeOrdinal, None] = {}
+    """Lives whose blocks are free again, of which no worker was told."""
+    received: dict[LifeOrdinal, None] = {}
+    """Lives whose load is in place, which vLLM does not know."""
+    to_report: dict[LifeOrdinal, None] = {}
+    """Lives whose end the workers report to vLLM, which does not have it yet."""
+    block_ids: list[BlockId] = []
+    """Blocks that vLLM counts on and that nothing will fill."""
+    closed_at: Sequence = 0
+    """Sequence number: what was issued before it belonged to a step that went without it."""
+
+
+class Owed(Projection):
+    """Total over everything that may stand in a log; each end is owed once."""
+
+    def __init__(self, tables: Tables, num_ranks: int) -> None:
+        self._tables = tables
+        self._every_rank = range(num_ranks)
+        self.all_ranks = tuple(self._every_rank)
+        self.state = State()
+        self.index()
+
+    def check(self) -> None:
+        """Copies name the number that they are found by, and of every life in a queue the ends are known."""
+        state = self.state
+        if any(copy.job_id != job_id for job_id, copy in state.copies.items()):
+            raise ValueError("a copy has another number than the one that it is kept for")
+        if not state.under_way.keys() <= state.copies.keys():
+            raise ValueError("a copy is under way of which nothing else is known")
+        if not {*state.failed, *state.sent, *state.received, *state.to_report} <= state.ends.keys():
+            raise ValueError("an end is owed of a life of which nothing else is known")
+
+    def index(self) -> None:
+        """Forget the report at hand."""
+        self.reported: dict[int, Copy | None] = {}
+        """What the report at hand is about: job id → copy; None if it is settled, or was never issued."""
+        self.late_ends: list[Copy] = []
+        """Saves that were given up, and that the report at hand ends: no rank writes their slots any more."""
+
+    # --- what is owed --------------------------------------------------------------------------
+
+    def ready(self, channel: Channel) -> Ready:
+        """What is owed; it is owed until its `EffectsDelivered` is folded."""
+        state = self.state
+        if channel is Channel.VLLM:
+            return Ready(received=self._named(state.received)) if state.received else NOTHING
+        if not (state.unsent or state.reminders or state.block_ids or state.failed or state.sent):
+            return NOTHING
+        return Ready(
+            jobs=tuple([each.job for each in state.unsent.values() if each.sequence > state.closed_at]),
+            late=tuple([each.job for each in state.unsent.values() if each.sequence <= state.closed_at]),
+            awaited=tuple([each.awaited for each in state.reminders.values()]),
+            block_ids=tuple(state.block_ids),
+            failed=self._named(state.failed),
+            sent=self._named(state.sent),
+        )
+
+    def _named(self, lives: Iterable[int]) -> dict[int, str]:
+        return {ordinal: self.state.ends[ordinal].request_id for ordinal in lives}
+
+    def issued_since(self, sequence: int) -> list[PageJob]:
+        """Jobs from that sequence number on which no worker has been given."""
+        return [each.job for each in self.state.unsent.values() if each.sequence >= sequence]
+
+    def lost_fences(self) -> list[int]:
+        """Jobs that a step was to wait for and did not, as no worker had it; asked when the next step is observed."""
+        state = self.state
+        return [
+            job_id
+            for job_id, reminder in state.reminders.items()
+            if reminder.awaited.before_forward and reminder.sequence <= state.closed_at
+        ]
+
+    def reported_to_vllm(self, request_ids: Iterable[str]) -> tuple[int, ...]:
+        """The lives among those whose end the workers were to report."""
+        to_report, ends = self.state.to_report, self.state.ends
+        if not to_report:
+            return ()
+        known = set(request_ids)
+        return tuple([ordinal for ordinal in to_report if ends[ordinal].request_id in known])
+
+    def early_receipt(self, request_id: str) -> int:
+        """The life of that request whose load has not ended, or whose failure no worker was asked to report yet.
+
+        `NO_LIFE` if there is none. An end of it that somebody reports now is not ours.
+        """
+        ends = self.state.ends
+        if not ends:
+            return e.NO_LIFE
+        not_reported = (LoadEnd.CLAIMED, LoadEnd.UNDER_WAY, LoadEnd.FAILED)
+        lives = (self.present(request_id), *self._lives_with_kept_blocks(request_id))
+        return next((life for life in lives if life in ends and ends[life].load in not_reported), e.NO_LIFE)
+
+    def early_release(self, request_id: str) -> int:
+        """The ended life of that request whose blocks a copy uses, or whose end no worker was asked to report yet.
+
+        `NO_LIFE` if there is none.
+        """
+        to_report = self.state.to_report
+        lives = self._lives_with_kept_blocks(request_id)
+        return next((life for life in lives if life not in to_report), e.NO_LIFE)
+
+    def _lives_with_kept_blocks(self, request_id: str) -> list[int]:
+        ends = self.state.ends
+        return [
+            ordinal
+            for ordinal, its in ends.items()
+            if its.request_id == request_id and its.blocks is not BlocksEnd.NONE
+        ]
+
+    @property
+    def is_owing(self) -> bool:
+        """Whether something waits to be handed over."""
+        state = self.state
+        return bool(state.unsent or state.reminders or state.failed or state.sent or state.received)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether vLLM waits for an end, or will, when an asynchronous copy under way is reported."""
+        state = self.state
+        return bool(state.under_way) or any(
+            its.load is not LoadEnd.NONE or its.blocks is not BlocksEnd.NONE for its in state.ends.values()
+        )
+
+    @property
+    def is_freeing(self) -> bool:
+        """Whether blocks of a request that has ended will be free when vLLM hears of the end of a copy."""
+        return any(its.blocks is not BlocksEnd.NONE for its in self.state.ends.values())
+
+    def under_way(self) -> list[Copy]:
+        """Asynchronous copies that a rank has not reported."""
+        copies = self.state.copies
+        return [copies[job_id] for job_id in self.state.under_way]
+
+    def present(self, request_id: str) -> int:
+        """The life that the request is in; `NO_LIFE` where it is unknown or has ended."""
+        return self.state.present.get(request_id, e.NO_LIFE)
+
+    def is_named(self, request_id: str) -> bool:
+        """Whether vLLM still gets an end of that request."""
+        known = (LoadEnd.ARRIVED, LoadEnd.FAILED, LoadEnd.WITH_WORKERS)
+        return any(
+            its.request_id == request_id and (its.load in known or its.blocks is not BlocksEnd.NONE)
+            for its in self.state.ends.values()
+        )
+
+    def is_held(self, ordinal: int) -> bool:
+        """Whether the blocks of that life, which ends now, are to be kept."""
+        its = self.state.ends.get(ordinal)
+        return its is not None and its.blocks in {BlocksEnd.KEPT_FOR_COPY, BlocksEnd.FREE_AGAIN}
+
+    # --- lives ---------------------------------------------------------------------------------
+
+    @on(e.RequestArrived)
+    def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
+        self._break_promise(self.present(event.request_id))  # the life that it displaces gets no blocks any more
+        self.state.present[event.request_id] = event.ordinal
+
+    @on(e.LookupAnswered)
+    def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
+        if not event.is_async:
+            self._break_promise(event.ordinal)
+        elif event.ordinal >= 0:
+            self._ends_of(event.ordinal, event.request_id).is_promised = True
+
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
+        ordinal = self.present(event.request_id)
+        its = self.state.ends.get(ordinal)
+        if its is not None and its.is_promised:
+            its.is_promised = False
+            if event.num_external_tokens and its.load is LoadEnd.NONE:
+                its.load = LoadEnd.CLAIMED
+            self._forget_if_closed(ordinal, its)
+
+    @on(e.LoadRefused)
+    def _refused(self, event: e.LoadRefused, _sequence: int) -> None:
+        ordinal, state = self.present(event.request_id), self.state
+        its = state.ends.get(ordinal)
+        if its is not None and its.is_promised:  # the allocation was not recorded
+            its.is_promised = False
+            if its.load is LoadEnd.NONE:
+                its.load = LoadEnd.CLAIMED
+        if its is None or its.load is LoadEnd.NONE:
+            state.block_ids.extend(event.block_ids)
+        elif its.load is LoadEnd.CLAIMED:  # else its job is recorded, and will come to an end
+            its.load = LoadEnd.FAILED
+            state.failed[ordinal] = None
+
+    @on(e.RequestFinished)
+    def _finished(self, event: e.RequestFinished, _sequence: int) -> None:
+        state = self.state
+        ordinal = state.present.pop(event.request_id, e.NO_LIFE)
+        self._break_promise(ordinal)
+        its = state.ends.get(ordinal)
+        if its is not None and its.load is not LoadEnd.NONE:
+            # vLLM keeps the blocks anyway until the load has ended, and hears of one end only.
+            its.blocks = BlocksEnd.KEPT_FOR_LOAD
+        else:
+            self._hold(ordinal, event.request_id)
+
+    @on(e.BlocksHeld)
+    def _held(self, event: e.BlocksHeld, _sequence: int) -> None:
+        self._hold(event.ordinal, event.request_id)  # for a copy that its end has led to
+
+    def _hold(self, ordinal: int, request_id: str) -> None:
+        its = self.state.ends.get(ordinal)
+        is_kept = its is not None and its.blocks is not BlocksEnd.NONE
+        if not is_kept and any(save.source is SourceRegion.OWNED for save in self._saves_under_way(ordinal)):
+            self._ends_of(ordinal, request_id).blocks = BlocksEnd.KEPT_FOR_COPY
+
+    def _saves_under_way(self, ordinal: int) -> list[Copy]:
+        return [copy for copy in self.under_way() if copy.ordinal == ordinal and copy.kind is CopyKind.SAVE]
+
+    def _ends_of(self, ordinal: int, request_id: str) -> OwedEnds:
+        its = self.state.ends.get(ordinal)
+        if its is None:
+            its = self.state.ends[ordinal] = OwedEnds(request_id)
+        return its
+
+    def _break_promise(self, ordinal: int) -> None:
+        its = self.state.ends.get(ordinal)
+        if its is not None and its.is_promised:
+            its.is_promised = False
+            self._forget_if_closed(ordinal, its)
+
+    def _forget_if_closed(self, ordinal: int, its: OwedEnds) -> None:
+        if its.load is LoadEnd.NONE and its.blocks is BlocksEnd.NONE and not its.is_promised:
+            del self.state.ends[ordinal]
+
+    # --- copies --------------------------------------------------------------------------------
+
+    @on(e.LoadIssued, e.SaveIssued)
+    def _issued(self, event: e.LoadIssued | e.SaveIssued, sequence: int) -> None:
+        is_load = isinstance(event, e.LoadIssued)
+        self._begin(event, sequence, CopyKind.LOAD if is_load else CopyKind.SAVE, event.is_async)
+        if not event.is_async:
+            return
+        self.state.under_way[event.job_id] = None
+        its = self.state.ends.get(event.ordinal) if is_load else None
+        if its is not None and its.load is LoadEnd.CLAIMED:
+            its.load, its.load_id = LoadEnd.UNDER_WAY, event.job_id
+
+    @on(e.TailSaveIssued)
+    def _tail_issued(self, event: e.TailSaveIssued, sequence: int) -> None:
+        self._begin(event, sequence, CopyKind.SAVE, False)  # noqa: FBT003 -- keywords cost, and every save comes by here
+
+    def _begin(self, job: PageJob, sequence: int, kind: CopyKind, is_async: bool) -> None:  # noqa: FBT001
+        job_id, state = job.job_id, self.state
+        state.copies[job_id] = Copy(
+            job_id, kind, job.request_id, job.ordinal, job.generation, job.slots, job.block_ids, is_async
+        )
+        state.unsent[job_id] = Issued(sequence, job)
+        state.under_way.pop(job_id, None)  # a log may use a number twice
+
+    @on(e.TransferAwaited)
+    def _awaited(self, event: e.TransferAwaited, sequence: int) -> None:
+        before = self.state.reminders.get(event.job_id)
+        if before is None or not before.awaited.before_forward:
+            self.state.reminders[event.job_id] = Reminder(sequence, event)
+        copy = self.state.copies.get(event.job_id)
+        if copy is not None and copy.work is not WorkRegion.GIVEN_UP:
+            self._move(copy, trigger_of(event))
+
+    @on(e.TransferReported)
+    def _reported(self, event: e.TransferReported, _sequence: int) -> None:
+        state = self.state
+        self.reported, self.late_ends = {}, []
+        for job_id in event.job_ids:
+            if job_id in state.unsent:
+                # What breaks vLLM's contract may name blocks of others; those that were promised are refused by name.
+                self._never_given(job_id, is_counted_on=bool(event.withheld) and event.withheld != e.Withheld.CONTRACT)
+            if job_id not in self.reported:
+                copy = state.copies.get(job_id)
+                self.reported[job_id] = None if copy is None or copy.work is WorkRegion.SETTLED else copy
+                if copy is not None:
+                    self._count(copy, event)
+
+    def _count(self, copy: Copy, event: e.TransferReported) -> None:
+        """Note the ranks. Of each the first report counts; a later one about the same copy changes nothing."""
+        if event.error and not copy.error:
+            copy.error = event.error
+        if not copy.ranks_done and not copy.ranks_failed and event.ranks_done == self.all_ranks:
+            copy.ranks_done = self.all_ranks
+        else:
+            known = {*copy.ranks_done, *copy.ranks_failed}
+            reported = {*event.ranks_done, *event.ranks_failed}
+            copy.repeated_ranks = () if event.is_repeated else tuple(sorted(known & reported))
+            new = {rank for rank in reported - known if rank in self._every_rank}
+            done = new.intersection(event.ranks_done)
+            copy.ranks_done = tuple(sorted({*copy.ranks_done, *done}))
+            copy.ranks_failed = tuple(sorted({*copy.ranks_failed, *(new - done)}))
+        if len(copy.ranks_done) + len(copy.ranks_failed) < len(self.all_ranks):
+            return
+        if copy.work is WorkRegion.GIVEN_UP:
+            self._move(copy, "transfer.reported/whole")
+            self.late_ends.append(copy)
+        if copy.job_id in self.state.under_way:
+            self._end(copy, has_failed=bool(copy.ranks_failed))
+        self._forget_if_settled(copy)
+
+    @on(e.LoadCompleted, e.SaveCompleted)
+    def _completed(self, event: e.LoadCompleted | e.SaveCompleted, _sequence: int) -> None:
+        copy = self.state.copies.get(event.job_id)
+        if copy is not None:
+            self._move(copy, event.id)
+            self._forget_if_settled(copy)
+
+    @on(e.LoadFailed, e.SaveFailed)
+    def _failed(self, event: e.LoadFailed | e.SaveFailed, _sequence: int) -> None:
+        state, job_id = self.state, event.job_id
+        if job_id in state.unsent:
+            self._never_given(job_id, is_counted_on=True)
+        state.reminders.pop(job_id, None)
+        copy = state.copies.get(job_id)
+        if copy is not None:
+            if job_id in state.under_way:
+                self._end(copy, has_failed=True)
+            self._move(copy, trigger_of(event))
+            self._forget_if_settled(copy)
+
+    def _never_given(self, job_id: int, *, is_counted_on: bool) -> None:
+        job = self.state.unsent.pop(job_id).job
+        if is_counted_on and isinstance(job, e.LoadIssued) and not job.is_async:
+            self.state.block_ids.extend(job.block_ids)
+
+    def _end(self, copy: Copy, *, has_failed: bool) -> None:
+        """An asynchronous copy is over: what vLLM waits for may be owed to it now."""
+        state, ordinal = self.state, copy.ordinal
+        del state.under_way[copy.job_id]
+        its = state.ends.get(ordinal)
+        if its is None:
+            return
+        if copy.kind is CopyKind.LOAD:
+            if its.load is LoadEnd.UNDER_WAY and its.load_id == copy.job_id:
+                its.load = LoadEnd.FAILED if has_failed else LoadEnd.ARRIVED
+                (state.failed if has_failed else state.received)[ordinal] = None
+        elif its.blocks is BlocksEnd.KEPT_FOR_COPY and not self._saves_under_way(ordinal):
+            its.blocks = BlocksEnd.FREE_AGAIN
+            state.sent[ordinal] = None
+
+    def _move(self, copy: Copy, trigger: str) -> None:
+        copy.work = self._tables.work[trigger].get(copy.work, copy.work)
+        source = self._tables.source.get(trigger)
+        if source is not None:
+            copy.source = source[copy.source]
+
+    def _forget_if_settled(self, copy: Copy) -> None:
+        """Let a copy go of which nothing is owed any more."""
+        state, job_id = self.state, copy.job_id
+        if (
+            copy.work is WorkRegion.SETTLED
+            and job_id not in state.under_way
+            and job_id not in state.unsent
+            and job_id not in state.reminders
+        ):
+            state.copies.pop(job_id, None)
+
+    # --- handing over --------------------------------------------------------------------------
+
+    @on(e.HookFailed)
+    def _hook_failed(self, event: e.HookFailed, sequence: int) -> None:
+        if event.hook == "build_connector_meta":
+            self.state.closed_at = sequence
+
+    @on(e.EffectsDelivered)
+    def _delivered(self, event: e.EffectsDelivered, _sequence: int) -> None:
+        state = self.state
+        for handed_out, queue in ((event.job_ids, state.unsent), (event.awaited, state.reminders)):
+            for job_id in handed_out:
+                queue.pop(job_id, None)
+                copy = state.copies.get(job_id)
+                if copy is not None and copy.work is WorkRegion.SETTLED:
+                    self._forget_if_settled(copy)
+        if event.block_ids:
+            del state.block_ids[: len(event.block_ids)]
+        for ordinal in event.failed:
+            if ordinal in state.failed:
+                del state.failed[ordinal]
+                state.ends[ordinal].load = LoadEnd.WITH_WORKERS
+                state.to_report[ordinal] = None
+        for ordinal in event.sent:
+            if ordinal in state.sent:
+                del state.sent[ordinal]
+                state.ends[ordinal].blocks = BlocksEnd.WITH_WORKERS
+                state.to_report[ordinal] = None
+        for ordinal in (*event.reported, *event.received):
+            self._close(ordinal)
+
+    def _close(self, ordinal: int) -> None:
+        """VLLM has the end. One end closes both regions."""
+        state = self.state
+        its = state.ends.get(ordinal)
+        if its is not None:
+            for queue in (state.failed, state.sent, state.received, state.to_report):
+                queue.pop(ordinal, None)
+            its.load, its.load_id, its.blocks = LoadEnd.NONE, 0, BlocksEnd.NONE
+            self._forget_if_closed(ordinal, its)
