@@ -60,7 +60,7 @@ class BytesUnchanged(Checker):
         self._ended: OrderedDict[int, _OfLife] = OrderedDict()
         """By ordinal."""
         self._first_ordinal = 0
-        """Lives before it may be from before a reset."""
+        """Lives before it began before the last reset."""
         self._next_ordinal = 0
 
     @on(e.PagesDigested)
@@ -73,9 +73,11 @@ class BytesUnchanged(Checker):
                 self.broken(f"{_where(event, number)}: {detail}")
                 return
         of_life = self._ended.get(event.ordinal) if life is None else self._of_generation(event, life)
-        if of_life is not None and event.ordinal >= self._first_ordinal:
+        is_new = event.ordinal >= self._first_ordinal
+        # What an older life loads may be from before the reset. What it saves may be loaded by anybody afterwards.
+        if of_life is not None and (is_new or not event.is_load):
             keeps_blocks = life is not None and event.generation == life.generation == of_life.generation
-            self._compare(event, of_life, keeps_blocks=keeps_blocks)
+            self._compare(event, of_life, keeps_blocks=is_new and keeps_blocks)
 
     @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived) -> None:

@@ -118,6 +118,18 @@ def test_a_reset_forgets_what_was_saved() -> None:
     assert story.second().loaded((1, 2)).found() == []
 
 
+def test_what_a_request_from_before_a_reset_saves_after_it_may_be_loaded() -> None:
+    """It lost its blocks and computed them again (world 700020: the rule knew only another save)."""
+    story = Story()
+    story.driver.reset()
+    story.driver.start("b", story.keys, 65, range(11, 16))
+    story.digested("b", (21, 22))
+    story.digested("a", SAVED)
+    story.driver.start("c", story.keys, 65, range(21, 26))
+    story.digested("c", SAVED, is_load=True)
+    assert story.found() == []
+
+
 def test_a_full_block_stays_as_it_is() -> None:
     """Between two digests of one life, until it loses its blocks."""
     story = Story().saved()
