@@ -60,11 +60,16 @@ def _has_no_excuse(world: World) -> bool:
     # to be done.
     is_late = world.settings.async_scheduling or world.settings.late_reports
     waits = not is_late and connector.get("save_mode") == "sync"
+    max_deferred = connector.get("max_deferred_lookups")
+    # A copy may take longer than vLLM is asked to ask again (world 701042).
+    has_waited_in_vain = any(
+        event.num_deferred == max_deferred for _, event in world.log.events if isinstance(event, e.LookupDeferred)
+    )
     return bool(
         is_calm
         and has_room
         and saves_all
         and never_slower
         and is_asked_first
-        and (waits or connector.get("max_deferred_lookups"))
+        and (waits or (max_deferred and not has_waited_in_vain))
     )
