@@ -14,11 +14,9 @@ from typing import Any
 import attrs
 
 from kvledger.adapters.recorder import payloads
-from kvledger.adapters.vllm.guard import guarded
+from kvledger.adapters.vllm.guard import Fallback, guarded
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import described, logged_request_id
-
-_NOTHING: tuple[payloads.ReportedBy, ...] = ()
 
 
 def children_of(connector: object) -> tuple[Any, ...]:
@@ -62,6 +60,7 @@ class Keepers:
         setattr(child, hook, request_finished)
 
 
+@guarded({"_note": Fallback()})
 @attrs.define(eq=False)
 class WorkerEnds:
     """Ends that one rank has reported since they were last taken."""
@@ -98,7 +97,6 @@ class WorkerEnds:
 
         child.get_transfer_results = get_transfer_results
 
-    @guarded(default=None)
     def _note(self, child: int, name: str, results: Any) -> None:
         ends = [
             tuple(sorted(map(logged_request_id, getattr(results, field, None) or ())))

@@ -10,13 +10,13 @@ digests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvledger.adapters.recorder import decoders, payloads
-from kvledger.adapters.vllm.guard import guarded
+from kvledger.adapters.vllm.guard import Fallback, guarded
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.worker_side import describe_pages
 from kvledger.lifecycle import described
@@ -79,10 +79,19 @@ class RecordedReports(KVConnectorWorkerMetadata):
         return RecordedReports(wrapped, self.digested + other.digested, self.ends + other.ends)
 
 
-_NOTHING: tuple[FoundDigests, ...] = ()
+HOOKS: Final = {
+    "register": Fallback(),
+    "step_begins": Fallback(),
+    "step_has_computed": Fallback(),
+    "received": Fallback(),
+    "reported": Fallback(),
+    "taken": Fallback(()),
+}
+"""What the recorder's connector calls → what it is answered if that raises."""
 _Opened = tuple[tuple[FoundDigests, ...], tuple[payloads.ReportedBy, ...]]
 
 
+@guarded(HOOKS)
 class RecordedPages:
     """Of one rank."""
 
@@ -102,37 +111,31 @@ class RecordedPages:
         self._found, self._of_step, self._loading = [], [], []
         messages.warning("no more digests of pages are made, the connector goes on", hook=hook, error=described(error))
 
-    @guarded(default=None)
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Learn where pages lie."""
         self._digests = PageDigests(describe_pages(kv_caches, self._num_blocks))
 
-    @guarded(default=None)
     def step_begins(self, metadata: object) -> None:
         """What is to be copied in this step."""
         self._of_step = []
         for copied in metadata.pages if isinstance(metadata, AskedPages) else ():
             (self._loading if copied.is_load and copied.ends_with != payloads.STEP else self._of_step).append(copied)
 
-    @guarded(default=None)
     def step_has_computed(self) -> None:
         """Its blocks are full, and its saves are about to end."""
         copies, self._of_step = self._of_step, []
         self._digest(copies)
 
-    @guarded(default=None)
     def received(self, request_ids: Iterable[str], failed: Iterable[str]) -> None:
         """The loads of these requests have come; of others it is known that they have not."""
         came = set(request_ids)
         self._ended(lambda copied: copied.vllm_id in came, failed)
 
-    @guarded(default=None)
     def reported(self, worker_metadata: object) -> None:
         """The jobs in it are done."""
         jobs = {job for job, _ in decoders.completed(worker_metadata)} if self._loading else ()
         self._ended(lambda copied: copied.job in jobs, ())
 
-    @guarded(default=_NOTHING)
     def taken(self) -> tuple[FoundDigests, ...]:
         """What was found since the last call."""
         found, self._found = self._found, []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
 import msgspec
 
@@ -20,11 +20,9 @@ from kvledger.adapters.recorder.place import Place
 from kvledger.adapters.recorder.transfers import Transfers
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
-from kvledger.adapters.vllm.guard import guarded
+from kvledger.adapters.vllm.guard import Fallback, guarded
 from kvledger.adapters.vllm.log_ids import LogIds
-from kvledger.adapters.vllm.noticing import Noticing
-from kvledger.adapters.vllm.prefix_cache import PrefixCache
-from kvledger.adapters.vllm.step_reader import StepReader
+from kvledger.adapters.vllm.observe import RequestReader, StepReader
 from kvledger.adapters.vllm.trace_context import trace_parent
 from kvledger.lifecycle import Channel, RequestState
 from kvledger.lifecycle import events as e
@@ -38,17 +36,36 @@ if TYPE_CHECKING:
     from kvledger.adapters.recorder.page_digests import CopiedPages, FoundDigests
 
 _Ends = TypeVar("_Ends", bound=payloads.WorkersReported)
-_NOTHING: tuple[CopiedPages, ...] = ()
 _Parameters = ParamSpec("_Parameters")
 _COMPUTING = frozenset({RequestState.CHUNKED_PREFILL, RequestState.RUNNING})
+HOOKS: Final = {
+    "describe": Fallback(),
+    "raised": Fallback(),
+    "built": Fallback(()),
+    "returned_for_step": Fallback(),
+    "returned": Fallback(),
+    "on_new_request": Fallback(),
+    "lookup": Fallback(),
+    "lookup_returned": Fallback(),
+    "allocated": Fallback(),
+    "load_chosen": Fallback(),
+    "finished": Fallback(),
+    "end_returned": Fallback(),
+    "step": Fallback(),
+    "workers_report": Fallback(),
+    "reported_to_vllm": Fallback(),
+    "reset": Fallback(),
+    "shutting_down": Fallback(),
+    "shutdown": Fallback(),
+}
+"""What the recorder's connector calls → what it is answered if that raises."""
 
 
 def _records(
     hook: Callable[Concatenate[Recording, _Parameters], None],
 ) -> Callable[Concatenate[Recording, _Parameters], None]:
-    """Let a method do nothing after recording has ended, never raise, and end with a commit."""
+    """Let a method do nothing after recording has ended, and end with a commit."""
 
-    @guarded(default=None)
     @wraps(hook)
     def record(self: Recording, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
         if not self.log.is_ended:
@@ -61,6 +78,7 @@ def _records(
     return record
 
 
+@guarded(HOOKS)
 class Recording:
     """One method for each hook as it begins, one for its answer where it has one."""
 
@@ -81,13 +99,12 @@ class Recording:
         self._requests: dict[str, Request] = {}
         """By their ids in the log."""
         self._admits = False
-        self._notice = Noticing(log, keys, speculates=speculates)
-        self._reader = StepReader(self._projections, self._requests, None, log.observe, speculates=speculates)
+        self._request_reader = RequestReader(log, keys, speculates=speculates)
+        self._step_reader = StepReader(self._projections, self._requests, None, log.observe, speculates=speculates)
         self._ids = LogIds()
         self._transfers = Transfers(log, num_workers, digest_share=digest_share, ids=self._ids)
         self._loaded_to: dict[str, int] = {}
         """Request -> tokens up to which its last load fills its blocks."""
-        self._prefix_cache = PrefixCache(log.configuration.block_size)
         self._loads_of_steps: deque[tuple[int, ...]] = deque()
         """Of each step whose output has not been seen: the loads within it."""
         log.observe(e.LogNote("recorder started", log.now()))
@@ -117,7 +134,6 @@ class Recording:
         """It raised; vLLM is about to see that."""
         self.log.hook_failed(hook, "" if request is None else self._ids.logged(request.request_id), error)
 
-    @guarded(default=_NOTHING)
     def built(self, metadata: object, duration_ns: int) -> tuple[CopiedPages, ...]:
         """What the workers are given with this step, as far as a decoder understands it; what they are to digest."""
         if self.log.is_ended:
@@ -127,7 +143,6 @@ class Recording:
         self.log.commit()
         return asked
 
-    @guarded(default=None)
     def returned_for_step(self, scheduler_output: SchedulerOutput, metadata: object) -> None:
         """The recorder returns this to its caller, which is vLLM or another connector."""
         if not self.log.is_ended:
@@ -155,8 +170,7 @@ class Recording:
         """A request is looked up."""
         self._notice_reset()
         request = self._arrived(request)
-        self._notice.preemption(request)
-        self._notice.keys(request)
+        self._request_reader.read(request)
         self.log.observe(e.LookupRequested(request.request_id, num_computed_tokens, request.num_tokens, self.log.now()))
 
     @_records
@@ -173,12 +187,12 @@ class Recording:
         """Blocks were given."""
         if not self._admits:  # after a reset, preempted requests may lose their blocks before they are looked up
             self._admits = True
-            self._notice.preemptions(self._requests)
+            self._request_reader.preemptions(self._requests)
         request = self._arrived(request)
-        self._notice.preemption(request)
+        self._request_reader.preemption(request)
         record = self._tracker.get(request.request_id)
         if record is not None and record.state in _COMPUTING:
-            self._notice.next_turn(request)
+            self._request_reader.next_turn(request)
         block_ids = tuple(versions.flat_table(blocks.get_block_ids()))
         answer = None if record is None else record.answer
         self._loaded_to[request.request_id] = 0 if answer is None else answer.num_computed_tokens + num_external_tokens
@@ -201,10 +215,9 @@ class Recording:
         record = self._tracker.get(request.request_id)
         if record is None:
             return
-        self._notice.preemption(request)
-        self._notice.keys(request)
+        self._request_reader.read(request)
         num_computed_tokens = min(request.num_computed_tokens, self._tracker.num_computed_tokens(record))
-        written = self._notice.num_written_tokens(request, num_computed_tokens)
+        written = self._request_reader.num_written_tokens(request, num_computed_tokens)
         self.log.observe(
             e.RequestFinished(
                 request.request_id,
@@ -235,12 +248,11 @@ class Recording:
 
     def bind(self, manager: KVCacheManager) -> None:
         """The scheduler has made its block manager, which shows resets that spare the connector."""
-        self._prefix_cache.bind(manager)
+        self._request_reader.bind(manager)
 
     def _notice_reset(self) -> None:
-        if self._prefix_cache.take_reset():
-            self._notice.preemptions(self._requests)
-            self.log.observe(e.PrefixCacheReset(self.log.now()))
+        if self._request_reader.take_reset():
+            self._request_reader.reset(self._requests)
 
     # --- the engine ----------------------------------------------------------------------------
 
@@ -249,9 +261,10 @@ class Recording:
         """A step goes out, with all loads that were issued for it."""
         self._admits = False
         self._notice_reset()
-        scheduler_output = self._ids.of_step(scheduler_output)
-        self._notice.preemptions_of_step(scheduler_output, self._requests)
-        step = self._reader.read(scheduler_output, self.log.now())
+        if self._ids.renamed:
+            scheduler_output = self._ids.of_step(scheduler_output)
+        self._request_reader.preemptions_of_step(scheduler_output, self._requests)
+        step = self._step_reader.read(scheduler_output, self.log.now())
         self.log.observe(step)
         self._transfers.step(step)
         ready = self.log.ledger.ready(Channel.WORKERS)
@@ -284,7 +297,7 @@ class Recording:
         if reported != payloads.ReportedToVLLM():
             self.log.note(reported)
         if reported.invalid_block_ids:
-            self._notice.load_errors(reported.invalid_block_ids, tuple(self._requests.values()))
+            self._request_reader.load_errors(reported.invalid_block_ids, tuple(self._requests.values()))
         failed_requests, failed_blocks = set(reported.failed_recving), set(reported.invalid_block_ids)
         within = self._loads_of_steps.popleft() if self._loads_of_steps else ()
         for job in tuple(self._projections.jobs):
@@ -307,16 +320,15 @@ class Recording:
     @_records
     def reset(self) -> None:
         """Everything cached is stale."""
-        self._prefix_cache.take_reset()  # vLLM has reset its own cache right before
+        self._request_reader.take_reset()  # vLLM has reset its own cache right before
         self.log.observe(e.CacheReset(self.log.now()))
-        self._notice.preemptions(self._requests)
+        self._request_reader.preemptions(self._requests)
 
     @_records
     def shutting_down(self) -> None:
         """The wrapped connector is about to shut down, which may take long."""
         self.log.note(payloads.Called("shutdown"))
 
-    @guarded(default=None)
     def shutdown(self) -> None:
         """Write the last events and close the log."""
         self.log.close()

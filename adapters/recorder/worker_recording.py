@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.log import RecorderLog
-from kvledger.adapters.vllm.guard import guarded
+from kvledger.adapters.vllm.guard import Fallback, guarded
 from kvledger.lifecycle import logged_request_id, raise_if_unstoppable
 
 _BY_LAYER: Final = frozenset({"wait_for_layer_load", "save_kv_layer"})
@@ -38,8 +38,18 @@ _WRITTEN: Final = frozenset(
 """Those that wait for something or move bytes; of the others it is enough to know when they raise."""
 _NOWHERE: Final = -1
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+HOOKS: Final = {
+    "step_begins": Fallback(),
+    "step_ends": Fallback(),
+    "shutdown": Fallback(),
+    "_begins": Fallback(answer=False),
+    "_raised": Fallback(),
+    "_returned": Fallback(),
+}
+"""What the recorder's connector calls, and the parts of `call` → what they return if they raise."""
 
 
+@guarded(HOOKS)
 class WorkerRecording:
     """The calls of one rank."""
 
@@ -77,7 +87,6 @@ class WorkerRecording:
         self._returned(hook, answer, began_ns, is_written=is_written)
         return answer
 
-    @guarded(default=None)
     def step_begins(self, metadata: object) -> None:
         """Metadata are bound, or preemptions handled before that."""
         if metadata is not self._metadata:
@@ -86,17 +95,14 @@ class WorkerRecording:
             self._first_layers.clear()
             self._is_written = carries_work(metadata)
 
-    @guarded(default=None)
     def step_ends(self) -> None:
         """Metadata are cleared."""
         self._metadata, self._is_written = None, True
 
-    @guarded(default=None)
     def shutdown(self) -> None:
         """Write the last events and close the log."""
         self.log.close()
 
-    @guarded(default=False)
     def _begins(self, hook: str, args: tuple[Any, ...]) -> bool:
         if hook == "handle_preemptions" and args:
             self.step_begins(args[0])
@@ -117,7 +123,6 @@ class WorkerRecording:
         layer = str(args[0]) if hook in _BY_LAYER and args else ""
         self.log.note(payloads.Called(hook, step, layer))
 
-    @guarded(default=None)
     def _raised(self, hook: str, args: tuple[Any, ...], error: BaseException, *, is_written: bool) -> None:
         if self.log.is_ended:
             return
@@ -126,7 +131,6 @@ class WorkerRecording:
         self.log.hook_failed(hook, "", error)
         self.log.commit()
 
-    @guarded(default=None)
     def _returned(self, hook: str, answer: object, began_ns: int, *, is_written: bool) -> None:
         if self.log.is_ended:
             return

@@ -198,7 +198,7 @@ class ConnectorUnderTest(SchedulerHalf):
 
     def note_reset(self) -> None:
         """VLLM has reset its prefix cache, which the next hook notices."""
-        self.connector.scheduler_side.prefix_cache.note_reset()
+        self.connector.scheduler_side.request_reader.note_reset()
 
     def update_connector_output(
         self,

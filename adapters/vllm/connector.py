@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -28,7 +29,7 @@ from kvledger.adapters.vllm.metadata import Ends, StepJobs, WorkerReports, Worke
 from kvledger.adapters.vllm.metrics import ConnectorPrometheus
 from kvledger.adapters.vllm.plan import plan
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
-from kvledger.adapters.vllm.stats import ConnectorStats, StatsSource
+from kvledger.adapters.vllm.stats import ConnectorStats
 from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import ConfigurationError, Hook
 from kvledger.storage.kv import Sharing
@@ -118,7 +119,6 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         if blocks is not None:
             self._scheduler_side.publish(blocks)
         self._edge = Edge(self._scheduler_side.journal)
-        self._stats = StatsSource(self._scheduler_side)
         messages.info(
             "recording",
             log=str(log.directory or "memory"),
@@ -128,7 +128,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             num_slots=configuration.num_slots,
         )
 
-    @property
+    @cached_property
     def scheduler_side(self) -> SchedulerSide:
         """The half that owns the ledger; only in the scheduler's process."""
         if self._scheduler_side is None:
@@ -277,7 +277,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """The scheduler has made its block manager: where blocks are taken back whose load failed."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        self.scheduler_side.prefix_cache.bind(kv_cache_manager)
+        self.scheduler_side.bind(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
         """A request was accepted."""
@@ -359,7 +359,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Figures since the last call; workers have none of their own."""
-        return None if self._scheduler_side is None else self._stats.take()
+        return None if self._scheduler_side is None else self._scheduler_side.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

@@ -9,7 +9,7 @@ observation, is a difference here. Counts and differences go into the log as `ho
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
@@ -75,7 +75,7 @@ class Edge:
         self.journal = journal
         self.is_off = False
         """Whether the comparison has failed and is over."""
-        self._counts: dict[str, int] = {}
+        self._counts: defaultdict[str, int] = defaultdict(int)
         self._differences: list[tuple[str, int, str]] = []
         # What the ledger has recorded for the hook at hand.
         self._answer: e.LookupAnswered | e.LookupDeferred | None = None
@@ -255,10 +255,14 @@ class Edge:
             kind = Difference.SAFE_ANSWER if answer == (0, False) else Difference.ANSWER
             self._differ(kind, ordinal, f"vLLM was told {_words(answer)}, decided: {_words(expected)}")
         elif decided is not None and not self._is_void:
-            self._count("num_answers")
-            self._count("num_deferred", expected[0] is None)
-            self._count("num_async", expected[1])
-            self._count("num_tokens", expected[0] or 0)
+            num_tokens, is_async = answer
+            self._counts["num_answers"] += 1
+            if num_tokens is None:
+                self._counts["num_deferred"] += 1
+            elif num_tokens:
+                self._counts["num_tokens"] += num_tokens
+            if is_async:
+                self._counts["num_async"] += 1
 
     @_safely
     def allocated(self, request_id: str, num_external_tokens: int) -> None:
@@ -326,8 +330,23 @@ class Edge:
         delivered, self._delivered = self._delivered, []
         if not delivered and not jobs:
             return
-        owed = Counter(entry for event in delivered for entry in self._owed(event))
-        given = Counter(self._given(jobs))
+        owed = [entry for event in delivered for entry in self._owed(event)]
+        given = [*self._given(jobs)]
+        if sorted(owed) == sorted(given) and _UNKNOWN not in owed:
+            self._count("num_handed_out", len(given))
+        else:
+            self._compare_handed_out(Counter(owed), Counter(given))
+        for event in delivered:
+            for ordinal in (*event.failed, *event.sent):
+                if ordinal in self._ids:
+                    self._to_report[self._ids[ordinal][0]] = ordinal, self._num_steps
+        if jobs.loads or jobs.undeliverable_block_ids:
+            self._unfilled.handed_out(jobs)
+        if jobs.delivered and (jobs.failed_loads or jobs.finished_saves):
+            failed = frozenset(jobs.failed_loads)
+            self._ends[jobs.delivered] = Ends(frozenset(jobs.finished_saves), failed, failed)
+
+    def _compare_handed_out(self, owed: Counter[_Entry], given: Counter[_Entry]) -> None:
         num_unknown = owed.pop(_UNKNOWN, 0)
         self._count("num_handed_out", (owed & given).total())
         for (kind, which, place), number in (given - owed).items():
@@ -338,14 +357,6 @@ class Edge:
                 self._differ(kind, self._number(which), f"handed out in {place}, not recorded so")
         for kind, which, place in owed - given:
             self._differ(kind, self._number(which), f"recorded as handed out in {place}, and was not")
-        for event in delivered:
-            for ordinal in (*event.failed, *event.sent):
-                if ordinal in self._ids:
-                    self._to_report[self._ids[ordinal][0]] = ordinal, self._num_steps
-        self._unfilled.handed_out(jobs)
-        if jobs.delivered and (jobs.failed_loads or jobs.finished_saves):
-            failed = frozenset(jobs.failed_loads)
-            self._ends[jobs.delivered] = Ends(frozenset(jobs.finished_saves), failed, failed)
 
     def _owed(self, event: e.EffectsDelivered) -> Iterator[_Entry]:
         for job_id in event.job_ids:
@@ -504,7 +515,7 @@ class Edge:
 
     def _count(self, name: str, number: int = 1) -> None:
         if number:
-            self._counts[name] = self._counts.get(name, 0) + number
+            self._counts[name] += number
 
     def _differ(self, kind: Difference, number: int, what: str) -> None:
         if len(self._differences) < _MAX_DIFFERENCES:
@@ -513,7 +524,7 @@ class Edge:
     def _record(self) -> None:
         if self._counts or self._differences:
             exchanged = e.HooksExchanged(**self._counts, differences=tuple(self._differences))
-            self._counts, self._differences = {}, []
+            self._counts, self._differences = defaultdict(int), []
             self.journal.observe(exchanged)
 
     def failed(self, error: BaseException) -> None:

@@ -88,11 +88,6 @@ class OpenedLog:
                 num_events_lost=self.store.num_events_lost,
             )
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether events that were handed over are not in the log yet."""
-        return isinstance(self.store, BacklogEventStore) and self.store.is_behind
-
 
 def open_event_log(
     core: Core,

@@ -1,15 +1,14 @@
-"""Nothing of ours may raise into vLLM: a failing hook is logged, its request recomputes, serving goes on."""
+"""Nothing of ours may raise into vLLM: what a hook answers if it fails stands in a table, and serving goes on."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import attrs
 
 from kvledger.lifecycle import logged_request_id, raise_if_unstoppable
-
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
 
 
 class ReportsFailures(Protocol):
@@ -19,30 +18,58 @@ class ReportsFailures(Protocol):
         """Record that a hook raised."""
 
 
-_Self = TypeVar("_Self", bound=ReportsFailures)
-_Hook = Callable[Concatenate[_Self, _Parameters], _Result]
+_Owner = TypeVar("_Owner", bound=ReportsFailures)
 
 
-def guarded(
-    *, default: _Result, hook_name: str = ""
-) -> Callable[[_Hook[_Self, _Parameters, _Result]], _Hook[_Self, _Parameters, _Result]]:
-    """Let a hook answer `default` where it would raise, after a call of `hook_failed`."""
+@attrs.frozen
+class Fallback:
+    """What a hook answers if it raises, and what happens all the same."""
 
-    def decorate(hook: _Hook[_Self, _Parameters, _Result]) -> _Hook[_Self, _Parameters, _Result]:
-        name = hook_name or getattr(hook, "__name__", "hook").lstrip("_")
+    answer: Any = None
+    steps: tuple[str, ...] = ()
+    """Methods that are called after the failure is recorded, in this order, each with the arguments of the hook.
 
-        @functools.wraps(hook)
-        def call(self: _Self, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-            try:
-                return hook(self, *args, **kwargs)
-            except BaseException as error:  # noqa: BLE001 -- whatever it is, the engine lives
-                raise_if_unstoppable(error)
-                self.hook_failed(name, _request_id(args), error)
-                return default
+    A step is called whether or not the steps before it have raised. If it returns something, that is the answer.
+    """
+    fails_as: str = ""
+    """Name of the failure in the log, if that is not the hook's. A step fails under the name of the hook."""
 
-        return call
+
+def guarded(hooks: Mapping[str, Fallback]) -> Callable[[type[_Owner]], type[_Owner]]:
+    """Let the hooks of a class never raise. `hooks`: name of the method → what happens instead."""
+
+    def decorate(owner: type[_Owner]) -> type[_Owner]:
+        for name, fallback in hooks.items():
+            setattr(owner, name, _guarded(getattr(owner, name), name.lstrip("_"), fallback))
+        return owner
 
     return decorate
+
+
+def _guarded(hook: Callable[..., Any], name: str, fallback: Fallback) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def call(self: ReportsFailures, /, *arguments: Any, **named: Any) -> Any:
+        try:
+            return hook(self, *arguments, **named)
+        except BaseException as error:  # noqa: BLE001 -- whatever it is, the engine lives
+            raise_if_unstoppable(error)
+            self.hook_failed(fallback.fails_as or name, _request_id(arguments), error)
+            return _fall_back(self, name, fallback, arguments)
+
+    return call
+
+
+def _fall_back(owner: ReportsFailures, hook: str, fallback: Fallback, arguments: Sequence[object]) -> Any:
+    answer = fallback.answer
+    for step in fallback.steps:
+        try:
+            found = getattr(owner, step)(*arguments)
+        except BaseException as error:  # noqa: BLE001 -- see above
+            raise_if_unstoppable(error)
+            owner.hook_failed(hook, _request_id(arguments), error)
+        else:
+            answer = answer if found is None else found
+    return answer
 
 
 def _request_id(arguments: Sequence[object]) -> str:

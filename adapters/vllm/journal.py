@@ -2,6 +2,40 @@
 
 A job goes to the workers when the frame that it stands in is written, and when it keeps to vLLM's contract. One that
 does not go is reported as failed, so that what the ledger knows stays true.
+
+VLLM_CONTRACT: what vLLM demands of what leaves towards it, held against every answer and job, whatever was decided.
+
+Where a demand is not met, vLLM's scheduler asserts, or computes upon what is not there. So an answer that breaks one is
+replaced by the safe one, a job is not handed out and what it promised is reported as failed; the log has
+`decision.withheld`, which names the breach, and the request is quarantined. In vLLM 0.32
+(S: `v1/core/sched/scheduler.py`; `distributed/kv_transfer/kv_connector/`: B: `v1/base.py`, U: `utils.py`):
+
+`get_num_new_matched_tokens` (S, schedule)
+  - a number of tokens, 0 or more, or None, which asks to be asked again; the number answers this very call
+  - with what is computed at most `num_tokens` (S: `assert num_computed_tokens <= request.num_tokens`); by our own bound
+    one less, for of a load within the step a token must be left to compute (S: `assert num_new_tokens > 0`)
+  - asynchronous only with tokens to load (S: `assert num_external_computed_tokens > 0`)
+  - asynchronous where there are several groups: failed blocks cannot be reported there (S, `_handle_invalid_blocks`)
+  - a load begins with a block, for whole pages are copied, and ends where what is saved ends: a load that is promised
+    and fails may end its request (`kv_load_failure_policy`). Both are demands of our own
+`update_state_after_alloc` (B)
+  - all that was accepted is loaded, once, into the blocks that were given; or it is reported as failed
+`build_connector_meta` (B, start_load_kv and request_finished)
+  - a load only where vLLM has accepted one; asynchronous where it waits for its end, and only there
+  - a save only out of blocks that the request holds, or, where it lost them, before the forward or while they are kept
+  - as many slots as blocks, all of them in the pool
+`request_finished` (B; S, `_connector_finished`)
+  - True where a copy still reads the blocks, and then one `finished_sending`; else False, and none
+`finished_recving`, `finished_sending`, `failed_recving` (S, `_update_from_kv_xfer_finished`; U, KVOutputAggregator)
+  - once for each request that waits for a load, or whose end was answered True; for nobody else. A failed load is in
+    the first and the last of them
+`get_block_ids_with_load_errors` (S, `_handle_invalid_blocks`)
+  - only blocks of a table that vLLM gave, and none where there are several groups
+`reset_cache`, `has_pending_push_work` (S)
+  - a bool; the latter True for no longer than a copy may be silent
+
+The ends are kept to in `lifecycle/projections/owed.py`; what is decided is judged by the functions below. They
+look at observations and at what is saved, and return the breach in words, or "".
 """
 
 from __future__ import annotations
@@ -9,7 +43,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from kvledger.adapters.vllm import contract
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import (
@@ -19,14 +52,21 @@ from kvledger.lifecycle import (
     LedgerConfiguration,
     LedgerCorrupt,
     PageJob,
+    Projections,
     Ready,
+    RequestRecord,
     Rule,
+    TrustRegion,
     described,
     raise_if_unstoppable,
     without_secrets,
 )
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
+from kvledger.storage.events import BacklogEventStore
 
+_JUDGED = frozenset({e.LoadIssued, e.SaveIssued, e.TailSaveIssued, e.InvariantViolated, e.ExtensionStopped})
+"""Decisions that are held against vLLM's contract, or that people are told of."""
 NOT_WRITTEN = "the event log could not be written"
 """Why an answer or a job is withheld with which nothing is wrong, for people to read."""
 
@@ -58,7 +98,8 @@ class Journal:
         self._opened_ns = clock()
         self._num_steps_disabled = 0
         self._disabled_ns = 0
-        self.is_behind: Callable[[], bool] = lambda: log.is_behind
+        backlog = log.store if isinstance(log.store, BacklogEventStore) else None
+        self.is_behind: Callable[[], bool] = lambda: backlog is not None and backlog.is_behind
         """Whether events that were handed over are not in the log yet."""
         self.is_written = True
         """Whether everything was in the log after the last commit."""
@@ -105,7 +146,9 @@ class Journal:
             self.figures_changed = True
         if self.follow is not None:
             self.follow(event, decisions)
-        refused = self._judge(event, decisions) if decisions else ()
+        if _JUDGED.isdisjoint(map(type, decisions)):
+            return decisions
+        refused = self._judge(event, decisions)
         return [decision for decision in decisions if decision not in refused] if refused else decisions
 
     def _judge(self, event: e.Event, decisions: Sequence[e.Event]) -> list[PageJob]:
@@ -143,10 +186,10 @@ class Journal:
     def _breach_of(self, job: PageJob, event: e.Event, decisions: Sequence[e.Event], *, has_load: bool) -> str:
         try:
             if not isinstance(job, e.LoadIssued):
-                return contract.breach_of_save(job, decisions, self.projections)
+                return breach_of_save(job, decisions, self.projections)
             if has_load:
                 return "a second load for one allocation"
-            return contract.breach_of_load(job, event, self.projections)
+            return breach_of_load(job, event, self.projections)
         except BaseException as error:  # noqa: BLE001 -- what cannot be judged does not leave
             raise_if_unstoppable(error)
             return f"it cannot be judged: {type(error).__name__}"
@@ -178,6 +221,21 @@ class Journal:
             raise_if_unstoppable(failure)
             self.hook_failed("withhold", request_id, failure)
 
+    def take(self, report: e.TransferReported) -> None:
+        """Record a report that a request may wait for, once more if it fails before it is recorded. Never raises."""
+        for _ in range(2):
+            sequence = self.ledger.next_sequence
+            try:
+                self.observe(report)
+            except BaseException as error:  # noqa: BLE001 -- as in any hook
+                raise_if_unstoppable(error)
+                is_recorded = self.ledger.next_sequence > sequence
+                self.hook_failed("update_connector_output", "", error)
+            else:
+                is_recorded = True
+            if is_recorded:
+                return
+
     def ready(self) -> Ready:
         """What the workers are given with this step. Jobs that a step went without are reported as failed."""
         ready = self.ledger.ready(Channel.WORKERS)
@@ -186,6 +244,19 @@ class Journal:
         for job in ready.late:
             self._withhold_job(job, e.Withheld.HOOK_FAILED, "build_connector_meta failed")
         return self.ledger.ready(Channel.WORKERS)
+
+    def advance(self, ready: Ready) -> int:
+        """Record that this is handed over; it is, even if recording it raises. What is in it is written already.
+
+        Returns the sequence number of what was recorded, which is written with the next frame; 0 if nothing was.
+        """
+        sequence = self.ledger.next_sequence
+        try:
+            self.ledger.advance(ready)
+        except BaseException as error:  # noqa: BLE001 -- as in any hook
+            raise_if_unstoppable(error)
+            self.hook_failed("advance", "", error)
+        return sequence if self.ledger.next_sequence > sequence else 0
 
     def commit(self) -> bool:
         """Write what was recorded since the last commit, as one frame, before vLLM acts on it.
@@ -272,3 +343,99 @@ class Journal:
             for copy in self.owed.under_way():
                 error = "nobody reported it, and nothing is decided any more"
                 self._fail(copy.job_id, copy.request_id, e.Withheld.OVERDUE, error)
+
+
+# --- vLLM's contract ----------------------------------------------------------------------------------------------
+
+
+def breach_of_answer(answer: e.LookupAnswered, asked: e.LookupRequested, projections: Projections) -> str:
+    """What a number of tokens would break as the answer to `asked`."""
+    computed, promised = asked.num_computed_tokens, answer.num_external_tokens
+    if (answer.num_computed_tokens, answer.num_tokens) != (computed, asked.num_tokens):
+        return f"computed were {computed} of {asked.num_tokens} tokens, the answer is for {answer.num_computed_tokens}"
+    if promised == 0:
+        return "asynchronous, with nothing to load" if answer.is_async else ""
+    if promised < 0 or computed + promised > asked.num_tokens - 1:
+        return f"{computed} tokens are computed, {promised} were promised, {asked.num_tokens} are known"
+    record = projections.tracker.get(asked.request_id)
+    num_saved = 0 if record is None else _num_saved_tokens(record, projections)
+    if computed + promised > num_saved:
+        return f"tokens to {computed + promised} were promised, {num_saved} can be had"
+    if computed % projections.geometry.block_size:
+        return f"a load was promised from token {computed} on, which is inside of a block"
+    must_be_async = projections.geometry.windows.num_groups > 1
+    is_refused = must_be_async and not answer.is_async
+    return "a load within the step was promised, and there are several groups" if is_refused else ""
+
+
+def _num_saved_tokens(record: RequestRecord, projections: Projections) -> int:
+    """Tokens from the first on that can be loaded; of a quarantined request none."""
+    if record.trust is not TrustRegion.TRUSTED:
+        return 0
+    # Counted by the projection, never taken from an answer: a handler may have answered anything before.
+    num_chunks = projections.lookups.num_committed_chunks(record)
+    num_tokens = num_chunks * projections.geometry.chunk_size
+    tail = record.saved_tail
+    return num_tokens if tail is None or tail.first_token > num_tokens else max(num_tokens, tail.end_token)
+
+
+def breach_of_load(job: e.LoadIssued, observed: e.Event, projections: Projections) -> str:
+    """What a load would break that was issued upon `observed`."""
+    if not isinstance(observed, e.BlocksAllocated) or not observed.num_external_tokens:
+        return "a load was issued, and vLLM has accepted none"
+    record = projections.tracker.get(job.request_id)
+    answer = None if record is None else record.claimed
+    if answer is None or observed.request_id != job.request_id:
+        return "a load was issued that no lookup promised"
+    expected = (answer.num_computed_tokens, observed.num_external_tokens, answer.is_async)
+    if (job.first_token, job.num_tokens, job.is_async) != expected:
+        return f"a load of {job.num_tokens} tokens from {job.first_token} on was issued, accepted were {expected}"
+    pages = projections.geometry.pages_spanning(job.first_token, job.num_tokens)
+    return _breach_of_pages(job, pages, observed.block_ids, projections) or _breach_of_missing(job, projections)
+
+
+def _breach_of_missing(job: e.LoadIssued, projections: Projections) -> str:
+    forget = projections.geometry.windows.forget
+    if NO_SLOT in job.slots and not (
+        forget
+        and all(block == NULL_BLOCK for block, slot in zip(job.block_ids, job.slots, strict=True) if slot == NO_SLOT)
+    ):
+        return "a block that was given is not loaded"
+    return ""
+
+
+def breach_of_save(job: e.SaveIssued | e.TailSaveIssued, decided: Sequence[e.Event], projections: Projections) -> str:
+    """What a save would break that is one of the decisions `decided`."""
+    if isinstance(job, e.SaveIssued):
+        pages = projections.geometry.pages_of(job.chunks)
+        before_forward, is_async = job.before_forward, job.is_async
+    else:
+        pages = projections.geometry.pages_spanning(job.first_token, job.num_tokens)
+        before_forward, is_async = True, False
+    record = projections.tracker.of(job.ordinal)
+    if record is not None and record.block_ids:
+        return _breach_of_pages(job, pages, record.block_ids, projections)
+    is_kept = is_async and any(isinstance(decision, e.BlocksHeld) for decision in decided)
+    if not before_forward and not is_kept:
+        return "a save was issued out of blocks that are not kept until it is done"
+    lost = () if record is None else record.lost_block_ids or ()
+    return _breach_of_pages(job, pages, lost, projections)
+
+
+def _breach_of_pages(
+    job: e.LoadIssued | e.SaveIssued | e.TailSaveIssued,
+    pages: Sequence[int],
+    table: Sequence[int],
+    projections: Projections,
+) -> str:
+    num_slots, num_blocks = projections.configuration.num_slots, len(table)
+    if not len(pages) == len(job.block_ids) == len(job.slots):
+        return f"{len(pages)} pages, {len(job.block_ids)} blocks and {len(job.slots)} slots do not belong together"
+    for page, block, slot in zip(pages, job.block_ids, job.slots, strict=True):
+        if slot == NO_SLOT:
+            continue
+        if not 0 <= slot < num_slots:
+            return f"slot {slot} is outside of the pool of {num_slots}"
+        if page >= num_blocks or table[page] != block:
+            return f"block {block} is not page {page} of the request's table"
+    return ""

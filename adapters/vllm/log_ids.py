@@ -44,7 +44,7 @@ class LogIds:
     """Maps vLLM's request ids to those in the log of one engine, and back."""
 
     def __init__(self) -> None:
-        self._logged: dict[str, str] = {}
+        self.renamed: dict[str, str] = {}
         """vLLM's id → the id in the log, where they differ."""
         self._given: dict[str, str] = {}
         """The same, the other way round."""
@@ -63,7 +63,7 @@ class LogIds:
             logged = cut_request_id(logged + given)
         if logged == given:
             return request
-        self._logged[given], self._given[logged] = logged, given
+        self.renamed[given], self._given[logged] = logged, given
         self._ended.pop(logged, None)
         return _renamed(request, logged)
 
@@ -80,13 +80,11 @@ class LogIds:
 
     def of_step(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """What the scheduler says of a step, about the ids in the log."""
-        if not self._logged:
-            return scheduler_output
-        return versions.renamed_step(scheduler_output, self._logged, self.given)
+        return versions.renamed_step(scheduler_output, self.renamed, self.given)
 
     def logged(self, request_id: str) -> str:
         """The id in the log."""
-        return self._logged.get(request_id) or logged_request_id(request_id)
+        return self.renamed.get(request_id) or logged_request_id(request_id)
 
     def given(self, logged: str) -> str:
         """Return vLLM's id of a request that vLLM still waits for."""
@@ -104,11 +102,11 @@ class LogIds:
     def forget(self, is_known: Callable[[str], bool]) -> None:
         """Forget requests that have ended, unless `is_known` says of the id in the log that vLLM waits for them."""
         for logged in [each for each in self._ended if not is_known(each)] if self._ended else ():
-            del self._ended[logged], self._logged[self._given.pop(logged)]
+            del self._ended[logged], self.renamed[self._given.pop(logged)]
 
     def __len__(self) -> int:
         """Requests whose ids differ, for tests: none is left when all have ended."""
-        return len(self._logged)
+        return len(self.renamed)
 
 
 def _renamed(request: Request, logged: str) -> Request:

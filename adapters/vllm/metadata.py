@@ -1,20 +1,35 @@
 """What travels between the scheduler side and the workers: jobs one way, reports the other.
 
-Plain values only; vLLM pickles them to worker processes.
+Plain values only; vLLM pickles them to worker processes. The functions below make the jobs of a step from what the
+ledger owes the workers, and observations from what the workers report. Nothing here knows requests.
 """
 
 from __future__ import annotations
 
+from abc import ABCMeta
+from collections.abc import Callable, Iterable, Iterator
+
 import attrs
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
 
+from kvledger.lifecycle import LedgerConfiguration, Projections, Ready
+from kvledger.lifecycle import PageJob as IssuedJob
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.events import NO_SLOT
 
-@attrs.frozen(slots=False)
-class PageJob:
+_REMEDY = (
+    "start all processes of the engine with the same versions of kvledger and vLLM and the same "
+    "kv_connector_extra_config (host_bytes counts all ranks together); where they are the same, this is a defect of "
+    "kvledger that its log and this line describe"
+)
+
+
+class PageJob(msgspec.Struct, frozen=True):
     """Pages to copy: `block_ids[i]` and `slots[i]` belong together."""
 
     job_id: int
@@ -24,8 +39,11 @@ class PageJob:
     """Of each pair that is to be digested its place in the request's flat table, of each other -1; empty: none is."""
 
 
-@attrs.frozen(slots=False)
-class StepJobs(KVConnectorMetadata):
+class _MetadataMeta(msgspec.StructMeta, ABCMeta):
+    """Of structs that are metadata of a connector, too."""
+
+
+class StepJobs(KVConnectorMetadata, msgspec.Struct, frozen=True, metaclass=_MetadataMeta):
     """The jobs of one engine step, in the order in which they must happen, and what vLLM's scheduler is to know."""
 
     awaited: tuple[int, ...] = ()
@@ -44,13 +62,14 @@ class StepJobs(KVConnectorMetadata):
     """Requests whose asynchronous load failed on some rank; every rank reports them to vLLM."""
     finished_saves: tuple[str, ...] = ()
     """Finished requests out of whose blocks nobody copies any more; every rank reports them to vLLM."""
-    is_idle: bool = attrs.field(default=False, eq=False)
+    is_idle: bool = False
     """Whether the step computes nothing, so that only copies can bring the engine on."""
-    delivered: int = attrs.field(default=0, eq=False)
+    delivered: int = 0
     """Sequence number of the `EffectsDelivered` that records that these jobs were handed out; 0 if none does."""
 
     def __bool__(self) -> bool:
-        return self != _NOTHING
+        begun = self.saves_before_forward or self.loads or self.saves or self.async_loads or self.async_saves
+        return bool(begun or self.awaited or self.has_reports)
 
     @property
     def has_reports(self) -> bool:
@@ -62,7 +81,7 @@ class StepJobs(KVConnectorMetadata):
         return bool(copies or self.failed_loads or self.finished_saves or self.undeliverable_block_ids)
 
 
-_NOTHING = StepJobs()
+NO_JOBS = StepJobs()
 
 
 @attrs.frozen(slots=False)
@@ -140,6 +159,17 @@ class WorkerStart(KVConnectorHandshakeMetadata):
     declined: tuple[str, ...] = ()
     """Why this rank copies nothing at all; empty where it does."""
 
+    def disagreement(self, configuration: LedgerConfiguration) -> str:
+        """What the scheduler side counts on and this rank does not have; empty if it has everything."""
+        if self.num_slots != configuration.num_slots:
+            return (
+                f"rank {self.rank} has a host pool of {self.num_slots} slots ({self.slot_bytes} bytes each), the "
+                f"scheduler counts on {configuration.num_slots}"
+            )
+        if configuration.copies_async and not self.copies_async:
+            return f"rank {self.rank} cannot copy while steps run, the scheduler counts on it"
+        return ""
+
 
 @attrs.frozen(slots=False)
 class WorkerReports(KVConnectorWorkerMetadata):
@@ -155,3 +185,103 @@ class WorkerReports(KVConnectorWorkerMetadata):
         if not isinstance(other, WorkerReports):
             return self
         return WorkerReports(self.reports + other.reports, self.starts + other.starts, self.steps + other.steps)
+
+
+def disagreements(starts: Iterable[WorkerStart], configuration: LedgerConfiguration) -> str:
+    """What these ranks do not have of what the scheduler side counts on, and the remedy; empty if they have it all."""
+    found = "; ".join(filter(None, (start.disagreement(configuration) for start in starts)))
+    return f"{found}; {_REMEDY}" if found else ""
+
+
+# --- from what is owed to what the workers are given, in the order in which it must happen ------------------------
+
+
+def step_jobs(ready: Ready, pages_of: Callable[[IssuedJob], tuple[int, ...]] | None = None) -> StepJobs:
+    """What goes out with a step; `pages_of` says which pages of a job are digested, None that none are."""
+    jobs: dict[str, list[PageJob]] = {}
+    for job in ready.jobs:
+        jobs.setdefault(_list_of(job), []).append(_page_job(job, () if pages_of is None else pages_of(job)))
+    return StepJobs(
+        awaited=tuple([awaited.job_id for awaited in ready.awaited if awaited.before_forward]),
+        asked_after=tuple([awaited.job_id for awaited in ready.awaited if not awaited.before_forward]),
+        saves_before_forward=tuple(jobs.get("saves_before_forward", ())),
+        loads=tuple(jobs.get("loads", ())),
+        saves=tuple(jobs.get("saves", ())),
+        async_loads=tuple(jobs.get("async_loads", ())),
+        async_saves=tuple(jobs.get("async_saves", ())),
+        undeliverable_block_ids=ready.block_ids,
+        failed_loads=tuple(ready.failed.values()),
+        finished_saves=tuple(ready.sent.values()),
+    )
+
+
+def _list_of(job: IssuedJob) -> str:
+    """In which list of `StepJobs` it goes out."""
+    if isinstance(job, e.LoadIssued):
+        return "async_loads" if job.is_async else "loads"
+    if isinstance(job, e.TailSaveIssued) or job.before_forward:
+        return "saves_before_forward"
+    return "async_saves" if job.is_async else "saves"
+
+
+def no_copies(ready: Ready) -> StepJobs:
+    """What goes out with a step for which `step_jobs` failed: copies under way are waited for, none begins."""
+    return StepJobs(
+        awaited=tuple(awaited.job_id for awaited in ready.awaited),
+        undeliverable_block_ids=ready.block_ids,
+        failed_loads=tuple(ready.failed.values()),
+        finished_saves=tuple(ready.sent.values()),
+    )
+
+
+def _page_job(job: IssuedJob, pages: tuple[int, ...]) -> PageJob:
+    if NO_SLOT not in job.slots:
+        return PageJob(job.job_id, job.block_ids, job.slots, pages)
+    copied = [(block_id, slot) for block_id, slot in zip(job.block_ids, job.slots, strict=True) if slot != NO_SLOT]
+    return PageJob(job.job_id, tuple(block_id for block_id, _ in copied), tuple(slot for _, slot in copied), pages)
+
+
+# --- from what the workers report to observations -----------------------------------------------------------------
+
+
+def reported_transfers(
+    arrived: Iterable[JobReport], projections: Projections, now: Callable[[], int]
+) -> Iterator[e.TransferReported]:
+    """One observation for each copy, with all ranks that have reported it. Record each before you ask for the next."""
+    by_copy: dict[tuple[tuple[int, ...], bool, tuple[int, ...]], dict[int, JobReport]] = {}
+    for report in arrived:
+        copied = (report.job_ids, report.is_repeated, report.moments)
+        by_copy.setdefault(copied, {}).setdefault(report.rank, report)
+    for (job_ids, is_repeated, moments), by_rank in by_copy.items():
+        reports = by_rank.values()
+        yield e.TransferReported(
+            job_ids=job_ids,
+            ranks_done=tuple(sorted(report.rank for report in reports if report.done)),
+            ranks_failed=tuple(sorted(report.rank for report in reports if not report.done)),
+            is_repeated=is_repeated,
+            num_bytes=_bytes_of(job_ids, sum(report.num_bytes for report in reports), projections),
+            duration_ns=max(report.duration_ns for report in reports),
+            error=next((report.error for report in reports if report.error), ""),
+            withheld="",
+            time_ns=now(),
+            moments=moments,
+        )
+
+
+def _bytes_of(job_ids: tuple[int, ...], num_bytes: int, projections: Projections) -> tuple[int, ...]:
+    """What a copy moved for each of its jobs: all pages are of one size."""
+    if len(job_ids) == 1:
+        return (num_bytes,)
+    jobs = map(projections.jobs.get, job_ids)
+    num_pages = [0 if job is None else len(job.slots) - job.slots.count(NO_SLOT) for job in jobs]
+    return tuple([num_bytes * num // (sum(num_pages) or 1) for num in num_pages])
+
+
+def reported_steps(arrived: Iterable[StepReport]) -> Iterator[e.StepReported]:
+    """One observation for each step with jobs whose output the ranks have sent, and the copies that run on."""
+    ranks: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for step in arrived:
+        if step.delivered:  # else it has no `EffectsDelivered`, so no jobs that could be missing
+            ranks.setdefault((step.delivered, step.under_way), []).append(step.rank)
+    for (delivered, under_way), of_ranks in ranks.items():
+        yield e.StepReported(delivered, tuple(sorted(of_ranks)), under_way)

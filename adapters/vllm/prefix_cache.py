@@ -11,14 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from operator import is_not
 from typing import TYPE_CHECKING
 
-from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.log_ids import vllm_id
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
@@ -29,28 +26,10 @@ class PrefixCache:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._manager: KVCacheManager | None = None
-        self._pools: tuple[BlockPool, ...] = ()
-        self._hashes: list[object] = []
-        """What vLLM finds blocks by; a reset replaces it."""
-        self._is_noted = False
 
     def bind(self, manager: KVCacheManager) -> None:
         """Called once, when the scheduler has made it."""
         self._manager = manager
-        self._pools = versions.block_pools(manager)
-        self._hashes = versions.prefix_hashes(self._pools)
-
-    def take_reset(self) -> bool:
-        """Whether vLLM has reset its prefix cache since the last call. vLLM calls no hook then."""
-        if self._is_noted:
-            self._is_noted = False
-            return True
-        before, self._hashes = self._hashes, versions.prefix_hashes(self._pools)
-        return any(map(is_not, self._hashes, before))
-
-    def note_reset(self) -> None:
-        """Let the next `take_reset` return True. For a rerun of a log, which has no block manager."""
-        self._is_noted = True
 
     def is_freed(self, request_id: str) -> bool:
         """Whether vLLM keeps no blocks of the request, by vLLM's id. If it has ended, vLLM has forgotten it."""

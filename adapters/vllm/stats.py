@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.metric_names import BY_EXTENSION, GAUGES, HISTOGRAMS, LAST_WRITTEN
 from kvledger.lifecycle import DURATION_BOUNDS_NS, Figures
 from kvledger.storage.events import BacklogEventStore
@@ -68,9 +67,6 @@ def _added(one: Any, other: Any) -> Any:
     return [*map(int.__add__, one, other)] if isinstance(one, list) else one + other
 
 
-_NO_STATS: ConnectorStats | None = None
-
-
 class StatsSource:
     """Takes the difference of the totals since the last call."""
 
@@ -85,11 +81,6 @@ class StatsSource:
         self._gauges = dict.fromkeys(GAUGES, 0)
         self._sent_ns = 0
 
-    def hook_failed(self, hook: str, request_id: str, error: BaseException) -> None:
-        """Figures that cannot be taken are reported like any other failing hook."""
-        self._side.hook_failed(hook, request_id, error)
-
-    @guarded(default=_NO_STATS)
     def take(self) -> ConnectorStats | None:
         """The stats since the last call, or None where nothing changed but, within a second, the log."""
         journal, now_ns = self._side.journal, self._side.journal.now()

@@ -40,9 +40,8 @@ class UnfilledBlocks:
         """Job id of a load in flight → rank."""
 
     def handed_out(self, jobs: StepJobs) -> None:
-        """Note what the workers get with a step."""
-        if jobs.loads or jobs.undeliverable_block_ids:
-            self._handed_out[jobs.delivered] = jobs
+        """Note what the workers get with a step that waits for loads, or has blocks that no copy fills."""
+        self._handed_out[jobs.delivered] = jobs
 
     def settled(self, job_id: int) -> None:
         """Forget a copy that has come to an end."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from packaging.version import InvalidVersion, Version
@@ -325,13 +326,12 @@ def block_pools(manager: KVCacheManager) -> tuple[BlockPool, ...]:
     return tuple(dict.fromkeys(each.block_pool for each in managers))
 
 
-def prefix_hashes(pools: Sequence[BlockPool]) -> list[object]:
-    """Return the object in which each pool finds blocks by their hashes.
+prefix_hashes: Final[Callable[[BlockPool], object]] = attrgetter("cached_block_hash_to_block")
+"""The object in which a block pool finds blocks by their hashes.
 
-    A successful reset replaces each of them, also if prefix caching is off (`v1/core/block_pool.py`,
-    reset_prefix_cache, 0.32). A refused reset leaves them.
-    """
-    return [pool.cached_block_hash_to_block for pool in pools]
+A successful reset replaces it, also if prefix caching is off (`v1/core/block_pool.py`, reset_prefix_cache, 0.32). A
+refused reset leaves it.
+"""
 
 
 def preempted_request_ids(scheduler_output: SchedulerOutput) -> Sequence[str]:

@@ -165,7 +165,7 @@ def test_a_broken_rule_is_seen() -> None:
 def test_a_failed_hook_is_seen() -> None:
     """A hook that raised, which serving survives without a word to its clients."""
     with calm_world() as world:
-        world.side._notice.preemption = None
+        world.side.request_reader.preemption = None
         world.run()
         with pytest.raises(AssertionError, match=r"hooks failed|rules broken"):
             check_rules(world)

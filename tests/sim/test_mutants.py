@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvledger.adapters.vllm.noticing import Noticing
+from kvledger.adapters.vllm.observe import RequestReader
 from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import decider, handlers
 from kvledger.lifecycle import events as e
@@ -51,7 +51,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
         "wrong",
     ),
     "a preemption counts one token too many as written": (
-        Noticing,
+        RequestReader,
         "num_written_tokens",
         lambda _self, request, num_computed_tokens: min(num_computed_tokens + 1, request.num_tokens),
         "wrong KV",

@@ -29,8 +29,7 @@ from kvledger.adapters.repro.incidents import find_incidents
 from kvledger.adapters.simulation.engine import SimulatedEngine
 from kvledger.adapters.vllm import scheduler_side
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
-from kvledger.adapters.vllm.noticing import Noticing
-from kvledger.adapters.vllm.step_reader import StepReader
+from kvledger.adapters.vllm.observe import RequestReader, StepReader
 from kvledger.lifecycle import Core, Ledger
 from kvledger.lifecycle import events as e
 
@@ -78,8 +77,8 @@ BEFORE_ANYTHING_IS_RECORDED: dict[str, Patch] = {
             for request_id, num_computed_tokens in counts
         ),
     ),
-    "keys_of_preempted": _raising(Noticing, "keys", lambda _, request: request.num_preemptions > 0),
-    "end_of_long": _raising(Noticing, "num_written_tokens", lambda *arguments: arguments[-1] > 80),
+    "keys_of_preempted": _raising(RequestReader, "keys", lambda _, request: request.num_preemptions > 0),
+    "end_of_long": _raising(RequestReader, "num_written_tokens", lambda *arguments: arguments[-1] > 80),
     "odd_arrival": _raising(
         Ledger, "observe", lambda _, event: isinstance(event, e.RequestArrived) and event.num_prompt_tokens == 33
     ),

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.scheduler
 
 def keys_of(engine: Any, request: Any, first_chunk: int = 0, parent: bytes | None = None) -> tuple[bytes, ...]:
     """From the source that the engine's connector uses."""
-    source = engine.connector.scheduler_side._notice._keys
+    source = engine.connector.scheduler_side.request_reader._keys
     assert isinstance(source, ChunkKeySource)
     return source.keys(request, first_chunk, parent)
 

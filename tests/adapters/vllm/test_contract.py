@@ -22,7 +22,7 @@ from sim.slow_copies import delay
 
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.core import composed_core
-from kvledger.adapters.vllm.contract import breach_of_answer
+from kvledger.adapters.vllm.journal import breach_of_answer
 from kvledger.lifecycle import StateHandler
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.handlers import Finished, New, Preempted, Running

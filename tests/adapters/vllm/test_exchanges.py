@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import attrs
+import msgspec
 import pytest
 from sim.broken_copies import break_copies
 from sim.slow_copies import slow_down
@@ -19,6 +19,7 @@ from sim.slow_copies import slow_down
 from kvledger.adapters.simulation.hashed_model import HashedModel
 from kvledger.adapters.vllm.connector import KVLedgerConnector
 from kvledger.adapters.vllm.edge import Edge
+from kvledger.adapters.vllm.journal import Journal
 from kvledger.adapters.vllm.metadata import StepJobs
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.adapters.vllm.worker_side import WorkerSide
@@ -38,6 +39,26 @@ def crowded(make_engine: Any, **options: Any) -> Any:
 def found(engine: Any) -> list[str]:
     """What the rule finds in the engine's log."""
     return [violation.detail for violation in engine.audit().violations if violation.rule == RULE]
+
+
+def change_decisions(
+    monkeypatch: pytest.MonkeyPatch,
+    event_class: type[e.Event],
+    change: Callable[[Journal, list[e.Event]], list[e.Event]],
+) -> None:
+    """What a hook learns of the decisions on such an observation is `change(journal, decisions)`."""
+    observe = Journal.observe
+
+    def observing(journal: Journal, event: e.Event) -> list[e.Event]:
+        decisions = observe(journal, event)
+        return change(journal, decisions) if isinstance(event, event_class) else decisions
+
+    monkeypatch.setattr(Journal, "observe", observing)
+
+
+def without_loads(_journal: Journal, decisions: list[e.Event]) -> list[e.Event]:
+    """As if none had been issued, so that the hook refuses it."""
+    return [decision for decision in decisions if not isinstance(decision, e.LoadIssued)]
 
 
 def test_a_step_in_which_every_request_decodes_has_no_such_event(make_engine: Any) -> None:
@@ -72,14 +93,13 @@ def test_an_answer_that_could_not_be_written_is_no_difference(
     engine = crowded(make_engine)
     hits: list[Any] = []
 
-    def look_up(side: SchedulerSide, request: Any, num_computed_tokens: int) -> Any:
-        answer, is_repeated = original(side, request, num_computed_tokens)
-        hits.extend([answer] if answer[0] else [])
-        side.journal.is_behind = lambda: bool(answer[0]) and len(hits) < 3
-        return answer, is_repeated
+    def look_up(journal: Journal, decisions: list[e.Event]) -> list[e.Event]:
+        (answer,) = [decision for decision in decisions if isinstance(decision, e.LookupAnswered)]
+        hits.extend([answer] if answer.num_external_tokens else [])
+        journal.is_behind = lambda: bool(answer.num_external_tokens) and len(hits) < 3
+        return decisions
 
-    original = SchedulerSide._look_up
-    monkeypatch.setattr(SchedulerSide, "_look_up", look_up)
+    change_decisions(monkeypatch, e.LookupRequested, look_up)
     engine.run()
     withheld = engine.logged(e.DecisionWithheld)
     assert any(each.detail == "the event log could not be written" for each in withheld)
@@ -99,13 +119,12 @@ def test_a_lookup_that_was_deferred_and_could_not_be_written_is_no_difference(
     take_reports = engine.worker._worker_side.take_reports
     monkeypatch.setattr(engine.worker._worker_side, "take_reports", lambda: None)
 
-    def look_up(side: SchedulerSide, request: Any, num_computed_tokens: int) -> Any:
-        answer, is_repeated = original(side, request, num_computed_tokens)
-        side.journal.is_behind = lambda: answer[0] is None
-        return answer, is_repeated
+    def look_up(journal: Journal, decisions: list[e.Event]) -> list[e.Event]:
+        is_deferred = any(isinstance(decision, e.LookupDeferred) for decision in decisions)
+        journal.is_behind = lambda: is_deferred
+        return decisions
 
-    original = SchedulerSide._look_up
-    monkeypatch.setattr(SchedulerSide, "_look_up", look_up)
+    change_decisions(monkeypatch, e.LookupRequested, look_up)
     engine.step()
     monkeypatch.setattr(engine.worker._worker_side, "take_reports", take_reports)
     engine.run()
@@ -119,13 +138,12 @@ def test_a_hook_that_fails_is_no_difference(make_engine: Any, monkeypatch: pytes
     engine = crowded(make_engine)
     is_asked = iter(range(1000))
 
-    def last_answer(side: SchedulerSide, request: Any) -> int:
-        if next(is_asked) % 4 == 3:
+    def fail(_journal: Journal, decisions: list[e.Event]) -> list[e.Event]:
+        if next(is_asked) % 2:
             raise ValueError("broken")
-        return original(side, request)
+        return decisions
 
-    original = SchedulerSide._last_answer
-    monkeypatch.setattr(SchedulerSide, "_last_answer", last_answer)
+    change_decisions(monkeypatch, e.LookupRequested, fail)
     engine.run()
     assert engine.logged(e.HookFailed)
     assert found(engine) == []
@@ -165,16 +183,13 @@ def test_blocks_that_are_not_reported_as_not_filled_are_named(
 ) -> None:
     """VLLM would compute on them."""
     engine = crowded(make_engine)
-    refuse, hand_out = SchedulerSide._claim, SchedulerSide._hand_out
+    hand_out = SchedulerSide.hand_out
 
-    def claim(side: SchedulerSide, request: Any, blocks: Any, num_external_tokens: int) -> bool:
-        return refuse(side, request, blocks, num_external_tokens) and False
+    def without_blocks(side: SchedulerSide, scheduler_output: Any) -> Any:
+        return msgspec.structs.replace(hand_out(side, scheduler_output), undeliverable_block_ids=())
 
-    def without_blocks(side: SchedulerSide) -> Any:
-        return attrs.evolve(hand_out(side), undeliverable_block_ids=())
-
-    monkeypatch.setattr(SchedulerSide, "_claim", claim)
-    monkeypatch.setattr(SchedulerSide, "_hand_out", without_blocks)
+    change_decisions(monkeypatch, e.BlocksAllocated, without_loads)
+    monkeypatch.setattr(SchedulerSide, "hand_out", without_blocks)
     engine.run()
     assert "recorded as handed out in undeliverable_block_ids, and was not" in found(engine)[0]
 
@@ -349,12 +364,7 @@ def test_a_worker_that_does_not_report_the_blocks_of_a_refused_load_is_named(
 ) -> None:
     """VLLM counts on them, and no copy fills them."""
     engine = crowded(make_engine, load_mode="sync", offer="always")
-    claim = SchedulerSide._claim
-
-    def refuse(side: SchedulerSide, request: Any, blocks: Any, num_external_tokens: int) -> bool:
-        return claim(side, request, blocks, num_external_tokens) and False
-
-    monkeypatch.setattr(SchedulerSide, "_claim", refuse)
+    change_decisions(monkeypatch, e.BlocksAllocated, without_loads)
     monkeypatch.setattr(HashedModel, "_check", lambda *_: None)
     reports_as_not_filled(engine, lambda *_: set())
     with contextlib.suppress(Exception):
@@ -372,12 +382,12 @@ def test_blocks_of_failed_and_refused_loads_that_are_reported_are_no_difference(
     engine = crowded(make_engine, load_mode="sync", offer="always", num_ranks=num_ranks)
     num_refused = itertools.count()
 
-    def refuse(side: SchedulerSide, request: Any, blocks: Any, num_external_tokens: int) -> bool:
-        return claim(side, request, blocks, num_external_tokens) and bool(next(num_refused))
+    def refuse(journal: Journal, decisions: list[e.Event]) -> list[e.Event]:
+        others = without_loads(journal, decisions)
+        return others if others != decisions and not next(num_refused) else decisions
 
-    claim = SchedulerSide._claim
     if is_refused:
-        monkeypatch.setattr(SchedulerSide, "_claim", refuse)
+        change_decisions(monkeypatch, e.BlocksAllocated, refuse)
     else:
         break_copies(engine, "load", 1)
     engine.run(1000)

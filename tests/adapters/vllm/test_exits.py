@@ -6,6 +6,7 @@ Whatever somebody else's code raises, the engine serves on. What has to end the 
 from __future__ import annotations
 
 import ast
+import inspect
 import logging
 import signal
 import sys
@@ -21,8 +22,12 @@ from starvation_guard import StarvationGuard, StarvingRequests, Watching
 import kvledger.adapters.recorder
 import kvledger.adapters.vllm
 from kvledger.adapters.logs.log import open_log
+from kvledger.adapters.recorder import page_digests, recording, worker_recording
+from kvledger.adapters.recorder.connector import KVLedgerRecorder
+from kvledger.adapters.vllm import scheduler_side
 from kvledger.adapters.vllm.async_copies import AsyncCopies
-from kvledger.adapters.vllm.guard import guarded
+from kvledger.adapters.vllm.connector import KVLedgerConnector
+from kvledger.adapters.vllm.guard import Fallback, guarded
 from kvledger.lifecycle import Extension, ProjectionSpec, RequestState, StateHandler, on
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.handlers import Running
@@ -217,7 +222,7 @@ def test_ctrl_c_ends_the_engine_all_the_same(make_engine: Any, where: str, monke
     monkeypatch.setitem(sys.modules, "interrupted_handlers", module)
     engine = small(make_engine, **({"handlers": ["interrupted_handlers:Broken"]} if where == "handler" else {}))
     if where == "hook":
-        monkeypatch.setattr(engine.connector.scheduler_side._notice._keys, "keys", raising(KeyboardInterrupt()))
+        monkeypatch.setattr(engine.connector.scheduler_side.request_reader._keys, "keys", raising(KeyboardInterrupt()))
     engine.add_crowd()
     with pytest.raises(KeyboardInterrupt):
         engine.run()
@@ -226,13 +231,13 @@ def test_ctrl_c_ends_the_engine_all_the_same(make_engine: Any, where: str, monke
 def test_sigterm_ends_a_worker_that_is_in_a_hook() -> None:
     """VLLM's worker ends by the `SystemExit` of its handler and ignores further signals: it must not be caught."""
 
+    @guarded({"load": Fallback()})
     class Side:
         failed: tuple[str, ...] = ()
 
         def hook_failed(self, hook: str, _request_id: str, _error: BaseException) -> None:
             self.failed = (*self.failed, hook)
 
-        @guarded(default=None)
         def load(self) -> None:
             signal.raise_signal(signal.SIGTERM)
 
@@ -247,6 +252,76 @@ def test_sigterm_ends_a_worker_that_is_in_a_hook() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert side.failed == ()
+
+
+class Stepping:
+    """A hook that fails, with steps after it of which one fails, too."""
+
+    def __init__(self) -> None:
+        self.called: list[Any] = []
+
+    def hook_failed(self, hook: str, request_id: str, error: BaseException) -> None:
+        """Called by the guard."""
+        self.called.append((hook, request_id, str(error)))
+
+    def hook(self, request: Any, number: int) -> str:
+        """Raises."""
+        raise ValueError(f"{request.request_id} {number}")
+
+    def fails(self, *_arguments: Any) -> None:
+        """A step that raises."""
+        raise ValueError("step")
+
+    def answers(self, _request: Any, number: int) -> int:
+        """A step with an answer."""
+        return number
+
+    def says_nothing(self, *arguments: Any) -> None:
+        """A step without an answer."""
+        self.called.append(len(arguments))
+
+
+@pytest.mark.parametrize(
+    ("steps", "answer", "called"),
+    [
+        ((), "safe", []),
+        (("answers", "says_nothing"), 7, [2]),
+        (("fails", "says_nothing", "answers"), 7, [("hook", "r", "step"), 2]),
+        (("fails",), "safe", [("hook", "r", "step")]),
+    ],
+)
+def test_each_step_after_a_failure_is_called(steps: tuple[str, ...], answer: Any, called: list[Any]) -> None:
+    """Also after a step that raises. What a step returns is the answer."""
+    side = guarded({"hook": Fallback("safe", steps, fails_as="first part")})(type("Side", (Stepping,), {}))()
+    assert side.hook(types.SimpleNamespace(request_id="r"), 7) == answer
+    assert side.called == [("first part", "r", "r 7"), *called]
+
+
+@pytest.mark.parametrize(
+    ("connector", "parts", "not_guarded"),
+    [
+        (KVLedgerConnector, {"scheduler_side": scheduler_side}, {"compare", "bind", "publish"}),
+        (
+            KVLedgerRecorder,
+            {"recording": recording, "worker_recording": worker_recording, "digests": page_digests},
+            {"bind", "decline", "call", "take"},
+        ),
+    ],
+    ids=["connector", "recorder"],
+)
+def test_every_hook_is_in_a_table(connector: type[Any], parts: dict[str, Any], not_guarded: set[str]) -> None:
+    """What a connector calls of its parts does not raise, but for what may end vLLM's start and what is wrapped."""
+    owners = {"scheduler_side", "_scheduler_side", "recording", "_recorded", "side", "worker_recording", "digests"}
+    called = {
+        node.func.attr
+        for node in ast.walk(ast.parse(Path(inspect.getfile(connector)).read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if ast.unparse(node.func.value).removeprefix("self.") in owners
+    }
+    hooks = {name for part in parts.values() for name in part.HOOKS}
+    assert called - hooks <= not_guarded
+    for fallback in scheduler_side.HOOKS.values():
+        assert all(callable(getattr(scheduler_side.SchedulerSide, step)) for step in fallback.steps)
 
 
 FOLDERS = [Path(kvledger.adapters.vllm.__file__).parent, Path(kvledger.adapters.recorder.__file__).parent]

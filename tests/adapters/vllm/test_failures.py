@@ -150,7 +150,7 @@ def test_a_step_that_cannot_be_read_while_a_block_is_appended(make_engine: Any) 
     """The folded block table misses a block from then on; nothing may be saved from the blocks in the wrong places."""
     for number in range(4):
         engine = small(make_engine, replays=False, num_blocks=40)
-        reader = engine.connector.scheduler_side._reader
+        reader = engine.connector.scheduler_side._step_reader
         engine.add_crowd()
         seen: list[int] = []
 
@@ -169,9 +169,9 @@ def test_a_preemption_that_is_noticed_too_late(make_engine: Any, monkeypatch: py
     engine = small(make_engine, replays=False)
     side = engine.connector.scheduler_side
     engine.add_crowd()
-    monkeypatch.setattr(
-        side._notice, "preemption", raise_once(side._notice.preemption, lambda request, *_: request.num_preemptions > 0)
-    )
+    reader = side.request_reader
+    fails = raise_once(reader.preemption, lambda request, *_: request.num_preemptions > 0)
+    monkeypatch.setattr(reader, "preemption", fails)
     serve(engine)
     assert engine.num_preemptions
     assert [failed.hook for failed in engine.logged(e.HookFailed)] == ["record_step"]
@@ -184,7 +184,7 @@ def test_a_chunk_key_source_that_raises(
 ) -> None:
     """Without keys there is no cache for a request; it is served all the same."""
     engine = small(make_engine, replays=False)
-    source = engine.connector.scheduler_side._notice._keys
+    source = engine.connector.scheduler_side.request_reader._keys
     original, calls = source.keys, []
 
     def keys(*arguments: Any) -> Any:

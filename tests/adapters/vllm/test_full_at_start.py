@@ -91,7 +91,7 @@ def test_a_disk_that_the_log_itself_filled_does_not_keep_an_engine_from_starting
         warning = "the disk of log_dir was full: the oldest segments were deleted to begin this log"
         assert any(warning in message for message in told.messages)
         assert served.serve()
-        assert not served.log.is_behind
+        assert not served.journal.is_behind()
         served.log.close()
         assert not [message for message in told.messages if "cannot be written" in message]
         assert 0 < len(segment_paths(before)) < num_segments

@@ -225,7 +225,7 @@ def test_a_step_without_the_request_ends_what_can_be_known(make_engine: Any) -> 
     engine = make_engine(num_blocks=60, windows=(0, 48), chunk_size=32)
     engine.add("a", range(150), 30)
     engine.step()
-    reader = engine.connector.scheduler_side._reader
+    reader = engine.connector.scheduler_side._step_reader
     assert reader._processed == {"a": (0, 0)}
     engine.step()
     assert [event.num_settled_tokens for event in engine.logged(e.WindowLeft)] == [0]

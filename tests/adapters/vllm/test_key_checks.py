@@ -19,7 +19,7 @@ from kvledger.adapters.cli.main import main
 from kvledger.adapters.simulation.hashed_model import CorruptKV
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
-from kvledger.adapters.vllm.key_checks import KeyChecks
+from kvledger.adapters.vllm.observe import KeyChecks
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -95,7 +95,7 @@ def converse(engine: Any) -> None:
     """Two turns of a session, and a reader of the first; its last token, which the second drops, ends a chunk."""
     engine.serve("session", range(88), 8, resumable=True)
     said = [*range(88), *engine.outputs["session"]]
-    source = engine.connector.scheduler_side._notice._keys
+    source = engine.connector.scheduler_side.request_reader._keys
     source.keys(engine.scheduler.requests["session"], 0, None)  # for who remembers them
     engine.add("session", range(300, 340), 4, resumable=True)
     with contextlib.suppress(CorruptKV):
@@ -125,7 +125,7 @@ def test_keys_from_before_a_sessions_next_turn_break_a_rule(
 ) -> None:
     """The dropped token's chunk keeps its key, although other tokens are in it now."""
     engine = make_engine(num_blocks=40, chunk_size=chunk_size, log_dir=str(tmp_path), replays=False)
-    source = engine.connector.scheduler_side._notice._keys
+    source = engine.connector.scheduler_side.request_reader._keys
     source.keys = kept_from_before(source)
     converse(engine)
     engine.shutdown()
@@ -138,7 +138,7 @@ def test_keys_of_an_ended_request_with_the_same_id_break_a_rule(
 ) -> None:
     """A resumed or repeated request is given those of its life before."""
     engine = make_engine(num_blocks=40, chunk_size=chunk_size, log_dir=str(tmp_path), replays=False)
-    source = engine.connector.scheduler_side._notice._keys
+    source = engine.connector.scheduler_side.request_reader._keys
     source.keys = kept_from_before(source)
     engine.serve("request", range(60), 4)
     with contextlib.suppress(CorruptKV):  # and it would be computed

@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvledger.adapters.vllm.noticing import Noticing
-from kvledger.adapters.vllm.step_reader import StepReader
+from kvledger.adapters.vllm.observe import RequestReader, StepReader
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.ledger import Ledger
 from kvledger.lifecycle.steps import StepEncoder
@@ -46,28 +45,28 @@ def by(touch: Touch, event_class: type[e.Event], difference: int) -> Patch:
 def settled_before_it_is_written(touch: Touch) -> Sequence[Patch]:
     """Of what a request loses one token more counts as written than its steps have computed."""
 
-    def num_written_tokens(original: Any, noticing: Noticing, request: Any, num_computed_tokens: int) -> int:
-        written: int = original(noticing, request, num_computed_tokens)
+    def num_written_tokens(original: Any, reader: RequestReader, request: Any, num_computed_tokens: int) -> int:
+        written: int = original(reader, request, num_computed_tokens)
         if num_computed_tokens:
             touch()
             written += 1
         return written
 
-    return [wrapped(Noticing, "num_written_tokens", num_written_tokens)]
+    return [wrapped(RequestReader, "num_written_tokens", num_written_tokens)]
 
 
 @mutant("SETTLED_EXACT", "vllm#53498", scene=TWO_IN_FLIGHT)
 def written_counted_as_in_flight(touch: Touch) -> Sequence[Patch]:
     """Of what a request loses nothing counts that a step in flight has computed, though the copy comes after it."""
 
-    def num_written_tokens(original: Any, noticing: Noticing, request: Any, num_computed_tokens: int) -> int:
-        written: int = original(noticing, request, num_computed_tokens)
+    def num_written_tokens(original: Any, reader: RequestReader, request: Any, num_computed_tokens: int) -> int:
+        written: int = original(reader, request, num_computed_tokens)
         fewer = max(0, written - request.num_in_flight_tokens)
         if fewer != written:
             touch()
         return fewer
 
-    return [wrapped(Noticing, "num_written_tokens", num_written_tokens)]
+    return [wrapped(RequestReader, "num_written_tokens", num_written_tokens)]
 
 
 @mutant("SETTLED_EXACT", "vllm#54193", "vllm#49285", scene=Worlds())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvledger.adapters.vllm.edge import Edge
-from kvledger.adapters.vllm.scheduler_side import SchedulerSide
+from kvledger.adapters.vllm.journal import Journal
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.copies import BlocksEnd
 from kvledger.lifecycle.projections.owed import Owed
@@ -92,9 +92,13 @@ def end_of_save_forgotten(touch: Touch) -> Sequence[Patch]:
 def refused_although_issued(touch: Touch) -> Sequence[Patch]:
     """VLLM is told that a load will not come, and it comes all the same, into blocks that are computed by then."""
 
-    def claimed(original: Any, side: SchedulerSide, *arguments: Any) -> bool:
-        if original(side, *arguments):
+    def observe(original: Any, journal: Journal, event: e.Event) -> list[e.Event]:
+        decisions: list[e.Event] = original(journal, event)
+        if not isinstance(event, e.BlocksAllocated):
+            return decisions
+        others = [decision for decision in decisions if not isinstance(decision, e.LoadIssued)]
+        if len(others) != len(decisions):
             touch()
-        return False
+        return others
 
-    return [wrapped(SchedulerSide, "_claim", claimed)]
+    return [wrapped(Journal, "observe", observe)]

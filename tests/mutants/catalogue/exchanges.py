@@ -6,12 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import msgspec
 
 from kvledger.adapters.vllm import scheduler_side
 from kvledger.adapters.vllm.connector import KVLedgerConnector
+from kvledger.adapters.vllm.journal import Journal
 from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports
+from kvledger.adapters.vllm.observe import RequestReader
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.adapters.vllm.worker_side import WorkerSide
+from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.copies import CopyKind
 from kvledger.lifecycle.projections.owed import Owed
 from mutants.catalogue.parts import wrapped
@@ -169,7 +173,7 @@ def aborted_while_waiting_stays_open(touch: Touch) -> Sequence[Patch]:
         if num_blocks or record is None or side._tracker.num_computed_tokens(record):
             return original(side, request, num_blocks)
         touch()
-        return True
+        return None
 
     return [wrapped(SchedulerSide, "_finish", finish)]
 
@@ -181,7 +185,7 @@ def load_left_out(touch: Touch) -> Sequence[Patch]:
     def change(jobs: StepJobs) -> StepJobs:
         if jobs.loads:
             touch()
-        return attrs.evolve(jobs, loads=())
+        return msgspec.structs.replace(jobs, loads=())
 
     return [_hands_out(change)]
 
@@ -193,7 +197,7 @@ def second_load_left_out(touch: Touch) -> Sequence[Patch]:
     def change(jobs: StepJobs) -> StepJobs:
         if len(jobs.async_loads) > 1:
             touch()
-        return attrs.evolve(jobs, async_loads=jobs.async_loads[:1])
+        return msgspec.structs.replace(jobs, async_loads=jobs.async_loads[:1])
 
     return [_hands_out(change)]
 
@@ -205,7 +209,7 @@ def saved_too_late(touch: Touch) -> Sequence[Patch]:
     def change(jobs: StepJobs) -> StepJobs:
         if jobs.saves_before_forward:
             touch()
-        return attrs.evolve(jobs, saves_before_forward=(), saves=(*jobs.saves, *jobs.saves_before_forward))
+        return msgspec.structs.replace(jobs, saves_before_forward=(), saves=(*jobs.saves, *jobs.saves_before_forward))
 
     return [_hands_out(change)]
 
@@ -215,10 +219,10 @@ def handed_out_with_other_slots(touch: Touch) -> Sequence[Patch]:
     """A save's slots are handed out in reverse order."""
 
     def change(jobs: StepJobs) -> StepJobs:
-        saves = tuple(attrs.evolve(job, slots=job.slots[::-1]) for job in jobs.saves)
+        saves = tuple(msgspec.structs.replace(job, slots=job.slots[::-1]) for job in jobs.saves)
         if saves != jobs.saves:
             touch()
-        return attrs.evolve(jobs, saves=saves)
+        return msgspec.structs.replace(jobs, saves=saves)
 
     return [_hands_out(change)]
 
@@ -230,7 +234,7 @@ def not_waited_for(touch: Touch) -> Sequence[Patch]:
     def change(jobs: StepJobs) -> StepJobs:
         if jobs.awaited:
             touch()
-        return attrs.evolve(jobs, awaited=())
+        return msgspec.structs.replace(jobs, awaited=())
 
     return [_hands_out(change)]
 
@@ -242,7 +246,7 @@ def end_of_save_left_out(touch: Touch) -> Sequence[Patch]:
     def change(jobs: StepJobs) -> StepJobs:
         if jobs.finished_saves:
             touch()
-        return attrs.evolve(jobs, finished_saves=())
+        return msgspec.structs.replace(jobs, finished_saves=())
 
     return [_hands_out(change)]
 
@@ -254,7 +258,7 @@ def failed_load_told_as_save(touch: Touch) -> Sequence[Patch]:
     def change(jobs: StepJobs) -> StepJobs:
         if jobs.failed_loads:
             touch()
-        return attrs.evolve(jobs, failed_loads=(), finished_saves=(*jobs.finished_saves, *jobs.failed_loads))
+        return msgspec.structs.replace(jobs, failed_loads=(), finished_saves=(*jobs.finished_saves, *jobs.failed_loads))
 
     return [_hands_out(change)]
 
@@ -270,60 +274,66 @@ def report_lost(touch: Touch) -> Sequence[Patch]:
         num_outputs[id(side)] = num_outputs.get(id(side), 0) + has_reports
         if has_reports and num_outputs[id(side)] % 5 == 0:
             touch()
-        else:
-            original(side, output)
+            output.kv_connector_worker_meta = None
+        original(side, output)
+        output.kv_connector_worker_meta = worker_meta
 
-    return [wrapped(SchedulerSide, "_observe_reports", observe)]
+    return [wrapped(SchedulerSide, "update_connector_output", observe)]
 
 
 @mutant(RULE, "vllm#56104", scene=FAILING)
 def failure_recorded_as_done(touch: Touch) -> Sequence[Patch]:
     """A copy that a worker could not make is recorded as done."""
 
-    def take(original: Any, side: SchedulerSide, reports: WorkerReports) -> None:
-        if not all(report.done for report in reports.reports):
-            touch()
-        done = tuple(attrs.evolve(report, done=True, error="") for report in reports.reports)
-        original(side, attrs.evolve(reports, reports=done))
+    def take(original: Any, side: SchedulerSide, output: Any) -> None:
+        arrived = side._arrived
+        if arrived is not None:
+            if not all(report.done for report in arrived.reports):
+                touch()
+            done = tuple(attrs.evolve(report, done=True, error="") for report in arrived.reports)
+            side._arrived = attrs.evolve(arrived, reports=done)
+        original(side, output)
 
-    return [wrapped(SchedulerSide, "_take_reports", take)]
+    return [wrapped(SchedulerSide, "take_reports", take)]
 
 
 @mutant(RULE, "LMCache#3388", scene=FailedLoads())
 def load_errors_lost(touch: Touch) -> Sequence[Patch]:
     """Which blocks vLLM was told are not filled is not recorded."""
 
-    def take(_original: Any, _side: SchedulerSide, _block_ids: frozenset[int]) -> None:
+    def take(_original: Any, *_arguments: Any) -> None:
         touch()
 
-    return [wrapped(SchedulerSide, "_take_load_errors", take)]
+    return [wrapped(RequestReader, "load_errors", take)]
 
 
 @mutant(RULE, "LMCache#4355", "LMCache#4762", scene=ASYNC_LOADS)
 def end_of_load_not_told(touch: Touch) -> Sequence[Patch]:
     """That a load is in place is recorded as reported, and vLLM waits for it."""
 
-    def end(original: Any, side: SchedulerSide, output: Any) -> tuple[str, ...]:
-        if original(side, output):
+    def end(original: Any, side: SchedulerSide, output: Any) -> None:
+        before = output.finished_recving
+        original(side, output)
+        if output.finished_recving != before:
             touch()
-        return ()
+            output.finished_recving = before
 
-    return [wrapped(SchedulerSide, "_end_waiting", end)]
+    return [wrapped(SchedulerSide, "end_waiting", end)]
 
 
 @mutant(RULE, "vllm#43226", scene=ASYNC_LOADS)
 def end_of_load_told_too_early(touch: Touch) -> Sequence[Patch]:
     """With the first load that is in place, all requests that wait for one are reported to vLLM."""
 
-    def end(original: Any, side: SchedulerSide, output: Any) -> tuple[str, ...]:
-        received: tuple[str, ...] = original(side, output)
+    def end(original: Any, side: SchedulerSide, output: Any) -> None:
+        before = output.finished_recving
+        original(side, output)
         waiting = [copy.request_id for copy in side.journal.owed.under_way() if copy.kind is CopyKind.LOAD]
-        if not received or not waiting:
-            return received
-        touch()
-        return (*received, *waiting)
+        if output.finished_recving != before and waiting:
+            touch()
+            output.finished_recving = {*output.finished_recving, *waiting}
 
-    return [wrapped(SchedulerSide, "_end_waiting", end)]
+    return [wrapped(SchedulerSide, "end_waiting", end)]
 
 
 @mutant(RULE, scene=ASYNC_SAVES)
@@ -358,20 +368,20 @@ def reset_not_recorded(touch: Touch) -> Sequence[Patch]:
         touch()
         return True
 
-    return [wrapped(SchedulerSide, "_reset", reset)]
+    return [wrapped(SchedulerSide, "reset_cache", reset)]
 
 
 @mutant(RULE, scene=Worlds())
 def allocation_not_recorded(touch: Touch) -> Sequence[Patch]:
     """An allocation for which nothing is loaded is not recorded: the step has the blocks."""
 
-    def claim(original: Any, side: SchedulerSide, request: Any, blocks: Any, num_external_tokens: int) -> Any:
-        if num_external_tokens:
-            return original(side, request, blocks, num_external_tokens)
+    def observe(original: Any, journal: Journal, event: e.Event) -> Any:
+        if not isinstance(event, e.BlocksAllocated) or event.num_external_tokens:
+            return original(journal, event)
         touch()
-        return False
+        return []
 
-    return [wrapped(SchedulerSide, "_claim", claim)]
+    return [wrapped(Journal, "observe", observe)]
 
 
 @mutant(RULE, scene=Worlds())
@@ -386,7 +396,7 @@ def second_arrival_not_recorded(touch: Touch) -> Sequence[Patch]:
         else:
             touch()
 
-    return [wrapped(SchedulerSide, "_arrive", arrive)]
+    return [wrapped(SchedulerSide, "on_new_request", arrive)]
 
 
 @mutant(RULE, scene=Worlds())

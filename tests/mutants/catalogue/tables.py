@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvledger.adapters.vllm.noticing import Noticing
-from kvledger.adapters.vllm.step_reader import StepReader
+from kvledger.adapters.vllm.observe import RequestReader, StepReader
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.ledger import Ledger
 from kvledger.lifecycle.projections import Projections
@@ -213,7 +212,7 @@ def key_without_its_last_tokens(touch: Touch) -> Sequence[Patch]:
     return [wrapped(ChunkKeySource, "keys", keys), wrapped(World, "prompt", prompt)]
 
 
-AS_IN_VLLM = wrapped(Noticing, "block_table", lambda *_: None)
+AS_IN_VLLM = wrapped(RequestReader, "block_table", lambda *_: None)
 """The scheduler's own table has the same blocks, so the connector finds no difference."""
 
 

@@ -69,8 +69,8 @@ def left_entries(side: SchedulerSide, worker: Any) -> dict[str, int]:
     """Class and attribute -> entries, of every container that should be empty when no request is alive."""
     projections = side.ledger.projections
     parts = [getattr(projections, name) for name in vars(projections)]
-    parts += [projections.chunks.slots, side, side.journal, side._notice, side._reader, side.ledger, side._cache_events]
-    parts.append(worker._worker_side)
+    parts += [projections.chunks.slots, side, side.journal, side.request_reader, side._step_reader, side.ledger]
+    parts += [side._cache_events, side._early_ends, worker._worker_side]
     left = {}
     for part in parts:
         if not type(part).__module__.startswith("kvledger") or not hasattr(part, "__dict__"):
@@ -87,7 +87,7 @@ def left_entries(side: SchedulerSide, worker: Any) -> dict[str, int]:
 def _changes(name: str) -> bool:
     """Whether a container is of the kind that requests come into and leave; some are fixed from the start."""
     fixed = {"_in_short", "_phase", "_request_events"}
-    return name not in fixed | {"_table", "_engines", "all_ranks"}
+    return name not in fixed | {"_table", "_engines", "all_ranks", "_pools", "_hashes"}
 
 
 def check_slots(projections: Projections) -> None:

@@ -1,0 +1,91 @@
+"""Ends that another child of a `MultiConnector` reports and that vLLM must not have yet.
+
+vLLM would compute on blocks that a load still fills, free blocks that a copy still uses, or fail an assertion because
+it waits for no end of that request or does not know the request any more. Such an end is removed before vLLM acts on
+it, and recorded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kvledger.adapters.vllm import versions
+from kvledger.adapters.vllm.journal import Journal
+from kvledger.adapters.vllm.log_ids import LogIds
+from kvledger.adapters.vllm.prefix_cache import PrefixCache
+from kvledger.lifecycle import events as e
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_MAX_ENDED = 1024
+"""Ended requests of which another child's late report of an end is recognized."""
+
+
+class EarlyEnds:
+    """Finds and removes them in what the workers report."""
+
+    def __init__(
+        self, journal: Journal, requests: Mapping[str, Request], ids: LogIds, prefix_cache: PrefixCache
+    ) -> None:
+        self._journal = journal
+        self._owed = journal.owed
+        self._requests = requests
+        """Id in the log → request that vLLM has."""
+        self._ids = ids
+        self._prefix_cache = prefix_cache
+        self._ended_with_blocks: deque[str] = deque(maxlen=_MAX_ENDED)
+        """Ids in the log of the last requests that ended with blocks."""
+
+    def ended_with_blocks(self, request_id: str) -> None:
+        """Note that vLLM has ended a request that had blocks; its id in the log."""
+        self._ended_with_blocks.append(request_id)
+
+    def refuse(self, output: KVConnectorOutput) -> None:
+        """Remove them from the output of the workers, and record each."""
+        receipts = {
+            request_id: life
+            for request_id in output.finished_recving or ()
+            if (life := self._owed.early_receipt(logged := self._ids.logged(request_id))) != e.NO_LIFE
+            or self._waits_for_no_load(logged)
+            or self._is_gone(logged, request_id)
+        }
+        releases = {
+            request_id: life
+            for request_id in output.finished_sending or ()
+            if (life := self._owed.early_release(logged := self._ids.logged(request_id))) != e.NO_LIFE
+            or logged in self._requests
+            or self._is_gone(logged, request_id)
+        }
+        if receipts:
+            output.finished_recving = set(output.finished_recving or ()) - receipts.keys()
+        if releases:
+            output.finished_sending = set(output.finished_sending or ()) - releases.keys()
+        for field, lives in (("finished_recving", receipts), ("finished_sending", releases)):
+            for request_id in sorted(lives):
+                logged = self._ids.logged(request_id)
+                self._journal.messages.error(
+                    "another connector reported an end too early; it was removed before vLLM acted on it",
+                    request_id=logged,
+                    field=field,
+                )
+                self._journal.observe(e.EndRefused(logged, lives[request_id], field, self._journal.now()))
+
+    def _waits_for_no_load(self, request_id: str) -> bool:
+        """Whether vLLM has the request, and waits for no load of it."""
+        request = self._requests.get(request_id)
+        return request is not None and not versions.is_waiting_for_load(request)
+
+    def _is_gone(self, request_id: str, given_id: str) -> bool:
+        """Whether vLLM has freed the request's blocks, and forgot it with them.
+
+        False if it ended without blocks: another child may have kept it, and nothing shows whether vLLM knows it still.
+        """
+        return (
+            request_id in self._ended_with_blocks
+            and request_id not in self._requests
+            and self._prefix_cache.is_freed(given_id)
+        )
