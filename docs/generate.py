@@ -32,10 +32,11 @@ from kvledger.adapters.cli.parser import build_parser
 from kvledger.adapters.conformance import obligations
 from kvledger.adapters.conformance.scenarios import SCENARIOS
 from kvledger.adapters.recorder.rules import RULES as RECORDER_RULES
+from kvledger.adapters.totals import DURATION_BOUNDS_NS
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.adapters.vllm.metric_names import BY_EXTENSION, COUNTERS, GAUGES, HISTOGRAMS, PREFIX
-from kvledger.lifecycle import DURATION_BOUNDS_NS, Core, LedgerConfiguration, events, ranges, rules, states, table
+from kvledger.lifecycle import Core, LedgerConfiguration, events, ranges, rules, states, table
 from kvledger.lifecycle.audit.facts import FACTS, Why
 from kvledger.lifecycle.codec import field_names
 from kvledger.lifecycle.events import MissReason

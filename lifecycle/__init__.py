@@ -22,9 +22,9 @@ from kvledger.lifecycle.handlers import StateHandler
 from kvledger.lifecycle.ledger import EventSink, Ledger, LedgerCorrupt
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection, Projections, ProjectionSpec
+from kvledger.lifecycle.projections.base import Subject
 from kvledger.lifecycle.projections.copies import Channel, PageJob, Ready
 from kvledger.lifecycle.projections.request_record import ComputedTokens, RequestRecord
-from kvledger.lifecycle.projections.totals import DURATION_BOUNDS_NS, Figures
 from kvledger.lifecycle.repeated_lookups import LookupsInFull, lookups_in_full
 from kvledger.lifecycle.replay import Replay, SequencedEvent, batches, fold
 from kvledger.lifecycle.request_ids import begins_as, cut_request_id, logged_request_id
@@ -36,7 +36,6 @@ from kvledger.lifecycle.turn import Turn
 from kvledger.lifecycle.version import __version__
 
 __all__ = [
-    "DURATION_BOUNDS_NS",
     "BlocksRegion",
     "Channel",
     "ComputedTokens",
@@ -47,7 +46,6 @@ __all__ = [
     "Divergence",
     "EventSink",
     "Extension",
-    "Figures",
     "Hidden",
     "Hook",
     "Ledger",
@@ -70,6 +68,7 @@ __all__ = [
     "SequencedEvent",
     "StateHandler",
     "StepEncoder",
+    "Subject",
     "TrustRegion",
     "Turn",
     "Unstoppable",

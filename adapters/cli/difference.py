@@ -16,6 +16,7 @@ from kvledger.adapters.logs.coverage import checked
 from kvledger.adapters.logs.describe import event_fields, event_text, plain
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
+from kvledger.adapters.totals import Totals
 from kvledger.adapters.units import plural
 from kvledger.lifecycle.events import Event, field_names
 from kvledger.lifecycle.untrusted import Undecodable, from_msgpack
@@ -27,6 +28,7 @@ def compare(log: StoredLog, other: StoredLog, selection: Selection, output: Outp
     """Compare two logs event by event; equal logs are sound, others diverged."""
     _compare_configurations(log, other, output)
     projections = log.core.new_projections(log.configuration)
+    totals = Totals(projections)
     last = 0
     with output.progress(log, "comparing"):
         for ours, theirs in zip_longest(log.trusted_events(), other.trusted_events()):
@@ -37,7 +39,7 @@ def compare(log: StoredLog, other: StoredLog, selection: Selection, output: Outp
             if not _is_same(event, recorded):
                 _show(sequence, event, recorded, output)
                 if not output.is_json:
-                    show_state(output, projections, last, getattr(event or recorded, "request_id", None))
+                    show_state(output, projections, totals, last, getattr(event or recorded, "request_id", None))
                 return ExitCode.DIVERGED
             if event is not None:
                 projections.fold(event, sequence)

@@ -26,7 +26,7 @@ from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.under_way import last_under_way
 from kvledger.adapters.logs.visible import remark, visible
-from kvledger.lifecycle import Figures
+from kvledger.adapters.totals import Figures
 from kvledger.lifecycle.audit import Judgement
 from kvledger.storage.events import HowEnded
 

@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         other = one_of(find_logs(arguments.diff, arguments.mirror), arguments.diff)
         return compare(log, open_log(other, log.core, lenient=arguments.lenient), window, output)
     audit = Audit(log.core, log.configuration, checkers=(), start=log.start())
+    totals = log.totals(audit.projections)
     with output.progress(log, "replaying"):
         audit.run_frames(log.trusted_frames(), at=window.last_sequence)
     last = audit.last_sequence
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         return _nothing(log, window, output)
     if window.last_sequence is not None and last < window.last_sequence:
         output.remark(f"the log can be replayed up to event {last}, not to {window.last_sequence}")
-    show_state(output, audit.projections, last, window.request_id)
+    show_state(output, audit.projections, totals, last, window.request_id)
     output.damage_of(log)
     _remark_beginning(log, output)
     show_divergences(output, audit.judgement())

@@ -18,15 +18,16 @@ from kvledger.adapters.exit_codes import ExitCode, gravest
 from kvledger.adapters.logs.clock import Clock
 from kvledger.adapters.logs.coverage import readable
 from kvledger.adapters.logs.describe import plain, state_change, unfoldable_text
-from kvledger.adapters.logs.facts import facts_of
+from kvledger.adapters.logs.facts import UNKNOWN_TOTALS, facts_of
 from kvledger.adapters.logs.index import index_for
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.observation import observations
 from kvledger.adapters.logs.requests import Requests, RequestSummary
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.timeline import Group, Timelines
+from kvledger.adapters.totals import Figures
 from kvledger.adapters.units import event_range, milliseconds, plural
-from kvledger.lifecycle import Figures, Projections
+from kvledger.lifecycle import Projections
 
 _MAX_LISTED = 200
 _MAX_IN_FRAME = 4096
@@ -198,11 +199,13 @@ def _show_log(log: StoredLog, selection: Selection, listing: Listing, output: Ou
             first = max(1, contents.last_sequence - _MAX_IN_FRAME)
             log.last_events = tuple(index.events_between(first, contents.last_sequence))
             summaries = list(index.summaries(selection.first_sequence))
-            _show_summary(output, log, selection, summaries, contents.figures, contents.last_time_ns, listing)
+            figures = _known_figures(contents.figures, output)
+            _show_summary(output, log, selection, summaries, figures, contents.last_time_ns, listing)
         return
     ended: list[RequestSummary] = []
     requests = Requests(ended.append)
     projections = _start(log, output) if log.header else None
+    totals = None if projections is None else log.totals(projections)
 
     events = log.events(selection.last_sequence)
     with output.progress(log, "reading"):
@@ -219,11 +222,16 @@ def _show_log(log: StoredLog, selection: Selection, listing: Listing, output: Ou
         requests.finish(projections)
     summaries = sorted((*ended, *requests.current.values()), key=lambda summary: summary.first_sequence)
     summaries = [summary for summary in summaries if summary.last_sequence >= selection.first_sequence]
-    if projections is None:
-        _show_summary(output, log, selection, summaries, None, 0, listing)
-    else:
-        figures, time_ns = projections.totals.figures, projections.tracker.time_ns
-        _show_summary(output, log, selection, summaries, figures, time_ns, listing)
+    figures = None if totals is None else _known_figures(totals.complete_figures, output)
+    time_ns = 0 if projections is None else projections.tracker.time_ns
+    _show_summary(output, log, selection, summaries, figures, time_ns, listing)
+
+
+def _known_figures(figures: Figures | None, output: Output) -> Figures | None:
+    """The same; says why if there are none."""
+    if figures is None:
+        output.remark(f"the totals of this log are {UNKNOWN_TOTALS}")
+    return figures
 
 
 def _show_summary(
@@ -235,10 +243,9 @@ def _show_summary(
     duration_ns: int,
     listing: Listing,
 ) -> None:
-    """Without figures: of a log whose configuration is lost, or at no event of which the state is known."""
+    """Without figures: of a log whose configuration or totals are lost, or at no event of which the state is known."""
     why_nothing = readable(log, selection).why_nothing
-    if why_nothing:
-        figures = None
+    figures = None if why_nothing else figures
     clock = Clock(log.header)
     outcomes = Counter(summary.outcome or "unknown" for summary in summaries)
     num_open = sum(summary.finished_ns is None for summary in summaries)

@@ -8,19 +8,25 @@ import attrs
 
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.logs.describe import plain
+from kvledger.adapters.logs.facts import UNKNOWN_TOTALS
+from kvledger.adapters.totals import Totals
 from kvledger.adapters.units import plural
 from kvledger.lifecycle import Projections, RequestRecord, TrustRegion
 
 _COUNTS = ("generation", "computed", "tokens", "preempted", "blocks", "keys", "offered")
 
 
-def show_state(output: Output, projections: Projections, sequence: int, request_id: str | None = None) -> None:
+def show_state(
+    output: Output, projections: Projections, totals: Totals, sequence: int, request_id: str | None = None
+) -> None:
     """Print the whole state, or that of one request."""
     records = [record for record in projections.tracker if request_id in {None, record.request_id}]
     requests = [_request_fields(record, projections) for record in records]
     if output.is_json:
         if request_id is None:
-            output.record("state", {"sequence": sequence, "projections": plain(projections.states())})
+            counted = None if totals.complete_figures is None else plain(totals.state)
+            state = {"sequence": sequence, "projections": plain(projections.states()), "totals": counted}
+            output.record("state", state)
         else:
             for request in requests:
                 output.record("request_state", {"sequence": sequence, **request})
@@ -33,6 +39,7 @@ def show_state(output: Output, projections: Projections, sequence: int, request_
         output.line("no request is known" if request_id is None else f"{request_id} is not known then")
     if request_id is None:
         _show_cache(output, projections)
+        _show_totals(output, totals)
 
 
 def _request_fields(record: RequestRecord, projections: Projections) -> dict[str, Any]:
@@ -85,5 +92,12 @@ def _show_cache(output: Output, projections: Projections) -> None:
     output.field("jobs", f"{plural(len(projections.jobs), 'job')} in flight")
     for job in projections.jobs:
         output.line(f"  {job.kind} {job.job_id} of {job.request_id}, {plural(len(job.block_ids), 'block')}")
-    counted = {name: value for name, value in attrs.asdict(projections.totals.figures).items() if value}
+
+
+def _show_totals(output: Output, totals: Totals) -> None:
+    figures = totals.complete_figures
+    if figures is None:
+        output.field("totals", UNKNOWN_TOTALS)
+        return
+    counted = {name: value for name, value in attrs.asdict(figures).items() if value}
     output.field("totals", ", ".join(f"{name} {value}" for name, value in counted.items()) or "nothing yet")

@@ -14,7 +14,8 @@ from kvledger.adapters.logs.ending import num_open_requests
 from kvledger.adapters.logs.log import Batch
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.reasons import Accounts, RequestHistory, Sums
-from kvledger.lifecycle import Core, Figures, LedgerConfiguration
+from kvledger.adapters.totals import Figures, Totals
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
 
@@ -69,6 +70,7 @@ class Counting:
     def __init__(self, core: Core, configuration: LedgerConfiguration, selection: Selection) -> None:
         self._selection = selection
         self._projections = core.new_projections(configuration)
+        self._totals = Totals(self._projections)
         self._accounts = Accounts(configuration, request_id=selection.request_id, on_end=self._ended)
         self._encoder = EventEncoder()
         self._is_foldable = True
@@ -114,7 +116,7 @@ class Counting:
         result = self._statistics
         self._begin()
         before_sums, before_figures = self._before or (Sums(), Figures())
-        sums, figures = self._accounts.sums(), self._projections.totals.figures
+        sums, figures = self._accounts.sums(), self._totals.figures
         is_comparable = self._is_foldable and self._selection.request_id is None
         result.differences = sums.differences(figures if is_comparable else None)
         for story in self._accounts.histories:
@@ -135,7 +137,7 @@ class Counting:
     def _begin(self) -> None:
         """The selection begins: what was counted before is subtracted in the end."""
         if self._before is None:
-            self._before = (self._accounts.sums(), attrs.evolve(self._projections.totals.figures))
+            self._before = (self._accounts.sums(), attrs.evolve(self._totals.figures))
             self._first_ns = self._time_ns
 
     def _fold(self, sequence: int, event: e.Event) -> None:

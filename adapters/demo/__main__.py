@@ -18,7 +18,8 @@ from kvledger.adapters.demo.model import make_model
 from kvledger.adapters.demo.recompute_counter import RecomputeCounter
 from kvledger.adapters.demo.workload import Workload
 from kvledger.adapters.logs.log import open_log
-from kvledger.lifecycle import Figures, __version__
+from kvledger.adapters.totals import Figures, Totals
+from kvledger.lifecycle import __version__
 from kvledger.lifecycle import events as e
 from kvledger.storage.extras import CONNECTOR, require
 
@@ -111,12 +112,13 @@ def _read(log_path: Path) -> tuple[Figures, str]:
     """The figures of a log, and the preempted request that had most to lose; "" where none was preempted."""
     log = open_log(log_path)
     projections = log.core.new_projections(log.configuration)
+    totals = Totals(projections)
     most_settled, request_id = -1, ""
     for sequence, event in log.trusted_events():
         projections.fold(event, sequence)
         if isinstance(event, e.RequestPreempted) and event.num_settled_tokens > most_settled:
             most_settled, request_id = event.num_settled_tokens, event.request_id
-    return projections.totals.figures, request_id
+    return totals.figures, request_id
 
 
 def failures_of(

@@ -186,8 +186,10 @@ def _sums(readings: Sequence[Reading]) -> Sums:
 
 
 def _bars(readings: Sequence[Reading], sums: Sums) -> Iterator[Bar]:
-    if all(reading.selection.is_everything for reading in readings):  # else the totals are of more than is shown
-        yield after_preemptions([reading.figures for reading in readings])
+    figures = [reading.figures for reading in readings if reading.figures is not None]
+    is_everything = all(reading.selection.is_everything for reading in readings)  # else they are of more than is shown
+    if is_everything and len(figures) == len(readings):
+        yield after_preemptions(figures)
     if sums.num_admissions:
         yield at_admissions(sums)
 

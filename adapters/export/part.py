@@ -20,14 +20,14 @@ from kvledger.adapters.export.timelines import RequestTimeline, read_timelines
 from kvledger.adapters.logs.clock import Clock
 from kvledger.adapters.logs.ending import ending_text, sound_text
 from kvledger.adapters.logs.explanation import Cause
-from kvledger.adapters.logs.facts import facts_of, figures_in_words
+from kvledger.adapters.logs.facts import UNKNOWN_TOTALS, facts_of, figures_in_words
 from kvledger.adapters.logs.histories import Histories, NamedEvents, named_by
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.progress import Progress
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.verification import Findings, Verification
+from kvledger.adapters.totals import Figures
 from kvledger.adapters.units import plural
-from kvledger.lifecycle import Figures
 from kvledger.storage.events import HowEnded
 
 _VERDICTS = {
@@ -57,7 +57,8 @@ class Reading:
     shown: Shown
     accounts: reasons.Reasons
     found: Findings
-    figures: Figures
+    figures: Figures | None
+    """None: the snapshot from which the log begins has no totals."""
     now_ns: int
 
     @classmethod
@@ -69,7 +70,7 @@ class Reading:
         with output.progress(log, "reading"):
             trace = read_trace(log, selection, shown, output.remark, verification=verification, also=accounts.take)
         accounts.finish()
-        figures = verification.audit.projections.totals.figures
+        figures = trace.totals.complete_figures
         return cls(log, selection, shown, accounts, verification.findings(), figures, trace.now_ns)
 
     @property
@@ -180,6 +181,8 @@ def _figures(reading: Reading) -> dict[str, str]:
     why_nothing = reading.found.checked.why_nothing
     if why_nothing:
         return {"requests in this part": f"not known: {why_nothing}" if not outcomes else requests}
+    if reading.figures is None:
+        return {"requests in this part": requests, "all others": UNKNOWN_TOTALS}
     has_own_copies = not reading.log.decides_elsewhere
     return {"requests in this part": requests, **figures_in_words(reading.figures, has_own_copies=has_own_copies)}
 

@@ -36,7 +36,7 @@ def read_trace(
         projections = log.start() or log.core.new_projections(log.configuration)
     else:
         projections = verification.audit.projections
-    trace = Trace(log.core, projections, visitor, selection)
+    trace = Trace(log.core, projections, log.totals(projections), visitor, selection)
     error = ""
     for batch in log.batches(selection.last_sequence):
         error = _take(batch, trace, log, verification, also)

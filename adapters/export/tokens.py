@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from kvledger.adapters.reasons import BY_DESIGN, LoadFate, Reason, Sums
-from kvledger.lifecycle import Figures
+from kvledger.adapters.totals import Figures
 
 
 @attrs.frozen

@@ -18,6 +18,7 @@ from kvledger.adapters.logs.log import Gap
 from kvledger.adapters.logs.requests import Requests, RequestSummary
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.reasons import is_same_answer
+from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core, Projections, RequestRecord, RequestState
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT
@@ -47,9 +48,13 @@ class Trace:
     choice of a request.
     """
 
-    def __init__(self, core: Core, projections: Projections, visitor: Visitor, selection: Selection) -> None:
-        self.projections = projections
+    def __init__(
+        self, core: Core, projections: Projections, totals: Totals, visitor: Visitor, selection: Selection
+    ) -> None:
         self._core = core
+        self.projections = projections
+        self.totals = totals
+        """Of what `projections` fold."""
         self.now_ns = projections.tracker.time_ns
         """The latest time seen. Times that run backwards, as in a damaged log, are taken as this."""
         self.current = "the first event"
@@ -272,7 +277,7 @@ class Trace:
 
     def _take_step(self, sequence: int, event: e.StepScheduled) -> None:
         """Whoever runs again has what was found and loaded on its way back; the totals count it in this step."""
-        returning = self.projections.totals.state.returning
+        returning = self.totals.state.returning
         for ordinal, *_ in event.advanced if returning else ():
             span = self._states.get(ordinal)
             if span is not None and ordinal in returning:

@@ -58,17 +58,22 @@ class RequestPresence:
                 self._is_alive = not isinstance(event, e.RequestReleased)
 
 
-class ExtensionStops:
-    """The events that stopped an extension, by sequence number. Give it each event in order."""
+class ExtensionEvents:
+    """The events of extensions in what is read. Give it each event in order."""
 
     def __init__(self) -> None:
-        self.found: dict[int, e.ExtensionStopped] = {}
+        self.num_events = 0
+        """Events that extensions recorded."""
+        self.stops: dict[int, e.ExtensionStopped] = {}
+        """Sequence number → event that stopped an extension."""
 
     def take(self, events: Iterable[SequencedEvent]) -> None:
         """Take the next events."""
         for sequence, event in events:
-            if isinstance(event, e.ExtensionStopped):
-                self.found[sequence] = event
+            if isinstance(event, e.ExtensionEvent):
+                self.num_events += 1
+            elif isinstance(event, e.ExtensionStopped):
+                self.stops[sequence] = event
 
 
 def readable(log: StoredLog, selection: Selection) -> Coverage:

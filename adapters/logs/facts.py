@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime as dt
 
 from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.totals import Figures
 from kvledger.adapters.units import duration, plural, size
-from kvledger.lifecycle import Figures, LedgerConfiguration
+from kvledger.lifecycle import LedgerConfiguration
 
 _NS_PER_S = 1_000_000_000
 
@@ -38,6 +39,9 @@ def _sizes(configuration: LedgerConfiguration, *, has_own_copies: bool) -> dict[
     if has_own_copies and configuration.max_hit_share < 1:
         facts["hits"] = f"at most {configuration.max_hit_share:.0%} of the prompt"
     return facts
+
+
+UNKNOWN_TOTALS = "not known: the snapshot from which the log begins has no totals of what came before"
 
 
 def figures_in_words(figures: Figures, *, has_own_copies: bool, num_deferrals: int | None = None) -> dict[str, str]:

@@ -34,6 +34,7 @@ from kvledger.adapters.logs.index_memory import (
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.requests import Requests, RequestSummary
 from kvledger.adapters.reasons import Accounts, RequestHistory
+from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.snapshots import capture, restore
 from kvledger.lifecycle.untrusted import from_msgpack
@@ -120,8 +121,10 @@ class _Builder:
         self._memory = IndexMemory() if memory is None else memory
         if memory is None:
             self._projections = log.start() or log.core.new_projections(log.configuration)
+            self._totals = log.totals(self._projections)
         else:
             self._projections = restore(log.core, memory.projections, log.configuration)
+            self._totals = Totals.continued(self._projections, memory.totals)
         self._requests = Requests(self._write, self._memory.requests, self._memory.jobs)
         self._accounts = Accounts(
             log.configuration, on_end=self._write_story, keeps_histories=True, state=self._memory.accounts
@@ -178,6 +181,7 @@ class _Builder:
     def _remember(self) -> None:
         """Before what is open is written as if it were over."""
         self._memory.projections = capture(self._projections) if self._is_foldable else b""
+        self._memory.totals = self._totals.stored()
         row = (memory_fingerprint(self._log.core, self._log.configuration), packed(self._memory))
         self._connection.execute("INSERT INTO memory VALUES (?, ?)", row)
 
@@ -202,7 +206,7 @@ class _Builder:
             last_sequence,
             log.trusted_sequence,
             self._projections.tracker.time_ns,
-            self._projections.totals.figures,
+            self._totals.complete_figures,
             tuple(log.damage),
         )
 

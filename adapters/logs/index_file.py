@@ -13,12 +13,12 @@ import attrs
 import msgspec
 
 from kvledger.adapters.logs.log import StoredLog
-from kvledger.lifecycle import Figures
+from kvledger.adapters.totals import Figures
 from kvledger.lifecycle.untrusted import from_msgpack
 from kvledger.storage.events import Damage
 from kvledger.storage.events.files import num_bytes_of
 
-INDEX_FORMAT = 12
+INDEX_FORMAT = 13
 """Grows with every change of what is in an index; another one is built anew."""
 
 SCHEMA = """
@@ -76,7 +76,8 @@ class Contents:
     last_sequence: int
     trusted_sequence: int
     last_time_ns: int
-    figures: Figures
+    figures: Figures | None
+    """None: the snapshot from which folding begins has no totals."""
     damage: tuple[Damage, ...]
 
     def is_of(self, log: StoredLog) -> bool:

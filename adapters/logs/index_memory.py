@@ -28,6 +28,8 @@ class IndexMemory(msgspec.Struct, forbid_unknown_fields=True):
     accounts: State = msgspec.field(default_factory=State)
     projections: bytes = b""
     """As `lifecycle.snapshots` captures them; empty where they cannot be folded on."""
+    totals: bytes = b""
+    """As `Totals` stores them."""
 
 
 def memory_fingerprint(core: Core, configuration: LedgerConfiguration) -> str:

@@ -12,6 +12,7 @@ import attrs
 
 from kvledger.adapters.core import available_extensions
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
+from kvledger.adapters.totals import Totals
 from kvledger.adapters.units import plural
 from kvledger.lifecycle import Core, CoreError, LedgerConfiguration, Projections, SequencedEvent
 from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew, vocabulary_header
@@ -136,6 +137,8 @@ class StoredLog:
     """The event behind which the log can be folded, see `start`; 0: from its first."""
     start_remarks: list[str] = attrs.field(factory=list, init=False)
     """Why snapshots were passed over."""
+    _start_totals: bytes = attrs.field(default=b"", init=False)
+    """What the snapshot has of them from which folding begins."""
     ending: LogEnding = attrs.field(default=_NOT_READ, init=False)
     """How the log ended; known after a reading that came to its end."""
     last_events: Sequence[SequencedEvent] = attrs.field(default=(), init=False)
@@ -154,7 +157,7 @@ class StoredLog:
         folded by this code or is trusted all the same; None: there is none, or the log has its beginning. From here on,
         what is trusted is what stands behind `start_sequence`. The projections are the caller's, who folds them on.
         """
-        self.start_sequence, self.start_remarks = 0, []
+        self.start_sequence, self.start_remarks, self._start_totals = 0, [], b""
         if not self.header or not self.path.is_dir() or self._reader.first_sequence in {None, 1}:
             return None
         other_code = self.core.other_code(self.header)
@@ -173,8 +176,15 @@ class StoredLog:
         except SnapshotError as error:
             self.start_remarks.append(str(error))
             return None
-        self.start_sequence = found.sequence
+        self.start_sequence, self._start_totals = found.sequence, found.totals
         return projections
+
+    def totals(self, projections: Projections) -> Totals:
+        """Totals that count what `projections` fold from here on. To be asked for after `start`, before the first fold.
+
+        They are not complete if folding begins at a snapshot that has none.
+        """
+        return Totals.continued(projections, self._start_totals) if self.start_sequence else Totals(projections)
 
     @property
     def configuration(self) -> LedgerConfiguration:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import attrs
 
-from kvledger.adapters.logs.coverage import ExtensionStops, RequestPresence
+from kvledger.adapters.logs.coverage import ExtensionEvents, RequestPresence
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.processes import Processes
 from kvledger.adapters.logs.selection import Selection
@@ -87,8 +87,8 @@ def _verify(
     others = [processes.submit(_hold_again, open_log, selection, rules) for rules in elsewhere]
     deciding = [processes.submit(decide_part, open_log, selection, *part) for part in parts]
     presence = RequestPresence(selection, start)
-    stops = ExtensionStops()
-    held = [hold(log, selection, here, start, (presence, stops))]
+    of_extensions = ExtensionEvents()
+    held = [hold(log, selection, here, start, (presence, of_extensions))]
     decided = {
         number: decide_part(open_log, selection, *parts[number])
         for number in reversed(range(len(parts)))
@@ -106,7 +106,7 @@ def _verify(
     if last.missing is not None and not selection.is_over(log.last_sequence):
         last.decided.divergences.append(last.missing)
     judgement = Judgement.of(log.core.rules, [each for each, _ in held], [part.decided for part in fitting])
-    return Findings.of(log, selection, judgement, last.end_state, is_present=presence.is_found, stops=stops.found)
+    return Findings.of(log, selection, judgement, last.end_state, of_extensions, is_present=presence.is_found)
 
 
 def _cuts(log: StoredLog, selection: Selection) -> Iterator[Cut]:
@@ -129,7 +129,7 @@ def hold(
     selection: Selection,
     rules: Sequence[str],
     start: Projections | None,
-    others: Sequence[RequestPresence | ExtensionStops] = (),
+    others: Sequence[RequestPresence | ExtensionEvents] = (),
 ) -> tuple[RulesHeld, tuple[int, bytes]]:
     """Hold these rules against the log; returns what was found, the last event that was taken, and its chain hash.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Projections
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.snapshots import SnapshotError, capture, restore, state_fingerprint
@@ -43,9 +44,11 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
     log_id, fingerprint = str(log.header["log_id"]), state_fingerprint(log.core, log.configuration)
     begun, _ = find_snapshot(log.path, log_id=log_id, fingerprint=fingerprint, at_most=min(lacking), newest=True)
     projections, batches = log.core.new_projections(log.configuration), log.batches()
+    totals = Totals(projections)
     if begun is not None:
         with suppress(SnapshotError):  # then from the log's beginning, if it is there
             projections = restore(log.core, begun.state, log.configuration)
+            totals = Totals.continued(projections, begun.totals)
             batches = log.batches_behind(begun.sequence)
     num_written = 0
     for batch in batches:
@@ -61,7 +64,8 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
         if segment is not None:
             chain_hash = _hash_before(segment)
             state = capture(projections)
-            write_snapshot(segment, Snapshot(log_id, batch.last_sequence, chain_hash, fingerprint, state))
+            snapshot = Snapshot(log_id, batch.last_sequence, chain_hash, fingerprint, state, totals.stored())
+            write_snapshot(segment, snapshot)
             num_written += 1
         if not lacking:
             break

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import attrs
 
 from kvledger.adapters.exit_codes import ExitCode
-from kvledger.adapters.logs.coverage import Coverage, ExtensionStops, RequestPresence, checked
+from kvledger.adapters.logs.coverage import Coverage, ExtensionEvents, RequestPresence, checked
 from kvledger.adapters.logs.ending import num_open_requests, sound_text
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.selection import Selection
@@ -49,7 +49,7 @@ class Verification:
         self.audit.divergences.keeps = self.audit.reference_differences.keeps = selection.concerns
         self._calls = None if log.worker_rank is None else WorkerCalls()
         self._presence = RequestPresence(selection, start)
-        self._stops = ExtensionStops()
+        self._of_extensions = ExtensionEvents()
 
     def take(self, batch: Batch, around: Around | None = None) -> bool:
         """Take up the batch that was just read; False where it cannot be judged, because events before it are missing.
@@ -60,7 +60,7 @@ class Verification:
             return False
         events = list(batch.numbered())
         self._presence.take(events)
-        self._stops.take(events)
+        self._of_extensions.take(events)
         self.audit.take_frame(events, around)
         if self._calls is not None:
             self._calls.take(events)
@@ -77,9 +77,9 @@ class Verification:
             self._selection,
             self.audit.judgement(),
             end_state,
+            self._of_extensions,
             self._calls,
             is_present=self._presence.is_found,
-            stops=self._stops.found,
         )
 
 
@@ -89,7 +89,6 @@ class EndState:
 
     num_open_requests: int | None
     """That had arrived and not finished; None: nobody knows, because events before the end are missing."""
-    num_extension_events: int
     stopped_at: Mapping[str, int]
     """Extension → the event that stopped it."""
 
@@ -97,7 +96,7 @@ class EndState:
     def of(cls, projections: Projections) -> EndState:
         """Of these."""
         stopped_at = dict(projections.extensions.state.stopped)
-        return cls(num_open_requests(projections), projections.totals.figures.num_extension_events, stopped_at)
+        return cls(num_open_requests(projections), stopped_at)
 
 
 @attrs.frozen
@@ -156,14 +155,14 @@ class Findings:
         selection: Selection,
         judgement: Judgement,
         end_state: EndState,
+        of_extensions: ExtensionEvents,
         calls: WorkerCalls | None = None,
         *,
         is_present: bool,
-        stops: Mapping[int, ExtensionStopped],
     ) -> Findings:
         """Those of a log that was read to its end, and judged; of a worker's log, with the calls that it made.
 
-        `is_present`: whether the selected request lived in the selected part. `stops`: see `ExtensionStops`.
+        `is_present`: whether the selected request lived in the selected part.
         """
         unfoldable = judgement.unfoldable
         last_foldable = None if unfoldable is None else unfoldable.sequence - 1
@@ -185,8 +184,8 @@ class Findings:
             exit_code = ExitCode.EXTENSION_STOPPED
         else:
             exit_code = ExitCode.SOUND
-        stopped = tuple(_stopped(log, end_state, stops))
-        remarks = tuple(_remarks(log, selection, judgement, end_state, covered, stopped))
+        stopped = tuple(_stopped(log, end_state, of_extensions.stops))
+        remarks = tuple(_remarks(log, selection, judgement, of_extensions, covered, stopped))
         if log.trusted_sequence < log.last_sequence:
             end_state = attrs.evolve(end_state, num_open_requests=None)
         verdict = _verdict(log, selection, judgement, exit_code, covered)
@@ -250,7 +249,7 @@ def _remarks(
     log: StoredLog,
     selection: Selection,
     judgement: Judgement,
-    end_state: EndState,
+    of_extensions: ExtensionEvents,
     covered: Coverage,
     stopped: Sequence[StoppedExtension],
 ) -> list[str]:
@@ -286,7 +285,8 @@ def _remarks(
         )
     if covered.why_nothing and log.header:
         remarks.append(f"neither rules nor decisions could be checked: {covered.why_nothing}")
-    remarks += _of_extensions(log, judgement, end_state, {rule for each in stopped for rule in each.rules})
+    named = {rule for each in stopped for rule in each.rules}
+    remarks += _not_judged(log, judgement, of_extensions.num_events, named)
     table = log.core.table_fingerprint()
     if log.header.get("table_fingerprint", table) != table:
         remarks.append("the log was written with another transition table; divergences may come from that")
@@ -318,24 +318,23 @@ def _retired(retired: Sequence[Retirement]) -> list[str]:
     return remarks
 
 
-def _of_extensions(log: StoredLog, judgement: Judgement, end_state: EndState, named: Collection[str]) -> Iterator[str]:
+def _not_judged(log: StoredLog, judgement: Judgement, num_events: int, named: Collection[str]) -> Iterator[str]:
     """What could not be judged of extensions, but for the rules that are `named` already."""
     for extension in log.core.absent:
-        yield _absence(extension, judgement, end_state)
+        yield _absence(extension, judgement, num_events)
     for rule, reason in judgement.held.not_judged.items():
         if rule in named and reason.startswith("its extension was stopped"):
             continue
         yield f"rule {rule} of an extension could not be judged, or not to the end: {reason}"
 
 
-def _absence(extension: Extension, judgement: Judgement, end_state: EndState) -> str:
+def _absence(extension: Extension, judgement: Judgement, num_events: int) -> str:
     declared = extension.declaration()
-    events = end_state.num_extension_events
     rules = f"; its rules {', '.join(declared.rules)} were not checked" if declared.rules else ""
     return (
         f"the log was written with extension {extension.name} {extension.version} ({declared.made_by}), which is not "
-        f"here. Its sub-states follow the rows in the header, {plural(events, 'event')} of extensions "
-        f"{'was' if events == 1 else 'were'} accepted{rules}. What was decided upon "
+        f"here. Its sub-states follow the rows in the header, {plural(num_events, 'event')} of extensions "
+        f"{'was' if num_events == 1 else 'were'} accepted{rules}. What was decided upon "
         f"{plural(judgement.decided.num_unjudged, 'observation')} it may have influenced: that was not decided again. "
         "Install it, or name it with --extensions"
     )

@@ -12,7 +12,7 @@ from collections import Counter
 import attrs
 
 from kvledger.adapters.reasons.reason import BY_DESIGN, Reason
-from kvledger.lifecycle import Figures
+from kvledger.adapters.totals import Figures
 
 
 class OfferFate(enum.StrEnum):

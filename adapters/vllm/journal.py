@@ -43,6 +43,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from kvledger.adapters.totals import Totals
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import (
@@ -91,6 +92,8 @@ class Journal:
         self.projections = self.ledger.projections
         self.owed = self.projections.owed
         self.tracker = self.projections.tracker
+        self.totals = Totals(self.projections, on_failed=self._counting_failed)
+        """What the metrics are taken from."""
         self.is_disabled = False
         self.figures_changed = True
         self.messages = messages.bind(log=str(log.directory or "memory"))
@@ -109,6 +112,12 @@ class Journal:
         """Called before a step is recorded; must not raise."""
         self.loads_must_not_fail = False
         """Whether vLLM delivers a wrong token where a load within a step fails."""
+
+    def _counting_failed(self, error: BaseException) -> None:
+        self.messages.error(
+            "requests and copies are not counted any more, so metrics stand still; report it with this log",
+            error=described(error),
+        )
 
     @property
     def has_jobs(self) -> bool:

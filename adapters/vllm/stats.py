@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from kvledger.adapters.totals import DURATION_BOUNDS_NS, Figures
 from kvledger.adapters.vllm.metric_names import BY_EXTENSION, GAUGES, HISTOGRAMS, LAST_WRITTEN
-from kvledger.lifecycle import DURATION_BOUNDS_NS, Figures
 from kvledger.storage.events import BacklogEventStore
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class StatsSource:
         return ConnectorStats({**changed, **gauges})
 
     def _take_changed(self) -> dict[str, Any]:
-        totals, store = self._side.ledger.projections.totals, _written(self._side.log)
+        totals, store = self._side.journal.totals, _written(self._side.log)
         of_extensions = (totals.state.num_events_of.get(name, 0) for name in self._extensions)
         of_log = (0, 0) if store is None else (store.num_bytes_written, store.num_events_lost)
         counts = (*_of_ledger(totals.figures), *of_extensions, *of_log)

@@ -65,7 +65,7 @@ def taken_over(projections: Projections) -> Start:
         deferred_for={each.request_id: each.deferred_for for each in records if each.deferred_for},
         costs=_measured(projections.costs.state),
         cursors={record.request_id: record.num_chunks_handled for record in records},
-        has_hook_failed=projections.totals.figures.num_hook_failures > 0,
+        has_hook_failed=tracker.state.has_hook_failed,
         of_extensions={name: deepcopy(state) for name, state in projections.states().items() if name in of_extensions},
         stopped_extensions=dict(projections.extensions.state.stopped),
     )

@@ -41,16 +41,15 @@ from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.slots import HostSlots
 from kvledger.lifecycle.projections.sub_states import SubStates
 from kvledger.lifecycle.projections.token_costs import TokenCosts
-from kvledger.lifecycle.projections.totals import Totals
 from kvledger.lifecycle.projections.tracker import RequestTracker
 
 __all__ = ["CORE_PROJECTIONS", "Fold", "Projection", "ProjectionSpec", "Projections", "is_reserved"]
 
 OWED = ("owed",)
 """First phase: what is owed, so that it is known whatever fails after it. It asks no other projection."""
-RECORDS = ("extensions", "sub_states", "totals", "tracker")
-"""Second phase: one record for each request. `sub_states` and `totals` ask for the state that a request was in, so they
-fold before `tracker`, which moves it."""
+RECORDS = ("extensions", "sub_states", "tracker")
+"""Second phase: one record for each request. `sub_states` asks for the state that a request was in, so it folds before
+`tracker`, which moves it."""
 IMAGES = ("slots", "jobs", "lookups", "chunks", "costs")
 """Third phase: what follows from the records."""
 CORE_PROJECTIONS = (*OWED, *RECORDS, *IMAGES)
@@ -135,7 +134,6 @@ class Projections:
         )
         self.lookups = LookupCache(self.tracker, configuration.chunk_size, self.chunks, self.fold)
         self.costs = TokenCosts(self.tracker)
-        self.totals = Totals(self.tracker, self.jobs)
         self._keepers = keepers
         self._extension_of = {name: each.name for each in tables.extensions for name in each.projections}
         names = [name for name in CORE_PROJECTIONS if only is None or name in only]
@@ -234,6 +232,16 @@ class Projections:
             owed(event, sequence)
         for fold in others:
             fold(event, sequence, subject)
+
+    def follow(self, calls: Mapping[type[Event], Fold]) -> None:
+        """From now on, call these with each event of their class, its sequence and its subject, before it is folded.
+
+        They see the state that the event changes. They are not called with what is refused.
+        """
+        for event_class, call in calls.items():
+            route = self._routes[event_class]
+            folds = route.folds._replace(others=(call, *route.folds.others))
+            self._routes[event_class] = route._replace(folds=folds)
 
     def fold_owed(self, event: Event, sequence: int) -> None:
         """Fold one event for what is owed, and for nothing else: where the others cannot be relied on any more."""

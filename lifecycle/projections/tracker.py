@@ -63,6 +63,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     time_ns: TimeNs = 0
     """Time of the last event that has one."""
     unfilled: UnfilledBlocks = msgspec.field(default_factory=UnfilledBlocks)
+    has_hook_failed: bool = False
+    """Whether a hook has failed, so that something that happened may not be in the log."""
 
 
 class RequestTracker(Projection):
@@ -195,12 +197,17 @@ class RequestTracker(Projection):
             setattr(record, region, moves[getattr(record, region)])
 
     @on(
-        *(e.TransferReported, e.HookFailed, e.LogNote, e.LoadRefused),
+        *(e.TransferReported, e.LogNote, e.LoadRefused),
         *(e.PrefixCacheReset, e.EndRefused),
         *(e.ExtensionNoted, e.PagesDigested),
     )
     def _advance_time(self, event: _Timed, _sequence: int, _subject: Subject) -> None:
         self.state.time_ns = event.time_ns
+
+    @on(e.HookFailed)
+    def _hook_failed(self, event: e.HookFailed, _sequence: int, _subject: Subject) -> None:
+        self.state.time_ns = event.time_ns
+        self.state.has_hook_failed = True
 
     @on(e.ExtensionObserved)
     def _observed_at(self, event: _TimedObservation, sequence: int, subject: Subject) -> None:

@@ -54,6 +54,8 @@ class Snapshot:
     fingerprint: str
     """What must be equal for `state` to mean what it meant when it was written."""
     state: bytes
+    totals: bytes = b""
+    """Sums over the events up to there, which no later event depends on; empty: whoever wrote it had none."""
     format_version: int = SNAPSHOT_FORMAT_VERSION
 
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import attrs
 import pytest
+from lifecycle_driver.concerned import figures_of
 
 from kvledger.adapters.demo.workload import Workload
 from kvledger.adapters.logs.log import open_log
+from kvledger.adapters.totals import Figures
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.projections.totals import Figures
 from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.storage.kv.cpu import CpuCopyEngine
 
@@ -99,9 +100,9 @@ def read_sound_log(path: Path | None, *, was_killed: bool = False) -> ReadLog:
     assert list(audit.divergences) == []
     assert list(audit.reference_differences) == []
     assert not [event for _, event in events if isinstance(event, e.InvariantViolated | e.HookFailed)]
-    projections = audit.projections
+    projections, figures = audit.projections, figures_of(events, log.configuration)
     committed = frozenset(projections.chunks.state.committed)
-    return ReadLog(path, events, projections.totals.figures, len(projections.tracker), committed)
+    return ReadLog(path, events, figures, len(projections.tracker), committed)
 
 
 Reference = Callable[[Sequence[Sequence[int]], int], list[list[int]]]

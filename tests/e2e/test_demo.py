@@ -13,7 +13,7 @@ from processes import finished
 from e2e.engines import read_sound_log
 from kvledger.adapters.demo.__main__ import failures_of
 from kvledger.adapters.demo.recompute_counter import RecomputeCounter
-from kvledger.lifecycle.projections.totals import Figures
+from kvledger.adapters.totals import Figures
 
 DEMO = [sys.executable, "-m", "kvledger.adapters.demo"]
 GOOD = {

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lifecycle_driver.concerned import figures_of
 
 from e2e.engines import Reference, read_sound_log
 from kvledger.adapters.cli.main import main
@@ -91,7 +92,7 @@ def test_a_recorded_connector_recovers_what_it_would_have_recovered(
     audit = Audit(log.core, log.configuration)
     audit.run(events)
     assert audit.is_sound
-    seen = audit.projections.totals.figures
+    seen = figures_of(events, log.configuration, log.core)
     assert (seen.num_requests, seen.num_preemptions) == (figures.num_requests, figures.num_preemptions)
     loads = [event for _, event in events if isinstance(event, e.LoadIssued)]
     assert sum(load.num_tokens for load in loads) == figures.num_tokens_loaded

@@ -261,9 +261,9 @@ def test_what_an_earlier_life_would_have_got_back_is_not_waited_for() -> None:
     """It was preempted and looked up again when its id was taken."""
     driver, _ = preempted_while_loading()
     driver.lookup("a", 0, NUM_TOKENS)
-    assert list(driver.projections.totals.state.returning) == [driver.record("a").ordinal]
+    assert list(driver.totals.state.returning) == [driver.record("a").ordinal]
     driver.observe(e.RequestArrived("a", 9, NUM_TOKENS, 1))
-    assert driver.projections.totals.state.returning == {}
+    assert driver.totals.state.returning == {}
 
 
 # --- an id that is used again while its earlier life is owed something ----------------------------

@@ -15,7 +15,7 @@ from kvledger.lifecycle.replay import SequencedEvent
 
 CORE = Core.standard().extended(StarvationGuard())
 """An extension has sub-states, and a projection that folds after those of the core."""
-FOLDS_BEFORE = {"sub_states": "tracker", "totals": "tracker"}
+FOLDS_BEFORE = {"sub_states": "tracker"}
 """Projection → the one of its phase that has to fold after it, because it forgets what the first asks for."""
 
 

@@ -143,4 +143,4 @@ def test_what_is_noted_of_the_engine_concerns_no_request() -> None:
     (noted,) = driver.all_of(e.ExtensionNoted)
     assert Listening.payload_of(noted) == Heard(3)
     assert driver.observed[-1] is noted
-    assert driver.projections.totals.figures.num_extension_events == 2
+    assert driver.totals.figures.num_extension_events == 2

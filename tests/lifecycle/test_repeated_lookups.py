@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 from lifecycle_driver import Driver, keys_of
+from lifecycle_driver.concerned import figures_of
 
 from kvledger.lifecycle import Core, LookupsInFull, Replay, fold, lookups_in_full
 from kvledger.lifecycle import events as e
@@ -57,13 +58,14 @@ def test_whoever_asks_is_answered_in_full() -> None:
 
 
 def test_a_log_of_repeated_lookups_folds_to_the_state_in_which_it_was_written() -> None:
-    """Whoever folds it knows the same of every projection, totals included; and it is sound."""
+    """Whoever folds it knows the same of every projection, and counts the same; and it is sound."""
     driver = waiting(2)
     for name in ("0", "1", "1", "0"):
         written(driver, name)
     events = driver.sink.events()
     assert len([event for _, event in events if isinstance(event, e.RepeatedLookup)]) == 8
-    assert driver.projections.totals.figures.num_lookups == 7  # with that of the earlier request
+    assert driver.totals.figures.num_lookups == 7  # with that of the earlier request
+    assert figures_of(events, driver.configuration) == driver.totals.figures
     assert fold(Core.standard(), events, driver.configuration).snapshot() == driver.projections.snapshot()
     audit = driver.audited()
     assert audit.is_sound

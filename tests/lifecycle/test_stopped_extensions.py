@@ -173,7 +173,7 @@ def test_it_is_stopped_once_and_nobody_else_pays(what: str) -> None:
     assert driver.all_of(e.ChunkEvicted), "nothing was evicted, so nobody was asked what is kept"
     if where != "kept":  # which came after others had been kept
         assert without_extensions(driver) == without_extensions(lived())
-    assert driver.projections.totals.figures.num_extensions_stopped == 1
+    assert driver.totals.figures.num_extensions_stopped == 1
 
 
 @EACH

@@ -1,6 +1,7 @@
 """Drives the pure core in tests: a memory sink, a short-hand for observations, a small world, random walks, a search.
 
-It knows `kvledger.lifecycle` only. Nothing here runs vLLM, copies tensors or reads a clock.
+It knows `kvledger.lifecycle`, and what reads its events: totals and reasons. Nothing here runs vLLM, copies tensors or
+reads a clock.
 """
 
 from lifecycle_driver.driver import Driver, keys_of

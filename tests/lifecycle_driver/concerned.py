@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvledger.adapters.reasons import Accounts, LoadFate, Reason, RequestHistory, Sums
+from kvledger.adapters.totals import Figures, Totals
 from kvledger.lifecycle import Core, LedgerConfiguration, fold, lookups_in_full
 from kvledger.lifecycle import events as e
 
@@ -118,13 +119,23 @@ def stories_of(
     return ended + accounts.histories
 
 
+def figures_of(
+    events: Iterable[tuple[int, e.Event]], configuration: LedgerConfiguration, core: Core = Core.standard()
+) -> Figures:
+    """The totals of a log, counted by reading it."""
+    projections = core.new_projections(configuration)
+    totals = Totals(projections)
+    fold(core, events, configuration, start=projections)
+    return totals.figures
+
+
 def check_reasons(events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> Sums:
     """The reasons add up to the totals of the log, and for each life; returns the sums."""
     accounts = Accounts(configuration)
     for sequence, event in events:
         accounts.take(sequence, event)
     sums = accounts.sums()
-    differences = sums.differences(fold(Core.standard(), events, configuration).totals.figures)
+    differences = sums.differences(figures_of(events, configuration))
     assert not differences, f"the reasons do not add up: {differences}"
     return sums
 

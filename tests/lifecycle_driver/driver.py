@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
+from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import (
     Channel,
     Core,
@@ -71,6 +72,8 @@ class Driver:
         )
         self.sink = MemorySink()
         self.ledger = Ledger(core, self.configuration, self.sink)
+        self.totals = Totals(self.ledger.projections)
+        """Counted as the ledger records."""
         self.observed: list[e.Event] = []
         """Everything in the order of the log: observations and decisions."""
         self._ordinals: dict[str, int] = {}

@@ -95,7 +95,7 @@ def _said(answer: Any) -> tuple[int, int, int, bool] | None:
 
 
 def canonical(driver: Driver) -> str:
-    """The state without what only counts: totals, sequence numbers, steps; jobs by their order."""
+    """The state without what only counts: sequence numbers, steps; jobs by their order."""
     its = driver.projections
     tracker, lookups, chunks = its.tracker, its.lookups.state, its.chunks
 

@@ -262,10 +262,11 @@ def other_file_bytes(log: Log, chance: random.Random) -> Mutation:
 
 
 def other_snapshot(log: Log, chance: random.Random) -> Mutation:
-    """Numbers, keys and entries of a snapshot's state are others; each may be one from elsewhere in the state."""
+    """Numbers, keys and entries of a snapshot's state and totals are others; each may be one from elsewhere in them."""
     changed, texts = copy.deepcopy(log), []
     for _ in range(chance.randint(1, 3)):
-        parts = list(_parts(("snapshot", "state"), changed.snapshot and changed.snapshot["state"]))
+        snapshot = changed.snapshot or {}
+        parts = [each for name in ("state", "totals") for each in _parts(("snapshot", name), snapshot.get(name))]
         path, part = chance.choice(parts)
         places = list(part) if isinstance(part, dict) else list(range(len(part)))
         place, other = chance.choice(places), chance.choice(places)

@@ -17,6 +17,7 @@ from lifecycle_driver import Driver, Walk
 from stored_logs import header_of, tell_story
 
 from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder, EventEncoder, vocabulary_header
@@ -84,10 +85,10 @@ class Log:
             (directory / "retired.jsonl").write_bytes(line + b"\n")
         if self.snapshot is not None:
             fields = _added(self.snapshot, "chain_hash", previous)
-            state = fields.get("state") if isinstance(fields, dict) else None
-            body = msgspec.msgpack.encode(
-                _added(fields, "state", state and msgspec.msgpack.encode(state), replace=True)
-            )
+            for name in ("state", "totals"):
+                part = fields.get(name) if isinstance(fields, dict) else None
+                fields = _added(fields, name, part and msgspec.msgpack.encode(part), replace=True)
+            body = msgspec.msgpack.encode(fields)
             path = (directory / segment_name(first)).with_suffix(".snapshot")
             path.write_bytes(b"KVLEDGERSNAP" + crc32c(body).to_bytes(4, "little") + body)
         return directory
@@ -133,6 +134,7 @@ def without_beginning(log: Log, core: Core, configuration: LedgerConfiguration) 
     half = len(log.frames) // 2
     decoder = EventDecoder(core, log.header)
     projections = core.new_projections(configuration)
+    totals = Totals(projections)
     sequence = 0
     for frame in log.frames[:half]:
         for event in decoder.decode(msgspec.msgpack.encode(frame)):
@@ -144,6 +146,7 @@ def without_beginning(log: Log, core: Core, configuration: LedgerConfiguration) 
         "sequence": sequence,
         "fingerprint": state_fingerprint(core, configuration),
         "state": msgspec.msgpack.decode(capture(projections)),
+        "totals": msgspec.msgpack.decode(totals.stored()),
         "format_version": 1,
     }
     found.retirement = {

@@ -16,6 +16,7 @@ from msgspec import inspect
 from kvledger.adapters.logs.log import StoredLog, open_log
 from kvledger.adapters.logs.snapshots import write_snapshots
 from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.totals import State, Totals
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.lifecycle.events import ExtensionEvent, field_names
@@ -56,7 +57,12 @@ def numbers_without_range(kind: inspect.Type, where: str) -> Iterator[str]:
 def test_every_number_of_states_events_and_payloads_has_a_range() -> None:
     """`kvledger export --html` ended with 70 for a record of life -2**63, which the state of a snapshot had."""
     states = Core.standard().new_projections(CONFIGURATION).states()
-    kinds = {**{name: type(state) for name, state in states.items()}, **Core.standard().events, **Recorder.events}
+    kinds: dict[str, Any] = {
+        "totals": State,
+        **{name: type(state) for name, state in states.items()},
+        **Core.standard().events,
+        **Recorder.events,
+    }
     found = [place for name, kind in kinds.items() for place in numbers_without_range(inspect.type_info(kind), name)]
     assert not found
 
@@ -133,6 +139,7 @@ def test_a_state_that_is_accepted_can_be_folded_on(tmp_path: Path) -> None:
         projections = log.start()
         if projections is not None:
             num_accepted += 1
+            log.totals(projections)
             for sequence, event in log.trusted_events():
                 projections.fold(event, sequence)
     assert num_accepted > 20
@@ -147,8 +154,10 @@ def test_what_a_hostile_log_is_folded_to_can_be_restored(tmp_path: Path) -> None
         mutation = chance.choice([borrowed_values, other_frames])(chance.choice(whole), chance)
         log = open_log(mutation.write(tmp_path / str(seed)), core)
         projections = core.new_projections(log.configuration)
+        totals = Totals(projections)
         for sequence, event in log.trusted_events():
             projections.fold(event, sequence)
+        assert Totals.continued(projections, totals.stored()).stored() == totals.stored(), mutation.text
         state = capture(projections)
         assert capture(restore(core, state, log.configuration)) == state, mutation.text
 

@@ -33,7 +33,7 @@ def check_nothing_left(world: HybridWorld) -> None:
 
 def check_rules(world: HybridWorld) -> None:
     """No live rule was broken, no hook failed."""
-    figures = world.side.ledger.projections.totals.figures
+    figures = world.side.journal.totals.figures
     assert not figures.num_violations, f"{figures.num_violations} rules broken"
     assert not figures.num_hook_failures, f"{figures.num_hook_failures} hooks failed"
 

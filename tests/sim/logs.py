@@ -33,6 +33,8 @@ class LogEnd:
     num_events_lost: int
     snapshot: dict[str, object] | None
     """What the engine believed; None where it knew more than it had committed."""
+    totals: bytes
+    """What it counted."""
     is_in_files: bool
 
 
@@ -62,6 +64,7 @@ def read_end(side: SchedulerSide) -> LogEnd:
         getattr(store, "num_events_backlogged", 0),
         getattr(store, "num_events_lost", 0),
         None if ledger.num_uncommitted else ledger.projections.snapshot(),
+        side.journal.totals.stored(),
         is_in_files,
     )
 

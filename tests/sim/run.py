@@ -86,7 +86,7 @@ def simulate(seeds: range, console: Console) -> bool:
                 failed.append(seed)
                 console.print(f"seed {seed}: {trouble.splitlines()[-1]}  (make sim SEED={seed})", style="red")
             if world is not None:
-                figures = world.side.ledger.projections.totals.figures
+                figures = world.side.journal.totals.figures
                 totals.update({name: getattr(figures, name) for name in TOTALS})
                 totals.update(pages_checked=world.pages.num_pages_checked, restarts=len(world.dead_logs))
                 totals.update(lost=world.meter.num_tokens_lost, again=world.meter.num_tokens_recomputed)

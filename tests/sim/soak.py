@@ -91,7 +91,7 @@ class Soak:
     def check(self) -> None:
         """Nothing is left of anybody, memory is flat."""
         side = self.engine.connector.scheduler_side
-        figures = side.ledger.projections.totals.figures
+        figures = side.journal.totals.figures
         assert not any(num_entries(side.ledger.projections).values()), num_entries(side.ledger.projections)
         left = left_entries(side, self.engine.worker)
         assert not left, f"left behind: {left}"
@@ -165,7 +165,7 @@ def main() -> int:
     for sample in soak.samples:
         memory = f"{sample.resident_bytes / 1e6:8.1f} MB {sample.num_allocations:10,d} allocations"
         console.print(f"{sample.num_requests:8,d} requests {memory}")
-    figures = soak.engine.connector.scheduler_side.ledger.projections.totals.figures
+    figures = soak.engine.connector.scheduler_side.journal.totals.figures
     num_bytes, num_allocations = soak.growth()
     console.print(f"{soak.num_steps:,d} steps in {(time.monotonic() - started) / 60:.1f} minutes")
     console.print(f"{figures.num_preemptions:,d} preemptions, {soak.num_aborted:,d} aborts")

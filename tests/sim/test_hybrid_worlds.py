@@ -35,7 +35,7 @@ def test_a_hybrid_world_ends_well(seed: int) -> None:
 def test_the_hybrid_worlds_meet_what_they_are_for() -> None:
     """Loads that leave out what a window does not see, requests that recover, loads that fail."""
     worlds = [live(seed) for seed in range(NUM_SHORT)]
-    figures = [world.side.ledger.projections.totals.figures for world in worlds]
+    figures = [world.side.journal.totals.figures for world in worlds]
     assert sum(figure.num_preemptions for figure in figures) > 20
     assert sum(figure.num_tokens_recovered for figure in figures) > 100
     assert sum(figure.num_loads_failed for figure in figures) > 0

@@ -55,7 +55,7 @@ def test_the_first_worlds_end_well_and_meet_what_they_are_for() -> None:
     met: Counter[str] = Counter()
     for seed in range(NUM_WATCHED):
         world = live(seed)
-        figures = world.side.ledger.projections.totals.figures
+        figures = world.side.journal.totals.figures
         met["preemptions"] += figures.num_preemptions
         met["tokens recovered"] += figures.num_tokens_recovered
         met["chunks evicted"] += figures.num_chunks_evicted

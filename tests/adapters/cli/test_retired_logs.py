@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 from lifecycle_driver import Walk
+from msgspec.structs import replace
 from stored_logs import header_of
 
 from kvledger.adapters.logs import index as index_module
@@ -19,8 +20,9 @@ from kvledger.lifecycle import Core, Ledger, projections
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import vocabulary_header
 from kvledger.lifecycle.projections.base import Subject
-from kvledger.lifecycle.projections.totals import Totals
-from kvledger.storage.events import SegmentEventStore
+from kvledger.lifecycle.projections.token_costs import TokenCosts
+from kvledger.lifecycle.snapshots import state_fingerprint
+from kvledger.storage.events import SegmentEventStore, Snapshot, usable_snapshot, write_snapshot
 from kvledger.storage.events.segment_file import segment_paths
 
 
@@ -34,13 +36,12 @@ class Retired:
     early_request: str
 
 
-class Miscounting(Totals):
-    """As the totals were before they were mended: the same state, another fold."""
+class Miscounting(TokenCosts):
+    """As the costs were before they were corrected: the same state, another fold."""
 
-    def _arrived(self, event: e.RequestArrived, sequence: int, subject: Subject) -> None:
-        """Each request counts twice."""
-        super()._arrived(event, sequence, subject)
-        super()._arrived(event, sequence, subject)
+    def _load_issued(self, event: e.LoadIssued, sequence: int, subject: Subject) -> None:
+        """Each load has twice its tokens."""
+        super()._load_issued(replace(event, num_tokens=2 * event.num_tokens), sequence, subject)
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def miscounted(run: Any, tmp_path: Path) -> Retired:
     """Written by other code."""
     code = MappingProxyType({**Core.standard().code, __name__: "0" * 32})
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(projections, "Totals", Miscounting)
+        patched.setattr(projections, "TokenCosts", Miscounting)
         patched.setattr(Core, "code", property(lambda _core: code))
         return write_retired(Core.standard(), run, tmp_path)
 
@@ -155,6 +156,40 @@ def test_show_counts_as_if_the_beginning_were_there(
     monkeypatch.setenv("XDG_CACHE_HOME", str(retired.log.parent / "cache"))
     monkeypatch.setattr(index_module, "INDEX_FROM_BYTES", 0)
     assert run("show", "--json", retired.log).objects("log")[0]["figures"] == whole["figures"]
+
+
+def _snapshot(path: Path) -> Snapshot:
+    log = open_log(path.parent)
+    fingerprint = state_fingerprint(log.core, log.configuration)
+    snapshot = usable_snapshot(path, log_id=str(log.header["log_id"]), fingerprint=fingerprint)
+    assert isinstance(snapshot, Snapshot), snapshot
+    return snapshot
+
+
+@pytest.mark.parametrize("is_indexed", [False, True])
+def test_show_prints_no_totals_where_the_snapshot_has_none(
+    run: Any, retired: Retired, monkeypatch: pytest.MonkeyPatch, *, is_indexed: bool
+) -> None:
+    """Sums of what is left would be taken for sums of the log. All else is known."""
+    first = min(retired.log.glob("*.snapshot"))
+    snapshot = _snapshot(first)
+    assert snapshot.totals
+    for path in retired.log.glob("*.snapshot"):
+        path.unlink()
+    write_snapshot(first.with_suffix(".kvlog"), attrs.evolve(snapshot, totals=b""))
+    assert write_snapshots(open_log(retired.log)) > 0
+    assert {_snapshot(path).totals for path in retired.log.glob("*.snapshot")} == {b""}
+    for command in ("show", "replay"):
+        assert "no totals of what came before" in run(command, retired.log).err + run(command, retired.log).out
+    if is_indexed:
+        monkeypatch.setattr(index_module, "INDEX_FROM_BYTES", 0)
+    result = run("show", "--json", retired.log)
+    assert result.objects("log")[0]["figures"] is None
+    assert "totals of this log are not known" in result.err
+    assert result.objects("request")
+    (state,) = run("replay", "--json", retired.log).objects("state")
+    assert state["totals"] is None
+    assert "not known: the snapshot" in run("export", "--html", retired.log).out
 
 
 def test_the_state_at_a_moment_is_that_of_the_whole_log(run: Any, retired: Retired) -> None:

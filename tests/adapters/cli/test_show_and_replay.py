@@ -38,7 +38,7 @@ def test_the_summary_has_the_same_figures_in_json(run: Any, log: Path, story: Dr
     """Programs get what the projections count."""
     result = run("show", "--json", log)
     (summary,) = result.objects("log")
-    assert summary["figures"] == attrs.asdict(story.projections.totals.figures)
+    assert summary["figures"] == attrs.asdict(story.totals.figures)
     assert summary["outcomes"] == {"FINISHED_STOPPED": 1, "new": 1}
     first, second = result.objects("request")
     assert (first["request_id"], first["num_tokens_loaded"]) == (REQUEST, 64)

@@ -57,13 +57,13 @@ def test_the_objects_say_what_the_projections_count(run: Any, walked: tuple[Path
     log, driver = walked
     result = run("stats", "--json", log)
     statistics = one(result.objects("statistics"))
-    assert statistics["figures"] == attrs.asdict(driver.projections.totals.figures)
+    assert statistics["figures"] == attrs.asdict(driver.totals.figures)
     assert statistics["num_events"] == len(driver.observed)
     assert statistics["num_steps"] == len(driver.all_of(e.StepScheduled))
     assert statistics["num_deferrals"] == len(driver.all_of(e.LookupDeferred))
     total = one(result.objects("total"))
     assert total["differences"] == []
-    assert sum(total["recomputed"].values()) == driver.projections.totals.figures.num_tokens_recomputed > 0
+    assert sum(total["recomputed"].values()) == driver.totals.figures.num_tokens_recomputed > 0
     counted = {row["event"]: row["num_events"] for row in result.objects("events")}
     assert counted == Counter(event.id for event in driver.observed)
 

@@ -173,7 +173,7 @@ def test_objects_of_reasons_add_up_to_the_totals(run: Any, tmp_path: Path) -> No
             if reason["of"] != "lookup":
                 counted[reason["of"], reason["reason"]] += reason["num_tokens"]
         assert counted == totals, request_id
-    assert num_recomputed == driver.projections.totals.figures.num_tokens_recomputed > 0
+    assert num_recomputed == driver.totals.figures.num_tokens_recomputed > 0
 
 
 def test_a_request_with_several_incarnations_is_explained_one_by_one(run: Any, tmp_path: Path) -> None:

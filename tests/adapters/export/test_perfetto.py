@@ -15,6 +15,7 @@ from trace_importer import NotImportable, Trace, read_trace
 
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.logs.sources import find_logs
+from kvledger.adapters.totals import Figures, Totals
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections import Projections
@@ -136,12 +137,13 @@ def test_worlds_become_traces_that_agree_with_their_logs(run: Any, worlds: dict[
             trace = export(run, path, tmp_path / f"{seed}-{number}.json")
             stored, projections, issued = open_log(path), None, 0
             projections = Core.standard().new_projections(stored.configuration)
+            totals = Totals(projections)
             for sequence, event in stored.events():
                 projections.fold(event, sequence)
                 issued += isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued)
-            _compare(trace, projections)
+            _compare(trace, projections, totals.figures)
             assert len(trace.copies) == issued
-            figures = projections.totals.figures
+            figures = totals.figures
             met += Counter(preempted=figures.num_preemptions, evicted=figures.num_chunks_evicted)
             met += Counter(violated=figures.num_violations, loaded=figures.num_tokens_loaded, arrows=len(trace.flows))
     assert min(met[what] for what in ("preempted", "evicted", "violated", "loaded", "arrows")) > 0
@@ -163,8 +165,7 @@ def test_any_part_of_a_world_is_a_whole_trace(run: Any, worlds: dict[int, Path],
             assert len([found for found in trace.slices if found.name == "step"]) == len(steps), (path, first, last)
 
 
-def _compare(trace: Trace, projections: Projections) -> None:
-    figures = projections.totals.figures
+def _compare(trace: Trace, projections: Projections, figures: Figures) -> None:
     assert len(trace.of_state("preempted")) == len(trace.flows) == figures.num_preemptions
     evicted = [found for found in trace.instants if found.name == "chunk.evicted"]
     assert sum(found.args["num_chunks"] for found in evicted) == figures.num_chunks_evicted

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lifecycle_driver.concerned import figures_of
 from stored_logs import tell_story, write_log
 
 from kvledger.adapters.export.tables import COLUMNS
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.logs.sources import find_logs
-from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 
 REQUEST = "chat-17-b6"
@@ -155,10 +155,7 @@ def test_the_tables_of_worlds_add_up_to_the_figures_of_their_logs(
             assert run("export", path, "--csv", "all", "-o", folder).exit_code == 0
             tables = {name: rows_of((folder / f"{name}.csv").read_bytes().decode()) for name in COLUMNS}
             stored = open_log(path)
-            projections = Core.standard().new_projections(stored.configuration)
-            for sequence, event in stored.events():
-                projections.fold(event, sequence)
-            figures = projections.totals.figures
+            figures = figures_of(stored.events(), stored.configuration)
             requests = tables["requests"]
             assert len(requests) == figures.num_requests
             assert sum(int(row["num_preemptions"]) for row in requests) == figures.num_preemptions

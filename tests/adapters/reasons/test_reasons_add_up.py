@@ -13,6 +13,7 @@ from lifecycle_driver import Walk
 from lifecycle_driver.concerned import check_reasons, check_stories
 
 from kvledger.adapters.reasons import Accounts, LoadFate, OfferFate, Reason, Sums
+from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 
@@ -80,6 +81,7 @@ def test_they_add_up_at_every_moment_and_behind_every_gap(seed: int) -> None:
     lost = range(len(events) // 3, len(events) // 2)
     accounts = Accounts(walk.driver.configuration)
     projections = Core.standard().new_projections(walk.driver.configuration)
+    totals = Totals(projections)
     for index, (sequence, event) in enumerate(events):
         if index == lost.start:
             accounts.lose()
@@ -88,7 +90,7 @@ def test_they_add_up_at_every_moment_and_behind_every_gap(seed: int) -> None:
             accounts.take(sequence, event)
             projections.fold(event, sequence)
     kept = [event for index, event in enumerate(events) if index not in lost]
-    assert accounts.sums().differences(projections.totals.figures) == []
+    assert accounts.sums().differences(totals.figures) == []
     check_reasons(kept, walk.driver.configuration)
     check_reasons(kept[len(kept) // 2 :], walk.driver.configuration)
 

@@ -112,7 +112,7 @@ class RecordedEngine(SimulatedEngine):
     @property
     def figures(self) -> Any:
         """The totals of the live ledger."""
-        return self.projections.totals.figures
+        return self.connector.scheduler_side.journal.totals.figures
 
     @property
     def header(self) -> dict[str, Any]:

@@ -14,13 +14,15 @@ from prometheus_client import REGISTRY
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
+from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.simulation.clock import SimulatedClock
 from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
+from kvledger.adapters.totals import DURATION_BOUNDS_NS, Totals
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.metric_names import COUNTERS, GAUGES, HISTOGRAMS, LAST_WRITTEN, PREFIX
 from kvledger.adapters.vllm.metrics import ConnectorPrometheus
 from kvledger.adapters.vllm.stats import OF_LEDGER, ConnectorStats
-from kvledger.lifecycle import DURATION_BOUNDS_NS, ConfigurationError, Extension
+from kvledger.lifecycle import ConfigurationError, Extension, fold
 from kvledger.lifecycle import events as e
 from kvledger.storage.events import segments
 
@@ -108,7 +110,7 @@ def test_what_is_sent_adds_up_to_the_totals(make_engine: Any, tmp_path: Path) ->
     assert {name: value for name, value in figures.items() if value} == {
         name: total[name] for name in OF_LEDGER if name in total
     }
-    totals = engine.projections.totals.state
+    totals = engine.connector.scheduler_side.journal.totals.state
     for name in HISTOGRAMS:
         durations = getattr(totals, name)
         assert total[name] == [*durations.counts, *durations.sums_ns]
@@ -133,6 +135,37 @@ def test_what_is_sent_adds_up_to_the_totals(make_engine: Any, tmp_path: Path) ->
         LAST_WRITTEN: store.last_written_unix_ns,
     }
     assert total["num_log_bytes_written"] == store.num_bytes_written > 0
+
+
+def test_the_tools_count_in_the_log_what_the_connector_counts(make_engine: Any, tmp_path: Path) -> None:
+    """One class counts in both."""
+    engine = preempt_and_recover(make_engine, log_dir=str(tmp_path))
+    engine.run()
+    side = engine.connector.scheduler_side
+    side.shutdown()
+    log = open_log(side.log.directory)
+    projections = log.core.new_projections(log.configuration)
+    totals = log.totals(projections)
+    fold(log.core, log.trusted_events(), log.configuration, start=projections)
+    assert totals.stored() == side.journal.totals.stored()
+    assert totals.figures.num_tokens_recovered > 0
+
+
+def test_counting_that_fails_is_a_message_and_nothing_else(
+    make_engine: Any, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are served as before, and the message comes once."""
+
+    def fail(*_arguments: object) -> None:
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(Totals, "_answered", fail)
+    engine = preempt_and_recover(make_engine)
+    engine.run()
+    assert engine.num_preemptions > 0
+    assert told.text.count("requests and copies are not counted any more") == 1
+    assert not engine.connector.scheduler_side.journal.is_disabled
+    assert the_rest(engine)["num_slots"] > 0
 
 
 def test_what_only_writes_the_log_is_sent_once_a_second(make_engine: Any, tmp_path: Path) -> None:
@@ -213,7 +246,7 @@ def test_prometheus_shows_the_totals(make_engine: Any, unregister: None, tmp_pat
     engine.run()
     for data in [*sent, the_rest(engine)]:
         prometheus.observe(data, 1)
-    figures, state = attrs.asdict(engine.figures), engine.projections.totals.state
+    figures, state = attrs.asdict(engine.figures), engine.connector.scheduler_side.journal.totals.state
     for name in set(COUNTERS) & set(figures) - {"num_extension_events"}:
         assert shown(COUNTERS[name][0] + "_total", "1") == figures[name], name
         assert shown(COUNTERS[name][0] + "_total", "0") == 0, name

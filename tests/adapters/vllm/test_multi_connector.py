@@ -256,7 +256,7 @@ def test_two_ledgers_side_by_side(make_multi: MakeMulti, tmp_path: Any) -> None:
     fine, coarse = engine.scheduler.connector.sub_connectors
     assert [len(child.scheduler_side.ledger.projections.chunks) for child in (fine, coarse)] == [91 // 8, 91 // 32]
     engine.serve("reader", range(72), 20)
-    figures = [child.scheduler_side.ledger.projections.totals.figures for child in (fine, coarse)]
+    figures = [child.scheduler_side.journal.totals.figures for child in (fine, coarse)]
     assert [figure.num_tokens_loaded for figure in figures] == [71, 0]
     assert [figure.num_violations for figure in figures] == [0, 0]
     engine.check_outputs()

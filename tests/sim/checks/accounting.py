@@ -19,7 +19,7 @@ def check_accounting(world: World) -> None:
     Does not verify: worlds with a restart, where each log has figures of its own, and the sum where loads failed,
     because a token may be won back and computed again then.
     """
-    meter, figures = world.meter, world.side.ledger.projections.totals.figures
+    meter, figures = world.meter, world.side.journal.totals.figures
     if world.dead_logs:
         return
     # With two steps in flight a preempted request has computed one token that nobody knew yet; the log leaves it out.
@@ -46,7 +46,7 @@ def check_accounting(world: World) -> None:
 
 
 def _has_no_excuse(world: World) -> bool:
-    figures = world.side.ledger.projections.totals.figures
+    figures = world.side.journal.totals.figures
     connector = world.settings.connector
     is_calm = not world.faults or set(world.fault_names) <= {"aborts", "storms", "reused ids"}
     has_room = not figures.num_chunks_evicted and not figures.num_chunks_declined

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core, Replay
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ def check_replay(world: World) -> None:
     """Every log replays to the live state, by the decisions that were taken, along the reference machine.
 
     Verifies: each decision made again is the recorded one; the compiled table and the reference machine agree; the
-    state at the end equals the live one, also of an engine that was killed, unless events were lost or it had not
-    committed everything.
+    state at the end equals the live one, and so do the totals, also of an engine that was killed, unless events were
+    lost or it had not committed everything.
     Does not verify: whether the decisions were good ones (see `audit.py`), and events behind a gap.
     """
     for log in (*world.dead_logs, world.log):
@@ -25,6 +26,7 @@ def check_replay(world: World) -> None:
 
 def _check(log: LogEnd) -> None:
     replay = Replay(Core.standard(), log.configuration, reference=Core.standard().reference)
+    totals = Totals(replay.projections)
     replay.take(log.events)
     if not log.gaps:
         replay.finish()
@@ -35,3 +37,4 @@ def _check(log: LogEnd) -> None:
         replayed = replay.projections.snapshot()
         different = [name for name in replayed if replayed[name] != log.snapshot[name]]
         assert not different, f"replay leads to another state of {different}"
+        assert totals.stored() == log.totals, "replay counts other totals"

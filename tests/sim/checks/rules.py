@@ -26,7 +26,7 @@ def check_rules(world: World) -> None:
         broken = Counter(event.rule for _, event in log.events if isinstance(event, e.InvariantViolated))
         unexpected = {rule: count for rule, count in broken.items() if rule not in allowed_rules(world)}
         assert not unexpected, f"rules broken without a fault that breaks them: {unexpected}"
-    figures = world.side.ledger.projections.totals.figures
+    figures = world.side.journal.totals.figures
     assert not figures.num_hook_failures, f"{figures.num_hook_failures} hooks failed"
     assert allowed_rules(world) or not figures.num_violations, f"{figures.num_violations} rules broken"
     assert not world.side.journal.is_disabled, "the ledger was disabled"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
+from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.snapshots import capture, restore
@@ -22,7 +23,7 @@ def check_snapshots(world: World) -> None:
     """Every log is cut at some places, and folded, decided again and audited from the state there.
 
     Verifies: what was in flight at the cut raises no alarm; the decisions behind it are the recorded ones; the state at
-    the end is that of the whole log.
+    the end is that of the whole log, and so are the totals.
     Does not verify: files of snapshots (see tests/storage/events/test_snapshots.py).
     """
     chance = Random(f"snapshots {world.seed}")
@@ -34,16 +35,18 @@ def _check(log: LogEnd, allowed: frozenset[str], chance: Random) -> None:
     places = [n for n in range(1, len(log.events)) if not log.events[n][1].is_decision]
     cuts = sorted(chance.sample(places, min(_NUM_CUTS, len(places))))
     whole = Core.standard().new_projections(log.configuration)
-    begun: list[tuple[int, Audit]] = []
+    totals = Totals(whole)
+    begun: list[tuple[int, Audit, Totals]] = []
     for number, (sequence, event) in enumerate(log.events):
         if number in cuts:
             start = restore(Core.standard(), capture(whole), log.configuration)
+            continued = Totals.continued(start, totals.stored())
             audit = Audit(Core.standard(), log.configuration, start=start)
             audit.take_frame(log.events[number:])
-            begun.append((sequence, audit))
+            begun.append((sequence, audit, continued))
         whole.fold(event, sequence)
     expected = whole.snapshot()
-    for cut, audit in begun:
+    for cut, audit, continued in begun:
         if not log.gaps:
             audit.finish()
         assert audit.unfoldable is None, f"the log cannot be folded from {cut}: {audit.unfoldable}"
@@ -51,3 +54,4 @@ def _check(log: LogEnd, allowed: frozenset[str], chance: Random) -> None:
         found = [violation for violation in audit.violations if rule_of(violation) not in allowed]
         assert not found, f"the audit from {cut} says: {found[0]}"
         assert audit.projections.snapshot() == expected, f"the replay from {cut} leads to another state"
+        assert continued.stored() == totals.stored(), f"the replay from {cut} counts other totals"

@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import msgspec
 import pytest
 from lifecycle_driver import Driver, keys_of
 
+from kvledger.adapters.totals import DURATION_BOUNDS_NS, FORMAT, Durations, Figures, Totals
+from kvledger.lifecycle import Core, Subject
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.totals import DURATION_BOUNDS_NS, Durations, Figures
+from kvledger.lifecycle.snapshots import capture, restore
 
 
 def moved(driver: Driver) -> dict[str, int]:
     """The figures that are not 0."""
-    figures: Figures = driver.projections.totals.figures
+    figures: Figures = driver.totals.figures
     return {name: value for name, value in attrs.asdict(figures).items() if value}
 
 
@@ -136,7 +139,7 @@ def test_saved_chunks_and_answers_are_counted_in_their_units() -> None:
 def test_a_hit_counts_once_for_each_admission() -> None:
     """However often it was offered, and only what was claimed of it; the local prefix is not queried."""
     driver = preempted()
-    before = driver.projections.totals.figures.num_tokens_queried
+    before = driver.totals.figures.num_tokens_queried
     for _ in range(3):
         driver.lookup("a", 16, 65)
     driver.allocate("a", range(10, 15), 32)
@@ -164,7 +167,7 @@ def test_a_duration_belongs_to_the_first_bound_that_it_does_not_exceed() -> None
 def test_a_recovery_lasts_from_the_first_preemption_until_a_step_runs_the_request() -> None:
     """Preempted again before it ran it is one recovery; one that ends before is none."""
     driver = preempted()
-    totals = driver.projections.totals
+    totals = driver.totals
     (preempted_ns,) = totals.state.preempted_ns.values()
     driver.lookup("a", 0, 65)
     driver.allocate("a", range(10, 15), 64)
@@ -185,7 +188,67 @@ def test_a_recovery_lasts_from_the_first_preemption_until_a_step_runs_the_reques
 def test_copies_are_timed_by_their_direction() -> None:
     """Each report that was measured; one that failed was not."""
     driver = preempted()
-    state = driver.projections.totals.state
+    state = driver.totals.state
     assert (sum(state.save_times.counts), sum(state.load_times.counts)) == (1, 0)
     resume(driver, 0, 64)
     assert sum(state.load_times.counts) == 1
+
+
+# --- what is left out, and what fails -----------------------------------------------------------
+
+
+def test_a_refused_observation_is_not_counted() -> None:
+    """A lookup of a request that computes, a second preemption in a row, blocks for a request that is not known."""
+    driver = Driver()
+    for name in ("a", "b"):
+        driver.start(name, (), 17, (1, 2))
+    driver.preempt("b", 16)
+    before = moved(driver)
+    driver.observe(e.LookupRequested("a", 0, 17, 9))
+    driver.preempt("b", 16)
+    driver.allocate("unknown", (5,))
+    assert len(driver.all_of(e.InvariantViolated)) == 3
+    assert moved(driver) == before | {"num_violations": 3}
+
+
+def test_totals_go_on_from_stored_ones() -> None:
+    """In the middle of a recovery, too: what will be added then is part of them."""
+    driver = preempted()
+    driver.lookup("a", 0, 65)
+    begun = restore(Core.standard(), capture(driver.projections), driver.configuration)
+    totals, num_events = Totals.continued(begun, driver.totals.stored()), len(driver.observed)
+    assert totals.state == driver.totals.state
+    driver.allocate("a", range(10, 15), 64)
+    driver.step(("a", 64, 1, 65))
+    for sequence, event in enumerate(driver.observed[num_events:], num_events + 1):
+        begun.fold(event, sequence)
+    assert totals.stored() == driver.totals.stored()
+    assert totals.figures.num_tokens_recovered == 64
+
+
+@pytest.mark.parametrize(
+    "stored", [b"", b"\xc1", msgspec.msgpack.encode((FORMAT + 1, {})), msgspec.msgpack.encode((FORMAT, {"loading": 1}))]
+)
+def test_totals_that_cannot_be_used_are_not_complete(stored: bytes) -> None:
+    """What follows is counted; nobody is told that it is all."""
+    driver = Driver()
+    totals = Totals.continued(driver.projections, stored)
+    driver.arrive("a", 17)
+    assert (totals.figures.num_requests, totals.complete_figures, totals.stored()) == (1, None, b"")
+
+
+def test_counting_that_fails_ends_and_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is reported once; the ledger stays sound and goes on deciding."""
+
+    def fail(_self: Totals, _event: e.Event, _sequence: int, _subject: Subject) -> None:
+        raise KeyError("a mistake of ours")
+
+    driver, errors = Driver(), []
+    monkeypatch.setattr(Totals, "_lookup_requested", fail)
+    totals = Totals(driver.projections, on_failed=errors.append)
+    driver.arrive("a", 17)
+    answers = [driver.lookup("a", 0, 17), driver.lookup("a", 0, 17)]
+    assert all(isinstance(answer, e.LookupAnswered) for answer in answers)
+    assert not driver.ledger.is_corrupt
+    assert [type(error) for error in errors] == [KeyError]
+    assert (totals.figures.num_requests, totals.figures.num_lookups, totals.complete_figures) == (1, 0, None)
