@@ -133,7 +133,7 @@ class Checked:
         if decision.cause != cause:
             return f"its cause is {decision.cause}, it was asked at {cause}"
         if isinstance(decision, e.ChunkEvicted):
-            slots = self.projections.chunks.get(decision.key)
+            slots = self.projections.pool.get(decision.key)
             is_idle = slots is not None and not self.projections.jobs.is_any_read(slots)
             return "" if is_idle else "the chunk is not in the pool, or is being read"
         return self._reason_against_event(decision, record) if isinstance(decision, e.RequestEvent) else ""
@@ -172,7 +172,7 @@ class Checked:
         return ""
 
     def _reason_against_job(self, job: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, record: RequestRecord) -> str:
-        slots, next_job_id = self.projections.chunks.slots, self.projections.jobs.next_job_id
+        slots, next_job_id = self.projections.slots, self.projections.jobs.next_job_id
         stored = [slot for slot in job.slots if slot != NO_SLOT]
         if job.job_id != next_job_id:
             return f"the next job has number {next_job_id}, not {job.job_id}"
@@ -189,7 +189,7 @@ class Checked:
         chunks = job.chunks if isinstance(job, e.SaveIssued) else ()
         if record.trust is TrustRegion.QUARANTINED:
             return "nothing is saved of a quarantined request"
-        if len(set(stored)) < len(stored) or any(map(self.projections.chunks.slots.num_references, stored)):
+        if len(set(stored)) < len(stored) or any(map(self.projections.slots.num_references, stored)):
             return "a slot is in use"
         if list(chunks) != sorted(set(chunks)) or not all(0 <= chunk < num_keys for chunk in chunks):
             return f"these are not chunks, ascending, of the {num_keys} that have a key"

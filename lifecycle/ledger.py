@@ -75,7 +75,7 @@ class Ledger:
         self._cause = 0
         """The last observation."""
         self._in_short: dict[type[Event], Callable[[Any, int], Event]] = dict.fromkeys(
-            LOOKUPS, self.projections.lookups.in_short
+            LOOKUPS, self.projections.lookup_cache.in_short
         )
         """Class of events that may be written in short -> how."""
         self._raised = self.projections.extensions.raised

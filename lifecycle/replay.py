@@ -117,7 +117,7 @@ class Replay:
         self.reference_differences = Divergences()
         self.current = ReplayedEvent()
         """The event that is or was last taken."""
-        self._in_full = self.projections.lookups.in_full
+        self._in_full = self.projections.lookup_cache.in_full
         self._is_extended = bool(core.extensions)
         self._raised = self.projections.extensions.raised
         self.projections.extensions.on_raised = self._stop_extensions

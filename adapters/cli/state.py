@@ -86,9 +86,9 @@ def _request_row(request: dict[str, Any]) -> list[str]:
 
 
 def _show_cache(output: Output, projections: Projections) -> None:
-    slots = projections.chunks.slots
+    slots = projections.slots
     output.field("host pool", f"{slots.num_slots - slots.num_free} of {slots.num_slots} slots in use")
-    output.field("chunks", f"{len(projections.chunks)} can be loaded, reset epoch {projections.jobs.epoch}")
+    output.field("chunks", f"{len(projections.pool)} can be loaded, reset epoch {projections.jobs.epoch}")
     output.field("jobs", f"{plural(len(projections.jobs), 'job')} in flight")
     for job in projections.jobs:
         output.line(f"  {job.kind} {job.job_id} of {job.request_id}, {plural(len(job.block_ids), 'block')}")

@@ -96,7 +96,7 @@ class Trace:
     def take(self, sequence: int, event: e.Event) -> None:
         """Take up the next event of the log."""
         self.current = f"event {sequence} ({event.id})"
-        event = self.projections.lookups.in_full(event)
+        event = self.projections.lookup_cache.in_full(event)
         self._reach(sequence)
         if not event.is_decision:
             self._complete()
@@ -119,7 +119,7 @@ class Trace:
         self._complete()
         self._reach(gap.last_sequence)
         if not gap.is_in_snapshot:
-            self.projections.lookups.lose()
+            self.projections.lookup_cache.lose()
         self._show_instant(
             Instant(
                 kind=LOST,
@@ -149,7 +149,7 @@ class Trace:
 
     def gauges(self) -> Gauges:
         """What can be counted now."""
-        slots = self.projections.chunks.slots
+        slots = self.projections.slots
         num_used = slots.num_slots - slots.num_free
         per_page = self._bytes_per_page
         return Gauges(
@@ -158,7 +158,7 @@ class Trace:
             slots.num_free,
             num_used,
             None if per_page is None else round(num_used * per_page),
-            len(self.projections.chunks),
+            len(self.projections.pool),
             self._num_in_flight[True],
             self._num_in_flight[False],
         )

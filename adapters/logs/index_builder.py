@@ -165,7 +165,7 @@ class _Builder:
             if batch.gap is not None:
                 self._accounts.lose()
                 if not batch.gap.is_in_snapshot:
-                    self._projections.lookups.lose()
+                    self._projections.lookup_cache.lose()
             for sequence, event in batch.numbered():
                 self._take(sequence, event)
 

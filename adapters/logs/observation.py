@@ -28,7 +28,7 @@ class Observation:
         """The same with what repeated lookups stand for; to be asked before it is folded into `known`."""
         if not any(isinstance(event, e.RepeatedLookup) for _, event in self):
             return self
-        in_full = known.lookups.in_full
+        in_full = known.lookup_cache.in_full
         return Observation(
             self.sequence, in_full(self.event), [(number, in_full(each)) for number, each in self.decisions]
         )

@@ -180,7 +180,7 @@ class CacheEvents:
                 self._saving[decision.job_id] = self._read(request, decision)
         elif isinstance(decision, e.SaveCompleted):
             for key, stored in self._saving.pop(decision.job_id, {}).items():
-                if key not in self._published and self._projections.chunks.get(key) is not None:
+                if key not in self._published and self._projections.pool.get(key) is not None:
                     self._stored[key] = stored
         elif isinstance(decision, e.SaveFailed):
             self._saving.pop(decision.job_id, None)

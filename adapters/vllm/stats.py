@@ -112,9 +112,9 @@ class StatsSource:
 
     def _take_gauges(self) -> dict[str, int]:
         projections, store = self._side.ledger.projections, _written(self._side.log)
-        slots = projections.chunks.slots
+        slots = projections.slots
         return {
-            "num_chunks_cached": len(projections.chunks),
+            "num_chunks_cached": len(projections.pool),
             "num_slots_used": slots.num_slots - slots.num_free,
             "num_slots": slots.num_slots,
             "num_jobs_in_flight": len(projections.jobs),

@@ -12,7 +12,7 @@ from copy import deepcopy
 from kvledger.lifecycle.audit.model.records import NEVER, Answer, Departed, InFlight, IssuedTail, Life
 from kvledger.lifecycle.audit.model.start import Measured, Start
 from kvledger.lifecycle.events import NO_SLOT
-from kvledger.lifecycle.projections import Projections, token_costs
+from kvledger.lifecycle.projections import Projections, costs
 from kvledger.lifecycle.projections.copies import Copy, CopyKind
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.states import CurrentRegion, FirstRegion, SourceRegion, TrustRegion, WorkRegion
@@ -20,7 +20,7 @@ from kvledger.lifecycle.states import CurrentRegion, FirstRegion, SourceRegion, 
 
 def taken_over(projections: Projections) -> Start:
     """A copy of all that the audit's model has to know."""
-    tracker, jobs, chunks = projections.tracker, projections.jobs, projections.chunks
+    tracker, jobs, pool = projections.tracker, projections.jobs, projections.pool
     records = list(tracker)
     tails = {record.ordinal: record.tail for record in records}
     of_extensions = {name for extension in projections.tables.extensions for name in extension.projections}
@@ -41,9 +41,9 @@ def taken_over(projections: Projections) -> Start:
         given_up=[_in_flight(job) for job in jobs.given_up.values()],
         last_job_id=jobs.next_job_id - 1,
         epoch=jobs.epoch,
-        committed=dict(chunks.state.committed),
-        by_age=list(chunks.state.by_age),
-        departed={key: Departed(why.reason.value, why.sequence) for key, why in chunks.state.departed.items()},
+        committed=dict(pool.state.committed),
+        by_age=list(pool.state.by_age),
+        departed={key: Departed(why.reason.value, why.sequence) for key, why in pool.state.departed.items()},
         tails={
             ordinal: IssuedTail(
                 tail.job_id, 0, tail.first_token, tail.end_token, tail.slots, tail.is_saved, tail.load_id
@@ -51,12 +51,12 @@ def taken_over(projections: Projections) -> Start:
             for ordinal, tail in tails.items()
             if tail is not None
         },
-        waited_for={each: list(keys) for each, keys in chunks.wanted.items()},
+        waited_for={each: list(keys) for each, keys in pool.wanted.items()},
         answers={
             record.request_id: Answer(
                 record.answered_at,
                 record.answer,
-                frozenset(chunks.promised.get(record.request_id, ())),
+                frozenset(pool.promised.get(record.request_id, ())),
             )
             for record in records
             if record.answer is not None
@@ -91,9 +91,13 @@ def _life(record: RequestRecord, projections: Projections) -> Life:
     )
 
 
-def _measured(costs: token_costs.State) -> Measured:
+def _measured(measured: costs.State) -> Measured:
     return Measured(
-        list(costs.steps), list(costs.samples), list(costs.loads), dict(costs.loading), costs.declined_until_ns
+        list(measured.steps),
+        list(measured.samples),
+        list(measured.loads),
+        dict(measured.loading),
+        measured.declined_until_ns,
     )
 
 

@@ -81,7 +81,7 @@ def _slots_of_chunks(
     pages: range, end_token: int, request: RequestRecord, projections: Projections
 ) -> tuple[int, ...] | None:
     """The slot of each page among the chunks of the first `end_token` tokens; None if one of them is not stored."""
-    geometry, pool = projections.geometry, projections.chunks
+    geometry, pool = projections.geometry, projections.pool
     num_chunks = geometry.num_chunks_touched(end_token)
     slots_by_chunk = [slots for key in request.keys[:num_chunks] if (slots := pool.get(key)) is not None]
     return geometry.slots_of_pages(pages, slots_by_chunk) if len(slots_by_chunk) == num_chunks else None

@@ -133,7 +133,7 @@ def _answered(turn: Turn, event: e.LookupRequested, hit: _Hit, end_token: int) -
 
 def _find_hit(event: e.LookupRequested, request: RequestRecord, projections: Projections) -> _Hit:
     """Find the chunks of the request that are saved, and its tail."""
-    num_chunks = projections.lookups.num_hit_chunks(request)
+    num_chunks = projections.lookup_cache.num_hit_chunks(request)
     num_tokens = num_chunks * projections.configuration.chunk_size
     end_token = min(num_tokens, event.num_tokens - 1)
     if num_chunks < len(request.keys):
@@ -145,13 +145,13 @@ def _find_hit(event: e.LookupRequested, request: RequestRecord, projections: Pro
 
 def _hit_before(key: bytes, num_tokens: int, end_token: int, projections: Projections) -> _Hit:
     """The hit that ends before the chunk with this key, with the reason why that chunk is not in the host pool."""
-    if projections.chunks.is_saving(key):
+    if projections.pool.is_saving(key):
         save = projections.jobs.saving(key)
         if save is None:
             return _Hit(num_tokens, end_token, MissReason.SAVING)
         end_of_save = (save.chunks[-1] + 1) * projections.configuration.chunk_size
         return _Hit(num_tokens, end_token, MissReason.SAVING, awaited=_Awaited(save.job_id, end_of_save))
-    departed = projections.chunks.departed(key)
+    departed = projections.pool.departed(key)
     if departed is None:
         return _Hit(num_tokens, end_token, MissReason.NEVER_SAVED)
     return _Hit(num_tokens, end_token, departed.reason, departed.sequence)

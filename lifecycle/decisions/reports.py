@@ -99,7 +99,7 @@ def _fail(turn: EngineTurn, job: Copy, error: str, *, quiet: bool) -> None:
         return
     turn.decide(e.LoadFailed(*job.life, job_id=job.job_id, error=error, cause=cause))
     for key in job.keys:
-        if projections.chunks.get(key) is not None:
+        if projections.pool.get(key) is not None:
             turn.decide(e.ChunkTainted(key=key, cause=cause))
     request = projections.tracker.of(job.ordinal)
     if request is None or request.trust is TrustRegion.QUARANTINED:

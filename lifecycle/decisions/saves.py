@@ -288,7 +288,7 @@ def plan_tail(
 def save_from(turn: Turn, source: Source, first_chunk: int) -> None:
     """Save the settled chunks from `first_chunk` on that are not saved, as far as there is room for them."""
     projections = turn.projections
-    pool, geometry, unfilled = projections.chunks, projections.geometry, projections.tracker.unfilled
+    pool, geometry, unfilled = projections.pool, projections.geometry, projections.tracker.unfilled
     plan = plan_save(turn.record, pool, geometry, unfilled, source, first_chunk)
     if plan is None:
         return
@@ -336,7 +336,7 @@ def save_tail_from(turn: Turn, source: Source) -> None:
     """Save the settled tokens after the last whole chunk, if all chunks before them are saved."""
     request, projections = turn.record, turn.projections
     geometry = projections.geometry
-    tail = plan_tail(request, projections.chunks, geometry, projections.tracker.unfilled, source)
+    tail = plan_tail(request, projections.pool, geometry, projections.tracker.unfilled, source)
     if isinstance(tail, Declined):
         _decline(turn, source, tail)
     elif tail is not None:

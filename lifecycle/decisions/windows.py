@@ -75,7 +75,7 @@ def slot_of_page(page: int, end_token: int, request: RequestRecord, projections:
     """Return the slot with an image of the page that is valid for a prefix of `end_token` tokens, or `NO_SLOT`."""
     geometry, keys = projections.geometry, request.keys
     chunk, place = geometry.place_of(page, geometry.num_chunks_touched(end_token))
-    slots = projections.chunks.get(keys[chunk]) if chunk < len(keys) else None
+    slots = projections.pool.get(keys[chunk]) if chunk < len(keys) else None
     if slots is not None and slots[place] != NO_SLOT:
         return slots[place]
     tail = request.saved_tail

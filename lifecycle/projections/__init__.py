@@ -32,6 +32,7 @@ from kvledger.lifecycle.events import (
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.machine import Tables
 from kvledger.lifecycle.projections.base import NOBODY, Before, Fold, Projection, Subject
+from kvledger.lifecycle.projections.costs import TokenCosts
 from kvledger.lifecycle.projections.extensions import Extensions
 from kvledger.lifecycle.projections.jobs import Jobs
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
@@ -40,7 +41,6 @@ from kvledger.lifecycle.projections.pool import Pool
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.slots import HostSlots
 from kvledger.lifecycle.projections.sub_states import SubStates
-from kvledger.lifecycle.projections.token_costs import TokenCosts
 from kvledger.lifecycle.projections.tracker import RequestTracker
 
 __all__ = ["CORE_PROJECTIONS", "Fold", "Projection", "ProjectionSpec", "Projections", "is_reserved"]
@@ -50,7 +50,7 @@ OWED = ("owed",)
 RECORDS = ("extensions", "sub_states", "tracker")
 """Second phase: one record for each request. `sub_states` asks for the state that a request was in, so it folds before
 `tracker`, which moves it."""
-IMAGES = ("slots", "jobs", "lookups", "chunks", "costs")
+IMAGES = ("slots", "jobs", "lookup_cache", "pool", "costs")
 """Third phase: what follows from the records."""
 CORE_PROJECTIONS = (*OWED, *RECORDS, *IMAGES)
 """The projections of the core, in the order in which they fold. Those of extensions follow, as they were declared.
@@ -124,7 +124,7 @@ class Projections:
         self.tracker = RequestTracker(tables, configuration, self.geometry, self.slots)
         self.sub_states = SubStates(tables, self.tracker, self.extensions)
         self.jobs = Jobs(self.owed, self.tracker, self.geometry)
-        self.chunks = Pool(
+        self.pool = Pool(
             self.tracker,
             self.geometry,
             self.slots,
@@ -132,7 +132,7 @@ class Projections:
             keep_for_preempted=configuration.keep_for_preempted,
             kept_last=self.kept_last,
         )
-        self.lookups = LookupCache(self.tracker, configuration.chunk_size, self.chunks, self.fold)
+        self.lookup_cache = LookupCache(self.tracker, configuration.chunk_size, self.pool, self.fold)
         self.costs = TokenCosts(self.tracker)
         self._keepers = keepers
         self._extension_of = {name: each.name for each in tables.extensions for name in each.projections}

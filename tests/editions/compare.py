@@ -129,17 +129,17 @@ def plain_state(projections: Any) -> Any:
     unfilled = its.unfilled.state if old else tracker.unfilled
     before = unfilled.lost_before if old else unfilled.lost_before_step
     blocks = (list(unfilled.blocks), [tuple(each) for each in unfilled.lost], [tuple(each) for each in before])
-    slots = its.chunks.slots.state
+    slots = pool_of(its).slots.state
     pool = (
-        {key: tuple(its.chunks.get(key) or ()) for key in its.chunks.state.committed},
-        list(its.chunks.state.by_age),
+        {key: tuple(pool_of(its).get(key) or ()) for key in pool_of(its).state.committed},
+        list(pool_of(its).state.by_age),
         list(slots.free),
         list(slots.failed),
         slots.num_touched,
         sorted(slots.references.items()),
-        {key: (str(gone.reason), gone.sequence) for key, gone in its.chunks.state.departed.items()},
-        sorted(pair for pair in its.chunks.promised.items() if pair[1]),
-        sorted(pair for pair in its.chunks.wanted.items() if pair[1]),
+        {key: (str(gone.reason), gone.sequence) for key, gone in pool_of(its).state.departed.items()},
+        sorted(pair for pair in pool_of(its).promised.items() if pair[1]),
+        sorted(pair for pair in pool_of(its).wanted.items() if pair[1]),
     )
     snapshot = projections.snapshot()
     same = [(name, snapshot[name]) for name in ("costs", "extensions")]
@@ -151,6 +151,11 @@ def plain_state(projections: Any) -> Any:
         sorted(unfilled.loads.items()),
     )
     return sorted(records.items()), blocks, pool, same, clock, plain_copies(its), plain_owed(its)
+
+
+def pool_of(its: Any) -> Any:
+    """What is in the host pool."""
+    return its.chunks if hasattr(its, "chunks") else its.pool
 
 
 def plain_copies(its: Any) -> Any:

@@ -177,7 +177,7 @@ def test_the_load_copies_the_pages_of_the_answered_tokens_into_the_given_blocks(
     (load,) = driver.allocate("a", (7, 8, 9), 16)
     assert isinstance(load, e.LoadIssued)
     assert (load.first_token, load.num_tokens, load.block_ids) == (16, 16, (8,))
-    assert load.slots == driver.projections.chunks.get(keys_of("d", 4)[3])
+    assert load.slots == driver.projections.pool.get(keys_of("d", 4)[3])
 
 
 def test_a_part_of_the_answer_is_loaded_when_only_a_part_is_taken_up() -> None:
@@ -196,7 +196,7 @@ def test_nothing_is_loaded_when_nothing_is_taken_up() -> None:
     driver.lookup("a", 0, 40)
     assert driver.allocate("a", (7, 8, 9), 0) == []
     assert driver.record("a").answer is None
-    assert driver.projections.chunks.promised == {}
+    assert driver.projections.pool.promised == {}
     assert driver.record("a").trust == "trusted"
 
 
@@ -501,9 +501,9 @@ def test_a_failed_save_frees_its_slots_and_offers_nothing() -> None:
     driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
     (save,) = driver.preempt("a", 32)
     assert isinstance(save, e.SaveIssued)
-    assert driver.projections.chunks.slots.num_free == 2
+    assert driver.projections.slots.num_free == 2
     assert kinds(driver.report(save.job_id, ok=False)) == ["save.failed"]
-    assert driver.projections.chunks.slots.num_free == 4
+    assert driver.projections.slots.num_free == 4
     assert driver.lookup("a", 0, 33).num_external_tokens == 0
 
 
@@ -573,7 +573,7 @@ def test_the_late_word_of_each_rank_about_a_save_that_was_given_up_breaks_nothin
     for rank, ok in ((1, False), (0, True)):
         assert driver.report(job_id, ranks=(rank,), ok=ok) == []
     assert not driver.projections.jobs.given_up
-    assert driver.projections.chunks.slots.num_free == driver.configuration.num_slots
+    assert driver.projections.slots.num_free == driver.configuration.num_slots
     assert audited(driver) == []
 
 
@@ -650,10 +650,10 @@ def test_a_doubled_report_frees_nothing_twice() -> None:
     (save,) = driver.preempt("a", 16)
     assert isinstance(save, e.SaveIssued)
     driver.report(save.job_id)
-    free = driver.projections.chunks.slots.num_free
+    free = driver.projections.slots.num_free
     driver.report(save.job_id)
     assert violations(driver) == ["COMPLETION_ONCE"]
-    assert driver.projections.chunks.slots.num_free == free
+    assert driver.projections.slots.num_free == free
     assert driver.record("a").trust == "trusted"
 
 
@@ -680,7 +680,7 @@ def test_a_reset_makes_everything_unavailable() -> None:
     driver.reset()
     answer = driver.lookup("a", 0, 40)
     assert (answer.num_external_tokens, answer.miss_reason) == (0, "reset")
-    assert driver.projections.chunks.slots.num_free == 32
+    assert driver.projections.slots.num_free == 32
 
 
 def test_two_resets_equal_one() -> None:
@@ -705,7 +705,7 @@ def test_a_save_that_completes_after_a_reset_offers_nothing() -> None:
     driver.reset()
     driver.report(save.job_id)
     assert driver.lookup("a", 0, 17).num_external_tokens == 0
-    assert driver.projections.chunks.slots.num_free == 32
+    assert driver.projections.slots.num_free == 32
 
 
 def test_what_was_computed_before_a_reset_is_not_saved_after_it() -> None:
@@ -761,7 +761,7 @@ def test_a_load_that_completes_after_a_reset_is_settled() -> None:
     driver.reset()
     driver.step(("a", 32, 8, 40))
     assert kinds(driver.settle_all()) == ["load.completed", "prefill.completed"]
-    assert driver.projections.chunks.slots.num_free == 32
+    assert driver.projections.slots.num_free == 32
 
 
 # --- ids used again ------------------------------------------------------------------------------
@@ -819,15 +819,15 @@ def test_a_session_whose_keys_change_mid_block_does_not_poison_the_earlier_chunk
     driver.start("a", first, 16, (1,))
     driver.step(("a", 16, 1, 17), extended=[("a", (2,))], settled=[("a", 0, 16)])
     driver.settle_all()
-    (page_one,) = driver.projections.chunks.get(first[1])
+    (page_one,) = driver.projections.pool.get(first[1])
     driver.continue_session("a", 8, 20)
     driver.keys("a", 1, second[1:])
     driver.step(("a", 8, 12, 20))
     driver.step(settled=[("a", 1, 20)])
     driver.settle_all()
-    (page_two,) = driver.projections.chunks.get(second[1])
+    (page_two,) = driver.projections.pool.get(second[1])
     assert page_one != page_two
-    assert driver.projections.chunks.get(first[1]) == (page_one,)
+    assert driver.projections.pool.get(first[1]) == (page_one,)
     driver.arrive("b", 17, first)
     driver.lookup("b", 0, 17)
     (load,) = driver.allocate("b", (7, 8), 16)
@@ -845,7 +845,7 @@ def test_a_save_in_flight_keeps_the_keys_it_was_issued_for() -> None:
     replaced = keys_of("turn two", 2)
     driver.keys("a", 0, replaced)
     driver.settle_all()
-    assert [driver.projections.chunks.get(key) is not None for key in (*first, *replaced)] == [True, True, False, False]
+    assert [driver.projections.pool.get(key) is not None for key in (*first, *replaced)] == [True, True, False, False]
 
 
 def test_a_shorter_image_of_a_block_is_replaced_under_the_right_key_only() -> None:
@@ -861,8 +861,8 @@ def test_a_shorter_image_of_a_block_is_replaced_under_the_right_key_only() -> No
     driver.step(settled=[("a", 1, 16)])
     (save,) = [save for save in driver.all_of(e.SaveIssued) if save.chunks == (1,)]
     driver.settle_all()
-    assert driver.projections.chunks.get(keys_of("one", 1)[0]) != save.slots
-    assert driver.projections.chunks.get(other[1]) == save.slots
+    assert driver.projections.pool.get(keys_of("one", 1)[0]) != save.slots
+    assert driver.projections.pool.get(other[1]) == save.slots
 
 
 # --- handlers ------------------------------------------------------------------------------------
@@ -1296,8 +1296,8 @@ def test_a_save_of_a_request_that_was_quarantined_meanwhile_is_not_committed() -
     (failed,) = driver.report(save.job_id)
     assert isinstance(failed, e.SaveFailed)
     assert failed.quiet
-    assert len(driver.projections.chunks) == 0
-    assert driver.projections.chunks.slots.num_free == 32
+    assert len(driver.projections.pool) == 0
+    assert driver.projections.slots.num_free == 32
 
 
 def test_a_request_whose_loads_keep_failing_gets_no_more_of_them() -> None:

@@ -134,15 +134,15 @@ def test_room_asked_for_once_evicts_what_room_asked_for_piece_by_piece_evicts(ch
         if draw.random() < 0.3:
             driver.arrive(f"waiting {number}", len(keys) * chunk_size + 1, keys)
             driver.poll(f"waiting {number}", 0, len(keys) * chunk_size + 1)
-    spare = frozenset(draw.sample(sorted(driver.projections.chunks.state.committed), 3))
+    spare = frozenset(draw.sample(sorted(driver.projections.pool.state.committed), 3))
     pieces = [draw.randint(1, 4) for _ in range(24)]
-    room = driver.projections.chunks.room(spare)
+    room = driver.projections.pool.room(spare)
     alone = restore(Core.standard(), capture(driver.projections), driver.configuration)
     for piece in pieces:
-        at_once, anew = room.free(piece), alone.chunks.room(spare).free(piece)
+        at_once, anew = room.free(piece), alone.pool.room(spare).free(piece)
         assert at_once == anew
         if anew is None:
             break
         for key in anew:
             alone.fold(e.ChunkEvicted(key, "new", 99, 0, 1), 1)
-        assert room.num_freed == alone.chunks.slots.num_free - driver.projections.chunks.slots.num_free
+        assert room.num_freed == alone.slots.num_free - driver.projections.slots.num_free

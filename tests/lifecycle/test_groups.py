@@ -71,7 +71,7 @@ def test_behind_a_window_nothing_is_saved() -> None:
     assert copied(save, group=0) == [1, 3, 5, 7, 9, 11]
     assert copied(save, group=1) == [10, 12]
     assert len(set(save.slots) - {NO_SLOT}) == 8
-    assert driver.projections.chunks.slots.num_free == 64 - 8
+    assert driver.projections.slots.num_free == 64 - 8
     assert_sound(driver)
 
 
@@ -203,8 +203,8 @@ def test_a_chunk_that_was_evicted_meanwhile_is_not_half_there() -> None:
     driver.step(("short", 66, 1, 67), settled=[("short", 0, 66)])
     driver.observe(e.ChunkTainted(keys_of("a", 2)[1], 1))
     driver.settle_all()
-    assert driver.projections.chunks.get(keys_of("a", 2)[1]) is None
-    assert driver.projections.chunks.slots.num_free == 64 - 6
+    assert driver.projections.pool.get(keys_of("a", 2)[1]) is None
+    assert driver.projections.slots.num_free == 64 - 6
 
 
 @pytest.mark.parametrize("chunk_size", [8, 16, 32, 64])

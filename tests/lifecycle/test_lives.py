@@ -111,7 +111,7 @@ def test_what_the_next_generation_computed_is_saved_while_a_stale_load_is_in_fli
     assert (save.generation, save.chunks) == (1, (2,))
     assert driver.projections.jobs.get(load.job_id) is not None
     driver.report(save.job_id)
-    assert driver.projections.chunks.get(KEYS[2]) is not None
+    assert driver.projections.pool.get(KEYS[2]) is not None
 
 
 def test_what_this_generation_saves_relies_on_its_own_load() -> None:
@@ -193,9 +193,9 @@ def test_a_decision_about_another_life_or_generation_changes_nothing_of_this_one
     driver.lookup("a", 0, NUM_TOKENS)
     record, projections = driver.record("a"), driver.projections
     assert record.life == ("a", 1, 1)
-    before = (record.state, record.first, driver.record("a").answer, dict(projections.chunks.promised))
+    before = (record.state, record.first, driver.record("a").answer, dict(projections.pool.promised))
     projections.fold(decide(life), 99)  # type: ignore[operator]
-    after = (record.state, record.first, driver.record("a").answer, dict(projections.chunks.promised))
+    after = (record.state, record.first, driver.record("a").answer, dict(projections.pool.promised))
     assert after == before
     assert driver.record("a") is record
     assert driver.record("a").num_deferrals == 0
@@ -229,11 +229,11 @@ def test_a_job_of_an_earlier_life_has_not_the_keys_of_this_one() -> None:
     earlier = driver.all_of(e.RequestArrived)[-2].ordinal
     for ordinal, keys in ((earlier, ()), (9, keys_of("other", 1))):
         job_id = projections.jobs.next_job_id
-        slots = (projections.chunks.slots.candidates(1)[0],)
+        slots = (projections.slots.candidates(1)[0],)
         driver.projections.fold(e.SaveIssued("a", ordinal, 0, job_id, (0,), slots, (7,), False, False, 1), 99)
         assert projections.jobs.get(job_id).keys == tuple(keys)
         driver.projections.fold(e.SaveCompleted("a", ordinal, 0, job_id, 1), 100)
-    assert projections.chunks.get(keys_of("other", 1)[0]) is not None
+    assert projections.pool.get(keys_of("other", 1)[0]) is not None
 
 
 def test_nothing_of_an_earlier_life_is_remembered_for_this_one() -> None:
@@ -242,7 +242,7 @@ def test_nothing_of_an_earlier_life_is_remembered_for_this_one() -> None:
     projections = driver.projections
     assert driver.record("a").keys == list(keys_of("other", 3))
     assert driver.record("a").answer is None
-    assert dict(projections.chunks.promised) == {}
+    assert dict(projections.pool.promised) == {}
     assert [record.ordinal for record in projections.tracker] == [9]
 
 
@@ -291,10 +291,10 @@ def test_what_an_earlier_life_was_promised_is_not_pinned_for_the_next_life_of_th
     driver.save_prefix("earlier", KEYS)
     driver.arrive("a", NUM_TOKENS, KEYS)
     assert driver.lookup("a", 0, NUM_TOKENS).num_external_tokens == 48
-    assert set(driver.projections.chunks.promised) == {"a"}
+    assert set(driver.projections.pool.promised) == {"a"}
     driver.finish("a", 0, NUM_TOKENS)
     driver.arrive("a", 33, keys_of("other", 2))
-    assert not driver.projections.chunks.promised
+    assert not driver.projections.pool.promised
     assert driver.lookup("a", 0, 33).num_external_tokens == 0
     driver.allocate("a", (1, 2, 3))
     driver.step(("a", 0, 33, 33))
@@ -316,7 +316,7 @@ def test_what_the_next_life_of_an_id_was_promised_outlives_what_the_earlier_one_
     assert {event.ordinal for event in driver.report(save.job_id) if isinstance(event, e.RequestDecision)} == {
         save.ordinal
     }
-    assert set(driver.projections.chunks.promised) == {"a"}
+    assert set(driver.projections.pool.promised) == {"a"}
     driver.start("b", keys_of("b", 3), 49, (21, 22, 23, 24))
     driver.step(("b", 49, 1, 50), settled=[("b", 0, 49)])
     assert evictions(driver).isdisjoint(KEYS)

@@ -22,14 +22,14 @@ def looked_up(**configuration: int) -> Driver:
 
 def hit(driver: Driver) -> int:
     """Chunks that the cache finds now."""
-    chunks: int = driver.projections.lookups.num_hit_chunks(driver.record("a"))
+    chunks: int = driver.projections.lookup_cache.num_hit_chunks(driver.record("a"))
     return chunks
 
 
 def truth(driver: Driver) -> int:
     """Chunks that are there now."""
     keys = driver.record("a").keys
-    committed: int = driver.projections.chunks.num_committed_from(keys)
+    committed: int = driver.projections.pool.num_committed_from(keys)
     return committed
 
 
@@ -37,7 +37,7 @@ def test_an_unchanged_hit_is_found_without_walking_the_keys() -> None:
     """That is what it is cached for: the same count, and no key is asked for."""
     driver = looked_up()
 
-    driver.projections.chunks.state.committed = Untouchable()
+    driver.projections.pool.state.committed = Untouchable()
     assert hit(driver) == 4
 
 
@@ -50,7 +50,7 @@ class Untouchable(dict[bytes, tuple[int, ...]]):
 
 def counted(driver: Driver) -> int:
     """Chunks that the projection counts itself."""
-    lookups, record = driver.projections.lookups, driver.record("a")
+    lookups, record = driver.projections.lookup_cache, driver.record("a")
     chunks: int = lookups.num_committed_chunks(record)
     return chunks
 
@@ -58,7 +58,7 @@ def counted(driver: Driver) -> int:
 def test_what_a_lookup_has_counted_is_not_counted_again() -> None:
     """Neither for the same lookup nor for the next one."""
     driver = looked_up()
-    driver.projections.chunks.state.committed = Untouchable()
+    driver.projections.pool.state.committed = Untouchable()
     assert counted(driver) == 4
     driver.lookup("a", 0, 70)
     assert counted(driver) == 4
@@ -132,7 +132,7 @@ def test_a_reset_ends_the_hit() -> None:
 def test_another_generation_does_not_see_the_hit() -> None:
     """What was found for an earlier generation is counted again."""
     driver = looked_up()
-    record, hits = driver.record("a"), driver.projections.lookups.state.hits
+    record, hits = driver.record("a"), driver.projections.lookup_cache.state.hits
     hits[record.ordinal] = msgspec.structs.replace(hits[record.ordinal], num_chunks=1)
     assert hit(driver) == 1
     record.generation += 1
@@ -143,7 +143,7 @@ def test_a_preemption_forgets_hit_and_answer() -> None:
     """The next lookup starts from nothing."""
     driver = looked_up()
     driver.preempt("a", 0)
-    state = driver.projections.lookups.state
+    state = driver.projections.lookup_cache.state
     assert (state.hits, driver.record("a").answer) == ({}, None)
 
 
@@ -191,7 +191,7 @@ def test_the_last_answer_is_the_pending_one() -> None:
     driver = looked_up()
     driver.lookup("a", 32, 70)
     assert driver.record("a").answer.num_external_tokens == 32
-    assert len(driver.projections.lookups) == 1
+    assert len(driver.projections.lookup_cache) == 1
 
 
 def test_a_finished_request_leaves_nothing() -> None:
@@ -199,7 +199,7 @@ def test_a_finished_request_leaves_nothing() -> None:
     driver = looked_up()
     driver.allocate("a", range(5), 64)
     driver.finish("a", 0, 70)
-    lookups = driver.projections.lookups
+    lookups = driver.projections.lookup_cache
     assert len(lookups) == 0
 
 

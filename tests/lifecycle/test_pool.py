@@ -10,7 +10,7 @@ from kvledger.lifecycle import events as e
 
 def committed(driver: Driver) -> list[bytes]:
     """Keys in order of recency, oldest first, and then those that somebody will come back for."""
-    state = driver.projections.chunks.state
+    state = driver.projections.pool.state
     return [*state.by_age, *(key for key in state.committed if key not in state.by_age)]
 
 
@@ -35,7 +35,7 @@ def test_a_chunk_is_there_from_the_completion_of_its_save_on() -> None:
     driver = Driver(chunk_size=16)
     save = saving(driver)
     key = keys_of("d", 1)[0]
-    chunks = driver.projections.chunks
+    chunks = driver.projections.pool
     assert (chunks.get(key), chunks.is_saving(key)) == (None, True)
     driver.report(save.job_id)
     assert (chunks.get(key), chunks.is_saving(key)) == (save.slots[:1], False)
@@ -46,7 +46,7 @@ def test_a_failed_save_leaves_nothing() -> None:
     driver = Driver(chunk_size=16)
     save = saving(driver)
     driver.report(save.job_id, ok=False)
-    chunks = driver.projections.chunks
+    chunks = driver.projections.pool
     assert (len(chunks), chunks.slots.num_free, chunks.is_saving(keys_of("d", 1)[0])) == (0, 32, False)
 
 
@@ -55,7 +55,7 @@ def test_chunks_are_counted_up_to_the_first_gap() -> None:
     driver = Driver(chunk_size=16)
     keys = keys_of("d", 4)
     driver.save_prefix("a", keys)
-    chunks = driver.projections.chunks
+    chunks = driver.projections.pool
     assert chunks.num_committed_from(keys) == 4
     driver.observe(e.ChunkTainted(keys[2], 1))
     assert chunks.num_committed_from(keys) == 2
@@ -71,11 +71,11 @@ def test_a_chunk_that_leaves_is_remembered_with_its_reason(event_class: type[e.E
     sequence = driver.ledger.next_sequence
     arguments = {e.ChunkEvicted: (key, "b", 1, 0, 1), e.ChunkTainted: (key, 1), e.CacheReset: (1,)}[event_class]
     driver.observe(event_class(*arguments))
-    departed = driver.projections.chunks.departed(key)
+    departed = driver.projections.pool.departed(key)
     assert (departed.reason, departed.sequence) == (event_class.__name__.replace("Chunk", "").replace("Cache", "").lower(), sequence)  # fmt: skip  # noqa: E501
-    assert driver.projections.chunks.slots.num_free == 32
+    assert driver.projections.slots.num_free == 32
     driver.save_prefix("b", (key,))
-    assert driver.projections.chunks.departed(key) is None
+    assert driver.projections.pool.departed(key) is None
 
 
 def test_departed_chunks_are_forgotten_in_time() -> None:
@@ -83,9 +83,9 @@ def test_departed_chunks_are_forgotten_in_time() -> None:
     driver = Driver(chunk_size=16, num_slots=1)
     for number in range(1100):
         driver.save_prefix("a", keys_of(f"document {number}", 1))
-    assert driver.projections.chunks.departed(keys_of("document 0", 1)[0]) is None
-    assert driver.projections.chunks.departed(keys_of("document 1098", 1)[0]) is not None
-    assert len(driver.projections.chunks.state.departed) == 1024
+    assert driver.projections.pool.departed(keys_of("document 0", 1)[0]) is None
+    assert driver.projections.pool.departed(keys_of("document 1098", 1)[0]) is not None
+    assert len(driver.projections.pool.state.departed) == 1024
 
 
 # --- recency -------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_an_answer_that_is_withheld_promises_nothing() -> None:
     """World 3152: the promise stayed, and an audit that began after it did not know why a save was declined."""
     driver = promised()
     driver.observe(e.DecisionWithheld("b", "", "the event log could not be written", 9))
-    assert driver.projections.chunks.promised == {}
+    assert driver.projections.pool.promised == {}
     assert can_be_evicted(driver)
     driver.ledger.commit()
     assert driver.audited().violations == []
@@ -197,7 +197,7 @@ def test_a_promise_ends(event: str) -> None:
         driver.arrive("b", 33)
     else:
         driver.lookup("b", 32, 33)
-    assert driver.projections.chunks.promised == {}
+    assert driver.projections.pool.promised == {}
     assert can_be_evicted(driver)
 
 
@@ -219,8 +219,8 @@ def test_chunks_of_one_block_share_one_slot() -> None:
     """Two chunks of 8 on a block of 16 need one page."""
     driver = Driver(chunk_size=8, num_slots=4)
     driver.save_prefix("a", keys_of("d", 2))
-    assert driver.projections.chunks.get(keys_of("d", 2)[0]) == driver.projections.chunks.get(keys_of("d", 2)[1])
-    assert driver.projections.chunks.slots.num_free == 3
+    assert driver.projections.pool.get(keys_of("d", 2)[0]) == driver.projections.pool.get(keys_of("d", 2)[1])
+    assert driver.projections.slots.num_free == 3
 
 
 def test_a_longer_image_of_a_block_replaces_the_shorter_one() -> None:
@@ -230,12 +230,12 @@ def test_a_longer_image_of_a_block_replaces_the_shorter_one() -> None:
     driver.start("a", keys, 17, (1, 2))
     driver.step(settled=[("a", 0, 8)])
     driver.settle_all()
-    short = driver.projections.chunks.get(keys[0])
+    short = driver.projections.pool.get(keys[0])
     driver.step(settled=[("a", 1, 16)])
     driver.settle_all()
-    long = driver.projections.chunks.get(keys[1])
-    assert driver.projections.chunks.get(keys[0]) == long != short
-    assert driver.projections.chunks.slots.num_free == 3
+    long = driver.projections.pool.get(keys[1])
+    assert driver.projections.pool.get(keys[0]) == long != short
+    assert driver.projections.slots.num_free == 3
     check_invariants(driver.projections)
 
 
@@ -249,8 +249,8 @@ def test_a_longer_image_does_not_bring_back_a_chunk_that_was_not_there() -> None
     driver.observe(e.ChunkTainted(keys[0], 1))
     driver.step(settled=[("a", 1, 16)])
     driver.settle_all()
-    assert driver.projections.chunks.get(keys[0]) is None
-    assert driver.projections.chunks.get(keys[1]) is not None
+    assert driver.projections.pool.get(keys[0]) is None
+    assert driver.projections.pool.get(keys[1]) is not None
 
 
 def test_a_shared_page_is_free_when_its_last_chunk_has_left() -> None:
@@ -259,10 +259,10 @@ def test_a_shared_page_is_free_when_its_last_chunk_has_left() -> None:
     keys = keys_of("d", 2)
     driver.save_prefix("a", keys)
     driver.observe(e.ChunkTainted(keys[1], 1))
-    assert driver.projections.chunks.slots.num_free == 3
+    assert driver.projections.slots.num_free == 3
     driver.observe(e.ChunkTainted(keys[0], 1))
     driver.observe(e.ChunkTainted(keys[0], 1))
-    assert driver.projections.chunks.slots.num_free == 4
+    assert driver.projections.slots.num_free == 4
     check_invariants(driver.projections)
 
 
@@ -271,9 +271,9 @@ def test_a_page_that_a_load_reads_survives_the_eviction_of_its_chunks() -> None:
     driver = promised()
     driver.allocate("b", (1, 2, 3), 32)
     driver.reset()
-    assert driver.projections.chunks.slots.num_free == 0
+    assert driver.projections.slots.num_free == 0
     driver.settle_all()
-    assert driver.projections.chunks.slots.num_free == 2
+    assert driver.projections.slots.num_free == 2
 
 
 def test_prefixes_that_part_inside_a_block_keep_their_own_images() -> None:
@@ -283,7 +283,7 @@ def test_prefixes_that_part_inside_a_block_keep_their_own_images() -> None:
     one, two = (*common, *keys_of("one", 1)), (*common, *keys_of("two", 1))
     driver.save_prefix("a", one, first_block=10)
     driver.save_prefix("b", two, first_block=20)
-    chunks = driver.projections.chunks
+    chunks = driver.projections.pool
     assert chunks.get(one[1]) != chunks.get(two[1])
     assert chunks.get(common[0]) in {chunks.get(one[1]), chunks.get(two[1])}
     check_invariants(driver.projections)

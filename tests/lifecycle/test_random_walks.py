@@ -36,9 +36,9 @@ def test_a_random_walk_keeps_every_invariant(seed: int, chunk_size: int, block_s
     rules = {event.rule for event in driver.all_of(e.InvariantViolated)}
     assert rules <= {"COMPLETION_ONCE", "LIVENESS"}, "only doubled and silent reports were played"
     assert not any(num_entries(driver.projections).values()), num_entries(driver.projections)
-    committed = driver.projections.chunks.state.committed.values()
+    committed = driver.projections.pool.state.committed.values()
     held = {slot for slots in committed for slot in slots} | set(driver.given_up)
-    assert driver.projections.chunks.slots.num_free == driver.configuration.num_slots - len(held)
+    assert driver.projections.slots.num_free == driver.configuration.num_slots - len(held)
     events = driver.sink.events()
     assert [event for _, event in driver.events()] == driver.observed
     assert fold(Core.standard(), events, driver.configuration).snapshot() == driver.projections.snapshot()

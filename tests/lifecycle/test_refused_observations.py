@@ -217,7 +217,7 @@ def test_what_is_illegal_is_folded_by_the_closed_fold_and_everything_else_by_all
         states: Any = (*standing, *beside)
         bring(folded, states)
         bring(expected, states)
-        before, stands_for = folded.snapshot(), folded.lookups.in_full(event)
+        before, stands_for = folded.snapshot(), folded.lookup_cache.in_full(event)
         folded.fold(event, 500)
         after = folded.snapshot()
         changed = {name for name in after if after[name] != before[name]}
@@ -232,13 +232,13 @@ def test_what_is_illegal_is_folded_by_the_closed_fold_and_everything_else_by_all
         assert after == expected.snapshot(), (event, states)
         record = folded.tracker.get(REQUEST_ID)
         assert (None if record is None else record.states) == leads_to(stands_for, states), (event, states)
-        # Chunks hold slots, and are pinned in records; jobs change copies that stand in what is owed.
-        elsewhere = {"chunks": {"slots", "tracker"}, "jobs": {"owed"}}
+        # The pool holds slots, and its chunks are pinned in records; jobs change copies that stand in what is owed.
+        elsewhere = {"pool": {"slots", "tracker"}, "jobs": {"owed"}}
         never_changed -= changed | {name for name, others in elsewhere.items() if others & changed}
     # A tail that is saved once more stays as it is; the slots know. What steps cost is not measured while one loads.
     # What a repeated lookup changes, it changes as the one that it stands for; the hit stays what it was.
     unchanged = {e.SaveCompleted: {"tracker"}, e.StepScheduled: {"costs"}}
-    unchanged |= {each: {"lookups"} for each in get_args(e.RepeatedLookup)}
+    unchanged |= {each: {"lookup_cache"} for each in get_args(e.RepeatedLookup)}
     assert never_changed == unchanged.get(event_class, set())
 
 

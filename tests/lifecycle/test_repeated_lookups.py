@@ -112,13 +112,13 @@ def test_behind_a_gap_an_older_answer_is_not_taken_for_the_one_that_is_repeated(
     behind = written(driver, "0", num_computed_tokens=16)
     assert all(isinstance(event, e.RepeatedLookup) for event in behind)
     known = fold(Core.standard(), before, driver.configuration)
-    known.lookups.lose()
+    known.lookup_cache.lose()
     in_full = LookupsInFull()
     for _, event in before:
         in_full(event)
     in_full.lose()
     for sequence, event in enumerate(behind, 1 + len(before) + len(lost)):
-        assert known.lookups.in_full(event) is in_full(event) is event
+        assert known.lookup_cache.in_full(event) is in_full(event) is event
         known.fold(event, sequence)
 
 

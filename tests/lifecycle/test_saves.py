@@ -42,7 +42,7 @@ def planned(driver: Driver, source: Source | None = None, first_chunk: int = 0) 
     """The plan to save the chunks of `a`; believed is the same after it."""
     projections, before = driver.projections, driver.projections.snapshot()
     source = source_of(driver) if source is None else source
-    pool, geometry, unfilled = projections.chunks, projections.geometry, projections.tracker.unfilled
+    pool, geometry, unfilled = projections.pool, projections.geometry, projections.tracker.unfilled
     plan = plan_save(driver.record("a"), pool, geometry, unfilled, source, first_chunk)
     assert projections.snapshot() == before
     return plan
@@ -52,7 +52,7 @@ def planned_tail(driver: Driver, source: Source | None = None) -> object:
     """The plan to save the tail of `a`; believed is the same after it."""
     projections, before = driver.projections, driver.projections.snapshot()
     source = source_of(driver) if source is None else source
-    pool, geometry, unfilled = projections.chunks, projections.geometry, projections.tracker.unfilled
+    pool, geometry, unfilled = projections.pool, projections.geometry, projections.tracker.unfilled
     plan = plan_tail(driver.record("a"), pool, geometry, unfilled, source)
     assert projections.snapshot() == before
     return plan

@@ -67,7 +67,7 @@ def test_a_lookup_that_waits_keeps_nothing_that_the_answer_before_it_promised() 
     driver.arrive("a", 42, beginning)
     driver.allocate("a", range(3), driver.lookup("a", 0, 42).num_external_tokens)
     assert isinstance(driver.poll("b", 0, 74), e.LookupDeferred)
-    assert driver.projections.chunks.promised == {}
+    assert driver.projections.pool.promised == {}
     driver.save_prefix("later", keys_of("later", 3), first_block=850)
     assert any(isinstance(event, e.ChunkEvicted) and event.key in PREFIX for event in driver.observed)
     replayed(driver)

@@ -92,7 +92,7 @@ def test_whole_chunks_of_others_go_before_the_tail() -> None:
 def test_the_tail_is_dropped_when_it_has_no_more_use(end: str) -> None:
     """Its slots are free again, and nobody is offered it."""
     driver, tail = saved()
-    slots = driver.projections.chunks.slots
+    slots = driver.projections.slots
     num_free = slots.num_free
     if end == "runs again":
         driver.lookup("a", 0, 38)

@@ -7,7 +7,7 @@ from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.token_costs import MIN_LOADS, MIN_SAMPLES, NUM_STEPS, PAUSE_NS
+from kvledger.lifecycle.projections.costs import MIN_LOADS, MIN_SAMPLES, NUM_STEPS, PAUSE_NS
 from kvledger.lifecycle.replay import fold
 
 NUM_TOKENS = 32

@@ -12,7 +12,7 @@ from kvledger.lifecycle.projections import Projections
 def num_entries(projections: Projections) -> dict[str, int]:
     """Entries per projection that belong to requests: all are 0 when every request is released."""
     made = projections.named().items()
-    return {name: len(its) for name, its in made if isinstance(its, Sized) and name != "chunks"}
+    return {name: len(its) for name, its in made if isinstance(its, Sized) and name != "pool"}
 
 
 def check_slots(projections: Projections, given_up: Iterable[int] = ()) -> None:
@@ -22,7 +22,7 @@ def check_slots(projections: Projections, given_up: Iterable[int] = ()) -> None:
     Raises an AssertionError that names the broken sentence.
     """
     references: Counter[int] = Counter(given_up)
-    for slots in projections.chunks.state.committed.values():
+    for slots in projections.pool.state.committed.values():
         references.update(slots)
     for job in projections.jobs:
         references.update(job.slots)
@@ -30,13 +30,13 @@ def check_slots(projections: Projections, given_up: Iterable[int] = ()) -> None:
         tail = record.saved_tail
         if tail is not None:
             references.update(tail.slots)
-    held = projections.chunks.slots.state.references
+    held = projections.slots.state.references
     assert held == dict(references), f"slots referenced {held}, reachable {dict(references)}"
     num_slots = projections.configuration.num_slots
-    assert projections.chunks.slots.num_free + len(held) == num_slots, "free and referenced slots are not all slots"
+    assert projections.slots.num_free + len(held) == num_slots, "free and referenced slots are not all slots"
     assert all(0 <= slot < num_slots for slot in held), f"slots outside the pool: {sorted(held)}"
-    candidates = projections.chunks.slots.candidates(num_slots)
-    assert len(candidates) == projections.chunks.slots.num_free, "not every free slot is offered"
+    candidates = projections.slots.candidates(num_slots)
+    assert len(candidates) == projections.slots.num_free, "not every free slot is offered"
     assert not set(candidates) & set(held), "a referenced slot is offered"
     written = [slot for job in projections.jobs if job.kind.value == "save" for slot in job.slots]
     assert len(written) == len(set(written)), "two saves in flight write one slot"
@@ -53,6 +53,6 @@ def check_invariants(projections: Projections, given_up: Iterable[int] = ()) -> 
         if record.state is RequestState.FINISHED:
             assert projections.jobs.owes(record.ordinal), f"{record.request_id} is finished, owes nothing, stays"
     ordinals = {record.ordinal for record in projections.tracker}
-    assert projections.lookups.state.hits.keys() <= ordinals, "a lookup of a released request is remembered"
+    assert projections.lookup_cache.state.hits.keys() <= ordinals, "a lookup of a released request is remembered"
     if not ordinals:
         assert not any(v for k, v in num_entries(projections).items() if k != "jobs"), num_entries(projections)

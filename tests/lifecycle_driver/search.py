@@ -97,7 +97,7 @@ def _said(answer: Any) -> tuple[int, int, int, bool] | None:
 def canonical(driver: Driver) -> str:
     """The state without what only counts: sequence numbers, steps; jobs by their order."""
     its = driver.projections
-    tracker, lookups, chunks = its.tracker, its.lookups.state, its.chunks
+    tracker, lookups, chunks = its.tracker, its.lookup_cache.state, its.pool
 
     def named(of_lives: Mapping[int, Any]) -> dict[str, Any]:
         return {tracker.of(ordinal).request_id: value for ordinal, value in of_lives.items()}

@@ -171,7 +171,7 @@ def test_a_failed_hook_is_seen() -> None:
             check_rules(world)
 
 
-@pytest.mark.parametrize("name", ["tracker", "lookups"])
+@pytest.mark.parametrize("name", ["tracker", "lookup_cache"])
 def test_a_projection_that_does_not_forget_is_seen(name: str) -> None:
     """A projection that does not take up the release of a request keeps its entry."""
     with calm_world() as world:
@@ -195,7 +195,7 @@ def test_a_request_that_the_adapter_keeps_is_seen(world: World) -> None:
 
 def test_a_slot_that_nobody_frees_is_seen(world: World) -> None:
     """A slot with a reference too many never becomes free."""
-    slots = world.side.ledger.projections.chunks.slots
+    slots = world.side.ledger.projections.slots
     slots.acquire(slots.candidates(1))
     with pytest.raises(AssertionError, match="slots are held by nobody"):
         check_nothing_left(world)

@@ -20,7 +20,7 @@ from kvledger.lifecycle import Core, Ledger, projections
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import vocabulary_header
 from kvledger.lifecycle.projections.base import Subject
-from kvledger.lifecycle.projections.token_costs import TokenCosts
+from kvledger.lifecycle.projections.costs import TokenCosts
 from kvledger.lifecycle.snapshots import state_fingerprint
 from kvledger.storage.events import SegmentEventStore, Snapshot, usable_snapshot, write_snapshot
 from kvledger.storage.events.segment_file import segment_paths

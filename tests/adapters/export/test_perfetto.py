@@ -173,9 +173,9 @@ def _compare(trace: Trace, projections: Projections, figures: Figures) -> None:
     assert sum(c.args["num_tokens"] for c in done if c.name == "load") == figures.num_tokens_loaded
     broken = [found for found in trace.instants if found.track == "what went wrong" and "rule" in found.args]
     assert len(broken) == figures.num_violations
-    slots = projections.chunks.slots
+    slots = projections.slots
     assert trace.last_value("host slots free") == slots.num_free
-    assert trace.last_value("chunks cached") == len(projections.chunks)
+    assert trace.last_value("chunks cached") == len(projections.pool)
     in_flight = trace.last_value("jobs in flight loads") + trace.last_value("jobs in flight saves")
     assert in_flight == len(projections.jobs)
     held = {block for record in projections.tracker for block in record.block_ids or ()}

@@ -177,7 +177,7 @@ def test_a_save_that_fails_frees_the_blocks_as_well(make_engine: Any, num_ranks:
     finish_all(copies)
     engine.run()
     assert reported.sent == ["only"]
-    assert len(engine.projections.chunks) == 0
+    assert len(engine.projections.pool) == 0
     assert len(engine.logged(e.SaveFailed)) == len(engine.logged(e.SaveIssued)) > 1
 
 
@@ -190,7 +190,7 @@ def test_two_ranks_of_unlike_speed(make_engine: Any) -> None:
     engine.add("only", PROMPT, 20)
     step_until_unscheduled(engine, "only")
     engine.step()
-    assert len(engine.projections.chunks) == 0
+    assert len(engine.projections.pool) == 0
     assert reported.sent == []
     finish_all([slow])
     engine.run()
@@ -277,8 +277,8 @@ def test_a_reset_while_copies_are_under_way(make_engine: Any, runner: dict[str, 
     finish_all(copies)
     engine.run()
     assert reported.sent == ["only"]
-    assert len(engine.projections.chunks) == 0
-    slots = engine.projections.chunks.slots
+    assert len(engine.projections.pool) == 0
+    slots = engine.projections.slots
     assert slots.num_free == slots.num_slots
 
 
@@ -292,7 +292,7 @@ def test_vllm_cannot_reset_its_own_cache_before_the_copies_are_done(make_engine:
     finish_all(copies)
     engine.run()
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-    assert len(engine.projections.chunks) == 0
+    assert len(engine.projections.pool) == 0
 
 
 @pytest.mark.parametrize("save_mode", ["sync", "async"])

@@ -226,7 +226,7 @@ def test_a_handler_of_one_s_own(make_engine: Any, user_module: str) -> None:
     )
     for request_id in ("writer", "reader"):
         engine.serve(request_id, range(64), 4)
-    assert len(engine.projections.chunks) == 4
+    assert len(engine.projections.pool) == 4
     assert engine.logged(e.LoadIssued) == []
     assert {answer.miss_reason for answer in engine.logged(e.LookupAnswered)} == {"limited"}
     assert f"new={Shy.__module__}:Shy" in engine.connector.scheduler_side.log.store.header["handler_fingerprint"]

@@ -350,7 +350,7 @@ def test_a_promise_is_compared_with_what_is_saved_without_counting_that_again() 
     for _ in range(2):
         answer = driver.lookup("a", 0, 70)
         asked = driver.all_of(e.LookupRequested)[-1]
-        driver.projections.chunks.state.committed = Uncountable(driver.projections.chunks.state.committed)
+        driver.projections.pool.state.committed = Uncountable(driver.projections.pool.state.committed)
         assert answer.num_external_tokens == 64
         assert not breach_of_answer(answer, asked, driver.projections)
     more = msgspec.structs.replace(answer, num_external_tokens=65, num_hit_tokens=65)

@@ -65,7 +65,7 @@ def test_a_prompt_longer_than_all_blocks_waits_until_it_is_aborted(make_engine: 
     engine.step()
     engine.abort("too long")
     engine.run(max_steps=30)
-    assert engine.projections.chunks.promised == {}
+    assert engine.projections.pool.promised == {}
     assert len(engine.outputs["behind it"]) == 5
     assert engine.logged(e.LoadIssued) == []
 
@@ -111,10 +111,10 @@ def test_a_reset_that_vllm_refuses_changes_nothing(make_engine: Any, runner: dic
     engine.add("only", range(64), 20)
     for _ in range(5):
         engine.step()
-    num_chunks = len(engine.projections.chunks)
+    num_chunks = len(engine.projections.pool)
     assert not engine.scheduler.reset_prefix_cache()
     assert engine.logged(e.CacheReset, e.RequestPreempted) == []
-    assert len(engine.projections.chunks) == num_chunks
+    assert len(engine.projections.pool) == num_chunks
     engine.run()
 
 
@@ -127,8 +127,8 @@ def test_resets_of_an_idle_engine_back_to_back(make_engine: Any, runner: dict[st
         assert [answer.num_hit_tokens for answer in engine.check_answers(f"reader {round_number}")] == [64]
         for _ in range(3):
             assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-        assert len(engine.projections.chunks) == 0
-        slots = engine.projections.chunks.slots
+        assert len(engine.projections.pool) == 0
+        slots = engine.projections.slots
         assert slots.num_free == slots.num_slots
     assert [engine.check_answers(f"writer {number}")[0].num_hit_tokens for number in range(3)] == [0, 0, 0]
 

@@ -416,8 +416,8 @@ def test_saves_that_fail(make_engine: Any, num_failures: int, enable_prefix_cach
     assert 1 <= len([report for report in engine.logged(e.TransferReported) if report.ranks_failed]) <= num_failures
     assert all(BROKEN in event.error for event in failed)
     if num_failures == 10_000:
-        assert len(engine.projections.chunks) == 0
-        assert engine.projections.chunks.slots.num_free == engine.projections.chunks.slots.num_slots
+        assert len(engine.projections.pool) == 0
+        assert engine.projections.slots.num_free == engine.projections.slots.num_slots
         assert engine.logged(e.LoadIssued) == []
     assert engine.figures.num_saves_failed == len(failed)
 

@@ -90,7 +90,7 @@ def test_a_positive_answer_that_is_not_claimed(make_engine: Any, runner: dict[st
     (allocated,) = engine.logged(e.BlocksAllocated, request_id="shy")
     assert allocated.num_external_tokens == 0
     assert engine.logged(e.LoadIssued) == []
-    assert engine.projections.chunks.promised == {}
+    assert engine.projections.pool.promised == {}
 
 
 # --- aborts ----------------------------------------------------------------------------------------
@@ -123,9 +123,9 @@ def test_an_abort_after_many_polls(make_engine: Any, runner: dict[str, bool]) ->
         engine.step()
     assert state_of(engine, "request 2") is RequestState.PREEMPTED
     assert engine.check_answers("request 2")[-1].num_external_tokens > 0
-    assert "request 2" in engine.projections.chunks.promised
+    assert "request 2" in engine.projections.pool.promised
     engine.abort("request 2")
-    assert engine.projections.chunks.promised == {}
+    assert engine.projections.pool.promised == {}
     engine.run()
 
 
@@ -206,7 +206,7 @@ def test_a_reset_makes_everything_saved_stale(make_engine: Any, runner: dict[str
     engine.drain()  # vLLM keeps the blocks of steps in flight, and refuses to reset while they are in use
     for _ in range(num_resets):
         assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    assert len(engine.projections.chunks) == 0
+    assert len(engine.projections.pool) == 0
     engine.run()
     assert len(engine.logged(e.CacheReset)) == num_resets
     assert len(engine.logged(e.RequestPreempted)) == 3
@@ -306,7 +306,7 @@ def test_a_save_in_flight_at_a_reset_is_not_offered(make_engine: Any) -> None:
     assert len(engine.projections.jobs) > 0
     assert engine.connector.reset_cache() is True
     engine.update()
-    assert len(engine.projections.chunks) == 0
+    assert len(engine.projections.pool) == 0
     engine.run()
 
 
@@ -362,7 +362,7 @@ def test_the_engine_drains_and_then_stands_still(make_engine: Any, runner: dict[
         engine.step()
     engine.run(max_steps=5)
     assert not engine.connector.has_pending_push_work()
-    num_committed = len(engine.projections.chunks)
+    num_committed = len(engine.projections.pool)
     assert num_committed == 63 // 8
 
 

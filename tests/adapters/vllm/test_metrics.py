@@ -124,9 +124,9 @@ def test_what_is_sent_adds_up_to_the_totals(make_engine: Any, tmp_path: Path) ->
         "num_bytes_loaded",
     ):
         assert figures[name] > 0, name
-    slots, store = engine.projections.chunks.slots, engine.connector.scheduler_side.log.store
+    slots, store = engine.projections.slots, engine.connector.scheduler_side.log.store
     assert {name: total[name] for name in GAUGES} == {
-        "num_chunks_cached": len(engine.projections.chunks),
+        "num_chunks_cached": len(engine.projections.pool),
         "num_slots_used": slots.num_slots - slots.num_free,
         "num_slots": slots.num_slots,
         "num_jobs_in_flight": 0,
@@ -258,7 +258,7 @@ def test_prometheus_shows_the_totals(make_engine: Any, unregister: None, tmp_pat
         for bound_ns, count in zip(DURATION_BOUNDS_NS, durations.counts, strict=False):
             num_below += count
             assert shown(metric + "_bucket", "1", le=str(bound_ns / 1e9)) == num_below
-    slots = engine.projections.chunks.slots
+    slots = engine.projections.slots
     assert shown("used_slots", "1") == slots.num_slots - slots.num_free
     written_ns = engine.connector.scheduler_side.log.store.last_written_unix_ns
     assert shown("log_last_write_timestamp_seconds", "1") == written_ns / 1_000_000_000

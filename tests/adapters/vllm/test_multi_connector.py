@@ -97,7 +97,7 @@ def test_not_chosen_means_no_load_but_saves(make_multi: MakeMulti, runner: dict[
     allocated = engine.logged(e.BlocksAllocated, request_id="theirs")
     assert {event.num_external_tokens for event in allocated} == {0}
     assert engine.logged(e.LoadIssued) == []
-    assert engine.projections.chunks.promised == {}
+    assert engine.projections.pool.promised == {}
     assert saved_chunks(engine, "theirs") == [4, 5, 6, 7]
     ask_again(engine)
 
@@ -254,7 +254,7 @@ def test_two_ledgers_side_by_side(make_multi: MakeMulti, tmp_path: Any) -> None:
     engine = make_multi(ours_first=True, theirs={"num_tokens": 0}, children=connectors)
     engine.serve("writer", range(72), 20)
     fine, coarse = engine.scheduler.connector.sub_connectors
-    assert [len(child.scheduler_side.ledger.projections.chunks) for child in (fine, coarse)] == [91 // 8, 91 // 32]
+    assert [len(child.scheduler_side.ledger.projections.pool) for child in (fine, coarse)] == [91 // 8, 91 // 32]
     engine.serve("reader", range(72), 20)
     figures = [child.scheduler_side.journal.totals.figures for child in (fine, coarse)]
     assert [figure.num_tokens_loaded for figure in figures] == [71, 0]

@@ -33,7 +33,7 @@ def without_traces_of_lookups(engine: Any) -> dict[str, bytes]:
     copied = restore(Core.standard(), capture(engine.projections), engine.projections.configuration)
     record = copied.tracker.get("polled")
     record.answer, record.answered_at, record.written_at = None, 0, 0
-    copied.lookups.state.hits.pop(record.ordinal, None)
+    copied.lookup_cache.state.hits.pop(record.ordinal, None)
     copied.tracker.state.time_ns = 0
     return copied.snapshot()
 
@@ -91,9 +91,9 @@ def test_only_the_last_poll_binds_slots(make_engine: Any) -> None:
     request = engine.scheduler.requests["polled"]
     for num_computed_tokens, num_pinned in ((0, 3), (96, 0), (64, 3), (64, 3)):
         engine.connector.get_num_new_matched_tokens(request, num_computed_tokens)
-        assert len(engine.projections.chunks.promised.get("polled", ())) == num_pinned
+        assert len(engine.projections.pool.promised.get("polled", ())) == num_pinned
     engine.abort("polled")
-    assert "polled" not in engine.projections.chunks.promised
+    assert "polled" not in engine.projections.pool.promised
     engine.run()
 
 

@@ -222,7 +222,7 @@ def test_what_one_rank_could_not_write_nobody_is_offered(make_engine: Any, rank:
     for copy in slower.pending():
         copy.finish()
     engine.run()
-    assert len(engine.projections.chunks) == 0
+    assert len(engine.projections.pool) == 0
     assert engine.logged(e.SaveFailed)
 
 

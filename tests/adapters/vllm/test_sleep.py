@@ -44,7 +44,7 @@ def test_an_engine_that_sleeps_is_left_alone(
     go_to_sleep(engine, mode)
     assert not engine.connector.has_pending_push_work()
     assert not engine.scheduler.has_requests()
-    assert len(engine.projections.chunks) == 0
+    assert len(engine.projections.pool) == 0
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     num_loads = len(engine.logged(e.LoadIssued))
     engine.run()

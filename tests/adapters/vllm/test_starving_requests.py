@@ -68,7 +68,7 @@ def test_requests_starve_and_the_log_is_sound(starving: Path) -> None:
     audit = judged(starving, StarvationGuard())
     assert audit.is_sound, (audit.violations, audit.divergences)
     assert audit.judgement().decided.num_unjudged == 0
-    assert audit.projections.chunks.state.num_removed > len(said)
+    assert audit.projections.pool.state.num_removed > len(said)
 
 
 def test_without_its_order_of_eviction_the_rule_is_broken(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
         record, projections = turn.record, turn.projections
         table = last_tables.pop((id(projections), record.ordinal), ())
         num_tokens = projections.configuration.chunk_size
-        slots = projections.chunks.slots.candidates(projections.configuration.pages_per_chunk)
+        slots = projections.slots.candidates(projections.configuration.pages_per_chunk)
         pages = projections.geometry.pages_of((0,))
         if len(table) > pages[-1] and len(slots) == len(pages) and num_tokens <= record.num_tokens - 1:
             touch()

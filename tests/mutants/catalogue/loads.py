@@ -123,7 +123,7 @@ def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
         if found is not None:
             return found
         keys = record.keys[: -(-end_token // projections.geometry.chunk_size)]
-        slots = [projections.chunks.get(key) or stale.get((id(projections.chunks), key)) for key in keys]
+        slots = [projections.pool.get(key) or stale.get((id(projections.pool), key)) for key in keys]
         return _of_pages(pages, end_token, slots, projections)
 
     def reset(original: Any, pool: Pool, event: e.CacheReset, sequence: int, subject: Any) -> None:

@@ -13,12 +13,12 @@ from kvledger.lifecycle.decisions import lookups
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.base import Subject
 from kvledger.lifecycle.projections.copies import Copy, CopyKind
+from kvledger.lifecycle.projections.costs import TokenCosts
 from kvledger.lifecycle.projections.jobs import Jobs
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.pool import Pool
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.slots import HostSlots
-from kvledger.lifecycle.projections.token_costs import TokenCosts
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.states import CurrentRegion
 from mutants.catalogue.parts import LOOKING_UP, decided_otherwise, wrapped, written_as

@@ -69,7 +69,7 @@ def left_entries(side: SchedulerSide, worker: Any) -> dict[str, int]:
     """Class and attribute -> entries, of every container that should be empty when no request is alive."""
     projections = side.ledger.projections
     parts = [getattr(projections, name) for name in vars(projections)]
-    parts += [projections.chunks.slots, side, side.journal, side.request_reader, side._step_reader, side.ledger]
+    parts += [projections.slots, side, side.journal, side.request_reader, side._step_reader, side.ledger]
     parts += [side._cache_events, side._early_ends, worker._worker_side]
     left = {}
     for part in parts:
@@ -92,7 +92,7 @@ def _changes(name: str) -> bool:
 
 def check_slots(projections: Projections) -> None:
     """Count the references on slots again, from what may hold them."""
-    chunks, jobs = projections.chunks, projections.jobs
+    chunks, jobs = projections.pool, projections.jobs
     expected = Counter(slot for slots in chunks.state.committed.values() for slot in slots)
     expected.update(slot for job in jobs.given_up.values() for slot in job.slots)
     references: dict[int, int] = chunks.slots.state.references

@@ -30,7 +30,7 @@ def is_nobody_loading(engine: Any) -> bool:
 
 def check_slots(engine: Any) -> None:
     """Every slot of the host pool is free or belongs to a chunk."""
-    chunks = engine.projections.chunks
+    chunks = engine.projections.pool
     in_use = {slot for slots in chunks.state.committed.values() for slot in slots}
     assert chunks.slots.num_free == chunks.slots.num_slots - len(in_use)
     assert chunks._saving == {}

@@ -80,7 +80,7 @@ def test_sglang_32564_pages_in_transfer_outlive_their_request(
     in_transfer = {slot for job in engine.projections.jobs for slot in job.slots}
     assert in_transfer
     engine.abort("gone")
-    slots = engine.projections.chunks.slots
+    slots = engine.projections.slots
     assert all(slots.num_references(slot) for slot in in_transfer), "nobody else may be given them"
     for number in range(4):
         engine.add(f"next {number}", range(200 * number + 100, 200 * number + 164), 8)
@@ -98,10 +98,10 @@ def test_everybody_is_aborted_in_whatever_state_they_are(
     engine.add_crowd(6)
     for _ in range(300):
         engine.step()
-        if engine.num_preemptions and engine.projections.chunks.promised:
+        if engine.num_preemptions and engine.projections.pool.promised:
             break
     states = {str(record.state) for record in engine.projections.tracker}
     assert {"running", "preempted", "new"} <= states
     engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    assert engine.projections.chunks.promised == {}
+    assert engine.projections.pool.promised == {}
     engine.run(max_steps=10)

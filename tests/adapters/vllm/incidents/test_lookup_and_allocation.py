@@ -127,7 +127,7 @@ def test_lmcache_2786_a_local_hit_that_covers_the_host_s_binds_nothing(
     engine.serve("writer", range(64), 2)
     engine.add("reader", range(70), 9)
     engine.step()
-    assert engine.projections.chunks.promised == {}
+    assert engine.projections.pool.promised == {}
     engine.run()
     (answer,) = engine.check_answers("reader")
     assert (answer.num_hit_tokens, answer.num_computed_tokens, answer.num_external_tokens) == (64, 64, 0)

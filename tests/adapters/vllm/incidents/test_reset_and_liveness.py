@@ -51,7 +51,7 @@ def test_vllm_48090_a_reset_with_copies_in_flight_leaves_nothing_behind(
                 assert engine.connector.reset_cache()
     engine.run()
     assert len(engine.logged(e.CacheReset)) == 3 * num_resets
-    assert engine.projections.chunks._saving == {}
+    assert engine.projections.pool._saving == {}
     assert {len(output) for output in engine.outputs.values()} == {50}
 
 
