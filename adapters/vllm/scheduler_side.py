@@ -63,7 +63,15 @@ NO_HIT: tuple[int | None, bool] = (0, False)
 ASK_AGAIN = (None, False)
 _NO_EVENTS: Sequence[KVCacheEvent] = ()
 _COMPUTING = frozenset({RequestState.CHUNKED_PREFILL, RequestState.RUNNING})
-_OUTPUT_STEPS = ("take_reports", "evict", "refuse_early_ends", "end_waiting", "forget_ids", "commit")
+_OUTPUT_STEPS = (
+    "take_load_errors",
+    "take_reports",
+    "evict",
+    "refuse_early_ends",
+    "end_waiting",
+    "forget_ids",
+    "commit",
+)
 HOOKS: Final = {
     "on_new_request": Fallback(steps=("commit",)),
     "get_num_new_matched_tokens": Fallback(NO_HIT, ("commit",)),
@@ -118,6 +126,8 @@ class SchedulerSide:
         self._last_step_ns = 0
         self._arrived: WorkerReports | None = None
         """What the workers report and is not recorded yet."""
+        self._invalid_block_ids: frozenset[int] = frozenset()
+        """Blocks of which vLLM says that no load has filled them, until that is recorded."""
         self._ending = e.NO_LIFE
         """The life whose end is being recorded."""
         self.request_reader = RequestReader(
@@ -321,11 +331,10 @@ class SchedulerSide:
         """
         worker_meta = connector_output.kv_connector_worker_meta
         self._arrived = worker_meta if isinstance(worker_meta, WorkerReports) else None
-        invalid_block_ids = frozenset(connector_output.invalid_block_ids or ())
-        if invalid_block_ids:
-            self.prefix_cache.take_back(self._requests.values(), invalid_block_ids)
-            if not self.journal.is_disabled:
-                self.request_reader.load_errors(invalid_block_ids, tuple(self._requests.values()))
+        self._invalid_block_ids = frozenset(connector_output.invalid_block_ids or ())
+        if self._invalid_block_ids:
+            self.prefix_cache.take_back(self._requests.values(), self._invalid_block_ids)
+            self.take_load_errors(connector_output)
         if self._arrived is not None and not self.journal.is_disabled:
             for digested in self.digested.events(self._arrived.reports, self.journal.now()):
                 self.journal.observe(digested)  # before the reports, which settle their jobs
@@ -335,6 +344,12 @@ class SchedulerSide:
         self.end_waiting(connector_output)
         self.forget_ids(connector_output)
         self.journal.commit()
+
+    def take_load_errors(self, _connector_output: KVConnectorOutput) -> None:
+        """Record, once, which blocks no load has filled."""
+        invalid_block_ids, self._invalid_block_ids = self._invalid_block_ids, frozenset()
+        if invalid_block_ids and not self.journal.is_disabled:
+            self.request_reader.load_errors(invalid_block_ids, tuple(self._requests.values()))
 
     def take_reports(self, _connector_output: KVConnectorOutput) -> None:
         """Record what the workers report, once. Each report for itself: somebody may wait for any of them."""

@@ -314,6 +314,23 @@ def test_what_somebody_saved_on_top_of_a_failed_load_and_is_offered_all_the_same
     engine.outputs.clear()
 
 
+def test_blocks_that_no_load_filled_are_recorded_although_vllms_prefix_cache_raises(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks cannot be taken back, but nothing that was computed on them may be saved or loaded."""
+
+    def raising(*_arguments: Any) -> None:
+        raise RuntimeError("vLLM's block manager has changed")
+
+    monkeypatch.setattr(PrefixCache, "take_back", raising)
+    engine = saved_prefix(make_engine, "fail", load_mode="sync", replays=False)
+    engine.add("owner", prompt(1), 20)
+    engine.run(max_steps=300)
+    assert [failed.hook for failed in engine.logged(e.HookFailed)] == ["update_connector_output"]
+    (observed,) = engine.logged(e.LoadErrorsObserved)
+    assert set(observed.block_ids) <= set(engine.logged(e.LoadIssued)[0].block_ids)
+
+
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_somebody_who_goes_on_behind_a_block_that_was_not_filled_is_named(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch, *, async_scheduling: bool
