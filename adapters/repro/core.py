@@ -5,6 +5,8 @@ Sees what decisions and projections do. What the adapter makes of hook calls is 
 
 from __future__ import annotations
 
+import msgspec
+
 from kvledger.adapters.repro.calls import HookCall, to_vllm
 from kvledger.adapters.repro.outcome import RECENT_BYTES, Written
 from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed
@@ -63,7 +65,8 @@ class CoreRun(Run):
             return self._ledger.ready(Channel.WORKERS).delivered()
         ready = self._ledger.ready(Channel.VLLM)
         ended = self._ledger.projections.owed.state.to_report
-        return ready._replace(reported=tuple(ordinal for ordinal in recorded.reported if ordinal in ended)).delivered()
+        reported = tuple(ordinal for ordinal in recorded.reported if ordinal in ended)
+        return msgspec.structs.replace(ready, reported=reported).delivered()
 
     def _adapted(self, event: e.Event) -> e.Event | None:
         if isinstance(event, e.EffectsDelivered):

@@ -303,14 +303,14 @@ class SchedulerSide:
         return (
             (now_ns - self._last_step_ns) * configuration.max_silent_steps < max_silent_ns
             and not self._tracker.computed.decoding
-            and not any(self.ledger.ready(Channel.WORKERS))
+            and not self.ledger.ready(Channel.WORKERS)
             and not self._projections.geometry.windows.forget
         )
 
     def hand_out(self, scheduler_output: SchedulerOutput) -> StepJobs:
         """What the workers are given with this step: everything that they are owed and that is written."""
         ready, jobs = self.journal.ready(), NO_JOBS
-        if any(ready):
+        if ready:
             try:
                 jobs = step_jobs(ready, self.digested.of_job if self.digested.share else None)
             except BaseException as error:  # noqa: BLE001 -- the scheduler counts on these jobs: each is reported as failed
@@ -383,7 +383,8 @@ class SchedulerSide:
         """Add the requests whose load has arrived; others are reported by the workers."""
         ready, owed = self.ledger.ready(Channel.VLLM), self.journal.owed
         finished = (*(connector_output.finished_recving or ()), *(connector_output.finished_sending or ()))
-        self.journal.advance(ready._replace(reported=owed.reported_to_vllm(map(self.ids.logged, finished))))
+        reported = owed.reported_to_vllm(map(self.ids.logged, finished))
+        self.journal.advance(msgspec.structs.replace(ready, reported=reported))
         if ready.received:
             received = self.ids.all_given(ready.received.values())
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *received}

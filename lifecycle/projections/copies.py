@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import msgspec
 
@@ -143,7 +142,7 @@ class Channel(enum.StrEnum):
     VLLM = "vllm"
 
 
-class Ready(NamedTuple):
+class Ready(msgspec.Struct, frozen=True):
     """What is owed now on one channel; lives are ordinals, with their request ids."""
 
     jobs: tuple[PageJob, ...] = ()
@@ -161,6 +160,10 @@ class Ready(NamedTuple):
     """Lives whose asynchronous load is in place; the connector itself reports it to vLLM."""
     reported: tuple[int, ...] = ()
     """Lives whose end vLLM has by now from the workers."""
+
+    def __bool__(self) -> bool:
+        """Whether anything is owed."""
+        return self != NOTHING
 
     def delivered(self) -> e.EffectsDelivered | None:
         """What is recorded when this is handed over; None where it is nothing."""

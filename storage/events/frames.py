@@ -24,7 +24,7 @@ import enum
 import struct
 from hashlib import blake2b
 
-import attrs
+import msgspec
 from google_crc32c import value as crc32c
 
 __all__ = [
@@ -76,8 +76,7 @@ class FrameKind(enum.IntEnum):
 _KINDS = {int(kind): kind for kind in FrameKind}
 
 
-@attrs.frozen
-class Frame:
+class Frame(msgspec.Struct, frozen=True):
     """One stored frame: `num_events` events numbered from `first_sequence`.
 
     `chain_hash` (16 bytes) covers this frame and, through the previous hash, everything before it.

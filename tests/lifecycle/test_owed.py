@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvledger.lifecycle import Channel, Core
@@ -31,7 +32,7 @@ class OwedByLog:
 
     def taken(self, channel: Channel, reported: tuple[int, ...] = ()) -> Ready:
         """What is ready, handed over."""
-        ready = self.projection.ready(channel)._replace(reported=reported)
+        ready = msgspec.structs.replace(self.projection.ready(channel), reported=reported)
         delivered = ready.delivered()
         if delivered is not None:
             self.fold(delivered)

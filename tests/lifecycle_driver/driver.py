@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import (
     Channel,
@@ -263,7 +265,9 @@ class Driver:
 
     def deliver(self, channel: Channel, *, reported: Iterable[str] = ()) -> Ready:
         """Hand over what is owed; vLLM hears of these from the workers."""
-        ready = self.ledger.ready(channel)._replace(reported=self.projections.owed.reported_to_vllm(reported))
+        ready = msgspec.structs.replace(
+            self.ledger.ready(channel), reported=self.projections.owed.reported_to_vllm(reported)
+        )
         delivered = ready.delivered()
         if delivered is not None:
             self.observe(delivered)
