@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, pairwise
 
 import attrs
 import msgspec
@@ -269,12 +270,16 @@ def reported_transfers(
 
 
 def _bytes_of(job_ids: tuple[int, ...], num_bytes: int, projections: Projections) -> tuple[int, ...]:
-    """What a copy moved for each of its jobs: all pages are of one size."""
+    """What a copy moved for each of its jobs, by their pages; the sum is exact.
+
+    Ranks that share a pool each write a part of the pages, so a copy may move less than whole pages for a job.
+    """
     if len(job_ids) == 1:
         return (num_bytes,)
     jobs = map(projections.jobs.get, job_ids)
-    num_pages = [0 if job is None else len(job.slots) - job.slots.count(NO_SLOT) for job in jobs]
-    return tuple([num_bytes * num // (sum(num_pages) or 1) for num in num_pages])
+    ends = list(accumulate(0 if job is None else len(job.slots) - job.slots.count(NO_SLOT) for job in jobs))
+    num_pages = ends[-1] or 1
+    return tuple([num_bytes * end // num_pages - num_bytes * first // num_pages for first, end in pairwise([0, *ends])])
 
 
 def reported_steps(arrived: Iterable[StepReport]) -> Iterator[e.StepReported]:
