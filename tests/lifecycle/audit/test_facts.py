@@ -32,7 +32,7 @@ NAMED_BY_ORDINAL = (
 _SAVED = "a save or its end is that of a job, and the job has it"
 _COPIED = "copied from the record for people: what the projections have already"
 _PEOPLE = "words for people; no state follows from them"
-_EXTENSIONS = "the projections of the extension fold it, or nobody can; the core counts events by extension"
+_EXTENSIONS = "the projections of the extension fold it, or nobody can; totals count events by extension"
 _COUNTED = "counted, and nothing else; `show` and `why` read the event itself"
 _CHECKED = "SETTLED_EXACT makes the settled tokens from it once more; nothing is decided upon it"
 NOT_FOLDED: dict[str, dict[str, str]] = {
@@ -57,7 +57,7 @@ NOT_FOLDED: dict[str, dict[str, str]] = {
     "load.failed": {"error": _PEOPLE},
     "save.issued": {"before_forward": "says when a worker copies; whose the blocks are follows from the request"},
     "save.failed": {"error": _PEOPLE},
-    "save.declined": dict.fromkeys(("request_id", "first_chunk", "reason"), _COUNTED),
+    "save.declined": dict.fromkeys(("request_id", "first_chunk", "num_chunks", "reason"), _COUNTED),
     "chunk.evicted": dict.fromkeys(("request_id", "ordinal", "generation"), "who needed the slots, for people"),
     "prefill.advanced": dict.fromkeys(("num_computed_tokens", "num_tokens"), _COPIED),
     "prefill.completed": dict.fromkeys(("num_computed_tokens", "num_tokens"), _COPIED),
@@ -65,9 +65,11 @@ NOT_FOLDED: dict[str, dict[str, str]] = {
     "invariant.violated": dict.fromkeys(("rule", "request_id", "ordinal", "generation", "detail"), _COUNTED),
     "log.note": {"text": _PEOPLE},
     "decision.withheld": {"rule": _PEOPLE, "detail": _PEOPLE},
-    "extension.observed": dict.fromkeys(("name", "extension_version", "payload"), _EXTENSIONS),
-    "extension.decided": dict.fromkeys(("request_id", "name", "extension_version", "payload"), _EXTENSIONS),
-    "extension.noted": dict.fromkeys(("name", "extension_version", "payload"), _EXTENSIONS),
+    "extension.observed": dict.fromkeys(("extension", "name", "extension_version", "payload"), _EXTENSIONS),
+    "extension.decided": dict.fromkeys(
+        ("extension", "request_id", "name", "extension_version", "payload"), _EXTENSIONS
+    ),
+    "extension.noted": dict.fromkeys(("extension", "name", "extension_version", "payload"), _EXTENSIONS),
     "extension.stopped": {
         "extension_version": "one version of an extension is loaded at a time",
         **dict.fromkeys(("where", "error"), _PEOPLE),
@@ -75,7 +77,10 @@ NOT_FOLDED: dict[str, dict[str, str]] = {
     "end.refused": dict.fromkeys(
         ("request_id", "ordinal", "field"), "vLLM never had it; COMPLETION_ONCE reads the event itself"
     ),
-    "transfer.reported": {"moments": "COPY_IN_TIME compares them; no state follows from them"},
+    "transfer.reported": {
+        "num_bytes": _COUNTED,
+        "moments": "COPY_IN_TIME compares them; no state follows from them",
+    },
     "step.reported": dict.fromkeys(
         ("delivered", "ranks", "under_way"), "COPY_IN_TIME looks for what is missing; no state follows from it"
     ),
