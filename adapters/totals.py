@@ -292,10 +292,9 @@ class Totals:
         self.state.loading.pop(event.job_id, None)
         self.figures.num_loads_failed += 1
 
-    def _save_completed(self, event: e.SaveCompleted, _sequence: int, _subject: Subject) -> None:
-        job = self._jobs.get(event.job_id)
-        if job is not None:
-            self.figures.num_chunks_saved += len(job.keys)
+    def _save_completed(self, _event: e.SaveCompleted, _sequence: int, subject: Subject) -> None:
+        if subject.copy is not None:
+            self.figures.num_chunks_saved += len(subject.copy.keys)
 
     def _save_declined(self, event: e.SaveDeclined, _sequence: int, _subject: Subject) -> None:
         self.figures.num_chunks_declined += event.num_chunks

@@ -406,7 +406,7 @@ class Owed(Projection):
             and job_id not in state.unsent
             and job_id not in state.reminders
         ):
-            state.copies.pop(job_id, None)
+            del state.copies[job_id]
 
     # --- handing over --------------------------------------------------------------------------
 
@@ -422,7 +422,7 @@ class Owed(Projection):
             for job_id in handed_out:
                 queue.pop(job_id, None)
                 copy = state.copies.get(job_id)
-                if copy is not None and copy.work is WorkRegion.SETTLED:
+                if copy is not None:
                     self._forget_if_settled(copy)
         if event.block_ids:
             del state.block_ids[: len(event.block_ids)]
