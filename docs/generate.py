@@ -183,7 +183,7 @@ none of its events is used. The ranges hold everything that vLLM, a worker or a 
 is only wrong is left to the [rules](invariants.md).
 """
 
-_WRITING = ("copies", "extensions", "lookup_cache")
+_WRITING = ("copies", "extensions")
 """Projections that make events."""
 
 

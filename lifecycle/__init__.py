@@ -25,7 +25,6 @@ from kvledger.lifecycle.projections import Projection, Projections, ProjectionSp
 from kvledger.lifecycle.projections.base import Subject
 from kvledger.lifecycle.projections.copies import Channel, PageJob, Ready
 from kvledger.lifecycle.projections.request_record import ComputedTokens, RequestRecord
-from kvledger.lifecycle.repeated_lookups import LookupsInFull, lookups_in_full
 from kvledger.lifecycle.replay import Replay, SequencedEvent, batches, fold
 from kvledger.lifecycle.request_ids import begins_as, cut_request_id, logged_request_id
 from kvledger.lifecycle.rules import Rule
@@ -51,7 +50,6 @@ __all__ = [
     "Ledger",
     "LedgerConfiguration",
     "LedgerCorrupt",
-    "LookupsInFull",
     "MissReason",
     "Moment",
     "PageJob",
@@ -82,7 +80,6 @@ __all__ = [
     "handlers",
     "log_header",
     "logged_request_id",
-    "lookups_in_full",
     "on",
     "raise_if_unstoppable",
     "suppressed",

@@ -37,7 +37,7 @@ __all__ = [
     "vocabulary_header",
 ]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Grows when a log and a reader of different versions could misunderstand one another; then neither reads the other."""
 
 

@@ -801,39 +801,8 @@ class PagesDigested(Event, frozen=True, tag=42):
     time_ns: TimeNs
 
 
-@observation("lookup.requested_again")
-class LookupRequestedAgain(Event, frozen=True, tag=43):
-    """A `LookupRequested` with the numbers of the life's last one, whose answer nothing has taken up.
-
-    A request that waits for blocks is asked about in every step. The ledger writes this in place of the event that it
-    stands for, and whoever folds or replays the log is given that one.
-    """
-
-    ordinal: Ordinal
-    time_ns: TimeNs
-
-    def after(self, last: LookupAnswered) -> LookupRequested:
-        """What it stands for behind that answer."""
-        return LookupRequested(last.request_id, last.num_computed_tokens, last.num_tokens, self.time_ns)
-
-
-@decision("lookup.answered_again")
-class LookupAnsweredAgain(Event, frozen=True, tag=44):
-    """A `LookupAnswered` that is the life's last one once more, reason and all; written in its place."""
-
-    ordinal: Ordinal
-    cause: Sequence
-
-    def after(self, last: LookupAnswered) -> LookupAnswered:
-        """What it stands for behind that answer."""
-        return msgspec.structs.replace(last, cause=self.cause)
-
-
-RepeatedLookup = LookupRequestedAgain | LookupAnsweredAgain
-
-
 @observation("end.refused")
-class EndRefused(Event, frozen=True, tag=45):
+class EndRefused(Event, frozen=True, tag=43):
     """Another connector reported an end too early, and kvledger removed it from what vLLM is given.
 
     Under `MultiConnector` every child may report ends of any request, and vLLM cannot tell whose they are. It would use
@@ -850,7 +819,7 @@ class EndRefused(Event, frozen=True, tag=45):
 
 
 @observation("prefix_cache.reset")
-class PrefixCacheReset(Event, frozen=True, tag=46):
+class PrefixCacheReset(Event, frozen=True, tag=44):
     """VLLM reset its own prefix cache and did not reset the connector (`reset_prefix_cache()`).
 
     What was saved before stays and can still be loaded, so it is wrong if the weights have changed. After a change of
@@ -863,7 +832,7 @@ class PrefixCacheReset(Event, frozen=True, tag=46):
 
 
 @observation("step.reported")
-class StepReported(Event, frozen=True, tag=47):
+class StepReported(Event, frozen=True, tag=45):
     """Ranks sent the output of a step that has something to report.
 
     That is copies that it waits for, copies asked after, ends, or blocks that no copy fills. It follows their reports
@@ -916,7 +885,7 @@ class Difference(enum.StrEnum):
 
 
 @observation("hooks.exchanged")
-class HooksExchanged(Event, frozen=True, tag=48):
+class HooksExchanged(Event, frozen=True, tag=46):
     """What left the hooks and what arrived in them since the last such event.
 
     Counted where the hook returns to vLLM, or vLLM calls it, by code that does not decide. What equals the decision

@@ -26,9 +26,8 @@ from kvledger.lifecycle.turn import Turn
 _NOT_OF_HANDLERS = (
     *(e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.ChunkTainted),
     e.ExtensionStopped,
-    e.LookupAnsweredAgain,
 )
-"""What follows from reports, from code that raised, and how an answer is recorded."""
+"""What follows from reports, and from code that raised."""
 _OWN = "kvledger.lifecycle."
 _encode = msgspec.msgpack.Encoder().encode
 _SAVES = (e.SaveIssued, e.TailSaveIssued)

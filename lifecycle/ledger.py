@@ -8,7 +8,7 @@ go to the sink it was given.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvledger.lifecycle.codec import EventEncoder
 from kvledger.lifecycle.configuration import LedgerConfiguration
@@ -19,7 +19,6 @@ from kvledger.lifecycle.events import Event, HookFailed
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.base import Subject
 from kvledger.lifecycle.projections.copies import Channel, Ready
-from kvledger.lifecycle.projections.lookup_cache import LOOKUPS
 from kvledger.lifecycle.turn import TurnEnded
 
 
@@ -74,10 +73,6 @@ class Ledger:
         self._corrupt: LedgerCorrupt | None = None
         self._cause = 0
         """The last observation."""
-        self._in_short: dict[type[Event], Callable[[Any, int], Event]] = dict.fromkeys(
-            LOOKUPS, self.projections.lookup_cache.in_short
-        )
-        """Class of events that may be written in short -> how."""
         self._raised = self.projections.extensions.raised
         self.projections.extensions.on_raised = self._stop_extensions
         self.on_recorded: Callable[[Event], None] | None = None
@@ -192,8 +187,7 @@ class Ledger:
             raise TurnEnded
         sequence = self._next_sequence
         self._next_sequence = sequence + 1
-        in_short = self._in_short.get(type(event))
-        self._uncommitted.append(event if in_short is None else in_short(event, sequence))
+        self._uncommitted.append(event)
         if self.on_recorded is not None:
             self.on_recorded(event)
         try:

@@ -117,7 +117,6 @@ class Replay:
         self.reference_differences = Divergences()
         self.current = ReplayedEvent()
         """The event that is or was last taken."""
-        self._in_full = self.projections.lookup_cache.in_full
         self._is_extended = bool(core.extensions)
         self._raised = self.projections.extensions.raised
         self.projections.extensions.on_raised = self._stop_extensions
@@ -171,8 +170,7 @@ class Replay:
         following, self._read_ahead = self._read_ahead, None
         return following or next(self._events, None)
 
-    def _take_up(self, sequence: int, recorded: Event) -> None:
-        event = self._in_full(recorded)
+    def _take_up(self, sequence: int, event: Event) -> None:
         if event.is_decision:
             self.missing = None
             if self._is_compared and not isinstance(event, ExtensionStopped):  # and nobody decides it any more
@@ -224,7 +222,7 @@ class Replay:
             self.missing = Divergence(self.current.sequence + 1, None, decision)
             self._is_compared = False
             raise TurnEnded
-        sequence, event = following[0], self._in_full(following[1])
+        sequence, event = following
         if decision != event:
             self._read_ahead = following
             self._diverged(sequence, event if event.is_decision else None, decision)

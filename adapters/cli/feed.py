@@ -52,7 +52,6 @@ class Feed:
 
     def take(self, observation: Observation) -> Iterator[Line]:
         """Take the next observation."""
-        observation = observation.in_full(self._projections)
         own = getattr(observation.event, "request_id", "")
         decisions: dict[str, list[e.Event]] = {own: []}
         for _, event in observation.decisions:

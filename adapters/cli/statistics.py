@@ -97,8 +97,6 @@ class Counting:
         has_step = False
         if batch.gap is not None:
             self._accounts.lose()
-            if not batch.gap.is_in_snapshot:
-                self._projections.lookup_cache.lose()
         for sequence, event in batch.numbered():
             time_ns = getattr(event, "time_ns", None)
             self._time_ns = self._time_ns if time_ns is None else time_ns
@@ -155,7 +153,7 @@ class Counting:
         if isinstance(event, e.TransferReported):
             jobs = filter(None, map(self._projections.jobs.get, event.job_ids))
             return any(job.request_id == wanted for job in jobs)
-        return getattr(self._projections.lookup_cache.in_full(event), "request_id", None) == wanted
+        return getattr(event, "request_id", None) == wanted
 
     def _count(self, event: e.Event) -> None:
         statistics = self._statistics

@@ -23,7 +23,6 @@ from kvledger.adapters.logs.processes import num_cores, processes
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.verification import Findings, Verification
 from kvledger.adapters.units import plural, size
-from kvledger.lifecycle import lookups_in_full
 from kvledger.lifecycle.audit import Violation
 from kvledger.lifecycle.events import Event
 
@@ -234,7 +233,7 @@ def _evidence(log: StoredLog, violations: Collection[Violation]) -> dict[int, Ev
         return {}
     copy = open_log(log.path, log.core, lenient=True)  # what was refused has been refused before
     found: dict[int, Event] = {}
-    for sequence, event in lookups_in_full(copy.events()):
+    for sequence, event in copy.events():
         if sequence in wanted:
             found[sequence] = event
             if len(found) == len(wanted):

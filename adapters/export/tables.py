@@ -16,7 +16,7 @@ from kvledger.adapters.export.spans import Call, Copy, Incarnation, Instant, Loo
 from kvledger.adapters.logs.describe import plain_fields
 from kvledger.adapters.logs.log import Batch
 from kvledger.adapters.logs.selection import Selection
-from kvledger.lifecycle import LookupsInFull, RequestState
+from kvledger.lifecycle import RequestState
 from kvledger.lifecycle.events import Event
 
 Cell = str | int | None
@@ -156,7 +156,6 @@ class Tables(Visitor):
         self._opened_at = opened_at_ns
         self._write = write_row
         self._encode = msgspec.json.Encoder().encode
-        self._in_full = LookupsInFull()
 
     def ended(self, span: Span) -> None:
         """A row of `requests`, `states` or `transfers`; calls are rows of `events`."""
@@ -178,10 +177,7 @@ class Tables(Visitor):
     def take_events(self, batch: Batch, selection: Selection) -> None:
         """A row of `events` for each that is selected."""
         write = self._write[EVENTS]
-        if batch.gap is not None:
-            self._in_full.lose()
-        for sequence, recorded, time_ns in batch.timed():
-            event = self._in_full(recorded)
+        for sequence, event, time_ns in batch.timed():
             request_id = getattr(event, "request_id", "")
             if selection.holds(sequence) and selection.request_id in {None, request_id}:
                 write(map(_cell, self._event_cells(sequence, event, time_ns, request_id)))

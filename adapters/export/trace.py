@@ -96,7 +96,6 @@ class Trace:
     def take(self, sequence: int, event: e.Event) -> None:
         """Take up the next event of the log."""
         self.current = f"event {sequence} ({event.id})"
-        event = self.projections.lookup_cache.in_full(event)
         self._reach(sequence)
         if not event.is_decision:
             self._complete()
@@ -118,8 +117,6 @@ class Trace:
         """Events are missing here. That the oldest are is no trouble: most often they were retired."""
         self._complete()
         self._reach(gap.last_sequence)
-        if not gap.is_in_snapshot:
-            self.projections.lookup_cache.lose()
         self._show_instant(
             Instant(
                 kind=LOST,

@@ -195,7 +195,6 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.LogNote: lambda event: f"note: {event.text}",
     # Decisions. Progress is left out: the state shows it.
     e.LookupAnswered: _lookup,
-    e.LookupAnsweredAgain: lambda _: "answered as before",
     e.LookupDeferred: lambda event: (
         f"asked what can be loaded of {plural(event.num_tokens, 'token')}: to be asked again"
         f"{f', job {event.job_id} is under way' * bool(event.job_id)}"

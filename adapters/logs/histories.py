@@ -15,7 +15,6 @@ from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.progress import Progress
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.reasons import Accounts, RequestHistory
-from kvledger.lifecycle import LookupsInFull
 from kvledger.lifecycle import events as e
 
 
@@ -86,14 +85,10 @@ class NamedEvents:
     events: dict[int, NamedEvent] = attrs.field(factory=dict)
     names: dict[int, str] = attrs.field(factory=dict)
     """Ordinal -> request id."""
-    _in_full: LookupsInFull = attrs.field(factory=LookupsInFull)
 
     def take(self, batch: Batch) -> None:
         """Take up the next batch of the log."""
-        if batch.gap is not None:
-            self._in_full.lose()
-        for sequence, recorded, time_ns in batch.timed():
-            event = self._in_full(recorded)
+        for sequence, event, time_ns in batch.timed():
             if sequence in self.numbers:
                 self.events[sequence] = NamedEvent(sequence, event, time_ns)
             if isinstance(event, e.RequestArrived):

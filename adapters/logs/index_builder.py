@@ -164,8 +164,6 @@ class _Builder:
             memory.num_batches += 1
             if batch.gap is not None:
                 self._accounts.lose()
-                if not batch.gap.is_in_snapshot:
-                    self._projections.lookup_cache.lose()
             for sequence, event in batch.numbered():
                 self._take(sequence, event)
 

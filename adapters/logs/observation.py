@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import attrs
 
-from kvledger.lifecycle import Projections, SequencedEvent
+from kvledger.lifecycle import SequencedEvent
 from kvledger.lifecycle import events as e
 
 
@@ -23,15 +23,6 @@ class Observation:
     def last_sequence(self) -> int:
         """Of its last decision."""
         return self.decisions[-1][0] if self.decisions else self.sequence
-
-    def in_full(self, known: Projections) -> Observation:
-        """The same with what repeated lookups stand for; to be asked before it is folded into `known`."""
-        if not any(isinstance(event, e.RepeatedLookup) for _, event in self):
-            return self
-        in_full = known.lookup_cache.in_full
-        return Observation(
-            self.sequence, in_full(self.event), [(number, in_full(each)) for number, each in self.decisions]
-        )
 
     def __iter__(self) -> Iterator[SequencedEvent]:
         yield self.sequence, self.event

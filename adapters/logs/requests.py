@@ -69,11 +69,6 @@ class Requests:
             summary = RequestSummary(event.request_id, event.ordinal, sequence, sequence, event.time_ns, tokens, tokens)
             self.current[event.request_id] = self._by_ordinal[event.ordinal] = summary
             return
-        if isinstance(event, e.RepeatedLookup):
-            if event.ordinal in self._by_ordinal:
-                self._by_ordinal[event.ordinal].last_sequence = sequence
-                self._by_ordinal[event.ordinal].num_lookups += not event.is_decision
-            return
         about = map(self._jobs.get, event.job_ids) if isinstance(event, e.TransferReported) else (event,)
         request_ids = dict.fromkeys(getattr(each, "request_id", "") for each in about)
         for summary in filter(None, map(self.current.get, request_ids)):

@@ -78,7 +78,7 @@ class Timelines:
     """
 
     def __init__(self, core: Core, configuration: LedgerConfiguration, request_ids: Iterable[str]) -> None:
-        self._known = core.new_projections(configuration, only=("extensions", "sub_states", "tracker", "lookup_cache"))
+        self._known = core.new_projections(configuration, only=("extensions", "sub_states", "tracker"))
         self._timelines = {name: _Timeline(name, core, self._known, configuration.num_ranks) for name in request_ids}
         self._active: dict[str, _Timeline] = {}
         """Those of requests that are there now: of all others there is nothing to ask."""
@@ -92,14 +92,11 @@ class Timelines:
     def lose(self, gap: Gap) -> None:
         """Events are missing here."""
         self._gap = gap
-        if not gap.is_in_snapshot:
-            self._known.lookup_cache.lose()
         for timeline in self._active.values():
             timeline.lose(gap)
 
     def take(self, observation: Observation) -> None:
         """Take up the next observation of the log."""
-        observation = observation.in_full(self._known)
         own = getattr(observation.event, "request_id", "")
         timeline = self._timelines.get(own)
         if timeline is not None:

@@ -83,13 +83,6 @@ class Admissions(Projection):
         life.answer = Answer(sequence, event)
         self._note_lookup(life, event, sequence)
 
-    @on(e.LookupAnsweredAgain)
-    def _answered_again(self, event: e.LookupAnsweredAgain, sequence: int) -> None:
-        life = self._lives.by_ordinal(event.ordinal)
-        last = None if life is None or life.answer is None else life.answer.event
-        if life is not None and last is not None and last.generation == life.generation:  # as it is pending for a fold
-            self._answered(event.after(last), sequence)
-
     @on(e.DecisionWithheld)
     def _withheld(self, event: e.DecisionWithheld, sequence: int) -> None:
         life = self._lives.kept(event.request_id)

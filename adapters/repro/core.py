@@ -51,7 +51,7 @@ class CoreRun(Run):
         self._ledger.commit()
         events = self._written.take()
         self._outcome.take(events, call.hook, call.sequence)
-        for made in (self._ledger.projections.lookup_cache.in_full(event) for _, event in events):
+        for _, made in events:
             if isinstance(made, JOB_ISSUED):
                 self._issued(made, sequence)
             elif isinstance(made, e.LookupAnswered):

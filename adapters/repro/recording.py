@@ -25,7 +25,7 @@ from kvledger.adapters.recorder.payloads import (
     TransfersEnded,
     WorkersReported,
 )
-from kvledger.lifecycle import LedgerConfiguration, SequencedEvent, lookups_in_full
+from kvledger.lifecycle import LedgerConfiguration, SequencedEvent
 from kvledger.lifecycle import events as e
 
 _Event = TypeVar("_Event", bound=e.Event)
@@ -147,7 +147,7 @@ def record(configuration: LedgerConfiguration, events: Iterable[SequencedEvent])
     answers: dict[int, int | None] = {}
     copies: dict[str, tuple[str, bool, int]] = {}
     counts: Counter[tuple[str, bool]] = Counter()
-    for sequence, event in lookups_in_full(events):
+    for sequence, event in events:
         if isinstance(event, e.RequestArrived):
             ordinals[event.request_id] = event.ordinal
         elif isinstance(event, e.LookupRequested):

@@ -382,7 +382,7 @@ def _num_saved_tokens(record: RequestRecord, projections: Projections) -> int:
     if record.trust is not TrustRegion.TRUSTED:
         return 0
     # Counted by the projection, never taken from an answer: a handler may have answered anything before.
-    num_chunks = projections.lookup_cache.num_committed_chunks(record)
+    num_chunks = projections.lookup_cache.num_hit_chunks(record)
     num_tokens = num_chunks * projections.geometry.chunk_size
     tail = record.saved_tail
     return num_tokens if tail is None or tail.first_token > num_tokens else max(num_tokens, tail.end_token)

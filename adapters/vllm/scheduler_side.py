@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-import msgspec
+from msgspec.structs import replace
 
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.cache_events import CacheEvents, ChunkBlocks
@@ -204,7 +204,7 @@ class SchedulerSide:
             self._record_reset()
         request = self._live(request)
         record, first_sequence = self._tracker.get(request.request_id), journal.ledger.next_sequence
-        last_answer = 0 if record is None or record.answer is None else record.written_at
+        last_answer = None if record is None else record.answer
         self.request_reader.read(request)
         asked = e.LookupRequested(request.request_id, num_computed_tokens, request.num_tokens, journal.now())
         decided = _answer_among(journal.observe(asked))
@@ -214,7 +214,7 @@ class SchedulerSide:
             if not breach:
                 answer = decided.num_external_tokens, decided.is_async
                 has_only_asked = journal.ledger.next_sequence == first_sequence + 2
-                is_same = record is not None and record.answer is not None and record.written_at == last_answer
+                is_same = last_answer is not None and decided == replace(last_answer, cause=decided.cause)
                 if has_only_asked and is_same and journal.is_whole:
                     return answer
             elif record is None or record.trust is TrustRegion.TRUSTED:  # a quarantined one is known to be left out
@@ -318,11 +318,11 @@ class SchedulerSide:
                 self.hook_failed("build_connector_meta", "", error)
                 ready = self.journal.ready()
                 jobs = no_copies(ready)
-            jobs = msgspec.structs.replace(jobs, delivered=self.journal.advance(ready))
+            jobs = replace(jobs, delivered=self.journal.advance(ready))
             if jobs.failed_loads or jobs.finished_saves:
                 failed_loads, finished_saves = map(self.ids.all_given, (jobs.failed_loads, jobs.finished_saves))
-                jobs = msgspec.structs.replace(jobs, failed_loads=failed_loads, finished_saves=finished_saves)
-        return jobs if scheduler_output.total_num_scheduled_tokens else msgspec.structs.replace(jobs, is_idle=True)
+                jobs = replace(jobs, failed_loads=failed_loads, finished_saves=finished_saves)
+        return jobs if scheduler_output.total_num_scheduled_tokens else replace(jobs, is_idle=True)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Observe what the workers report, and add the requests whose load has arrived.
@@ -384,7 +384,7 @@ class SchedulerSide:
         ready, owed = self.ledger.ready(Channel.VLLM), self.journal.owed
         finished = (*(connector_output.finished_recving or ()), *(connector_output.finished_sending or ()))
         reported = owed.reported_to_vllm(map(self.ids.logged, finished))
-        self.journal.advance(msgspec.structs.replace(ready, reported=reported))
+        self.journal.advance(replace(ready, reported=reported))
         if ready.received:
             received = self.ids.all_given(ready.received.values())
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *received}

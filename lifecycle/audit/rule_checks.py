@@ -10,7 +10,7 @@ from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.moment import Check
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.audit.of_extensions import RuleOfExtension
-from kvledger.lifecycle.events import Event, RepeatedLookup
+from kvledger.lifecycle.events import Event
 
 MakeChecker = Callable[[Model], Checker]
 
@@ -28,7 +28,6 @@ class RuleChecks:
         self.moment = model.moment
         """Of the event that is or was last looked at."""
         self.violations = model.violations
-        self._answers = model.answers
         self.checkers = tuple(make(model) for make in checkers)
         self.num_events = 0
         self._checks: dict[type[Event], list[Check]] = {}
@@ -49,8 +48,7 @@ class RuleChecks:
             Exception: whatever a fold or a check raises; `moment` says at which event. Nothing more can be taken.
         """
         moment, checks = self.moment, self._checks
-        for sequence, recorded in events:
-            event = self._answers.in_full(recorded) if isinstance(recorded, RepeatedLookup) else recorded
+        for sequence, event in events:
             moment.sequence, moment.event = sequence, event
             if not event.is_decision:
                 moment.cause = sequence

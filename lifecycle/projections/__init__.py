@@ -132,7 +132,7 @@ class Projections:
             keep_for_preempted=configuration.keep_for_preempted,
             kept_last=self.kept_last,
         )
-        self.lookup_cache = LookupCache(self.tracker, configuration.chunk_size, self.pool, self.fold)
+        self.lookup_cache = LookupCache(self.pool)
         self.costs = TokenCosts(self.tracker)
         self._keepers = keepers
         self._extension_of = {name: each.name for each in tables.extensions for name in each.projections}

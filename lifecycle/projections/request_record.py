@@ -12,9 +12,6 @@ from kvledger.lifecycle.ranges import Count, Int64, JobId, LifeOrdinal, NumToken
 from kvledger.lifecycle.ranges import Sequence as SequenceNumber
 from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
 
-_IN_FULL_AFTER_EVENTS = 1024
-"""Events after which a lookup is written in full again, so that a reader who lacks a part of the log knows it soon."""
-
 
 class Tail(msgspec.Struct):
     """The part-filled last chunk of a preempted request: page images that only this life of it may load.
@@ -78,8 +75,6 @@ class RequestRecord(msgspec.Struct):
     earlier generation."""
     answered_at: SequenceNumber = 0
     """Sequence number of that answer."""
-    written_at: SequenceNumber = 0
-    """Sequence number of the last answer like that one which the log has in full."""
     claimed: e.LookupAnswered | None = None
     """The answer that its last allocation claimed; None if no lookup came before it."""
     num_deferrals: Count = 0
@@ -141,24 +136,10 @@ class RequestRecord(msgspec.Struct):
         count = self.num_deferrals
         return count if count and is_shared and self.deferred_for == job_id else count + 1
 
-    def repeats(self, event: e.LookupRequested | e.LookupAnswered, sequence: int) -> bool:
-        """Whether the log has that lookup or answer already, and not too long ago."""
-        last = self.answer
-        if last is None or sequence - self.written_at > _IN_FULL_AFTER_EVENTS:
-            return False
-        if isinstance(event, e.LookupAnswered):
-            return event == msgspec.structs.replace(last, cause=event.cause)
-        return event.num_computed_tokens == last.num_computed_tokens and event.num_tokens == last.num_tokens
-
     def forget_lookups(self) -> None:
         """What was looked up is over."""
         self.answer = self.claimed = None
-        self.junction = 0
-        self.end_deferrals()
-
-    def end_deferrals(self) -> None:
-        """The next deferral is the first one again."""
-        self.num_deferrals = self.deferred_for = 0
+        self.junction = self.num_deferrals = self.deferred_for = 0
 
 
 class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):

@@ -272,10 +272,8 @@ class RequestTracker(Projection):
         record = subject.current
         if record is None:
             return
-        if not record.repeats(event, sequence):
-            record.written_at = sequence
         record.answer, record.answered_at = event, sequence
-        record.end_deferrals()
+        record.num_deferrals = record.deferred_for = 0
         if event.miss_reason == _WINDOW:
             record.junction = max(0, event.num_hit_tokens) // self._chunk_size * self._chunk_size
 
@@ -407,7 +405,7 @@ class RequestTracker(Projection):
         for record in self:
             record.num_chunks_handled = record.junction = 0
             record.answer = None
-            record.end_deferrals()
+            record.num_deferrals = record.deferred_for = 0
             if record.blocks is not BlocksRegion.NONE:
                 self._move(record, "cache.reset/held")
 

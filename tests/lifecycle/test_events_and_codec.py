@@ -220,14 +220,14 @@ def test_an_event_of_a_log_from_before_its_last_fields_has_their_defaults() -> N
 
 def golden_vocabulary(golden: Any) -> list[dict[str, Any]]:
     """The vocabulary under which the golden payloads were written."""
-    header: dict[str, Any] = json.loads(golden.read("events-v2/header.json"))
+    header: dict[str, Any] = json.loads(golden.read("events-v3/header.json"))
     vocabulary: list[dict[str, Any]] = header["vocabulary"]
     return vocabulary
 
 
 def test_every_event_version_has_a_golden_payload(golden: Any) -> None:
     """A new event or version adds a file; what is there is never written again."""
-    golden.add("events-v2/header.json", json.dumps({"schema_version": SCHEMA_VERSION, "vocabulary": []}))
+    golden.add("events-v3/header.json", json.dumps({"schema_version": SCHEMA_VERSION, "vocabulary": []}))
     vocabulary = golden_vocabulary(golden)
     known = {(entry["id"], entry["version"]) for entry in vocabulary}
     for entry in vocabulary_header(Core.standard())["vocabulary"]:  # type: ignore[attr-defined]
@@ -235,13 +235,13 @@ def test_every_event_version_has_a_golden_payload(golden: Any) -> None:
         if golden.rewrite and (entry["id"], entry["version"]) not in known:
             vocabulary.append(entry)
             header = {"schema_version": SCHEMA_VERSION, "vocabulary": vocabulary}
-            golden.check("events-v2/header.json", json.dumps(header, indent=1) + "\n")
+            golden.check("events-v3/header.json", json.dumps(header, indent=1) + "\n")
         code = [(other["id"], other["version"]) for other in vocabulary].index((entry["id"], entry["version"]))
         fields = [example_of(annotation, index) for index, annotation in enumerate(types_of(event_class).values())]
         payload = msgspec.msgpack.encode([(code, *fields)]).hex()
-        golden.add(f"events-v2/{event_class.id}-{event_class.version}.hex", payload + "\n")
+        golden.add(f"events-v3/{event_class.id}-{event_class.version}.hex", payload + "\n")
     names = {f"{entry['id']}-{entry['version']}.hex" for entry in vocabulary}
-    assert set(golden.names("events-v2", ".hex")) == names
+    assert set(golden.names("events-v3", ".hex")) == names
     assert {(event.id, event.version) for event in EVENTS} <= {(x["id"], x["version"]) for x in vocabulary}
 
 
@@ -252,7 +252,7 @@ def test_a_golden_payload_is_read_and_written_to_the_byte(golden: Any, event_cla
     Wire codes may move, as the log's header lists them; so the payload is compared under the golden codes.
     """
     vocabulary = golden_vocabulary(golden)
-    payload = bytes.fromhex(golden.read(f"events-v2/{event_class.id}-{event_class.version}.hex"))
+    payload = bytes.fromhex(golden.read(f"events-v3/{event_class.id}-{event_class.version}.hex"))
     (event,) = EventDecoder(Core.standard(), {"schema_version": SCHEMA_VERSION, "vocabulary": vocabulary}).decode(
         payload
     )
@@ -266,10 +266,10 @@ def test_a_golden_payload_is_read_and_written_to_the_byte(golden: Any, event_cla
 def test_every_golden_payload_of_any_version_is_still_readable(golden: Any) -> None:
     """Also those of versions that this code no longer writes."""
     decoder = EventDecoder(Core.standard(), {"schema_version": SCHEMA_VERSION, "vocabulary": golden_vocabulary(golden)})
-    names = golden.names("events-v2", ".hex")
+    names = golden.names("events-v3", ".hex")
     assert len(names) >= len(EVENTS)
     for name in names:
-        (event,) = decoder.decode(bytes.fromhex(golden.read(f"events-v2/{name}")))
+        (event,) = decoder.decode(bytes.fromhex(golden.read(f"events-v3/{name}")))
         assert name.startswith(f"{event.id}-")
 
 

@@ -132,8 +132,6 @@ def test_the_time_of_a_state_is_that_of_the_observation_that_led_to_it() -> None
 def test_every_observation_that_has_a_time_is_the_time_of_what_it_moves(event_class: type[e.Event]) -> None:
     """`replay` gave a request that an observed block table had moved the time of an older event."""
     tracker = Driver().projections.tracker
-    if event_class is e.LookupRequestedAgain:  # folded as the lookup that it repeats
-        event_class = e.LookupRequested
     event = event_class(**{**example_values(event_class), "time_ns": 77})
     tracker.folds()[event_class](event, 1, NOBODY)
     assert tracker.time_ns == 77

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvledger.adapters.reasons import Accounts, LoadFate, Reason, RequestHistory, Sums
 from kvledger.adapters.totals import Figures, Totals
-from kvledger.lifecycle import Core, LedgerConfiguration, fold, lookups_in_full
+from kvledger.lifecycle import Core, LedgerConfiguration, fold
 from kvledger.lifecycle import events as e
 
 _OF_SHARERS = (
@@ -63,7 +63,7 @@ PROOFS: dict[Reason, tuple[type[e.Event], ...]] = {
 
 def check_proofs(events: Sequence[tuple[int, e.Event]], stories: Sequence[RequestHistory]) -> None:
     """Every reason is proven by an event of the kind that it needs, from before the tokens were missed."""
-    by_sequence = dict(lookups_in_full(events))
+    by_sequence = dict(events)
     for story in stories:
         told = [(lookup.last_sequence, lookup.spans) for lookup in story.lookups]
         told += [(admission.sequence, admission.missed) for admission in story.admissions]
@@ -99,8 +99,6 @@ def concerning(events: Sequence[tuple[int, e.Event]], request_id: str) -> list[t
         if isinstance(event, e.StepScheduled):
             concerns = awaits_step or any(ordinal in ordinals for ordinal, *_ in event.advanced)
             awaits_step = False
-        elif isinstance(event, e.RepeatedLookup):
-            concerns = event.ordinal in ordinals
         elif isinstance(event, e.RequestPreempted) and concerns:
             awaits_step = True
         if concerns:

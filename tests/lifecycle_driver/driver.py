@@ -22,7 +22,6 @@ from kvledger.lifecycle import (
     RequestState,
     Scheduled,
     StepEncoder,
-    lookups_in_full,
 )
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
@@ -118,8 +117,8 @@ class Driver:
         return audit
 
     def events(self) -> list[SequencedEvent]:
-        """What is in the log, with each lookup in full: to be altered before it is audited."""
-        return list(lookups_in_full(self.sink.events()))
+        """What is in the log: to be altered before it is audited."""
+        return list(self.sink.events())
 
     def all_of(self, event_class: type[_EventClass]) -> list[_EventClass]:
         """Every event of a class so far, in order."""

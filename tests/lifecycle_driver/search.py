@@ -135,9 +135,7 @@ def canonical(driver: Driver) -> str:
     return json.dumps(parts, sort_keys=False, default=_plain)
 
 
-_PASSING = (
-    *("lost_block_ids", "window_freed_at", "window_freed_before_step", "num_local_tokens", "answered_at", "written_at"),
-)
+_PASSING = (*("lost_block_ids", "window_freed_at", "window_freed_before_step", "num_local_tokens", "answered_at"),)
 _COUNTING = ("job_id", "ordinal", "epoch", "asked_step", "asked_ns")
 
 

@@ -58,12 +58,6 @@ class Answers:
         """(request id, event) of each preemption after which somebody waits for the chunk."""
         return ((who, sequence) for who, (keys, sequence) in self._waited_for.items() if key in keys)
 
-    def in_full(self, event: e.RepeatedLookup) -> e.Event:
-        """What it stands for; itself, where that life has no answer that no allocation has claimed."""
-        life = self._lives.of(event.ordinal)
-        last = None if life is None else self._pending.get(life.request_id)
-        return event if last is None else event.after(last.event)
-
     def relied_on(self) -> Container[bytes]:
         """Every chunk that is promised or waited for."""
         return frozenset().union(

@@ -40,12 +40,6 @@ class LookupPure(Checker):
     def _requested(self, event: e.LookupRequested) -> None:
         self._asked = (self.moment.sequence, event)
 
-    @on(e.RepeatedLookup)
-    def _repeated_nothing(self, event: e.RepeatedLookup) -> None:
-        life = self.lives.of(event.ordinal)
-        request_id = "" if life is None else life.request_id
-        self.broken(f"{event.id} of life {event.ordinal}, which has no answer to repeat", request_id=request_id)
-
     @on(e.LookupAnswered)
     def _check(self, event: e.LookupAnswered) -> None:
         self._compare(event)

@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 
 from kvledger.adapters.simulation.engine import SimulatedEngine
 from kvledger.adapters.simulation.expected import chained_hash, next_token
-from kvledger.lifecycle import Core, LedgerConfiguration, Replay, lookups_in_full
+from kvledger.lifecycle import Core, LedgerConfiguration, Replay
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.lifecycle.events import (
@@ -138,11 +138,11 @@ class RecordedEngine(SimulatedEngine):
         ]
 
     def logged(self, *classes: type[Event], request_id: str | None = None) -> list[Any]:
-        """The events of these classes, of one request or of all, in full. Who asks for trouble judges it."""
+        """The events of these classes, of one request or of all. Who asks for trouble judges it."""
         self._is_asked_for_trouble |= not set(TROUBLE).isdisjoint(classes)
         return [
             event
-            for _, event in lookups_in_full(self.events())
+            for _, event in self.events()
             if isinstance(event, classes) and (request_id is None or getattr(event, "request_id", None) == request_id)
         ]
 

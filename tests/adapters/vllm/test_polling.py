@@ -32,7 +32,7 @@ def without_traces_of_lookups(engine: Any) -> dict[str, bytes]:
     """Everything that is known but the two slots, and when the last one was."""
     copied = restore(Core.standard(), capture(engine.projections), engine.projections.configuration)
     record = copied.tracker.get("polled")
-    record.answer, record.answered_at, record.written_at = None, 0, 0
+    record.answer, record.answered_at = None, 0
     copied.lookup_cache.state.hits.pop(record.ordinal, None)
     copied.tracker.state.time_ns = 0
     return copied.snapshot()

@@ -53,7 +53,10 @@ NOT_FOLDED: dict[str, dict[str, str]] = {
     "lookup.deferred": {
         **dict.fromkeys(("num_computed_tokens", "num_tokens"), "the lookup's own numbers, which are folded from it"),
     },
-    "lookup.answered": {"miss_cause": "the record keeps the answer as a whole"},
+    "lookup.answered": {
+        **dict.fromkeys(("miss_cause", "num_tokens"), "the record keeps the answer as a whole"),
+        "num_hit_tokens": "the lookup cache counts what is there; an answer may say anything",
+    },
     "load.failed": {"error": _PEOPLE},
     "save.issued": {"before_forward": "says when a worker copies; whose the blocks are follows from the request"},
     "save.failed": {"error": _PEOPLE},

@@ -86,7 +86,7 @@ def left_entries(side: SchedulerSide, worker: Any) -> dict[str, int]:
 
 def _changes(name: str) -> bool:
     """Whether a container is of the kind that requests come into and leave; some are fixed from the start."""
-    fixed = {"_in_short", "_phase", "_request_events"}
+    fixed = {"_phase", "_request_events"}
     return name not in fixed | {"_table", "_engines", "all_ranks", "_pools", "_hashes"}
 
 
