@@ -153,6 +153,8 @@ class Totals:
         self._tracker = projections.tracker
         self._jobs = projections.jobs
         self.state = State() if state is None else state
+        self.figures = self.state.figures
+        """The sums of what was counted."""
         self._is_complete = is_complete
         self._on_failed = on_failed
         counts = self._counts()
@@ -169,11 +171,6 @@ class Totals:
             stored_format, state = None, None
         is_usable = stored_format == FORMAT
         return cls(projections, state if is_usable else None, is_complete=is_usable)
-
-    @property
-    def figures(self) -> Figures:
-        """The sums of what was counted."""
-        return self.state.figures
 
     @property
     def complete_figures(self) -> Figures | None:

@@ -190,7 +190,7 @@ _WRITING = ("copies", "extensions")
 def events_page() -> list[str]:
     """The vocabulary, in the order of the wire codes."""
     written_by = places("lifecycle/decisions/*.py", made_events)
-    others = ("handlers", "extension", "decider", *(f"projections/{name}" for name in _WRITING))
+    others = ("handlers", "extension", "ledger", *(f"projections/{name}" for name in _WRITING))
     for pattern in (*(f"lifecycle/{place}.py" for place in others), "adapters/vllm/*.py"):
         for name, links in places(pattern, made_events).items():
             written_by.setdefault(name, []).extend(links)
@@ -314,7 +314,7 @@ def named_rules(node: ast.AST) -> Iterator[str]:
 def invariants_page() -> list[str]:
     """Rules that are guarded live, rules that are audited, rules that are not checked."""
     guarded_in: dict[str, list[str]] = {}
-    for pattern in ("lifecycle/decisions/*.py", "lifecycle/decider.py", "adapters/vllm/*.py"):
+    for pattern in ("lifecycle/decisions/*.py", "lifecycle/ledger.py", "adapters/vllm/*.py"):
         for name, links in places(pattern, named_rules).items():
             guarded_in.setdefault(name, []).extend(links)
     paragraphs = {rule: inspect.getdoc(make).split("\n\n") for rule, make in CORE.rules.items()}  # type: ignore[union-attr]

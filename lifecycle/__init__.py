@@ -1,7 +1,7 @@
 """The lifecycle of a request as an event-sourced state machine: the pure core of kvledger.
 
 Reads top to bottom: `states`, `events`, `table`, `declaration`, `machine`, `projections/`, `turn`, `decisions/`,
-`handlers`, `extension`, `core`, `standard`, `decider`, `ledger`, `divergences`, `replay`, `codec`. It knows no torch,
+`handlers`, `extension`, `core`, `standard`, `ledger`, `divergences`, `replay`, `codec`. It knows no torch,
 no vLLM, no files and no clock.
 
 What a program needs is here, in `events`, in `audit` and, for tests, in `testing`. To change what is decided, derive
@@ -19,12 +19,13 @@ from kvledger.lifecycle.errors import Unstoppable, described, raise_if_unstoppab
 from kvledger.lifecycle.events import MissReason
 from kvledger.lifecycle.extension import Extension
 from kvledger.lifecycle.handlers import StateHandler
-from kvledger.lifecycle.ledger import EventSink, Ledger, LedgerCorrupt
+from kvledger.lifecycle.ledger import EventSink, Ledger, LedgerCorrupt, effects_delivered
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection, Projections, ProjectionSpec
 from kvledger.lifecycle.projections.base import Subject
-from kvledger.lifecycle.projections.copies import Channel, PageJob, Ready
-from kvledger.lifecycle.projections.request_record import ComputedTokens, RequestRecord
+from kvledger.lifecycle.projections.computed_tokens import ComputedTokens
+from kvledger.lifecycle.projections.copies import NOTHING_OWED, Channel, PageJob, Ready
+from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.replay import Replay, SequencedEvent, batches, fold
 from kvledger.lifecycle.request_ids import begins_as, cut_request_id, logged_request_id
 from kvledger.lifecycle.rules import Rule
@@ -35,6 +36,7 @@ from kvledger.lifecycle.turn import Turn
 from kvledger.lifecycle.version import __version__
 
 __all__ = [
+    "NOTHING_OWED",
     "BlocksRegion",
     "Channel",
     "ComputedTokens",
@@ -76,6 +78,7 @@ __all__ = [
     "cut_request_id",
     "decisions",
     "described",
+    "effects_delivered",
     "fold",
     "handlers",
     "log_header",

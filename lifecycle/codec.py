@@ -30,7 +30,6 @@ __all__ = [
     "CodecError",
     "DecodedFrame",
     "EventDecoder",
-    "EventEncoder",
     "SchemaTooNew",
     "field_names",
     "log_header",
@@ -70,15 +69,8 @@ def log_header(core: Core, configuration: LedgerConfiguration) -> dict[str, obje
     return {**vocabulary_header(core), "configuration": attrs.asdict(configuration)}
 
 
-class EventEncoder:
-    """Encodes the events of one commit into one payload."""
-
-    def __init__(self) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
-
-    def encode(self, events: Sequence[Event]) -> bytes:
-        """One payload for all events, in order."""
-        return self._encoder.encode(events)
+encode_events: Callable[[Sequence[Event]], bytes] = msgspec.msgpack.Encoder().encode
+"""Encodes the events of one commit into one payload, in order."""
 
 
 @attrs.frozen

@@ -230,11 +230,6 @@ class RequestPreempted(RequestEvent, frozen=True, tag=5):
     num_in_flight_tokens: NumTokens = NOT_RECORDED
     """Of its computed tokens those of steps whose output the engine had not processed yet."""
 
-    @property
-    def num_intact_tokens(self) -> int:
-        """Of the settled tokens those that a copy made before the next forward still finds."""
-        return 0 if self.blocks_zeroed else self.num_settled_tokens
-
 
 @observation("session.continued", variants=("num_computed_tokens", "part", "all"))
 class SessionContinued(RequestEvent, frozen=True, tag=6):
@@ -270,11 +265,6 @@ class RequestFinished(RequestEvent, frozen=True, tag=8):
     """Of its computed tokens those of steps whose output the engine had not processed yet."""
     num_computed_tokens: NumTokens = NOT_RECORDED
     """The engine's own count. It is below that of the steps if drafts were rejected or a load failed since."""
-
-    @property
-    def num_intact_tokens(self) -> int:
-        """Of the settled tokens those that a copy made before the next forward still finds."""
-        return 0 if self.blocks_zeroed else self.num_settled_tokens
 
 
 # --- Observations: the engine ------------------------------------------------------------------

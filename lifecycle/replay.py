@@ -13,7 +13,6 @@ import attrs
 
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
-from kvledger.lifecycle.decider import Decider, Deciding
 from kvledger.lifecycle.divergences import Divergence, Divergences
 from kvledger.lifecycle.events import (
     CORRUPT,
@@ -33,6 +32,7 @@ from kvledger.lifecycle.events import (
     TransferReported,
     trigger_of,
 )
+from kvledger.lifecycle.ledger import Decider, Deciding
 from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.base import Subject
@@ -187,9 +187,8 @@ class Replay:
             self._fold(sequence, event)
             return
         deciding = self._decider.deciding[type(event)]
-        subject = self.projections.subject_of(event)
         is_unjudged = bool(self._unjudged) and self._is_unjudged(event)
-        self._fold(sequence, event, subject)
+        subject = self._fold(sequence, event)
         self._is_compared = True
         if is_unjudged:
             self._is_compared = False
@@ -245,14 +244,15 @@ class Replay:
         self._is_compared = False
         self.divergences.append(Divergence(sequence, recorded, decided))
 
-    def _fold(self, sequence: int, event: Event, subject: Subject | None = None) -> None:
-        """Fold an event, and walk the reference machine along."""
+    def _fold(self, sequence: int, event: Event) -> Subject:
+        """Fold an event, and walk the reference machine along. Returns what the event is about."""
         self.num_events += 1
         self.current.sequence, self.current.event = sequence, event
         expected = [] if self._reference is None else self._expected(event, self._reference)
         if self._around is None:
-            self.projections.fold(event, sequence, subject)
+            subject = self.projections.fold(event, sequence)
         else:
+            subject = self.projections.subject_of(event)
             self._around(sequence, event)
         if any(_standing(moved) != states for moved, states in expected):
             self.reference_differences.append(Divergence(sequence, event, None))
@@ -261,6 +261,7 @@ class Replay:
                 self._fold(*following)
             else:
                 self._read_ahead = following
+        return subject
 
     def _expected(
         self,

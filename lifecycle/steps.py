@@ -78,25 +78,9 @@ class StepEncoder:
         """Whether the request does what the log expects of it, so that nothing is written."""
         return (
             num_scheduled_tokens == 1
-            and self.is_decoding(record)
+            and record.ordinal in self._tracker.computed.decoding
             and self._tracker.num_computed_tokens(record) == num_computed_tokens
         )
-
-    def unexpected(self, counts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Of (request id, computed tokens) those with another count than the log expects; for who has many to ask."""
-        computed = self._tracker.computed
-        if not computed.decoding:
-            return list(counts)
-        present, expected, now = self._tracker.get, computed.decoding.get, computed.num_steps
-        return [
-            (request_id, count)
-            for request_id, count in counts
-            if (record := present(request_id)) is None or expected(record.ordinal) != count - now
-        ]
-
-    def is_decoding(self, record: RequestRecord) -> bool:
-        """Whether the request is expected in the next step, with one token."""
-        return record.ordinal in self._tracker.computed.decoding
 
     def paused(self, scheduled: Container[str]) -> tuple[int, ...]:
         """The ordinals of those who were expected in the step and are not among the ids that it schedules."""

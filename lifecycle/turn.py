@@ -18,7 +18,7 @@ from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.base import Before
 from kvledger.lifecycle.projections.request_record import RequestRecord
 
-Decide = Callable[[Event], None]
+Decide = Callable[[Event], object]
 
 
 class TurnEnded(Unstoppable):

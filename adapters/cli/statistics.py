@@ -17,7 +17,7 @@ from kvledger.adapters.reasons import Accounts, RequestHistory, Sums
 from kvledger.adapters.totals import Figures, Totals
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.codec import encode_events
 
 MAX_TOP = 10
 _PERCENTILES = ("load_time_ns", "save_time_ns", "recovery_time_ns", "events_per_step", "bytes_per_step")
@@ -72,7 +72,6 @@ class Counting:
         self._projections = core.new_projections(configuration)
         self._totals = Totals(self._projections)
         self._accounts = Accounts(configuration, request_id=selection.request_id, on_end=self._ended)
-        self._encoder = EventEncoder()
         self._is_foldable = True
         self._time_ns = 0
         self._first_ns: int | None = None
@@ -159,7 +158,7 @@ class Counting:
         statistics = self._statistics
         statistics.num_events += 1
         statistics.events[event.id] += 1
-        statistics.event_bytes[event.id] += len(self._encoder.encode([event])) - 1
+        statistics.event_bytes[event.id] += len(encode_events([event])) - 1
         count = self._counts.get(type(event))
         if count is not None:
             count(event)

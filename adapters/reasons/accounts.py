@@ -21,6 +21,7 @@ from kvledger.adapters.reasons.request_history import RequestHistory
 from kvledger.adapters.reasons.sums import OfferFate, Sums
 from kvledger.lifecycle import LedgerConfiguration, Projection, on
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import num_intact_tokens
 
 
 class Accounts(Projection):
@@ -135,7 +136,7 @@ class Accounts(Projection):
         life = self._lives.any(event.request_id)
         self._admissions.leave(life)
         life.tail = None
-        self._chunk_events.end_unsettled(life, event.num_intact_tokens)
+        self._chunk_events.end_unsettled(life, num_intact_tokens(event))
 
     @on(e.RequestReleased)
     def _released(self, event: e.RequestReleased, _sequence: int) -> None:

@@ -16,7 +16,7 @@ import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvledger.adapters.recorder import decoders, payloads
-from kvledger.adapters.vllm.guard import Fallback, guarded
+from kvledger.adapters.vllm.journal import Fallback, guarded
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.worker_side import describe_pages
 from kvledger.lifecycle import described

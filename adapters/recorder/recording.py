@@ -20,7 +20,7 @@ from kvledger.adapters.recorder.place import Place
 from kvledger.adapters.recorder.transfers import Transfers
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
-from kvledger.adapters.vllm.guard import Fallback, guarded
+from kvledger.adapters.vllm.journal import Fallback, guarded
 from kvledger.adapters.vllm.log_ids import LogIds
 from kvledger.adapters.vllm.observe import RequestReader, StepReader
 from kvledger.adapters.vllm.trace_context import trace_parent

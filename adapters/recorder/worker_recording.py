@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.log import RecorderLog
-from kvledger.adapters.vllm.guard import Fallback, guarded
+from kvledger.adapters.vllm.journal import Fallback, guarded
 from kvledger.lifecycle import logged_request_id, raise_if_unstoppable
 
 _BY_LAYER: Final = frozenset({"wait_for_layer_load", "save_kv_layer"})

@@ -11,7 +11,7 @@ from kvledger.adapters.repro.calls import HookCall, to_vllm
 from kvledger.adapters.repro.outcome import RECENT_BYTES, Written
 from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed
 from kvledger.adapters.repro.run import Run
-from kvledger.lifecycle import Channel, Core, Ledger, LedgerCorrupt
+from kvledger.lifecycle import Channel, Core, Ledger, LedgerCorrupt, effects_delivered
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder, vocabulary_header
 from kvledger.storage.events import MemoryEventStore
@@ -62,11 +62,11 @@ class CoreRun(Run):
     def _delivered(self, recorded: e.EffectsDelivered) -> e.EffectsDelivered | None:
         """What this ledger owes where the recorded one handed over."""
         if not to_vllm(recorded):
-            return self._ledger.ready(Channel.WORKERS).delivered()
+            return effects_delivered(self._ledger.ready(Channel.WORKERS))
         ready = self._ledger.ready(Channel.VLLM)
         ended = self._ledger.projections.owed.state.to_report
         reported = tuple(ordinal for ordinal in recorded.reported if ordinal in ended)
-        return msgspec.structs.replace(ready, reported=reported).delivered()
+        return effects_delivered(msgspec.structs.replace(ready, reported=reported))
 
     def _adapted(self, event: e.Event) -> e.Event | None:
         if isinstance(event, e.EffectsDelivered):

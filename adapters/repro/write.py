@@ -22,7 +22,7 @@ from kvledger.adapters.repro.recording import NotRerunnable, changed
 from kvledger.adapters.repro.shape import RUN_IN_DOCSTRINGS, wrong_part
 from kvledger.lifecycle import Core, LedgerConfiguration, Rule, SequencedEvent, batches, log_header
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.codec import encode_events
 from kvledger.storage.events import SegmentEventStore
 
 ANSWERS_TEST = "test_lookups_get_the_recorded_answers"
@@ -94,13 +94,12 @@ def log_bytes(
 ) -> bytes:
     """A log of one segment; of the `header` of the recorded log it has what says when and with what it was written."""
     kept = {name: header[name] for name in _KEPT_OF_HEADER if name in header}
-    encoder = EventEncoder()
     with tempfile.TemporaryDirectory() as folder:
         store = SegmentEventStore.create(
             Path(folder) / "log", {**kept, **log_header(core, configuration)}, segment_bytes=1 << 62
         )
         for batch in batches(events):
-            store.append(encoder.encode([event for _, event in batch]), len(batch))
+            store.append(encode_events([event for _, event in batch]), len(batch))
         segment = store.segment
         store.close()
         return segment.read_bytes()

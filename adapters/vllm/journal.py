@@ -1,4 +1,6 @@
-"""The ledger as the hooks use it: a clock, what may leave towards the workers, and what happens when recording fails.
+"""The ledger as the hooks use it: a clock, what may leave towards the workers, and what happens when a hook fails.
+
+Nothing of ours may raise into vLLM. A table says what a hook answers if it raises (`guarded`), and serving goes on.
 
 A job goes to the workers when the frame that it stands in is written, and when it keeps to vLLM's contract. One that
 does not go is reported as failed, so that what the ledger knows stays true.
@@ -40,8 +42,13 @@ look at observations and at what is saved, and return the breach in words, or ""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import attrs
 
 from kvledger.adapters.totals import Totals
 from kvledger.adapters.vllm.event_log import OpenedLog
@@ -59,15 +66,16 @@ from kvledger.lifecycle import (
     Rule,
     TrustRegion,
     described,
+    logged_request_id,
     raise_if_unstoppable,
     without_secrets,
 )
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
-from kvledger.storage.events import BacklogEventStore
 
 _JUDGED = frozenset({e.LoadIssued, e.SaveIssued, e.TailSaveIssued, e.InvariantViolated, e.ExtensionStopped})
 """Decisions that are held against vLLM's contract, or that people are told of."""
+_Owner = TypeVar("_Owner", bound="ReportsFailures")
 NOT_WRITTEN = "the event log could not be written"
 """Why an answer or a job is withheld with which nothing is wrong, for people to read."""
 
@@ -101,8 +109,7 @@ class Journal:
         self._opened_ns = clock()
         self._num_steps_disabled = 0
         self._disabled_ns = 0
-        backlog = log.store if isinstance(log.store, BacklogEventStore) else None
-        self.is_behind: Callable[[], bool] = lambda: backlog is not None and backlog.is_behind
+        self.is_behind: Callable[[], bool] = partial(getattr, log.store, "is_behind", False)  # noqa: FBT003 -- getattr takes no names
         """Whether events that were handed over are not in the log yet."""
         self.is_written = True
         """Whether everything was in the log after the last commit."""
@@ -384,8 +391,10 @@ def _num_saved_tokens(record: RequestRecord, projections: Projections) -> int:
     # Counted by the projection, never taken from an answer: a handler may have answered anything before.
     num_chunks = projections.lookup_cache.num_hit_chunks(record)
     num_tokens = num_chunks * projections.geometry.chunk_size
-    tail = record.saved_tail
-    return num_tokens if tail is None or tail.first_token > num_tokens else max(num_tokens, tail.end_token)
+    tail = record.tail
+    if tail is None or not tail.is_saved or tail.first_token > num_tokens:
+        return num_tokens
+    return max(num_tokens, tail.end_token)
 
 
 def breach_of_load(job: e.LoadIssued, observed: e.Event, projections: Projections) -> str:
@@ -448,3 +457,73 @@ def _breach_of_pages(
         if page >= num_blocks or table[page] != block:
             return f"block {block} is not page {page} of the request's table"
     return ""
+
+
+# --- what happens when a hook raises --------------------------------------------------------------------------------
+
+
+class ReportsFailures(Protocol):
+    """An object whose hooks are guarded."""
+
+    def hook_failed(self, hook: str, request_id: str, error: BaseException) -> None:
+        """Record that a hook raised."""
+
+
+@attrs.frozen
+class Fallback:
+    """What a hook answers if it raises, and what happens all the same."""
+
+    answer: Any = None
+    steps: tuple[str, ...] = ()
+    """Methods that are called after the failure is recorded, in this order, each with the arguments of the hook.
+
+    A step is called whether or not the steps before it have raised. If it returns something, that is the answer.
+    """
+    fails_as: str = ""
+    """Name of the failure in the log, if that is not the hook's. A step fails under the name of the hook."""
+
+
+def guarded(hooks: Mapping[str, Fallback]) -> Callable[[type[_Owner]], type[_Owner]]:
+    """Let the hooks of a class never raise. `hooks`: name of the method → what happens instead."""
+
+    def decorate(owner: type[_Owner]) -> type[_Owner]:
+        for name, fallback in hooks.items():
+            setattr(owner, name, _guarded(getattr(owner, name), name.lstrip("_"), fallback))
+        return owner
+
+    return decorate
+
+
+def _guarded(hook: Callable[..., Any], name: str, fallback: Fallback) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def call(self: ReportsFailures, /, *arguments: Any, **named: Any) -> Any:
+        try:
+            return hook(self, *arguments, **named)
+        except BaseException as error:  # noqa: BLE001 -- whatever it is, the engine lives
+            raise_if_unstoppable(error)
+            self.hook_failed(fallback.fails_as or name, _request_id(arguments), error)
+            return _fall_back(self, name, fallback, arguments)
+
+    return call
+
+
+def _fall_back(owner: ReportsFailures, hook: str, fallback: Fallback, arguments: Sequence[object]) -> Any:
+    answer = fallback.answer
+    for step in fallback.steps:
+        try:
+            found = getattr(owner, step)(*arguments)
+        except BaseException as error:  # noqa: BLE001 -- see above
+            raise_if_unstoppable(error)
+            owner.hook_failed(hook, _request_id(arguments), error)
+        else:
+            answer = answer if found is None else found
+    return answer
+
+
+def _request_id(arguments: Sequence[object]) -> str:
+    """The log's id of the request that a hook is called with; empty if it is called with none."""
+    try:
+        return logged_request_id(str(getattr(arguments[0], "request_id", ""))) if arguments else ""
+    except BaseException as error:  # noqa: BLE001 -- read from a live object of vLLM, as what just failed
+        raise_if_unstoppable(error)
+        return ""

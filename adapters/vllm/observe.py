@@ -383,7 +383,8 @@ class StepReader:
     def _unexpected(self, scheduler_output: SchedulerOutput) -> list[tuple[str, int]]:
         """Ids and counts of those that are not new and do something else than decode one more token."""
         cached, num_scheduled = scheduler_output.scheduled_cached_reqs, scheduler_output.num_scheduled_tokens
-        unexpected = self._encoder.unexpected(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        rows = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        unexpected = self._tracker.computed.unexpected(rows, self._tracker.get)
         # Each is scheduled for a token at least, so the sum says whether anybody expected is for more: with drafts.
         num_others = sum([num_scheduled[data.req_id] for data in scheduler_output.scheduled_new_reqs])
         num_others += sum([num_scheduled[request_id] for request_id, _ in unexpected])
@@ -444,7 +445,7 @@ class StepReader:
                 self._schedule(record, now + 1, num_computed_tokens + 1, threshold)
         for request_id in self._due.pop(now, ()):
             record = self._tracker.get(request_id)
-            if record is not None and self._encoder.is_decoding(record):
+            if record is not None and record.ordinal in self._tracker.computed.decoding:
                 num_computed_tokens = self._tracker.num_computed_tokens(record)
                 threshold = self._settle(settled, record, num_computed_tokens)
                 self._schedule(record, now + 1, num_computed_tokens + 1, threshold)

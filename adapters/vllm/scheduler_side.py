@@ -20,8 +20,7 @@ from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.digests import DigestedPages
 from kvledger.adapters.vllm.early_ends import EarlyEnds
 from kvledger.adapters.vllm.event_log import OpenedLog
-from kvledger.adapters.vllm.guard import Fallback, guarded
-from kvledger.adapters.vllm.journal import NOT_WRITTEN, Journal, breach_of_answer
+from kvledger.adapters.vllm.journal import NOT_WRITTEN, Fallback, Journal, breach_of_answer, guarded
 from kvledger.adapters.vllm.log_ids import LogIds
 from kvledger.adapters.vllm.metadata import (
     NO_JOBS,
@@ -39,6 +38,7 @@ from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.stats import StatsSource
 from kvledger.adapters.vllm.trace_context import trace_parent
 from kvledger.lifecycle import (
+    NOTHING_OWED,
     Channel,
     Core,
     Ledger,
@@ -303,14 +303,14 @@ class SchedulerSide:
         return (
             (now_ns - self._last_step_ns) * configuration.max_silent_steps < max_silent_ns
             and not self._tracker.computed.decoding
-            and not self.ledger.ready(Channel.WORKERS)
+            and self.ledger.ready(Channel.WORKERS) == NOTHING_OWED
             and not self._projections.geometry.windows.forget
         )
 
     def hand_out(self, scheduler_output: SchedulerOutput) -> StepJobs:
         """What the workers are given with this step: everything that they are owed and that is written."""
         ready, jobs = self.journal.ready(), NO_JOBS
-        if ready:
+        if ready != NOTHING_OWED:
             try:
                 jobs = step_jobs(ready, self.digested.of_job if self.digested.share else None)
             except BaseException as error:  # noqa: BLE001 -- the scheduler counts on these jobs: each is reported as failed

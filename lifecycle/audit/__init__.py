@@ -9,7 +9,7 @@ from kvledger.lifecycle.audit.audit import Audit, checkers_of, decided_again, ma
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.judgement import DecidedAgain, Judgement, RulesHeld, Unfoldable
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import EventChecks, Moment
+from kvledger.lifecycle.audit.model.moment import EventChecks, Moment, num_intact_tokens
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.audit.rules.recorded import Recorded
 from kvledger.lifecycle.audit.violations import Violation
@@ -30,6 +30,7 @@ __all__ = [
     "checkers_of",
     "decided_again",
     "make_rule_checks",
+    "num_intact_tokens",
 ]
 
 RECORDED = Recorded.rule

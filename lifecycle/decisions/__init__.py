@@ -2,7 +2,8 @@
 
 - `lookups`: how many tokens can be loaded, or that the scheduler should ask again.
 - `loads`: which slots are loaded into which blocks.
-- `saves`: which chunks are saved, from which blocks, and what is evicted for them.
+- `saves`: which chunks are saved, from which blocks.
+- `room`: which chunks are evicted for them.
 - `reports`: what follows from reports of workers, and how far a request is.
 - `windows`: what sliding windows change about loads and saves.
 

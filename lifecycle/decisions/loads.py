@@ -66,8 +66,8 @@ def _slots_of(pages: range, end_token: int, request: RequestRecord, projections:
     Whole chunks, if they reach to the end of the load; else chunks up to the tail, and the tail.
     """
     slots = _slots_of_chunks(pages, end_token, request, projections)
-    tail = request.saved_tail
-    if slots is not None or tail is None or tail.end_token < end_token:
+    tail = request.tail
+    if slots is not None or tail is None or not tail.is_saved or tail.end_token < end_token:
         return slots
     first_of_tail = projections.geometry.pages_spanning(tail.first_token, 1).start
     before = range(pages.start, max(pages.start, first_of_tail))

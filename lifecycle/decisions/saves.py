@@ -19,10 +19,11 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions.reports import ask_after
+from kvledger.lifecycle.decisions.room import Room
 from kvledger.lifecycle.decisions.windows import SavablePages
 from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
 from kvledger.lifecycle.geometry import Geometry, blocks_at
-from kvledger.lifecycle.projections.pool import Pool
+from kvledger.lifecycle.projections.pool import Pool, num_intact_tokens
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
 from kvledger.lifecycle.rules import Rule
@@ -112,7 +113,7 @@ def save_on_preemption(turn: Turn, event: e.RequestPreempted) -> None:
     request, before, projections = turn.record, turn.before, turn.projections
     if before.blocks is BlocksRegion.LOADING or _is_doubtful(request, before.current):
         return
-    table, num_settled_tokens = request.lost_block_ids or (), event.num_intact_tokens
+    table, num_settled_tokens = request.lost_block_ids or (), num_intact_tokens(event)
     source = Source(
         table,
         savable_pages(request, projections.geometry, table, num_settled_tokens, None),
@@ -182,7 +183,7 @@ def _num_written_tokens(turn: Turn, event: e.RequestFinished) -> int:
       was computed; if it fails, so does the save.
     """
     num_computed_tokens = turn.projections.tracker.num_computed_tokens(turn.record)
-    return min(event.num_intact_tokens, event.num_tokens - 1, num_computed_tokens)
+    return min(num_intact_tokens(event), event.num_tokens - 1, num_computed_tokens)
 
 
 # --- plans -------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ def plan_save(
     savable = source.savable
     end_chunk = min(source.num_settled_tokens // geometry.chunk_size, len(request.keys))
     chunks: Sequence[int] = pool.unsaved(request.keys, first_chunk, end_chunk)
-    if unfilled.spoil(source.block_ids if savable is None else savable.blocks()):
+    if unfilled.blocks and unfilled.spoil(source.block_ids if savable is None else savable.blocks()):
         return Declined(chunks[0], len(chunks), e.UNFILLED) if chunks else None
     missing: Mapping[int, Sequence[int]] = {}
     if savable is not None:
@@ -239,7 +240,7 @@ def _missing_pages(
 
 def _save_what_fits(missing: Mapping[int, Sequence[int]], pool: Pool, own_keys: Iterable[bytes]) -> Save | Declined:
     """Plan to save as many chunks as there is room for, from the first on; `missing`: chunk -> its pages to copy."""
-    room = pool.room(frozenset(own_keys))  # the request's beginning is worth more than its end
+    room = Room(pool, frozenset(own_keys))  # the request's beginning is worth more than its end
     chunks: list[int] = []
     pages: dict[int, None] = {}
     evicted: list[bytes] = []
@@ -270,13 +271,13 @@ def plan_tail(
         return None
     spanned, savable = geometry.pages_spanning(first_token, num_tokens), source.savable
     relied_on = source.block_ids if savable is None else savable.blocks()
-    if spanned.stop > len(source.block_ids) or unfilled.spoil(relied_on):
+    if spanned.stop > len(source.block_ids) or (unfilled.blocks and unfilled.spoil(relied_on)):
         return None
     pages: Sequence[int] = spanned if savable is None else [page for page in spanned if page in savable]
     num_lacking = len(pages) - pool.slots.num_free
     if num_lacking <= 0:
         return TailSave(first_token, num_tokens, pages)
-    evicted = pool.room(frozenset(request.keys[:num_chunks])).free(num_lacking)
+    evicted = Room(pool, frozenset(request.keys[:num_chunks])).free(num_lacking)
     if evicted is None:
         return Declined(num_chunks, 1, e.POOL_FULL)
     return TailSave(first_token, num_tokens, pages, evicted)

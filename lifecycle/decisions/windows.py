@@ -78,8 +78,8 @@ def slot_of_page(page: int, end_token: int, request: RequestRecord, projections:
     slots = projections.pool.get(keys[chunk]) if chunk < len(keys) else None
     if slots is not None and slots[place] != NO_SLOT:
         return slots[place]
-    tail = request.saved_tail
-    if tail is None or end_token > tail.end_token:
+    tail = request.tail
+    if tail is None or not tail.is_saved or end_token > tail.end_token:
         return NO_SLOT
     place = page - geometry.pages_spanning(tail.first_token, 1).start
     return tail.slots[place] if 0 <= place < len(tail.slots) else NO_SLOT

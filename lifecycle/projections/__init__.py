@@ -37,9 +37,8 @@ from kvledger.lifecycle.projections.extensions import Extensions
 from kvledger.lifecycle.projections.jobs import Jobs
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.owed import Owed
-from kvledger.lifecycle.projections.pool import Pool
+from kvledger.lifecycle.projections.pool import HostSlots, Pool
 from kvledger.lifecycle.projections.request_record import RequestRecord
-from kvledger.lifecycle.projections.slots import HostSlots
 from kvledger.lifecycle.projections.sub_states import SubStates
 from kvledger.lifecycle.projections.tracker import RequestTracker
 
@@ -222,16 +221,19 @@ class Projections:
 
     # --- folds ---------------------------------------------------------------------------------
 
-    def fold(self, event: Event, sequence: int, subject: Subject | None = None) -> None:
-        """Fold one event, of an illegal one what the gating says. Total: it never fails for what was recorded."""
+    def fold(self, event: Event, sequence: int) -> Subject:
+        """Fold one event, of an illegal one what the gating says, and return what it is about.
+
+        Total: it never fails for what was recorded.
+        """
         find, folds, if_refused = self._routes[type(event)]
-        if subject is None:
-            subject = find(event)
+        subject = find(event)
         owed, others = if_refused if subject.is_refused else folds
         if owed is not None:
             owed(event, sequence)
         for fold in others:
             fold(event, sequence, subject)
+        return subject
 
     def follow(self, calls: Mapping[type[Event], Fold]) -> None:
         """From now on, call these with each event of their class, its sequence and its subject, before it is folded.

@@ -161,23 +161,5 @@ class Ready(msgspec.Struct, frozen=True):
     reported: tuple[int, ...] = ()
     """Lives whose end vLLM has by now from the workers."""
 
-    def __bool__(self) -> bool:
-        """Whether anything is owed."""
-        return self != NOTHING
 
-    def delivered(self) -> e.EffectsDelivered | None:
-        """What is recorded when this is handed over; None where it is nothing."""
-        if not any((self.jobs, self.awaited, self.block_ids, self.failed, self.sent, self.received, self.reported)):
-            return None
-        return e.EffectsDelivered(
-            tuple([job.job_id for job in self.jobs]),
-            tuple([awaited.job_id for awaited in self.awaited]),
-            self.block_ids,
-            tuple(self.failed),
-            tuple(self.sent),
-            tuple(self.received),
-            self.reported,
-        )
-
-
-NOTHING = Ready()
+NOTHING_OWED = Ready()

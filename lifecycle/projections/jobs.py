@@ -166,7 +166,7 @@ class Jobs(Projection):
         copy.epoch, copy.asked_step, copy.asked_ns = self.state.epoch, self._tracker.num_steps, self._tracker.time_ns
         copy.chunks = chunks
         if record is not None and chunks:
-            copy.keys = record.keys_of(chunks)
+            copy.keys = tuple([record.keys[chunk] for chunk in chunks if chunk < len(record.keys)])
             if self._geometry.chunks_share_blocks:
                 earlier_chunks = self._geometry.earlier_chunks(chunks, len(record.keys))
                 copy.earlier_keys = tuple((chunk, record.keys[chunk]) for chunk in earlier_chunks)

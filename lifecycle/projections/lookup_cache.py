@@ -23,8 +23,8 @@ class CachedHit(msgspec.Struct, frozen=True, gc=False):
     num_chunks: Count
     last_key: bytes
     """Key of the last of these chunks; it hashes all before it. Empty if there is none."""
-    next_key: bytes
-    """Key of the first chunk that was missing; empty if none was."""
+    next_key: bytes | None
+    """Key of the chunk behind them; None if none was known."""
     generation: Generation
     num_added: Count
     num_removed: Count
@@ -53,11 +53,17 @@ class LookupCache(Projection):
         follows the last hit.
         """
         keys, pool = request.keys, self._pool.state
-        hit = self.state.hits.get(request.ordinal)
-        start = 0
-        if hit is not None and hit.num_removed == pool.num_removed and _is_of(request, hit):
+        hit, start = self.state.hits.get(request.ordinal), 0
+        if (
+            hit is not None
+            and hit.generation == request.generation
+            and hit.num_removed == pool.num_removed
+            and hit.num_chunks <= len(keys)
+            and (not hit.num_chunks or keys[hit.num_chunks - 1] == hit.last_key)
+        ):
             start = hit.num_chunks
-            if hit.num_added == pool.num_added and hit.next_key == _key(keys, start):
+            next_key = keys[start] if start < len(keys) else None
+            if hit.num_added == pool.num_added and next_key == hit.next_key:
                 return start
         return start + self._pool.num_committed_from(keys[start:] if start else keys)
 
@@ -66,22 +72,12 @@ class LookupCache(Projection):
         record = subject.request
         if record is not None:
             count, pool, keys = self.num_hit_chunks(record), self._pool.state, record.keys
+            last_key, next_key = keys[count - 1] if count else b"", keys[count] if count < len(keys) else None
             self.state.hits[record.ordinal] = CachedHit(
-                count, _key(keys, count - 1), _key(keys, count), record.generation, pool.num_added, pool.num_removed
+                count, last_key, next_key, record.generation, pool.num_added, pool.num_removed
             )
 
     @on(e.RequestFinished, e.RequestArrived)
     def _forget(self, _event: e.RequestEvent, _sequence: int, subject: Subject) -> None:
         if subject.request is not None:
             self.state.hits.pop(subject.request.ordinal, None)
-
-
-def _is_of(request: RequestRecord, hit: CachedHit) -> bool:
-    """Whether it was counted in this generation, and the chunks that were hit have the same keys."""
-    count = hit.num_chunks
-    return hit.generation == request.generation and (not count or _key(request.keys, count - 1) == hit.last_key)
-
-
-def _key(keys: list[bytes], chunk: int) -> bytes:
-    """The key of a chunk; empty if it is not known."""
-    return keys[chunk] if 0 <= chunk < len(keys) else b""

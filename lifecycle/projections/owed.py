@@ -17,7 +17,7 @@ from kvledger.lifecycle.machine import Tables
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections.base import Projection
 from kvledger.lifecycle.projections.copies import (
-    NOTHING,
+    NOTHING_OWED,
     BlocksEnd,
     Channel,
     Copy,
@@ -95,9 +95,9 @@ class Owed(Projection):
         """What is owed; it is owed until its `EffectsDelivered` is folded."""
         state = self.state
         if channel is Channel.VLLM:
-            return Ready(received=self._named(state.received)) if state.received else NOTHING
+            return Ready(received=self._named(state.received)) if state.received else NOTHING_OWED
         if not (state.unsent or state.reminders or state.block_ids or state.failed or state.sent):
-            return NOTHING
+            return NOTHING_OWED
         return Ready(
             jobs=tuple([each.job for each in state.unsent.values() if each.sequence > state.closed_at]),
             late=tuple([each.job for each in state.unsent.values() if each.sequence <= state.closed_at]),
@@ -211,7 +211,8 @@ class Owed(Projection):
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
         if not event.is_async:
-            self._break_promise(event.ordinal)
+            if event.ordinal in self.state.ends:
+                self._break_promise(event.ordinal)
         elif event.ordinal >= 0:
             self._ends_of(event.ordinal, event.request_id).is_promised = True
 

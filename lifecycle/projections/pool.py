@@ -8,8 +8,9 @@ is one file.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 import msgspec
@@ -22,17 +23,143 @@ from kvledger.lifecycle.projections.base import Projection, Subject
 from kvledger.lifecycle.projections.copies import Copy, CopyKind
 from kvledger.lifecycle.projections.jobs import Jobs
 from kvledger.lifecycle.projections.request_record import RequestRecord
-from kvledger.lifecycle.projections.slots import HostSlots
 from kvledger.lifecycle.projections.tracker import RequestTracker
-from kvledger.lifecycle.ranges import Count, Slot
+from kvledger.lifecycle.ranges import Count, NumSlots, Slot
 from kvledger.lifecycle.ranges import Sequence as SequenceNumber
 
+_MANY = 4
+"""Slots from which on it pays to ask whether they are those that come next."""
 _SHORT = 16
 """Chunks up to which a prefix is renewed with every one of them, for an eighth of it is no more than one."""
 _MAX_WAITING = 16_384
 """Keys of prefixes that may wait."""
 _NUM_LEFT = _MAX_WAITING * 7 // 8
 """How many are left when there were too many; the oldest are dropped."""
+
+
+class SlotsState(msgspec.Struct, forbid_unknown_fields=True):
+    """Which slots are taken, and which come next."""
+
+    num_touched: NumSlots = 0
+    """One more than the largest slot that was ever taken."""
+    skipped: list[tuple[NumSlots, NumSlots]] = []
+    """(First, end) of slots below `num_touched` that were never taken, ascending."""
+    free: list[NumSlots] = []
+    failed: list[NumSlots] = []
+    references: dict[NumSlots, Count] = {}
+
+    def check(self, num_slots: int) -> None:
+        """Check that each slot below `num_touched` is in exactly one place, and no other slot in any.
+
+        Raises:
+            ValueError: it is not so.
+        """
+        free, references = {*self.free, *self.failed}, self.references
+        num_skipped, last_end, is_ascending = 0, 0, True
+        for first, end in self.skipped:
+            is_ascending = is_ascending and last_end <= first < end
+            num_skipped, last_end = num_skipped + end - first, end
+        num_listed = len(free) + len(references)
+        is_whole = (
+            len(free) == len(self.free) + len(self.failed)
+            and references.keys().isdisjoint(free)
+            and num_listed + num_skipped == self.num_touched <= num_slots
+            and max(last_end - 1, *free, max(references, default=-1)) < self.num_touched
+        )
+        is_both = self.skipped and any(_run_of(self.skipped, slot) is not None for slot in (*free, *references))
+        if not is_whole or not is_ascending or is_both:
+            raise ValueError("a slot of the host pool is in two places or in none")
+
+
+def _run_of(skipped: Sequence[tuple[int, int]], slot: int) -> int | None:
+    """Where the run with that slot is; None where none has it."""
+    place = bisect_right(skipped, slot, key=lambda run: run[0]) - 1
+    return None if place < 0 or slot >= skipped[place][1] else place
+
+
+class HostSlots(Projection):
+    """Deterministic allocation of slot numbers: freed ones first, newest first, then untouched ones, ascending.
+
+    Last come those whose save failed, the one that failed longest ago first: where the slot is to blame, the next save
+    would fail as well.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.state = SlotsState()
+
+    def check(self) -> None:
+        """Each slot is in one place."""
+        self.state.check(self.num_slots)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody references."""
+        return self.num_slots - len(self.state.references)
+
+    def num_references(self, slot: int) -> int:
+        """Who needs the slot: chunks that lie in it, jobs that write or read it."""
+        return self.state.references.get(slot, 0)
+
+    def candidates(self, count: int) -> tuple[int, ...]:
+        """The slots that the next save would use, fewer where fewer are free. Takes nothing."""
+        free = self.state.free
+        if count == 1 and free:  # most saves are of one page
+            return (free[-1],)
+        slots = free[: -count - 1 : -1]
+        for first, end in (*self.state.skipped, (self.state.num_touched, self.num_slots)):
+            slots.extend(range(first, min(first + count - len(slots), end)))
+        slots.extend(self.state.failed[: count - len(slots)])
+        return tuple(slots)
+
+    def acquire(self, slots: Sequence[int]) -> None:
+        """Add a reference to each slot, but for those that are `NO_SLOT`."""
+        references, free = self.state.references, self.state.free
+        num_slots = len(slots)
+        # The next ones, which nobody references.
+        if num_slots >= _MANY and not self.state.skipped and self.candidates(num_slots) == slots:
+            num_more = max(0, num_slots - len(free))
+            num_untouched = min(num_more, self.num_slots - self.state.num_touched)
+            del free[-num_slots:]
+            self.state.num_touched += num_untouched
+            del self.state.failed[: num_more - num_untouched]
+            for slot in slots:
+                references[slot] = 1
+            return
+        for slot in slots:
+            if slot in references:
+                references[slot] += 1
+            elif slot != NO_SLOT:
+                references[slot] = 1
+                if free and free[-1] == slot:
+                    free.pop()
+                elif slot == self.state.num_touched:
+                    self.state.num_touched = slot + 1
+                elif slot > self.state.num_touched:  # a log may name any slot: nothing is made for those before it
+                    self.state.skipped.append((self.state.num_touched, slot))
+                    self.state.num_touched = slot + 1
+                elif not self._take_skipped(slot):
+                    (self.state.failed if slot in self.state.failed else free).remove(slot)
+
+    def _take_skipped(self, slot: int) -> bool:
+        skipped = self.state.skipped
+        place = _run_of(skipped, slot)
+        if place is None:
+            return False
+        first, end = skipped[place]
+        skipped[place : place + 1] = [run for run in ((first, slot), (slot + 1, end)) if run[0] < run[1]]
+        return True
+
+    def release(self, slots: Iterable[int], *, failed: bool = False) -> None:
+        """Drop a reference from each slot; the last one frees it. `failed`: it was held for a save that failed."""
+        references = self.state.references
+        for slot in slots:
+            count = references.get(slot, 0)
+            if count == 1:
+                del references[slot]
+                (self.state.failed if failed else self.state.free).append(slot)
+            elif count:
+                references[slot] = count - 1
 
 
 class Recency:
@@ -89,70 +216,6 @@ class Recency:
                 self._num_waiting -= len(keys)
                 keys.clear()
         self._prefix_of = {ordinal: keys for ordinal, keys in self._prefix_of.items() if keys}
-
-
-class Room:
-    """Chunks that may be evicted, oldest first. Nothing may be evicted in the pool while this is asked."""
-
-    def __init__(
-        self,
-        oldest_first: Iterable[bytes],
-        slots_of: Mapping[bytes, Sequence[int]],
-        num_references: Callable[[int], int],
-        is_kept: Callable[[bytes, Sequence[int]], bool],
-        spare: Container[bytes],
-    ) -> None:
-        self._keys = iter(oldest_first)
-        self._slots_of = slots_of
-        self._num_references = num_references
-        self._is_kept = is_kept
-        self._spare = spare
-        self._num_left: dict[int, int] = {}
-        """Slot → references that are left after the evictions so far."""
-        self._passed_over: list[bytes] = []
-        """Chunks whose pages others still need, oldest first. A later eviction may make them worth evicting."""
-        self.num_freed = 0
-        """Slots that the evictions so far free."""
-
-    def free(self, num_slots: int) -> tuple[bytes, ...] | None:
-        """Return the further chunks to evict so that `num_slots` more slots become free; None if there are too few."""
-        candidates: list[bytes] = []
-        num_left: dict[int, int] = {}
-        num_freed = 0
-        for key in self._candidates():
-            candidates.append(key)
-            for slot in self._slots_of[key]:
-                num_left[slot] = left = (num_left[slot] if slot in num_left else self._left(slot)) - 1
-                if left == 0:  # never so for NO_SLOT, which nobody references
-                    num_freed += 1
-            if num_freed >= num_slots:
-                break
-        else:
-            self._passed_over = candidates
-            return None
-        victims: list[bytes] = []
-        passed_over: list[bytes] = []
-        for key in candidates:
-            frees = any(num_left[slot] == 0 for slot in self._slots_of[key])
-            (victims if frees else passed_over).append(key)
-        for key in victims:
-            for slot in self._slots_of[key]:
-                self._num_left[slot] = self._left(slot) - 1
-        self._passed_over = passed_over + self._passed_over
-        self.num_freed += num_freed
-        return tuple(victims)
-
-    def _left(self, slot: int) -> int:
-        left = self._num_left.get(slot)
-        return self._num_references(slot) if left is None else left
-
-    def _candidates(self) -> Iterable[bytes]:
-        while self._passed_over:
-            yield self._passed_over.pop(0)
-        for key in self._keys:
-            slots = self._slots_of.get(key)  # a snapshot may name keys here that are not in the pool
-            if slots is not None and key not in self._spare and not self._is_kept(key, slots):
-                yield key
 
 
 @attrs.frozen
@@ -262,20 +325,13 @@ class Pool(Projection):
             count += 1
         return count
 
-    def room(self, spare: Container[bytes]) -> Room:
-        """What one save may evict, oldest first; to be asked for all of it before any of it is evicted.
-
-        A chunk that a lookup promised, that a preempted request will come back for, that a load reads, or that is in
-        `spare` stays. So does a chunk whose page another one needs, because evicting it would free nothing. Chunks that
-        extensions want to keep come after all others.
-        """
-        by_age: Iterable[bytes] = self.state.by_age
+    def oldest_first(self) -> Iterable[bytes]:
+        """Committed chunks that nobody is sure to come back for; those that extensions want to keep come last."""
         last = self._kept_last()
-        if last:
-            by_age = sorted(by_age, key=last.__contains__)
-        return Room(by_age, self.state.committed, self.slots.num_references, self._is_kept, spare)
+        return sorted(self.state.by_age, key=last.__contains__) if last else self.state.by_age
 
-    def _is_kept(self, key: bytes, slots: Iterable[int]) -> bool:
+    def is_kept(self, key: bytes, slots: Iterable[int]) -> bool:
+        """Whether a lookup promised the chunk, or a load reads it."""
         return key in self._pins or self._jobs.is_any_read(slots)
 
     # --- promises made by lookups ------------------------------------------------------------
@@ -332,7 +388,7 @@ class Pool(Projection):
         self._renew(record, len(record.keys))
         if self._keep_for_preempted:
             self._no_longer_want(record)
-            record.wanted = tuple(record.keys[: self._geometry.num_chunks_in(event.num_intact_tokens)])
+            record.wanted = tuple(record.keys[: self._geometry.num_chunks_in(num_intact_tokens(event))])
             _count_up(self._wanted, record.wanted)
             for key in record.wanted:
                 self.state.by_age.discard(key)
@@ -380,7 +436,8 @@ class Pool(Projection):
     def _save_issued(self, event: e.SaveIssued, _sequence: int, subject: Subject) -> None:
         self.slots.acquire(event.slots)
         if subject.request is not None:
-            _count_up(self._saving, subject.request.keys_of(event.chunks))
+            keys = subject.request.keys
+            _count_up(self._saving, [keys[chunk] for chunk in event.chunks if chunk < len(keys)])
 
     @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int, _subject: Subject) -> None:
@@ -522,3 +579,8 @@ def _count_down(counts: dict[bytes, int], keys: Iterable[bytes]) -> None:
         count = counts.pop(key, 1)  # mostly it was the only one
         if count > 1:
             counts[key] = count - 1
+
+
+def num_intact_tokens(event: e.RequestPreempted | e.RequestFinished) -> int:
+    """Of the settled tokens those that a copy made before the next forward still finds."""
+    return 0 if event.blocks_zeroed else event.num_settled_tokens

@@ -1,9 +1,8 @@
-"""What the tracker knows about a life of a request: its record, and how many of its tokens are computed."""
+"""What the tracker knows about one life of a request."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 
 import msgspec
 
@@ -113,20 +112,6 @@ class RequestRecord(msgspec.Struct):
         """What a decision about it begins with: request id, ordinal, generation."""
         return self.request_id, self.ordinal, self.generation
 
-    @property
-    def saved_tail(self) -> Tail | None:
-        """The tail, if it can be loaded."""
-        tail = self.tail
-        return tail if tail is not None and tail.is_saved else None
-
-    def keys_of(self, chunks: Sequence[int]) -> tuple[bytes, ...]:
-        """The keys of these chunks, without those that are not known."""
-        keys = self.keys
-        num_keys = len(keys)
-        if len(chunks) == 1:  # as with most saves
-            return (keys[chunks[0]],) if chunks[0] < num_keys else ()
-        return tuple([keys[chunk] for chunk in chunks if chunk < num_keys])
-
     def next_deferral(self, job_id: int, *, is_shared: bool) -> int:
         """Return how often in a row lookups were deferred if the next one is, for this job.
 
@@ -135,52 +120,3 @@ class RequestRecord(msgspec.Struct):
         """
         count = self.num_deferrals
         return count if count and is_shared and self.deferred_for == job_id else count + 1
-
-    def forget_lookups(self) -> None:
-        """What was looked up is over."""
-        self.answer = self.claimed = None
-        self.junction = self.num_deferrals = self.deferred_for = 0
-
-
-class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):
-    """How many tokens of each life are computed or in flight after the last step.
-
-    Whoever decodes one token in every step is not touched by a step: the count follows from the number of steps. So a
-    step of 256 decoding requests costs nothing.
-    """
-
-    num_steps: Count = 0
-    last_counts: dict[LifeOrdinal, SumOfTokens] = {}
-    """Ordinal -> the count when it was last set."""
-    decoding: dict[LifeOrdinal, SumOfTokens] = {}
-    """Ordinal -> the count less the number of steps, of those whom every step gives one more token."""
-
-    def count(self, ordinal: int) -> int:
-        """That of a life; 0 of one that is not known."""
-        ahead = self.decoding.get(ordinal)
-        return self.last_counts.get(ordinal, 0) if ahead is None else ahead + self.num_steps
-
-    def set(self, ordinal: int, num_computed_tokens: int) -> None:
-        """A life begins, or has this many from now on."""
-        self.decoding.pop(ordinal, None)
-        self.last_counts[ordinal] = num_computed_tokens
-
-    def forget(self, ordinal: int) -> None:
-        """A life is over."""
-        self.decoding.pop(ordinal, None)
-        self.last_counts.pop(ordinal, None)
-
-    def step(self, event: e.StepScheduled) -> None:
-        """Count a step; rows about unknown lives are ignored."""
-        last_counts, decoding = self.last_counts, self.decoding
-        for ordinal in event.paused:
-            if ordinal in decoding:
-                self.set(ordinal, self.count(ordinal))
-        self.num_steps = num_steps = self.num_steps + 1
-        for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
-            if ordinal in last_counts:
-                last_counts[ordinal] = count = num_computed_tokens + num_scheduled_tokens
-                if num_scheduled_tokens == 1 and count >= num_tokens:
-                    decoding[ordinal] = count - num_steps
-                elif ordinal in decoding:
-                    del decoding[ordinal]

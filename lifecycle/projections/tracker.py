@@ -7,8 +7,8 @@ neither the pool nor how a copy fares.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -17,7 +17,8 @@ from kvledger.lifecycle.events import NO_SLOT, triggers_of
 from kvledger.lifecycle.machine import Tables
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections.base import Projection, Subject
-from kvledger.lifecycle.projections.request_record import ComputedTokens, RequestRecord, Tail
+from kvledger.lifecycle.projections.computed_tokens import ComputedTokens
+from kvledger.lifecycle.projections.request_record import RequestRecord, Tail
 from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
 from kvledger.lifecycle.ranges import Count, LifeOrdinal, TimeNs
 from kvledger.lifecycle.states import BlocksRegion, FirstRegion
@@ -25,7 +26,6 @@ from kvledger.lifecycle.states import BlocksRegion, FirstRegion
 if TYPE_CHECKING:
     from kvledger.lifecycle.configuration import LedgerConfiguration
     from kvledger.lifecycle.geometry import Geometry
-    from kvledger.lifecycle.projections.slots import HostSlots
 
     _Timed = (
         e.TransferReported
@@ -47,6 +47,16 @@ if TYPE_CHECKING:
         | e.SessionContinued
         | e.TokensRolledBack
     )
+
+
+class TailSlots(Protocol):
+    """Counts who needs a slot of the host pool."""
+
+    def acquire(self, slots: Sequence[int]) -> None:
+        """A tail lies in these."""
+
+    def release(self, slots: Iterable[int]) -> None:
+        """It is dropped."""
 
 
 _WINDOW = e.MissReason.WINDOW.value
@@ -75,11 +85,11 @@ class RequestTracker(Projection):
     """
 
     def __init__(
-        self, tables: Tables, configuration: LedgerConfiguration, geometry: Geometry, slots: HostSlots
+        self, tables: Tables, configuration: LedgerConfiguration, geometry: Geometry, tail_slots: TailSlots
     ) -> None:
         self._tables = tables
         self._geometry = geometry
-        self._slots = slots
+        self._tail_slots = tail_slots
         self._chunk_size = configuration.chunk_size
         self._interval_chunks = max(1, -(-configuration.save_interval_tokens // configuration.chunk_size))
         self._moved_by_step = frozenset(
@@ -346,7 +356,7 @@ class RequestTracker(Projection):
             self.unfilled.lost.append(record.lost_block_ids)
         if not subject.is_refused:
             record.num_chunks_handled = 0
-            record.forget_lookups()
+            _forget_lookups(record)
             self._drop_tail(record)
         return record
 
@@ -360,7 +370,7 @@ class RequestTracker(Projection):
             self.computed.set(record.ordinal, event.num_computed_tokens)
             if not subject.is_refused:
                 del record.keys[event.num_computed_tokens // self._chunk_size :]  # other tokens follow, so other keys
-                record.forget_lookups()
+                _forget_lookups(record)
                 self._drop_tail(record)
 
     @on(e.TokensRolledBack)
@@ -427,7 +437,9 @@ class RequestTracker(Projection):
                     record.block_ids.append(block_ids[0])
                 else:
                     record.block_ids.extend(block_ids)
-        self.unfilled.step(event, self.state.requests, self._geometry)
+        self.unfilled.lost_before_step, self.unfilled.lost = self.unfilled.lost, []
+        if self.unfilled.blocks:
+            self.unfilled.step(event, self.state.requests, self._geometry)
         self.computed.step(event)
         for ordinal, _, _, num_tokens in event.advanced:
             record = self.of(ordinal)
@@ -451,9 +463,10 @@ class RequestTracker(Projection):
     def _load_issued(self, event: e.LoadIssued, sequence: int, subject: Subject) -> None:
         self._decided(event, sequence, subject)
         self.unfilled.loads[event.job_id] = event.block_ids, event.is_async
-        self.unfilled.fill(event.block_ids)
-        tail = None if subject.request is None else subject.request.saved_tail
-        if tail is not None and not (set(tail.slots) - {NO_SLOT}).isdisjoint(event.slots):
+        if self.unfilled.blocks:
+            self.unfilled.fill(event.block_ids)
+        tail = None if subject.request is None else subject.request.tail
+        if tail is not None and tail.is_saved and not (set(tail.slots) - {NO_SLOT}).isdisjoint(event.slots):
             tail.load_id = event.job_id
 
     @on(e.LoadCompleted)
@@ -499,14 +512,14 @@ class RequestTracker(Projection):
             return
         if isinstance(event, e.SaveCompleted):
             record.tail.is_saved = True
-            self._slots.acquire(record.tail.slots)  # the pool gives the job's reference back right after
+            self._tail_slots.acquire(record.tail.slots)  # the pool gives the job's reference back right after
         else:
             record.tail = None
 
     def _drop_tail(self, record: RequestRecord) -> None:
         tail, record.tail = record.tail, None
         if tail is not None and tail.is_saved:
-            self._slots.release(tail.slots)
+            self._tail_slots.release(tail.slots)
 
 
 def _is_fleeting(record: RequestRecord) -> bool:
@@ -515,3 +528,9 @@ def _is_fleeting(record: RequestRecord) -> bool:
         or record.window_freed_at is not None
         or record.window_freed_before_step is not None
     )
+
+
+def _forget_lookups(record: RequestRecord) -> None:
+    """What was looked up is over."""
+    record.answer = record.claimed = None
+    record.junction = record.num_deferrals = record.deferred_for = 0

@@ -64,9 +64,6 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
 
     def step(self, event: StepScheduled, records: Records, geometry: Geometry) -> None:
         """A step writes blocks; the tables already have those that it added."""
-        self.lost_before_step, self.lost = self.lost, []
-        if not self.blocks:
-            return
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             first = geometry.pages_spanning(0, num_computed_tokens).stop
             end = geometry.pages_spanning(num_computed_tokens, num_scheduled_tokens).stop

@@ -23,7 +23,7 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.codec import EventDecoder, EventEncoder, vocabulary_header
+from kvledger.lifecycle.codec import EventDecoder, encode_events, vocabulary_header
 from kvledger.lifecycle.configuration import ConfigurationError, LedgerConfiguration
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.extension import Extension
@@ -73,7 +73,7 @@ class ExtensionContract(abc.ABC):
         assert {type(payload) for payload in payloads} == set(extension.events.values()), "`payloads` has not all"
         events = [extension.observed("a", payload, 0) for payload in payloads]
         for reader in (core, _without(core)):
-            assert EventDecoder(reader, vocabulary_header(core)).decode(EventEncoder().encode(events)) == events
+            assert EventDecoder(reader, vocabulary_header(core)).decode(encode_events(events)) == events
         for payload, event in zip(payloads, events, strict=True):
             assert extension.payload_of(event) == payload
             assert isinstance(extension.words(payload), str | None)
@@ -94,7 +94,7 @@ class ExtensionContract(abc.ABC):
         for play in itertools.chain(self._walks(), played):
             for event in play.events:
                 assert not isinstance(event, e.ExtensionStopped), f"{play.name}: {event}"
-            read = decoder.decode(EventEncoder().encode(play.events))
+            read = decoder.decode(encode_events(play.events))
             assert read == play.events, play.name
             projections = another.new_projections(play.configuration)
             for batch in batches(enumerate(read, 1)):

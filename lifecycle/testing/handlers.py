@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventDecoder, EventEncoder, vocabulary_header
+from kvledger.lifecycle.codec import EventDecoder, encode_events, vocabulary_header
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core, own_hooks
 from kvledger.lifecycle.handlers import HOOKS, StateHandler
@@ -67,7 +67,7 @@ class HandlerContract(abc.ABC):
         core = self.make_core(stage.handler)
         decoder = EventDecoder(core, vocabulary_header(core))
         for play in plays(core, self.configurations, stage.renew):
-            read = decoder.decode(EventEncoder().encode(play.events))
+            read = decoder.decode(encode_events(play.events))
             assert read == play.events, play.name
             stage.renew()
             replay = Replay(core, play.configuration)

@@ -52,7 +52,7 @@ def test_an_example_imports_what_is_promised_and_nothing_else(file: Path) -> Non
 @pytest.mark.parametrize(
     "source",
     [
-        "from kvledger.lifecycle.decider import Decider",
+        "from kvledger.lifecycle.ledger import Decider",
         "from kvledger.lifecycle.turn import Turn",
         "from kvledger.lifecycle import machine",
         "import kvledger.lifecycle.machine",

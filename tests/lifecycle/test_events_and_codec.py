@@ -18,8 +18,8 @@ from kvledger.lifecycle.codec import (
     SCHEMA_VERSION,
     CodecError,
     EventDecoder,
-    EventEncoder,
     SchemaTooNew,
+    encode_events,
     vocabulary_header,
 )
 
@@ -184,9 +184,7 @@ def test_an_event_holds_plain_values_and_cannot_be_changed(event_class: type[e.E
 def test_an_event_is_read_as_it_was_written(event_class: type[e.Event], data: st.DataObject) -> None:
     """For every class and any values of its fields' types."""
     event = data.draw(any_event([event_class]))
-    (decoded,) = EventDecoder(Core.standard(), vocabulary_header(Core.standard())).decode(
-        EventEncoder().encode([event])
-    )
+    (decoded,) = EventDecoder(Core.standard(), vocabulary_header(Core.standard())).decode(encode_events([event]))
     assert decoded == event
     assert {name: type(value) for name, value in msgspec.structs.asdict(decoded).items()} == {
         name: type(value) for name, value in msgspec.structs.asdict(event).items()
@@ -196,10 +194,7 @@ def test_an_event_is_read_as_it_was_written(event_class: type[e.Event], data: st
 @given(events=st.lists(any_event(), max_size=6))
 def test_a_payload_keeps_its_events_in_order(events: list[e.Event]) -> None:
     """Also when it is empty."""
-    assert (
-        EventDecoder(Core.standard(), vocabulary_header(Core.standard())).decode(EventEncoder().encode(events))
-        == events
-    )
+    assert EventDecoder(Core.standard(), vocabulary_header(Core.standard())).decode(encode_events(events)) == events
 
 
 def test_an_event_of_a_log_from_before_its_last_fields_has_their_defaults() -> None:
@@ -258,7 +253,7 @@ def test_a_golden_payload_is_read_and_written_to_the_byte(golden: Any, event_cla
     )
     annotations = types_of(event_class)
     assert event == event_class(*(example_of(type_, index) for index, type_ in enumerate(annotations.values())))
-    ((_, *fields),) = msgspec.msgpack.decode(EventEncoder().encode([event]))
+    ((_, *fields),) = msgspec.msgpack.decode(encode_events([event]))
     code = [(entry["id"], entry["version"]) for entry in vocabulary].index((event_class.id, event_class.version))
     assert msgspec.msgpack.encode([[code, *fields]]) == payload
 
@@ -359,7 +354,7 @@ def test_a_well_formed_payload_of_something_else_raises_a_codec_error_and_nothin
 @given(event=any_event(), data=st.data())
 def test_a_damaged_event_raises_a_codec_error_and_nothing_else(event: e.Event, data: st.DataObject) -> None:
     """One byte of a good payload replaced, or its end cut off."""
-    payload = bytearray(EventEncoder().encode([event]))
+    payload = bytearray(encode_events([event]))
     position = data.draw(st.integers(0, len(payload) - 1))
     payload[position] = data.draw(st.integers(0, 255))
     for damaged in (bytes(payload), bytes(payload[:position])):
@@ -391,7 +386,7 @@ def test_a_payload_nested_without_end_raises_a_codec_error() -> None:
 
 def test_an_event_with_too_few_or_too_many_fields_raises_a_codec_error() -> None:
     """The header promised as many fields as the version has."""
-    ((code, *fields),) = msgspec.msgpack.decode(EventEncoder().encode([e.LogNote("start", 5)]))
+    ((code, *fields),) = msgspec.msgpack.decode(encode_events([e.LogNote("start", 5)]))
     for wrong in (fields[:-1], [*fields, 1]):
         with pytest.raises(CodecError, match="is not what the log's header promises"):
             DECODER.decode(msgspec.msgpack.encode([[code, *wrong]]))

@@ -11,6 +11,7 @@ from lifecycle_driver.driver import keys_of
 
 from kvledger.lifecycle import Core, Extension
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.decisions.room import Room
 from kvledger.lifecycle.snapshots import capture, restore
 
 
@@ -136,10 +137,10 @@ def test_room_asked_for_once_evicts_what_room_asked_for_piece_by_piece_evicts(ch
             driver.poll(f"waiting {number}", 0, len(keys) * chunk_size + 1)
     spare = frozenset(draw.sample(sorted(driver.projections.pool.state.committed), 3))
     pieces = [draw.randint(1, 4) for _ in range(24)]
-    room = driver.projections.pool.room(spare)
+    room = Room(driver.projections.pool, spare)
     alone = restore(Core.standard(), capture(driver.projections), driver.configuration)
     for piece in pieces:
-        at_once, anew = room.free(piece), alone.pool.room(spare).free(piece)
+        at_once, anew = room.free(piece), Room(alone.pool, spare).free(piece)
         assert at_once == anew
         if anew is None:
             break

@@ -15,7 +15,7 @@ from transitions import Machine
 from kvledger.lifecycle import Core, CoreError, Extension, ProjectionSpec, RequestState, StateHandler, Turn
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.codec import EventDecoder, EventEncoder, vocabulary_header
+from kvledger.lifecycle.codec import EventDecoder, encode_events, vocabulary_header
 from kvledger.lifecycle.events import trigger_of
 from kvledger.lifecycle.projections import CORE_PROJECTIONS
 
@@ -170,7 +170,7 @@ def test_its_events_are_in_the_log_as_they_were() -> None:
     """Encoded like any other event."""
     events = preempted_twice().all_of(e.ExtensionDecided)
     decoder = EventDecoder(CORE, vocabulary_header(CORE))
-    assert decoder.decode(EventEncoder().encode(events)) == events
+    assert decoder.decode(encode_events(events)) == events
 
 
 def test_loaded_twice_is_loaded_once() -> None:

@@ -131,7 +131,8 @@ def test_a_late_failure_of_an_earlier_generation_leaves_the_tail_of_this_one() -
     driver.step()
     driver.report(tail.job_id)
     driver.report(load.job_id, ok=False)
-    assert driver.projections.tracker.of(tail.ordinal).saved_tail.job_id == tail.job_id
+    kept = driver.projections.tracker.of(tail.ordinal).tail
+    assert (kept.job_id, kept.is_saved) == (tail.job_id, True)
     save_anew(driver)
     assert driver.lookup("a", 0, NUM_TOKENS + 1).num_external_tokens == NUM_TOKENS
 

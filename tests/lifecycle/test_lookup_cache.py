@@ -123,7 +123,9 @@ def test_another_generation_does_not_see_the_hit() -> None:
     """What was found for an earlier generation is counted again."""
     driver = looked_up()
     record, hits = driver.record("a"), driver.projections.lookup_cache.state.hits
-    hits[record.ordinal] = msgspec.structs.replace(hits[record.ordinal], num_chunks=1, last_key=KEYS[0], next_key=KEYS[1])
+    hits[record.ordinal] = msgspec.structs.replace(
+        hits[record.ordinal], num_chunks=1, last_key=KEYS[0], next_key=KEYS[1]
+    )
     assert hit(driver) == 1
     record.generation += 1
     assert hit(driver) == truth(driver) == 4
@@ -133,7 +135,9 @@ def test_a_preemption_ends_hit_and_answer() -> None:
     """The next lookup starts from nothing."""
     driver = looked_up()
     record, hits = driver.record("a"), driver.projections.lookup_cache.state.hits
-    hits[record.ordinal] = msgspec.structs.replace(hits[record.ordinal], num_chunks=1, last_key=KEYS[0], next_key=KEYS[1])
+    hits[record.ordinal] = msgspec.structs.replace(
+        hits[record.ordinal], num_chunks=1, last_key=KEYS[0], next_key=KEYS[1]
+    )
     assert hit(driver) == 1
     driver.preempt("a", 0)
     assert (hit(driver), driver.record("a").answer) == (truth(driver), None)

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvledger.lifecycle import Channel, Core
+from kvledger.lifecycle import Channel, Core, effects_delivered
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.copies import NOTHING, Ready
+from kvledger.lifecycle.projections.copies import NOTHING_OWED, Ready
 from kvledger.lifecycle.projections.owed import Owed
 
 
@@ -33,7 +33,7 @@ class OwedByLog:
     def taken(self, channel: Channel, reported: tuple[int, ...] = ()) -> Ready:
         """What is ready, handed over."""
         ready = msgspec.structs.replace(self.projection.ready(channel), reported=reported)
-        delivered = ready.delivered()
+        delivered = effects_delivered(ready)
         if delivered is not None:
             self.fold(delivered)
         return ready
@@ -99,15 +99,15 @@ def test_a_job_is_handed_out_once() -> None:
     assert [job.job_id for job in ready.jobs] == [1, 2]
     assert owed.projection.ready(Channel.WORKERS) == ready
     assert owed.taken(Channel.WORKERS) == ready
-    assert owed.taken(Channel.WORKERS) == NOTHING
+    assert owed.taken(Channel.WORKERS) == NOTHING_OWED
 
 
 def test_where_nothing_is_owed_nothing_is_recorded() -> None:
     """So a steady step costs the log nothing."""
     owed = OwedByLog(save(1, is_async=False))
     owed.taken(Channel.WORKERS)
-    assert owed.projection.ready(Channel.WORKERS).delivered() is None
-    assert owed.projection.ready(Channel.VLLM).delivered() is None
+    assert owed.projection.ready(Channel.WORKERS) == NOTHING_OWED
+    assert owed.projection.ready(Channel.VLLM) == NOTHING_OWED
 
 
 def test_a_reminder_is_handed_out_once() -> None:
@@ -117,7 +117,7 @@ def test_a_reminder_is_handed_out_once() -> None:
     owed.taken(Channel.WORKERS)
     owed.fold(ask, fence, ask)
     assert owed.taken(Channel.WORKERS).awaited == (fence,)
-    assert owed.taken(Channel.WORKERS) == NOTHING
+    assert owed.taken(Channel.WORKERS) == NOTHING_OWED
 
 
 @pytest.mark.parametrize("why", e.Withheld)
@@ -144,7 +144,7 @@ def test_blocks_of_a_load_that_never_was_are_told_as_not_filled(failed: e.Event)
     """VLLM counts on them; once."""
     owed = OwedByLog(answered(is_async=False), allocated(), load(is_async=False), failed)
     assert owed.taken(Channel.WORKERS).block_ids == (1,)
-    assert owed.taken(Channel.WORKERS) == NOTHING
+    assert owed.taken(Channel.WORKERS) == NOTHING_OWED
     assert owed.is_at_rest
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvledger.lifecycle.projections.slots import HostSlots
+from kvledger.lifecycle.projections.pool import HostSlots
 
 NUM_SLOTS = 7
 

@@ -22,6 +22,7 @@ from kvledger.lifecycle import (
     RequestState,
     Scheduled,
     StepEncoder,
+    effects_delivered,
 )
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
@@ -267,7 +268,7 @@ class Driver:
         ready = msgspec.structs.replace(
             self.ledger.ready(channel), reported=self.projections.owed.reported_to_vllm(reported)
         )
-        delivered = ready.delivered()
+        delivered = effects_delivered(ready)
         if delivered is not None:
             self.observe(delivered)
         return ready

@@ -27,8 +27,8 @@ def check_slots(projections: Projections, given_up: Iterable[int] = ()) -> None:
     for job in projections.jobs:
         references.update(job.slots)
     for record in projections.tracker:
-        tail = record.saved_tail
-        if tail is not None:
+        tail = record.tail
+        if tail is not None and tail.is_saved:
             references.update(tail.slots)
     held = projections.slots.state.references
     assert held == dict(references), f"slots referenced {held}, reachable {dict(references)}"

@@ -15,7 +15,7 @@ from stored_logs import tell_story, write_log
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
+from kvledger.lifecycle.codec import encode_events, vocabulary_header
 from kvledger.storage.events.segment_file import segment_paths
 
 DEPTH = 100_000
@@ -123,7 +123,7 @@ def plant_as_field(log: Path, value: bytes) -> None:
 def plant_as_payload(log: Path, value: bytes) -> None:
     """What the recorder's event says."""
     event = e.ExtensionObserved("chat-9", "recorder", "lookup_returned", Recorder.version, value, 40_000)
-    append_frame(log, EventEncoder().encode([event]))
+    append_frame(log, encode_events([event]))
 
 
 def plant_in_payload(log: Path, value: bytes) -> None:
@@ -134,13 +134,13 @@ def plant_in_payload(log: Path, value: bytes) -> None:
     }  # fmt: skip
     payload = with_field(started, "kv_transfer", with_field({}, "z", value))
     event = e.ExtensionNoted("recorder", "recording_started", Recorder.version, payload, 40_000)
-    append_frame(log, EventEncoder().encode([event]))
+    append_frame(log, encode_events([event]))
 
 
 def plant_as_payload_from_elsewhere(log: Path, value: bytes) -> None:
     """What an event of an extension says that is not installed."""
     event = e.ExtensionObserved("chat-9", "elsewhere", "said", 1, value, 40_000)
-    append_frame(log, EventEncoder().encode([event]))
+    append_frame(log, encode_events([event]))
 
 
 def plant_as_end(log: Path, value: bytes) -> None:

@@ -20,7 +20,7 @@ from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventDecoder, EventEncoder, vocabulary_header
+from kvledger.lifecycle.codec import EventDecoder, encode_events, vocabulary_header
 from kvledger.lifecycle.snapshots import capture, state_fingerprint
 from kvledger.storage.events.end_record import RecordedEnd
 from kvledger.storage.events.frames import FrameKind, encode_frame
@@ -125,7 +125,7 @@ def plain_header(header: Mapping[str, Any]) -> dict[str, Any]:
 
 def raw(event: e.Event) -> list[Any]:
     """An event as an array."""
-    ((*fields,),) = msgspec.msgpack.decode(EventEncoder().encode([event]))
+    ((*fields,),) = msgspec.msgpack.decode(encode_events([event]))
     return fields
 
 

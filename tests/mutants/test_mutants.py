@@ -13,7 +13,7 @@ import pytest
 
 from kvledger.adapters.cli.main import main
 from kvledger.lifecycle import Core
-from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
+from kvledger.lifecycle.codec import encode_events, vocabulary_header
 from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.storage.events import SegmentEventStore
 from mutants import catalogue, healthy
@@ -112,12 +112,11 @@ def write_log(directory: Path, story: Story) -> Path:
         "configuration": attrs.asdict(story.configuration),
     }
     store = SegmentEventStore.create(directory, header, segment_bytes=1 << 20)
-    encoder = EventEncoder()
     frame: list[SequencedEvent] = []
 
     def append() -> None:
         if frame:
-            store.append(encoder.encode([event for _, event in frame]), len(frame))
+            store.append(encode_events([event for _, event in frame]), len(frame))
             frame.clear()
 
     for sequence, event in story.events:

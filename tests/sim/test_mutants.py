@@ -15,8 +15,8 @@ import pytest
 
 from kvledger.adapters.vllm.observe import RequestReader
 from kvledger.adapters.vllm.worker_side import WorkerSide
-from kvledger.lifecycle import decider, handlers
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle import handlers, ledger
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.projections.copies import CopyKind
 from kvledger.lifecycle.projections.pool import Pool
@@ -30,7 +30,7 @@ NUM_SEEDS = 60
 
 
 def _save_one_token_too_many(turn: Any, event: Any) -> None:
-    record, num_tokens = turn.record, event.num_intact_tokens + 1
+    record, num_tokens = turn.record, saves.num_intact_tokens(event) + 1
     lost = record.lost_block_ids or ()
     if not saves._is_doubtful(record, turn.before.current):
         savable = saves.savable_pages(record, turn.projections.geometry, lost, num_tokens, None)
@@ -62,7 +62,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
         lambda _self, _jobs: None,
         "wrong KV",
     ),
-    "a failed copy counts as done": (decider, "settle", _call_failed_copies_done, "wrong KV"),
+    "a failed copy counts as done": (ledger, "settle", _call_failed_copies_done, "wrong KV"),
     "blocks that were not filled are not reported": (
         WorkerSide,
         "take_failed_block_ids",

@@ -11,7 +11,7 @@ from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
+from kvledger.lifecycle.codec import encode_events, vocabulary_header
 from kvledger.storage.events import SegmentEventStore
 
 OPENED_AT = 1_750_000_000_000_000_000
@@ -40,15 +40,14 @@ def write_log(
 ) -> Path:
     """Write a log, one frame per observation with its decisions, and close it; `header` changes parts of the header."""
     store = SegmentEventStore.create(directory, header_of(configuration, header), segment_bytes=segment_bytes)
-    encoder = EventEncoder()
     frame: list[e.Event] = []
     for event in events:
         if frame and not event.is_decision:
-            store.append(encoder.encode(frame), len(frame))
+            store.append(encode_events(frame), len(frame))
             frame = []
         frame.append(event)
     if frame:
-        store.append(encoder.encode(frame), len(frame))
+        store.append(encode_events(frame), len(frame))
     store.close()
     return directory
 

@@ -13,7 +13,7 @@ from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.rules.under_way import Begun, RuleOfCopies
 from kvledger.lifecycle import BlocksRegion, RequestState, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Checker, Model, Start
+from kvledger.lifecycle.audit import Checker, Model, Start, num_intact_tokens
 from kvledger.lifecycle.events import NULL_BLOCK
 
 MAX_REMEMBERED_BLOCKS = 1 << 20
@@ -161,7 +161,7 @@ class ChunkComplete(RuleOfCopies):
         life = self.moment.life
         if life is None:
             return
-        num_tokens = max(event.num_intact_tokens, self._given.pop(life.ordinal, 0))
+        num_tokens = max(num_intact_tokens(event), self._given.pop(life.ordinal, 0))
         if self._speculates and isinstance(event, e.RequestFinished):  # those in flight may be taken back, or not
             num_tokens = max(num_tokens, life.counted_tokens)
         table = array("I", self.tables.lost_by(life))

@@ -57,8 +57,5 @@ class Moment:
 
 
 def num_intact_tokens(event: RequestPreempted | RequestFinished) -> int:
-    """Of the settled tokens those that can still be copied before the next forward.
-
-    The events have a property of the same name, which decides what is saved; the audit does not ask it.
-    """
+    """Of the settled tokens those that a copy made before the next forward still finds."""
     return 0 if event.blocks_zeroed else event.num_settled_tokens

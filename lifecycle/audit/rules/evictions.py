@@ -254,7 +254,7 @@ class EvictionOrder(Checker):
         self._use(life.keys)
         if self.configuration.keep_for_preempted:
             self._no_longer_waiting(event.request_id)
-            keys = life.keys[: event.num_intact_tokens // self.spans.chunk_size]
+            keys = life.keys[: num_intact_tokens(event) // self.spans.chunk_size]
             self._waited_for[event.request_id] = dict.fromkeys(keys)
 
     @on(e.BlocksAllocated)

@@ -13,7 +13,7 @@ from processes import run_and_kill
 from stored_logs import write_log
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.codec import encode_events
 from kvledger.storage.events import BacklogEventStore
 
 LATE = e.RequestArrived("late", 100, 7, 10**9)
@@ -24,7 +24,7 @@ def cut_off(log: Path) -> Path:
     """The story's log, gone on with by a process that was killed: two requests are open."""
 
     def go_on() -> None:
-        reopened(log).append(EventEncoder().encode([LATE]), 1)
+        reopened(log).append(encode_events([LATE]), 1)
 
     run_and_kill(go_on)
     return log
@@ -139,7 +139,7 @@ def test_events_that_could_not_be_written_give_4_also_after_sigkill(run: Any, lo
         num_bytes = next(log.glob("*.kvlog")).stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))  # as if the disk were full
         for number in range(100):
-            store.append(EventEncoder().encode([e.LogNote(f"note {number}", 10**9)]), 1)
+            store.append(encode_events([e.LogNote(f"note {number}", 10**9)]), 1)
         store.flush()
 
     run_and_kill(fill_up)

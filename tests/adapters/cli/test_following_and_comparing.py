@@ -19,7 +19,7 @@ from kvledger.adapters.cli.feed import Feed, Line
 from kvledger.adapters.logs.observation import observations
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.codec import encode_events
 from kvledger.storage.events import SegmentEventStore
 
 COMMAND = [sys.executable, "-m", "kvledger.adapters.cli.main"]
@@ -58,10 +58,9 @@ def test_a_followed_log_is_printed_as_it_grows_and_how_it_ends(
         lines.append(next_line(follower))
     assert lines[0]["text"] == "arrived with 45 prompt tokens"
     assert any(line["state_after"] == "preempted" for line in lines)
-    encoder = EventEncoder()
     for number in range(3):
         event = e.RequestArrived(f"late-{number}", 100 + number, 7, 10**9)
-        writer.append(encoder.encode([event]), 1)
+        writer.append(encode_events([event]), 1)
         line = next_line(follower)
         assert (line["request_id"], line["text"], line["time_ns"]) == (
             f"late-{number}",

@@ -25,7 +25,7 @@ from kvledger.adapters.logs.index import build_index, index_path, open_index
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.reasons.life import Tail
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.codec import encode_events
 from kvledger.storage.events import retire
 from kvledger.storage.events.segment_file import segment_paths
 
@@ -119,7 +119,7 @@ def test_a_request_that_has_ended_is_shown_from_an_earlier_index(run: Any, story
     before = index_path(open_log(log)).stat().st_mtime_ns
     store = reopened(log)
     later = e.RequestArrived("late", 99, 7, 10**9)
-    store.append(EventEncoder().encode([later]), 1)
+    store.append(encode_events([later]), 1)
     store.close()
     ended = run("show", log, "chat-17")
     assert ended.out == shown["chat-17"]
@@ -200,9 +200,8 @@ def test_an_index_is_private_and_leaves_no_scraps(log: Path, cache: Path) -> Non
 def append(log: Path, events: list[e.Event]) -> None:
     """Write more events into a log that was closed."""
     store = reopened(log)
-    encoder = EventEncoder()
     for event in events:
-        store.append(encoder.encode([event]), 1)
+        store.append(encode_events([event]), 1)
     store.close()
 
 

@@ -13,7 +13,7 @@ from processes import run_and_kill
 from stored_logs import OPENED_AT, write_log
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.codec import encode_events
 from kvledger.storage.events import BacklogEventStore
 
 LATE = e.RequestArrived("late", 100, 7, 3 * 10**9)
@@ -34,7 +34,7 @@ def logs(story: Driver, tmp_path: Path) -> Path:
         )
         newest = max(log.glob("*.kvlog"))
         if name == "killed":
-            run_and_kill(lambda log=log: reopened(log).append(EventEncoder().encode([LATE]), 1))
+            run_and_kill(lambda log=log: reopened(log).append(encode_events([LATE]), 1))
         elif name == "damaged":
             newest.write_bytes(newest.read_bytes()[:-3])
         elif name == "beheaded":
@@ -84,7 +84,7 @@ def test_a_log_whose_disk_is_full_is_told_from_one_that_is_written(run: Any, log
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))  # as if the disk were full
     try:
         for number in range(100):
-            store.append(EventEncoder().encode([e.LogNote(f"note {number}", 10**9)]), 1)
+            store.append(encode_events([e.LogNote(f"note {number}", 10**9)]), 1)
         store.flush()
         while_full, (listed,) = run("ls", log), run("ls", log, "--json").objects("log_listed")
     finally:

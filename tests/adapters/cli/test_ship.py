@@ -17,7 +17,7 @@ from processes import started
 from stored_logs import replaced, write_log
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.codec import encode_events
 
 Run = Any
 
@@ -179,7 +179,7 @@ def test_a_stream_can_be_followed(server: NatsServer, run: Run, log: Path) -> No
         while json.loads(process.stdout.readline())["request_id"] != "chat-9":
             pass
         store = reopened(log)
-        store.append(EventEncoder().encode([e.RequestArrived("late", 100, 7, 10**9)]), 1)
+        store.append(encode_events([e.RequestArrived("late", 100, 7, 10**9)]), 1)
         store.close()
         assert run("ship", log, "--to", server.url).exit_code == 0
         assert json.loads(process.stdout.readline())["request_id"] == "late"

@@ -14,7 +14,7 @@ from kvledger.adapters.logs import index as index_module
 from kvledger.adapters.logs.describe import plain
 from kvledger.lifecycle import Core, fold
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.codec import encode_events
 from kvledger.storage.events import SegmentEventStore
 
 REQUEST = "chat-17-b6"
@@ -203,9 +203,9 @@ def test_broken_rules_and_failures_stand_out_in_a_timeline(run: Any, tmp_path: P
 def test_lost_events_are_a_group_of_their_own(run: Any, story: Driver, tmp_path: Path) -> None:
     """A timeline with a hole must not look like one without."""
     store = SegmentEventStore.create(tmp_path / "gap", header_of(story.configuration))
-    store.append(EventEncoder().encode(story.observed[:4]), 4)
+    store.append(encode_events(story.observed[:4]), 4)
     store.append_gap(3, "no space")
-    store.append(EventEncoder().encode(story.observed[7:9]), 2)
+    store.append(encode_events(story.observed[7:9]), 2)
     store.close()
     result = run("show", tmp_path / "gap", REQUEST)
     assert result.exit_code == 0

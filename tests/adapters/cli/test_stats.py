@@ -17,7 +17,7 @@ from stored_logs import header_of, write_log
 from kvledger.adapters.cli.percentiles import Percentiles
 from kvledger.adapters.reasons import Sums
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.codec import encode_events
 from kvledger.storage.events import SegmentEventStore
 
 REQUEST = "chat-17-b6"
@@ -72,9 +72,8 @@ def test_bytes_by_event_are_what_the_encoder_writes(run: Any, walked: tuple[Path
     """So that a log that grows too fast can be understood."""
     log, driver = walked
     num_bytes = {row["event"]: row["num_bytes"] for row in run("stats", "--json", log).objects("events")}
-    encoder = EventEncoder()
     steps = driver.all_of(e.StepScheduled)
-    assert num_bytes["step.scheduled"] == sum(len(encoder.encode([step])) - 1 for step in steps)
+    assert num_bytes["step.scheduled"] == sum(len(encode_events([step])) - 1 for step in steps)
     assert sum(num_bytes.values()) < one(run("stats", "--json", log).objects("statistics"))["num_bytes"]
 
 
@@ -175,11 +174,10 @@ def test_a_log_with_a_gap_is_summed_up_on_both_sides_of_it(
     _, driver = walked
     third = len(driver.observed) // 3
     store = SegmentEventStore.create(tmp_path / "gap", header_of(driver.configuration))
-    encoder = EventEncoder()
-    store.append(encoder.encode(driver.observed[:third]), third)
+    store.append(encode_events(driver.observed[:third]), third)
     store.append_gap(third, "the disk was full")
     rest = driver.observed[2 * third :]
-    store.append(encoder.encode(rest), len(rest))
+    store.append(encode_events(rest), len(rest))
     store.close()
     result = run("stats", "--json", tmp_path / "gap")
     assert result.exit_code == 0

@@ -14,7 +14,7 @@ from stored_logs import header_of, play_story, replaced, unfoldable, write_log
 from kvledger.adapters.core import composed_core
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
+from kvledger.lifecycle.codec import encode_events, vocabulary_header
 from kvledger.storage.events import SegmentEventStore
 from kvledger.storage.events.segment_file import read_header
 
@@ -152,10 +152,9 @@ def test_a_torn_tail_gives_2(run: Any, log: Path) -> None:
 def test_events_that_the_writer_lost_give_2_and_end_the_checks(run: Any, story: Driver, tmp_path: Path) -> None:
     """After a gap the state is not known, so nothing after it can be judged."""
     store = SegmentEventStore.create(tmp_path / "gap", header_of(story.configuration))
-    encoder = EventEncoder()
-    store.append(encoder.encode(story.observed[:4]), 4)
+    store.append(encode_events(story.observed[:4]), 4)
     store.append_gap(3, "no space left on device")
-    store.append(encoder.encode(story.observed[7:9]), 2)
+    store.append(encode_events(story.observed[7:9]), 2)
     store.close()
     result = run("verify", "--json", tmp_path / "gap")
     assert result.exit_code == 2
@@ -172,9 +171,9 @@ def test_events_that_the_writer_lost_give_2_and_end_the_checks(run: Any, story: 
 def test_a_frame_that_is_not_what_the_header_promises_gives_2(run: Any, story: Driver, tmp_path: Path) -> None:
     """Intact bytes that are no events, and a wrong count of events, are damage too."""
     store = SegmentEventStore.create(tmp_path / "odd", header_of(story.configuration))
-    store.append(EventEncoder().encode(story.observed[:1]), 1)
+    store.append(encode_events(story.observed[:1]), 1)
     store.append(b"not msgpack", 1)
-    store.append(EventEncoder().encode(story.observed[1:2]), 2)
+    store.append(encode_events(story.observed[1:2]), 2)
     store.close()
     result = run("verify", "--json", tmp_path / "odd")
     assert result.exit_code == 2
@@ -294,9 +293,9 @@ def test_of_an_empty_log_nothing_can_be_checked(run: Any, story: Driver, tmp_pat
 def test_a_log_that_is_still_written_can_be_verified(run: Any, story: Driver, tmp_path: Path) -> None:
     """Neither side waits for the other."""
     store = SegmentEventStore.create(tmp_path / "live", header_of(story.configuration))
-    store.append(EventEncoder().encode(story.observed[:4]), 4)
+    store.append(encode_events(story.observed[:4]), 4)
     assert run("verify", tmp_path / "live").exit_code == 0
-    store.append(EventEncoder().encode(story.observed[4:5]), 1)
+    store.append(encode_events(story.observed[4:5]), 1)
     (verdict,) = run("verify", "--json", tmp_path / "live").objects("verdict")
     assert verdict["num_events"] == 5
     store.close()
@@ -382,7 +381,7 @@ def test_events_of_a_newer_version_are_refused_or_skipped_and_counted(run: Any, 
     )
     unknown = msgspec.msgpack.encode([len(vocabulary), "chat-17-b6", 3])
     for number, event in enumerate(story.observed):
-        encoded = EventEncoder().encode([event])
+        encoded = encode_events([event])
         if number == 10:
             store.append(b"\x92" + encoded[1:] + unknown, 2)
         else:

@@ -25,7 +25,7 @@ from kvledger.adapters.logs.processes import Processes
 from kvledger.adapters.logs.snapshots import write_snapshots
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.codec import encode_events
 from kvledger.storage.events import SegmentEventStore, Snapshot, write_snapshot
 from kvledger.storage.events.segment_file import segment_paths
 
@@ -219,7 +219,7 @@ def test_an_event_that_cannot_be_folded_is_found_by_one_pass(
 def test_a_log_that_is_being_written_is_read_once(run: Any, sound: Any, tmp_path: Path, in_parts: list[bool]) -> None:
     """Two who read it might find two ends."""
     store = SegmentEventStore.create(tmp_path / "log", header_of(sound.configuration))
-    store.append(EventEncoder().encode(sound.observed[:1]), 1)
+    store.append(encode_events(sound.observed[:1]), 1)
     assert_alike(run, tmp_path / "log")
     assert in_parts == [False] * 4
     store.close()

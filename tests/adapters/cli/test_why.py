@@ -15,7 +15,7 @@ from kvledger.adapters.cli import why as why_module
 from kvledger.adapters.logs import index as index_module
 from kvledger.adapters.reasons import Sums
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.codec import encode_events
 from kvledger.storage.events import SegmentEventStore
 
 REQUEST = "chat-17-b6"
@@ -236,12 +236,11 @@ def test_what_stands_behind_lost_events_is_explained_as_far_as_it_is_known(
     """The eviction is lost; the lookup recorded that there was one."""
     _, driver = evicted
     store = SegmentEventStore.create(tmp_path / "gap", header_of(driver.configuration))
-    encoder = EventEncoder()
     first, last = number_of(driver, e.ChunkEvicted) - 1, number_of(driver, e.ChunkEvicted, 3)
-    store.append(encoder.encode(driver.observed[:first]), first)
+    store.append(encode_events(driver.observed[:first]), first)
     store.append_gap(last - first, "the disk was full")
     rest = driver.observed[last:]
-    store.append(encoder.encode(rest), len(rest))
+    store.append(encode_events(rest), len(rest))
     store.close()
     result = run("why", tmp_path / "gap", "a")
     assert result.exit_code == 0

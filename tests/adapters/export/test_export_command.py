@@ -22,7 +22,7 @@ from trace_importer import read_trace
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
+from kvledger.lifecycle.codec import encode_events, vocabulary_header
 from kvledger.storage.events import SegmentEventStore
 from kvledger.storage.events.segment_file import read_header
 
@@ -168,7 +168,7 @@ def test_events_of_a_newer_version_are_left_out_and_counted(run: Any, story: Dri
     store = SegmentEventStore.create(tmp_path / "log", header_of(story.configuration, {"vocabulary": newer}))
     unknown = msgspec.msgpack.encode([len(vocabulary), "chat-17-b6", 3])
     for number, event in enumerate(story.observed):
-        encoded = EventEncoder().encode([event])
+        encoded = encode_events([event])
         payload, count = (b"\x92" + encoded[1:] + unknown, 2) if number == 10 else (encoded, 1)
         store.append(payload, count)
     store.close()
@@ -184,10 +184,10 @@ def test_events_of_a_newer_version_are_left_out_and_counted(run: Any, story: Dri
 def test_a_log_that_is_still_written_is_exported_as_far_as_it_is(run: Any, story: Driver, tmp_path: Path) -> None:
     """The writer is neither disturbed nor waited for."""
     store = SegmentEventStore.create(tmp_path / "log", header_of(story.configuration))
-    store.append(EventEncoder().encode(story.observed[:20]), 20)
+    store.append(encode_events(story.observed[:20]), 20)
     first = tmp_path / "first.csv"
     assert run("export", tmp_path / "log", "--csv", "events", "-o", first).exit_code == 0
-    store.append(EventEncoder().encode(story.observed[20:]), len(story.observed) - 20)
+    store.append(encode_events(story.observed[20:]), len(story.observed) - 20)
     second = tmp_path / "second.csv"
     assert run("export", tmp_path / "log", "--csv", "events", "-o", second).exit_code == 0
     store.close()

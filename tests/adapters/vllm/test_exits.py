@@ -27,7 +27,7 @@ from kvledger.adapters.recorder.connector import KVLedgerRecorder
 from kvledger.adapters.vllm import scheduler_side
 from kvledger.adapters.vllm.async_copies import AsyncCopies
 from kvledger.adapters.vllm.connector import KVLedgerConnector
-from kvledger.adapters.vllm.guard import Fallback, guarded
+from kvledger.adapters.vllm.journal import Fallback, guarded
 from kvledger.lifecycle import Extension, ProjectionSpec, RequestState, StateHandler, on
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.handlers import Running

@@ -21,7 +21,7 @@ from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import OpenedLog, open_event_log
 from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.codec import encode_events
 
 CONFIGURATION = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=8)
 
@@ -376,7 +376,7 @@ def test_more_events_than_were_recorded_are_damage(tmp_path: Path, capsys: pytes
     ledger = Ledger(Core.standard(), CONFIGURATION, log.store)
     ledger.observe(e.LogNote("note", 1))
     ledger.commit()
-    log.store.append(EventEncoder().encode([e.LogNote("another", 2)]), 1)
+    log.store.append(encode_events([e.LogNote("another", 2)]), 1)
     log.close(ledger.next_sequence)
     assert main(["verify", str(log.directory)]) == 2
     assert "the writer had recorded 1 events, this log has 2" in " ".join(capsys.readouterr().out.split())

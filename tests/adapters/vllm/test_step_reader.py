@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.codec import encode_events
 
 pytestmark = pytest.mark.scheduler
 
@@ -66,10 +66,9 @@ def test_a_steady_step_of_256_requests_is_less_than_64_bytes(make_engine: Any) -
     steps = engine.logged(e.StepScheduled)[-4:]
     assert {step.num_scheduled_tokens for step in steps} == {256}
     assert any(is_empty(step) for step in steps)
-    encoder = EventEncoder()
     for step in steps:
         if is_empty(step):
-            assert len(encoder.encode([step])) < 64
+            assert len(encode_events([step])) < 64
     assert min(len(frame.payload) for frame in frames) < 64
     for number in range(256):
         engine.abort(f"request-{number:032d}")

@@ -23,7 +23,6 @@ JUDGED = tuple(
         "decisions",
         "handlers",
         "core",
-        "decider",
         "ledger",
         "replay",
         "turn",

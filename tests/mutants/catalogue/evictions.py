@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.pool import Pool, Recency, Room
+from kvledger.lifecycle.projections.pool import Pool, Recency
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from mutants.catalogue.parts import wrapped
 from mutants.mutant import Patch, Touch, mutant
@@ -40,30 +40,26 @@ def unused_by(touch: Touch, fold: str) -> Patch:
 def youngest_evicted_first(touch: Touch) -> Sequence[Patch]:
     """The most recently used chunk is evicted first."""
 
-    def room(original: Any, pool: Pool, *arguments: Any) -> Room:
-        found: Room = original(pool, *arguments)
+    def oldest_first(_original: Any, pool: Pool) -> Sequence[bytes]:
         keys = list(pool.state.by_age)
         if len(keys) > 1:
             touch()
-        found._keys = reversed(keys)
-        return found
+        return keys[::-1]
 
-    return [wrapped(Pool, "room", room)]
+    return [wrapped(Pool, "oldest_first", oldest_first)]
 
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def evicted_in_order_of_their_keys(touch: Touch) -> Sequence[Patch]:
     """Chunks are evicted in the order of their keys, as if they were in a sorted map."""
 
-    def room(original: Any, pool: Pool, *arguments: Any) -> Room:
-        found: Room = original(pool, *arguments)
+    def oldest_first(_original: Any, pool: Pool) -> Sequence[bytes]:
         keys = list(pool.state.by_age)
         if keys != sorted(keys):
             touch()
-        found._keys = iter(sorted(keys))
-        return found
+        return sorted(keys)
 
-    return [wrapped(Pool, "room", room)]
+    return [wrapped(Pool, "oldest_first", oldest_first)]
 
 
 @mutant("EVICTION_ORDER", scene=CROWDED)

@@ -16,9 +16,8 @@ from kvledger.lifecycle.projections.copies import Copy, CopyKind
 from kvledger.lifecycle.projections.costs import TokenCosts
 from kvledger.lifecycle.projections.jobs import Jobs
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
-from kvledger.lifecycle.projections.pool import Pool
+from kvledger.lifecycle.projections.pool import HostSlots, Pool, num_intact_tokens
 from kvledger.lifecycle.projections.request_record import RequestRecord
-from kvledger.lifecycle.projections.slots import HostSlots
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.states import CurrentRegion
 from mutants.catalogue.parts import LOOKING_UP, decided_otherwise, wrapped, written_as
@@ -228,7 +227,7 @@ def evicted_while_waited_for(touch: Touch) -> Sequence[Patch]:
         pool._keep_for_preempted = False
         if (
             subject.request is not None
-            and subject.request.keys[: pool._geometry.num_chunks_in(event.num_intact_tokens)]
+            and subject.request.keys[: pool._geometry.num_chunks_in(num_intact_tokens(event))]
         ):
             touch()
         original(pool, event, sequence, subject)

@@ -9,8 +9,8 @@ import msgspec
 
 from kvledger.adapters.vllm.metadata import WorkerReports
 from kvledger.adapters.vllm.worker_side import WorkerSide
-from kvledger.lifecycle import decider
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle import ledger
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.projections.jobs import Jobs
 from mutants.catalogue.parts import SAVING, decided_otherwise, wrapped
@@ -82,7 +82,7 @@ def completed_for_the_present_life(touch: Touch) -> Sequence[Patch]:
         touch()
         return msgspec.structs.replace(decision, ordinal=record.ordinal, generation=record.generation)
 
-    return [decided_otherwise(decider, "settle", settled)]
+    return [decided_otherwise(ledger, "settle", settled)]
 
 
 @mutant("LIVENESS", "vllm#46283", "vllm#56640", "LMCache#5047", scene=SILENT)

@@ -14,9 +14,11 @@ from kvledger.lifecycle import handlers
 from kvledger.lifecycle.audit.rules.jobs import DeliveredOnce
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.decisions.windows import SavablePages
+from kvledger.lifecycle.projections import pool
 from kvledger.lifecycle.projections.copies import CopyKind
 from kvledger.lifecycle.projections.owed import Owed
-from kvledger.lifecycle.projections.slots import HostSlots
+from kvledger.lifecycle.projections.pool import HostSlots
+from kvledger.lifecycle.projections.pool import num_intact_tokens as intact_tokens
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.states import RequestState
 from mutants.catalogue.parts import SAVING, decided_otherwise, wrapped
@@ -48,7 +50,7 @@ def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
         size = projections.configuration.chunk_size
         blocks = record.lost_block_ids or ()
         has_place = event.num_tokens <= len(blocks) * projections.configuration.block_size
-        if has_place and event.num_tokens % size == 0 and event.num_intact_tokens == event.num_tokens - 1:
+        if has_place and event.num_tokens % size == 0 and intact_tokens(event) == event.num_tokens - 1:
             touch()
             if not saves._is_doubtful(record, turn.before.current):
                 savable = saves.savable_pages(record, projections.geometry, blocks, event.num_tokens, None)
@@ -250,8 +252,7 @@ def saved_from_zeroed_blocks(touch: Touch) -> Sequence[Patch]:
             touch()
         return event.num_settled_tokens
 
-    mistaken = property(num_intact_tokens)
     return [
         (versions, "zeroes_new_blocks", lambda _kv_cache_config: True),
-        *((event, "num_intact_tokens", mistaken) for event in (e.RequestPreempted, e.RequestFinished)),
+        *((module, "num_intact_tokens", num_intact_tokens) for module in (saves, pool)),
     ]

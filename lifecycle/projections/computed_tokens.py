@@ -1,0 +1,68 @@
+"""How many tokens of each life are computed or in flight after the last step, and who is expected to decode one more.
+
+Whoever decodes one token in every step is not touched by a step: the count follows from the number of steps. So a step
+of 256 decoding requests costs nothing, and only what differs from the expected is written of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.projections.request_record import RequestRecord
+from kvledger.lifecycle.ranges import Count, LifeOrdinal, SumOfTokens
+
+
+class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):
+    """A part of the tracker's state, by the ordinal of a life."""
+
+    num_steps: Count = 0
+    last_counts: dict[LifeOrdinal, SumOfTokens] = {}
+    """Ordinal -> the count when it was last set."""
+    decoding: dict[LifeOrdinal, SumOfTokens] = {}
+    """Ordinal -> the count less the number of steps, of those whom every step gives one more token."""
+
+    def count(self, ordinal: int) -> int:
+        """That of a life; 0 of one that is not known."""
+        ahead = self.decoding.get(ordinal)
+        return self.last_counts.get(ordinal, 0) if ahead is None else ahead + self.num_steps
+
+    def unexpected(
+        self, counts: Iterable[tuple[str, int]], record_of: Callable[[str], RequestRecord | None]
+    ) -> list[tuple[str, int]]:
+        """Of (request id, computed tokens) those with another count than is expected of them in the next step."""
+        if not self.decoding:
+            return list(counts)
+        expected, now = self.decoding.get, self.num_steps
+        return [
+            (request_id, count)
+            for request_id, count in counts
+            if (record := record_of(request_id)) is None or expected(record.ordinal) != count - now
+        ]
+
+    def set(self, ordinal: int, num_computed_tokens: int) -> None:
+        """A life begins, or has this many from now on."""
+        self.decoding.pop(ordinal, None)
+        self.last_counts[ordinal] = num_computed_tokens
+
+    def forget(self, ordinal: int) -> None:
+        """A life is over."""
+        self.decoding.pop(ordinal, None)
+        self.last_counts.pop(ordinal, None)
+
+    def step(self, event: e.StepScheduled) -> None:
+        """Count a step; rows about unknown lives are ignored."""
+        last_counts, decoding = self.last_counts, self.decoding
+        for ordinal in event.paused:
+            if ordinal in decoding:
+                self.set(ordinal, self.count(ordinal))
+        self.num_steps = num_steps = self.num_steps + 1
+        for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
+            if ordinal in last_counts:
+                last_counts[ordinal] = count = num_computed_tokens + num_scheduled_tokens
+                if num_scheduled_tokens == 1 and count >= num_tokens:
+                    decoding[ordinal] = count - num_steps
+                elif ordinal in decoding:
+                    del decoding[ordinal]
