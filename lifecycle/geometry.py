@@ -28,12 +28,12 @@ class Windows:
     """One entry per group: how many tokens a token sees, itself included; 0: all of them."""
     num_groups: int = attrs.field(init=False, repr=False)
     """Groups of layers, each with a block table of its own."""
-    forget: bool = attrs.field(init=False, repr=False)
+    has_any: bool = attrs.field(init=False, repr=False)
     """Whether any group has a window."""
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "num_groups", len(self.sizes))
-        object.__setattr__(self, "forget", any(self.sizes))
+        object.__setattr__(self, "has_any", any(self.sizes))
 
     def first_block(self, group: int, num_tokens: int) -> int:
         """The first block that the token after `num_tokens` sees; once they are processed, earlier ones are freed."""
@@ -63,7 +63,7 @@ class Windows:
             step: chunk size in tokens; a multiple or a divisor of the block size.
             is_stored: (page, prefix in tokens) -> whether the page is stored with all its tokens of that prefix.
         """
-        end = num_tokens if self.forget else 0
+        end = num_tokens if self.has_any else 0
         while end:
             missing = self._first_missing(end, is_stored)
             if missing is None:
@@ -71,7 +71,7 @@ class Windows:
             # Every longer prefix sees that block as well. Inside it, a shorter image may do.
             end = min(end, (missing + 1) * self.block_size) - 1
             end -= end % step
-        return 0 if self.forget else num_tokens
+        return 0 if self.has_any else num_tokens
 
     def _first_missing(self, end: int, is_stored: Callable[[int, int], bool]) -> int | None:
         missing = None

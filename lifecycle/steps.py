@@ -99,7 +99,7 @@ class StepEncoder:
         if num_settled_tokens < threshold or record.trust is TrustRegion.QUARANTINED:
             return None
         num_keys = len(record.keys)
-        if not self._projections.geometry.windows.forget:
+        if not self._projections.geometry.windows.has_any:
             num_settled_tokens = min(num_settled_tokens, num_keys * self._projections.configuration.chunk_size)
         elif self._projections.geometry.num_chunks_in(num_settled_tokens) > num_keys:
             return None  # with windows the true count is written, because it says what they have left

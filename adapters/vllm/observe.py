@@ -304,7 +304,7 @@ class RequestReader:
     def _agree(self, folded: Sequence[int], table: Sequence[int]) -> bool:
         """Equal, but for blocks that a window has left: vLLM nulls them without a hook."""
         windows = self._projections.geometry.windows
-        if not windows.forget:
+        if not windows.has_any:
             return folded == table
         return len(folded) == len(table) and all(
             block == known or (block == NULL_BLOCK and windows.sizes[page % windows.num_groups])
@@ -431,7 +431,7 @@ class StepReader:
         if self._sync_keys is None:
             return ()
         now = self._tracker.num_steps
-        forgets = self._projections.geometry.windows.forget
+        forgets = self._projections.geometry.windows.has_any
         settled: list[e.SettledTokens] = []
         for ordinal, num_computed_tokens, num_tokens, _ in advanced:
             record = self._tracker.of(ordinal)
@@ -465,7 +465,7 @@ class StepReader:
             return threshold
         num_in_flight_tokens = request.num_in_flight_tokens
         num_settled_tokens = num_computed_tokens - num_in_flight_tokens
-        if self._projections.geometry.windows.forget:
+        if self._projections.geometry.windows.has_any:
             self._processed[record.request_id] = num_settled_tokens, num_in_flight_tokens
         if num_settled_tokens < threshold:
             return threshold
@@ -478,7 +478,7 @@ class StepReader:
         settled.append(entry)
         geometry = self._projections.geometry
         # It does not count until a load has arrived; and what windows leave in the next step is to be seen then.
-        if record.blocks is BlocksRegion.LOADING or geometry.windows.forget:
+        if record.blocks is BlocksRegion.LOADING or geometry.windows.has_any:
             return threshold
         return self._tracker.save_threshold(record, geometry.num_chunks_in(entry.num_settled_tokens))
 

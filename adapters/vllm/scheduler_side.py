@@ -304,7 +304,7 @@ class SchedulerSide:
             (now_ns - self._last_step_ns) * configuration.max_silent_steps < max_silent_ns
             and not self._tracker.computed.decoding
             and self.ledger.ready(Channel.WORKERS) == NOTHING_OWED
-            and not self._projections.geometry.windows.forget
+            and not self._projections.geometry.windows.has_any
         )
 
     def hand_out(self, scheduler_output: SchedulerOutput) -> StepJobs:

@@ -37,7 +37,7 @@ def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:
         _refuse(turn, Rule.TABLE_EQ, detail)
         return
     block_ids = event.block_ids[pages.start : pages.stop]
-    if projections.geometry.windows.forget:
+    if projections.geometry.windows.has_any:
         slots = _slots_with_windows(pages, block_ids, end_token, request, projections)
     else:
         slots = _slots_of(pages, end_token, request, projections)

@@ -71,7 +71,7 @@ def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -
         awaits_saves: whether a save in flight is worth being asked again for.
     """
     request, projections, num_computed_tokens = turn.record, turn.projections, event.num_computed_tokens
-    has_windows = projections.geometry.windows.forget
+    has_windows = projections.geometry.windows.has_any
     hit = _limited(_find_hit(event, request, projections), event, request, projections)
     if has_windows:
         hit = _within_windows(hit, request, projections)
@@ -287,7 +287,7 @@ def _shared_end(load: Copy, num_computed_tokens: int, request: RequestRecord, pr
     places = range(min(num_theirs, len(keys) - first))
     # A key hashes everything before it, so the equal ones come first.
     num_shared = bisect_left(places, 1, key=lambda place: load.keys[offset + place] != keys[first + place])
-    if num_shared <= 0 or (geometry.windows.forget and num_shared < num_theirs):
+    if num_shared <= 0 or (geometry.windows.has_any and num_shared < num_theirs):
         return 0  # after an earlier boundary, a load leaves out what windows see
     num_tokens = (first + num_shared) * geometry.chunk_size
     return num_tokens - num_tokens % geometry.block_size

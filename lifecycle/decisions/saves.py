@@ -165,13 +165,13 @@ def savable_pages(
 ) -> SavablePages | None:
     """Return the pages of a table of the request that a save can copy; None if no group has a window: all of them.
 
-    A load should be able to end after the last whole chunk, and at the junction: an earlier lookup of this request was
-    cut short there because pages were missing.
+    A load should be able to end after the last whole chunk, and at the boundary that an earlier lookup of this request
+    could not use because pages were missing.
     """
-    if not geometry.windows.forget:
+    if not geometry.windows.has_any:
         return None
     num_chunks = min(num_settled_tokens // geometry.chunk_size, len(request.keys))
-    boundaries = (num_chunks * geometry.chunk_size, min(request.junction, num_settled_tokens))
+    boundaries = (num_chunks * geometry.chunk_size, min(request.wanted_boundary, num_settled_tokens))
     return SavablePages(geometry.windows, block_ids, num_settled_tokens, window_freed_at, boundaries)
 
 

@@ -84,8 +84,8 @@ class RequestRecord(msgspec.Struct):
     """Keys of the chunks that its pending answer promised, as it had them then. They are not evicted."""
     wanted: tuple[bytes, ...] = ()
     """Keys of the chunks that it was preempted with and comes back for. Other chunks are evicted before them."""
-    junction: Int64 = 0
-    """Tokens up to where another request's prefix reaches that a lookup could not use, because of a window; 0: none."""
+    wanted_boundary: Int64 = 0
+    """Tokens after which a load could have ended if pages of a window had been stored; 0: none. Saves add them."""
 
     # --- what of it is dealt with --------------------------------------------------------------
     keys: list[bytes] = []

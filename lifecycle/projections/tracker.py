@@ -285,7 +285,7 @@ class RequestTracker(Projection):
         record.answer, record.answered_at = event, sequence
         record.num_deferrals = record.deferred_for = 0
         if event.miss_reason == _WINDOW:
-            record.junction = max(0, event.num_hit_tokens) // self._chunk_size * self._chunk_size
+            record.wanted_boundary = max(0, event.num_hit_tokens) // self._chunk_size * self._chunk_size
 
     @on(e.LookupDeferred)
     def _deferred(self, event: e.LookupDeferred, _sequence: int, subject: Subject) -> None:
@@ -413,7 +413,7 @@ class RequestTracker(Projection):
         for _, record in sorted(tails, key=lambda each: each[0]):  # the slots are free in the order of the saves
             self._drop_tail(record)
         for record in self:
-            record.num_chunks_handled = record.junction = 0
+            record.num_chunks_handled = record.wanted_boundary = 0
             record.answer = None
             record.num_deferrals = record.deferred_for = 0
             if record.blocks is not BlocksRegion.NONE:
@@ -533,4 +533,4 @@ def _is_fleeting(record: RequestRecord) -> bool:
 def _forget_lookups(record: RequestRecord) -> None:
     """What was looked up is over."""
     record.answer = record.claimed = None
-    record.junction = record.num_deferrals = record.deferred_for = 0
+    record.wanted_boundary = record.num_deferrals = record.deferred_for = 0

@@ -79,7 +79,7 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
     ) -> None:
         """Pages [first, end) are filled, unless their tokens see an unfilled block before them."""
         windows = geometry.windows
-        if windows.forget:
+        if windows.has_any:
             # A log may count more tokens than it has blocks.
             num_blocks = min(first // windows.num_groups, len(table) // windows.num_groups + 1)
             seen = windows.pages_seen(num_computed_tokens, range(num_blocks))

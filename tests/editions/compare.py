@@ -95,7 +95,11 @@ def plain_state(projections: Any) -> Any:
         if hasattr(record, "answer"):
             pending = plain_answer(record.answer, record.answered_at)
             claimed = plain_answer(record.claimed, 0)
-            deferred = (record.num_deferrals, record.deferred_for, record.junction)
+            deferred = (
+                record.num_deferrals,
+                record.deferred_for,
+                getattr(record, "wanted_boundary", 0) or getattr(record, "junction", 0),
+            )
         else:
             cache = its.lookups
             given = cache.pending(request_id)

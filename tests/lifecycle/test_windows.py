@@ -29,7 +29,7 @@ def test_the_first_block_is_the_first_that_attention_reads(window: int) -> None:
 def test_without_windows_a_page_is_a_block() -> None:
     """One group of full attention sees every page, and may stop anywhere."""
     windows = Windows(BLOCK)
-    assert not windows.forget
+    assert not windows.has_any
     assert windows.pages(range(2, 5)) == range(2, 5)
     assert list(windows.pages_seen(80, range(2, 5))) == [2, 3, 4]
     assert windows.last_boundary(77, 32, lambda _page, _end: False) == 77
