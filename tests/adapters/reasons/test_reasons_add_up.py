@@ -85,7 +85,6 @@ def test_they_add_up_at_every_moment_and_behind_every_gap(seed: int) -> None:
     for index, (sequence, event) in enumerate(events):
         if index == lost.start:
             accounts.lose()
-            projections.lookup_cache.lose()
         if index not in lost:
             accounts.take(sequence, event)
             projections.fold(event, sequence)

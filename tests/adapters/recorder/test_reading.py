@@ -117,7 +117,7 @@ def test_stats_counts_calls_answers_and_copies(log: Path, said: Said) -> None:
     figures = {each["what"]: each["amount"] for each in records if each["type"] == "figure"}
     calls = {each["of"]: each["count"] for each in records if each["type"] == "percentiles"}
     events = {each["event"]: each["num_events"] for each in records if each["type"] == "events"}
-    num_lookups = events["lookup.requested"] + events["lookup.requested_again"]
+    num_lookups = events["lookup.requested"]
     assert calls["recorder/get_num_new_matched_tokens_ns"] == num_lookups
     assert figures["answers with tokens"] + figures["answers without tokens"] == num_lookups
     assert calls["recorder/update_state_after_alloc_ns"] == events["blocks.allocated"]

@@ -222,7 +222,7 @@ def test_an_append_waits_no_longer_than_it_was_allowed_to_and_the_next_ones_not_
         segments, on_trouble=troubles, on_written_again=lambda *_: written_again.set(), writes_alone=True, max_wait_ms=1
     )
     sequences = [store.append(b"%03d" % number * 20, 2) for number in range(40)]
-    assert segments.begun.is_set()
+    assert segments.begun.wait(60)
     assert store.is_behind
     assert store.num_events_backlogged == 80 - segments.next_sequence + 1
     ((error, num_events),) = troubles.calls
