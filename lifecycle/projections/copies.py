@@ -163,3 +163,4 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 NOTHING_OWED = Ready()
+"""What is ready on a channel on which nothing is owed."""
