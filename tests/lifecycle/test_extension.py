@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import attrs
 import msgspec
 import pytest
-from lifecycle_driver import Driver, Walk, keys_of
+from lifecycle_driver import Driver, keys_of, play_seed
 from lifecycle_driver.concerned import figures_of
 from starvation_guard import StarvationGuard, Starving, StarvingKept, Watching
 from transitions import Machine
@@ -93,11 +93,12 @@ def test_a_machine_that_runs_the_rows_goes_where_the_fold_goes(seed: int) -> Non
         def __init__(self, state: str) -> None:
             self.state = state
 
-    walk = Walk(seed, chunk_size=16, block_size=16, core=CORE, extensions={"starvation": {"num_preemptions": 1}})
-    walk.run(150)
-    machine, projections = reference_of(CORE), CORE.new_projections(walk.driver.configuration)
+    driver = play_seed(
+        seed, 150, chunk_size=16, block_size=16, core=CORE, extensions={"starvation": {"num_preemptions": 1}}
+    )
+    machine, projections = reference_of(CORE), CORE.new_projections(driver.configuration)
     seen = set()
-    for sequence, event in enumerate(walk.driver.observed, 1):
+    for sequence, event in enumerate(driver.observed, 1):
         record = projections.tracker.get(event.request_id) if isinstance(event, e.RequestEvent) else None
         is_of_another_life = (
             isinstance(event, e.RequestDecision)

@@ -6,7 +6,7 @@ from itertools import permutations
 from random import Random
 
 import pytest
-from lifecycle_driver import Walk
+from lifecycle_driver import Driver, play_seed
 from starvation_guard import StarvationGuard
 
 from kvledger.lifecycle import Core, Projections, Replay
@@ -30,21 +30,24 @@ RECORD_ORDERS = list(filter(is_allowed, permutations(RECORDS)))
 IMAGE_ORDERS = list(filter(is_allowed, permutations(IMAGES)))
 
 
-def walked(seed: int) -> Walk:
+def walked(seed: int) -> Driver:
     """A walk in which requests are preempted, starve, and are reset."""
     chunk_size, block_size = ((8, 16), (16, 16), (32, 16))[seed % 3]
-    walk = Walk(
-        seed, chunk_size=chunk_size, block_size=block_size, core=CORE, extensions={"starvation": {"num_preemptions": 1}}
+    return play_seed(
+        seed,
+        70,
+        chunk_size=chunk_size,
+        block_size=block_size,
+        core=CORE,
+        extensions={"starvation": {"num_preemptions": 1}},
     )
-    walk.run(70)
-    return walk
 
 
-def projections_in(order: tuple[str, ...], walk: Walk, monkeypatch: pytest.MonkeyPatch) -> Projections:
+def projections_in(order: tuple[str, ...], driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Projections:
     """Projections that fold in this order."""
     with monkeypatch.context() as patch:
         patch.setattr("kvledger.lifecycle.projections.CORE_PROJECTIONS", order)
-        projections = CORE.new_projections(walk.driver.configuration)
+        projections = CORE.new_projections(driver.configuration)
     assert tuple(projections.named())[: len(order)] == order
     return projections
 
@@ -68,16 +71,16 @@ def test_the_order_is_one_of_those_that_are_allowed() -> None:
 @pytest.mark.parametrize("seed", range(9))
 def test_within_a_phase_no_other_order_matters(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The states are equal after every event, and every decision is made again."""
-    walk, random = walked(seed), Random(seed)
-    events = list(walk.driver.sink.events())
-    expected = states_after_each(projections_in(CORE_PROJECTIONS, walk, monkeypatch), events)
+    driver, random = walked(seed), Random(seed)
+    events = list(driver.sink.events())
+    expected = states_after_each(projections_in(CORE_PROJECTIONS, driver, monkeypatch), events)
     for _ in range(4):
         order = (*OWED, *random.choice(RECORD_ORDERS), *random.choice(IMAGE_ORDERS))
         for (sequence, event), *states in zip(
-            events, expected, states_after_each(projections_in(order, walk, monkeypatch), events), strict=True
+            events, expected, states_after_each(projections_in(order, driver, monkeypatch), events), strict=True
         ):
             assert states[0] == states[1], (order, sequence, event)
-        replay = Replay(CORE, walk.driver.configuration, start=projections_in(order, walk, monkeypatch))
+        replay = Replay(CORE, driver.configuration, start=projections_in(order, driver, monkeypatch))
         replay.run(events)
         assert replay.divergences == [], order
 
@@ -89,11 +92,11 @@ def test_what_has_to_fold_first_makes_a_difference(first: str, then: str, monkey
     order.remove(first)
     order.insert(order.index(then) + 1, first)
     for seed in range(9):
-        walk = walked(seed)
-        events = list(walk.driver.sink.events())
-        folded = projections_in(CORE_PROJECTIONS, walk, monkeypatch)
+        driver = walked(seed)
+        events = list(driver.sink.events())
+        folded = projections_in(CORE_PROJECTIONS, driver, monkeypatch)
         if states_after_each(folded, events) != states_after_each(
-            projections_in(tuple(order), walk, monkeypatch), events
+            projections_in(tuple(order), driver, monkeypatch), events
         ):
             return
     pytest.fail(f"{first} may fold after {then}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 import pytest
-from lifecycle_driver import Walk
+from lifecycle_driver import play_seed
 from lifecycle_driver.regions import check_regions
 
 from kvledger.lifecycle import Core, RequestState
@@ -168,6 +168,5 @@ def test_the_diagram_of_a_region_shows_every_move_once(region: Region) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_regions_agree_with_the_projections_along_a_random_walk(seed: int, chunk_size: int, block_size: int) -> None:
     """No region refuses what happens in a healthy run."""
-    walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
-    walk.run(70)
-    check_regions(walk.driver.sink.events(), walk.driver.configuration)
+    driver = play_seed(seed, 70, chunk_size=chunk_size, block_size=block_size)
+    check_regions(driver.sink.events(), driver.configuration)

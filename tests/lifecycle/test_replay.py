@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import msgspec
 import pytest
-from lifecycle_driver import Driver, MemorySink, Walk, keys_of
+from lifecycle_driver import Driver, MemorySink, keys_of, play_seed
 
 from kvledger.lifecycle import Core, Divergence, Ledger, Replay, RequestState, fold
 from kvledger.lifecycle import events as e
@@ -69,10 +69,9 @@ def test_a_log_decided_again_gives_the_same_decisions_and_the_same_state() -> No
 def test_every_prefix_of_a_log_folds_to_the_state_of_that_moment(seed: int, chunk_size: int, block_size: int) -> None:
     """The live state after each event, and the state folded from the bytes up to it, are equal."""
     print(f"seed {seed}")
-    walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
-    walk.run(25)
-    configuration = walk.driver.configuration
-    log = walk.driver.events()
+    driver = play_seed(seed, 25, chunk_size=chunk_size, block_size=block_size)
+    configuration = driver.configuration
+    log = driver.events()
     live = Ledger(Core.standard(), configuration, MemorySink())
     moments: dict[int, object] = {}
     for event in [event for _, event in log if not event.is_decision]:

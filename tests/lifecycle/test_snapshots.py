@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lifecycle_driver import MemorySink, Walk
+from lifecycle_driver import Driver, MemorySink, play_seed
 
 from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
 from kvledger.lifecycle.projections import Projections
@@ -14,10 +14,8 @@ from kvledger.lifecycle.snapshots import SnapshotError, capture, restore, state_
 GEOMETRIES = [(8, 16), (16, 16), (32, 16)]
 
 
-def _walk(seed: int, chunk_size: int, block_size: int, num_steps: int = 60) -> Walk:
-    walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
-    walk.run(num_steps)
-    return walk
+def _walk(seed: int, chunk_size: int, block_size: int, num_steps: int = 60) -> Driver:
+    return play_seed(seed, num_steps, chunk_size=chunk_size, block_size=block_size)
 
 
 def _restored(projections: Projections) -> Projections:
@@ -26,7 +24,7 @@ def _restored(projections: Projections) -> Projections:
 
 def test_what_follows_from_the_state_is_made_anew() -> None:
     """Every attribute of a restored projection is as in the one that lived, but for its state and the last report."""
-    lived = _walk(3, 8, 16, 120).driver.projections
+    lived = _walk(3, 8, 16, 120).projections
     restored = _restored(lived)
     for name, projection in lived.named().items():
         for key, value in vars(projection).items():
@@ -39,7 +37,7 @@ def test_what_follows_from_the_state_is_made_anew() -> None:
 def test_snapshot_and_tail_fold_to_the_same_state_as_the_whole_log(seed: int, chunk_size: int, block_size: int) -> None:
     """Cut at every 40th event: what is restored is equal there, and still after every event that follows."""
     print(f"seed {seed}, chunk_size {chunk_size}, block_size {block_size}")
-    driver = _walk(seed, chunk_size, block_size).driver
+    driver = _walk(seed, chunk_size, block_size)
     whole = Core.standard().new_projections(driver.configuration)
     continued: list[Projections] = []
     for sequence, event in enumerate(driver.observed, start=1):
@@ -59,7 +57,7 @@ def test_snapshot_and_tail_fold_to_the_same_state_as_the_whole_log(seed: int, ch
 def test_a_restored_ledger_decides_as_the_one_that_lived(seed: int, chunk_size: int, block_size: int) -> None:
     """From cuts all over the log: the observations that follow lead to exactly the recorded decisions."""
     print(f"seed {seed}, chunk_size {chunk_size}, block_size {block_size}")
-    driver = _walk(seed, chunk_size, block_size).driver
+    driver = _walk(seed, chunk_size, block_size)
     live = Ledger(Core.standard(), driver.configuration, MemorySink())
     others: list[Any] = []
     for number, event in enumerate(event for event in driver.observed if not event.is_decision):
@@ -80,7 +78,7 @@ def test_a_restored_ledger_decides_as_the_one_that_lived(seed: int, chunk_size: 
 
 def test_bytes_that_are_no_state_are_refused() -> None:
     """Cut anywhere, with a wrong type anywhere: an error that says so, never a state that is half of one."""
-    projections = _walk(1, 8, 16, 30).driver.projections
+    projections = _walk(1, 8, 16, 30).projections
     state, configuration = capture(projections), projections.configuration
     for num_bytes in range(0, len(state), 7):
         with pytest.raises(SnapshotError, match="cannot be used"):

@@ -5,6 +5,7 @@ The driver counts time, steps and ordinals, so that a test names only what it is
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from kvledger.lifecycle.copy_moments import Hook
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.replay import SequencedEvent
+from kvledger.lifecycle.snapshots import capture, restore
 from lifecycle_driver.sink import MemorySink
 
 _EventClass = TypeVar("_EventClass", bound=e.Event)
@@ -92,6 +94,15 @@ class Driver:
         decisions = self.ledger.observe(event)
         self.observed += [event, *decisions]
         return decisions
+
+    def again(self) -> Driver:
+        """Another driver in the same state; what it observes from now on, this one does not know."""
+        core, configuration, other = self.ledger.core, self.configuration, copy.copy(self)
+        other.sink, other.observed, other._ordinals = MemorySink(), list(self.observed), dict(self._ordinals)
+        projections = restore(core, capture(self.projections), configuration)
+        next_sequence = self.ledger.next_sequence
+        other.ledger = Ledger(core, configuration, other.sink, projections=projections, next_sequence=next_sequence)
+        return other
 
     def record(self, request_id: str) -> RequestRecord:
         """The record of a request that must be known."""

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 import attrs
 import msgspec
 from google_crc32c import value as crc32c
-from lifecycle_driver import Driver, Walk
+from lifecycle_driver import play_seed
 from stored_logs import header_of, tell_story
 
 from kvledger.adapters.recorder.extension import Recorder
@@ -233,18 +233,15 @@ def told() -> tuple[Log, ...]:
         without_beginning(story, standard, driver.configuration),
     ]
     for seed, options in enumerate(({}, {"chunk_size": 32}, {"block_size": 32})):
-        walk = Walk(seed, **{"chunk_size": 16, "block_size": 16, **options})
-        walk.run(12)
-        own: Driver = walk.driver
+        own = play_seed(seed, 12, **{"chunk_size": 16, "block_size": 16, **options})
         request_id = next(event.request_id for event in own.observed if isinstance(event, e.RequestArrived))
         walked = log_of(f"walk {seed}", own.observed, own.configuration, standard, request_id)
         found += [walked, without_beginning(walked, standard, own.configuration)]
     for seed in range(3, 6):
-        walk = Walk(seed, chunk_size=8 << seed - 3, block_size=16)
-        walk.run(40)
-        request_id = next(event.request_id for event in walk.driver.observed if isinstance(event, e.RequestArrived))
-        walked = log_of(f"walk {seed}", walk.driver.observed, walk.driver.configuration, standard, request_id)
-        found.append(without_beginning(walked, standard, walk.driver.configuration))
+        own = play_seed(seed, 40, chunk_size=8 << seed - 3, block_size=16)
+        request_id = next(event.request_id for event in own.observed if isinstance(event, e.RequestArrived))
+        walked = log_of(f"walk {seed}", own.observed, own.configuration, standard, request_id)
+        found.append(without_beginning(walked, standard, own.configuration))
     return tuple(found)
 
 

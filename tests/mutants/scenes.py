@@ -53,22 +53,25 @@ class Walks:
     """Settings of the ledger that are not left to the seed."""
     title: str = "walk"
 
-    def play(self, seed: int, told: Callable[[SequenceOf], None], *, watched: bool = False) -> Story:
-        """Walk; `watched` lets the walk check pages and invariants itself."""
-        from lifecycle_driver import Walk
+    def play(self, seed: int, told: Callable[[SequenceOf], None]) -> Story:
+        """Let the seed choose."""
+        from lifecycle_driver import World
+        from lifecycle_driver.choices import Seeded
 
         rng = random.Random(f"geometry {seed}")
         chunk_size, block_size = rng.choice(self.chunks_in_blocks)
-        with contextlib.ExitStack() as stack:
-            if not watched:
-                stack.enter_context(_unwatched_walk())
-            if self.is_reliable:
-                stack.enter_context(_reliable_walk())
-            walk = Walk(seed, chunk_size=chunk_size, block_size=block_size, **dict(self.options))
-            driver = walk.driver
-            told(lambda: driver.ledger.next_sequence)
-            ended_by = _to_the_end(lambda: walk.run(self.num_steps))
-            driver.ledger.commit()
+        world = World(
+            Seeded(seed),
+            chunk_size=chunk_size,
+            block_size=block_size,
+            is_watched=False,
+            is_reliable=self.is_reliable,
+            **dict(self.options),
+        )
+        driver = world.driver
+        told(lambda: driver.ledger.next_sequence)
+        ended_by = _to_the_end(lambda: world.play(self.num_steps))
+        driver.ledger.commit()
         allowed = frozenset() if self.is_reliable else frozenset({"COMPLETION_ONCE", "LIVENESS"})
         return Story(driver.configuration, driver.sink.events(), ended_by, allowed)
 
@@ -202,39 +205,6 @@ def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
-
-
-@contextlib.contextmanager
-def _unwatched_walk() -> Iterator[None]:
-    from lifecycle_driver import walk
-    from lifecycle_driver.device import Device
-
-    with (
-        _replaced(walk, "check_invariants", lambda *_: None),
-        _replaced(Device, "holds", lambda *_: True),
-    ):
-        yield
-
-
-UNRELIABLE = 0.03
-"""The chance by which a walk loses or doubles a report."""
-
-
-@contextlib.contextmanager
-def _reliable_walk() -> Iterator[None]:
-    from lifecycle_driver import Walk
-
-    chance = Walk._chance
-
-    def reliable(walk: Walk, probability: float) -> bool:
-        return chance(walk, probability) and probability != UNRELIABLE
-
-    def finish_awaited(walk: Walk, job_ids: list[int]) -> None:
-        for copy in [copy for copy in walk._copies if copy.event.job_id in job_ids]:
-            walk._carry_out(copy)
-
-    with _replaced(Walk, "_chance", reliable), _replaced(Walk, "_finish_awaited", finish_awaited):
-        yield
 
 
 @contextlib.contextmanager

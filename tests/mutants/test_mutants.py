@@ -10,11 +10,14 @@ from pathlib import Path
 
 import attrs
 import pytest
+from hypothesis import Phase
+from lifecycle_driver.moves import explore
 
 from kvledger.adapters.cli.main import main
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.codec import encode_events, vocabulary_header
 from kvledger.lifecycle.replay import SequencedEvent
+from kvledger.lifecycle.snapshots import SnapshotError
 from kvledger.storage.events import SegmentEventStore
 from mutants import catalogue, healthy
 from mutants.detection import detect, judge, play
@@ -47,6 +50,14 @@ def first_named_story(mutant: Mutant) -> Story:
 def test_the_audit_names(sentence: str) -> None:
     """The first event that breaks any rule breaks this one and no other."""
     first_named_story(BY_SENTENCE[sentence])
+
+
+@pytest.mark.parametrize("name", ["evicted_chunk_found", "handed_out_again", "loaded_in_another_order"])
+def test_the_moves_of_a_small_world_meet_it(name: str) -> None:
+    """What checks invariants, logs and pages in `lifecycle_driver.moves` can fail."""
+    options = {"derandomize": True, "phases": [Phase.generate], "report_multiple_bugs": False}
+    with MUTANTS[name].switched_on(Touch()), pytest.raises((AssertionError, SnapshotError)):
+        explore(max_examples=200, **options)
 
 
 def test_every_rule_that_a_log_can_decide_has_a_mutant() -> None:

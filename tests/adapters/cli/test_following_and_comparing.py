@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lifecycle_driver import Driver, Walk
+from lifecycle_driver import Driver, play_seed
 from log_torture import reopened
 from processes import started
 from stored_logs import play_story, replaced, write_log
@@ -101,13 +101,12 @@ def test_polls_with_the_same_answer_are_printed_once(story: Driver) -> None:
 def test_every_breach_and_every_change_of_state_is_printed(seed: int) -> None:
     """What is left out is only what is quiet."""
     print(f"seed {seed}")
-    walk = Walk(seed, chunk_size=16, block_size=16)
-    walk.run(60)
-    feed = Feed(Core.standard(), walk.driver.configuration)
-    lines = lines_of(feed, walk.driver.observed)
-    broken = sum(isinstance(event, e.InvariantViolated) for event in walk.driver.observed)
+    driver = play_seed(seed, 60, chunk_size=16, block_size=16)
+    feed = Feed(Core.standard(), driver.configuration)
+    lines = lines_of(feed, driver.observed)
+    broken = sum(isinstance(event, e.InvariantViolated) for event in driver.observed)
     assert sum(line.num_broken for line in lines) == broken
-    preempted = sum(isinstance(event, e.RequestPreempted) for event in walk.driver.observed)
+    preempted = sum(isinstance(event, e.RequestPreempted) for event in driver.observed)
     assert sum(line.state_after == "preempted" != line.state_before for line in lines) == preempted
 
 

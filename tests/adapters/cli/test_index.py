@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from lifecycle_driver import Driver, Walk
+from lifecycle_driver import Driver, play_seed
 from log_torture import reopened
 from stored_logs import write_log
 
@@ -49,9 +49,7 @@ def indexed(monkeypatch: pytest.MonkeyPatch) -> None:
 def walked(directory: Path, seed: int) -> tuple[Path, Driver]:
     """The log of a random walk, in small segments, with everything that can happen to a request."""
     print(f"seed {seed}")
-    walk = Walk(seed, chunk_size=16, block_size=16)
-    walk.run(70)
-    driver = walk.driver
+    driver = play_seed(seed, 70, chunk_size=16, block_size=16)
     return write_log(directory, driver.observed, driver.configuration, segment_bytes=16_000), driver
 
 

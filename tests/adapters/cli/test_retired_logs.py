@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 import pytest
-from lifecycle_driver import Walk
+from lifecycle_driver import play_seed
 from msgspec.structs import replace
 from stored_logs import header_of
 
@@ -62,13 +62,12 @@ def miscounted(run: Any, tmp_path: Path) -> Retired:
 
 def write_retired(core: Core, run: Any, tmp_path: Path) -> Retired:
     """Played twice, as an engine would have written it, with a snapshot at each new segment."""
-    walk = Walk(3, chunk_size=16, block_size=16)
-    walk.run(140)
-    observations = [event for event in walk.driver.observed if not event.is_decision]
+    driver = play_seed(3, 140, chunk_size=16, block_size=16)
+    observations = [event for event in driver.observed if not event.is_decision]
     for name in ("whole", "log"):
-        header = header_of(walk.driver.configuration, vocabulary_header(core))
+        header = header_of(driver.configuration, vocabulary_header(core))
         store = SegmentEventStore.create(tmp_path / name, header, segment_bytes=16_000)
-        ledger = Ledger(core, walk.driver.configuration, store)
+        ledger = Ledger(core, driver.configuration, store)
         for event in observations:
             ledger.observe(event)
             ledger.commit()
@@ -81,7 +80,7 @@ def write_retired(core: Core, run: Any, tmp_path: Path) -> Retired:
     assert run("retire", log, "--max-bytes", num_bytes).exit_code == 0
     first = int(segment_paths(log)[0].stem)
     assert first > 1
-    numbered = enumerate(walk.driver.observed, 1)
+    numbered = enumerate(driver.observed, 1)
     arrivals = [(at, event.request_id) for at, event in numbered if isinstance(event, e.RequestArrived)]
     late = next(name for at, name in arrivals if at > first + 40)
     return Retired(tmp_path / "whole", log, late, arrivals[0][1])

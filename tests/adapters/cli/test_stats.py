@@ -11,7 +11,7 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lifecycle_driver import Driver, Walk, keys_of
+from lifecycle_driver import Driver, keys_of, play_seed
 from stored_logs import header_of, write_log
 
 from kvledger.adapters.cli.percentiles import Percentiles
@@ -26,9 +26,8 @@ REQUEST = "chat-17-b6"
 @pytest.fixture
 def walked(tmp_path: Path) -> tuple[Path, Driver]:
     """The log of a random walk."""
-    walk = Walk(5, chunk_size=8, block_size=16)
-    walk.run(70)
-    return write_log(tmp_path / "walk", walk.driver.observed, walk.driver.configuration), walk.driver
+    driver = play_seed(5, 70, chunk_size=8, block_size=16)
+    return write_log(tmp_path / "walk", driver.observed, driver.configuration), driver
 
 
 def one(objects: list[dict[str, Any]]) -> dict[str, Any]:
@@ -144,10 +143,9 @@ def test_one_request_can_be_summed_up_alone(run: Any, walked: tuple[Path, Driver
 def test_several_logs_are_summed_up_one_by_one_and_together(run: Any, tmp_path: Path) -> None:
     """Each engine start writes a log of its own."""
     for seed in (1, 2):
-        walk = Walk(seed, chunk_size=8, block_size=16)
-        walk.run(50)
+        driver = play_seed(seed, 50, chunk_size=8, block_size=16)
         header = {"opened_at_unix_ns": seed}
-        write_log(tmp_path / "logs" / str(seed), walk.driver.observed, walk.driver.configuration, header=header)
+        write_log(tmp_path / "logs" / str(seed), driver.observed, driver.configuration, header=header)
     result = run("stats", "--json", tmp_path / "logs")
     first, second, both = result.objects("statistics")
     assert [Path(first["path"]).name, Path(second["path"]).name, both["path"]] == ["1", "2", None]

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import msgspec
 import pytest
-from lifecycle_driver import Walk
+from lifecycle_driver import Driver, play_seed
 from stored_logs import OPENED_AT, header_of, replaced, serve_many, tell_story, unfoldable
 from stored_logs import write_log as write_segments
 
@@ -41,11 +41,9 @@ def write_log(directory: Path, events: Sequence[e.Event], configuration: LedgerC
 
 
 @pytest.fixture(scope="module")
-def walked() -> Walk:
+def walked() -> Driver:
     """Breaks rules here and there, in all parts of its log."""
-    walk = Walk(3, chunk_size=16, block_size=16)
-    walk.run(140)
-    return walk
+    return play_seed(3, 140, chunk_size=16, block_size=16)
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +105,9 @@ def test_a_sound_log_is_verified_in_parts(run: Any, sound: Any, tmp_path: Path, 
     assert in_parts == [True] * 4
 
 
-def test_broken_rules_are_named_in_their_order(run: Any, walked: Walk, tmp_path: Path, in_parts: list[bool]) -> None:
+def test_broken_rules_are_named_in_their_order(run: Any, walked: Driver, tmp_path: Path, in_parts: list[bool]) -> None:
     """Also where those who found them are different processes."""
-    log = write_log(tmp_path / "log", walked.driver.observed, walked.driver.configuration)
+    log = write_log(tmp_path / "log", walked.observed, walked.configuration)
     result = assert_alike(run, log)
     assert result.exit_code == 1
     assert len(result.objects("violation")) > 1
@@ -118,10 +116,10 @@ def test_broken_rules_are_named_in_their_order(run: Any, walked: Walk, tmp_path:
 
 @pytest.mark.parametrize("selection", [("--since", 400), ("--until", 400), ("--since", 300, "--until", 777)])
 def test_of_a_selected_part_no_more_is_reported(
-    run: Any, walked: Walk, tmp_path: Path, in_parts: list[bool], selection: tuple[object, ...]
+    run: Any, walked: Driver, tmp_path: Path, in_parts: list[bool], selection: tuple[object, ...]
 ) -> None:
     """Wherever the parts are cut."""
-    log = write_log(tmp_path / "log", walked.driver.observed, walked.driver.configuration)
+    log = write_log(tmp_path / "log", walked.observed, walked.configuration)
     assert_alike(run, log, *selection)
     assert all(in_parts)
 
@@ -226,12 +224,12 @@ def test_a_log_that_is_being_written_is_read_once(run: Any, sound: Any, tmp_path
 
 
 def test_several_logs_are_verified_side_by_side_and_printed_in_their_order(
-    run: Any, sound: Any, walked: Walk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, sound: Any, walked: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One sound, one broken, one unreadable, each with what is remarked of it."""
     monkeypatch.setattr(verify, "MIN_BYTES", 0)
     write_log(tmp_path / "logs/1", sound.observed, sound.configuration)
-    write_log(tmp_path / "logs/2", walked.driver.observed, walked.driver.configuration)
+    write_log(tmp_path / "logs/2", walked.observed, walked.configuration)
     (tmp_path / "logs/3").mkdir()
     (tmp_path / "logs/3/00000000000000000001.kvlog").write_bytes(b"nothing")
     for form in ((), ("--json",)):

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 import pytest
-from lifecycle_driver import Driver, Walk, keys_of
+from lifecycle_driver import Driver, keys_of, play_seed
 from stored_logs import header_of, write_log
 
 from kvledger.adapters.cli import why as why_module
@@ -150,9 +150,7 @@ def test_the_table_adds_up_and_says_so(run: Any, evicted: tuple[Path, Driver]) -
 
 def test_objects_of_reasons_add_up_to_the_totals(run: Any, tmp_path: Path) -> None:
     """For every request of a random walk: by reason, and to what the projections count."""
-    walk = Walk(4, chunk_size=8, block_size=16)
-    walk.run(70)
-    driver = walk.driver
+    driver = play_seed(4, 70, chunk_size=8, block_size=16)
     log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     num_recomputed = 0
     for request_id in sorted({event.request_id for event in driver.all_of(e.RequestArrived)}):
@@ -280,9 +278,7 @@ def test_an_index_gives_the_same_explanation(
 ) -> None:
     """With an index nothing is read but the events that the story names."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    walk = Walk(seed, chunk_size=8, block_size=16)
-    walk.run(60)
-    driver = walk.driver
+    driver = play_seed(seed, 60, chunk_size=8, block_size=16)
     log = write_log(tmp_path / "log", driver.observed, driver.configuration, segment_bytes=16_000)
     preempted = sorted({event.request_id for event in driver.all_of(e.RequestPreempted)})
     arrived = sorted({event.request_id for event in driver.all_of(e.RequestArrived)})

@@ -9,7 +9,7 @@ from typing import get_type_hints
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lifecycle_driver import Walk
+from lifecycle_driver import Driver, play_seed
 from lifecycle_driver.concerned import check_reasons, check_stories
 
 from kvledger.adapters.reasons import Accounts, LoadFate, OfferFate, Reason, Sums
@@ -21,20 +21,18 @@ SEEDS = [int(os.environ["WALK_SEED"])] if "WALK_SEED" in os.environ else list(ra
 GEOMETRIES = [(8, 16), (16, 16), (32, 16)]
 
 
-def walked(seed: int, chunk_size: int, block_size: int) -> Walk:
+def walked(seed: int, chunk_size: int, block_size: int) -> Driver:
     """A random walk that has been played."""
     print(f"WALK_SEED={seed} chunk_size={chunk_size} block_size={block_size}")
-    walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
-    walk.run(70)
-    return walk
+    return play_seed(seed, 70, chunk_size=chunk_size, block_size=block_size)
 
 
 @pytest.mark.parametrize(("chunk_size", "block_size"), GEOMETRIES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_reasons_of_a_random_walk_add_up_to_its_totals(seed: int, chunk_size: int, block_size: int) -> None:
     """Offered, loaded, missed and recomputed tokens, counted as a whole, by reason, and by the projections."""
-    walk = walked(seed, chunk_size, block_size)
-    sums = check_reasons(walk.driver.sink.events(), walk.driver.configuration)
+    driver = walked(seed, chunk_size, block_size)
+    sums = check_reasons(driver.sink.events(), driver.configuration)
     untold = {Reason.UNKNOWN, Reason.NO_LOOKUP, Reason.ROLLED_BACK, Reason.NO_KEY}
     assert not untold & (set(sums.misses()) | set(+sums.recomputed)), "nothing is lost here, so all can be told"
 
@@ -45,16 +43,16 @@ def test_a_story_depends_only_on_the_events_that_concern_its_request(
     seed: int, chunk_size: int, block_size: int
 ) -> None:
     """Told from them alone it is the same as from the whole log; all stories together are the whole."""
-    walk = walked(seed, chunk_size, block_size)
-    check_stories(walk.driver.sink.events(), walk.driver.configuration)
+    driver = walked(seed, chunk_size, block_size)
+    check_stories(driver.sink.events(), driver.configuration)
 
 
 def test_the_random_walks_meet_many_reasons() -> None:
     """Walks in which nothing but new tokens were computed would prove nothing."""
     sums = Sums()
     for seed in range(8):
-        walk = walked(seed, 8, 16)
-        sums.add(check_reasons(walk.driver.sink.events(), walk.driver.configuration))
+        driver = walked(seed, 8, 16)
+        sums.add(check_reasons(driver.sink.events(), driver.configuration))
     met = {reason for reason, count in sums.recomputed.items() if count}
     assert met >= {
         Reason.DECLINED,
@@ -75,12 +73,12 @@ def test_the_random_walks_meet_many_reasons() -> None:
 @pytest.mark.parametrize("seed", SEEDS[:4])
 def test_they_add_up_at_every_moment_and_behind_every_gap(seed: int) -> None:
     """A log may end anywhere, and events may be lost anywhere: reasons may then be unknown, sums may not."""
-    walk = walked(seed, 8, 16)
-    events = walk.driver.sink.events()
-    check_reasons(events[: len(events) // 3], walk.driver.configuration)
+    driver = walked(seed, 8, 16)
+    events = driver.sink.events()
+    check_reasons(events[: len(events) // 3], driver.configuration)
     lost = range(len(events) // 3, len(events) // 2)
-    accounts = Accounts(walk.driver.configuration)
-    projections = Core.standard().new_projections(walk.driver.configuration)
+    accounts = Accounts(driver.configuration)
+    projections = Core.standard().new_projections(driver.configuration)
     totals = Totals(projections)
     for index, (sequence, event) in enumerate(events):
         if index == lost.start:
@@ -90,8 +88,8 @@ def test_they_add_up_at_every_moment_and_behind_every_gap(seed: int) -> None:
             projections.fold(event, sequence)
     kept = [event for index, event in enumerate(events) if index not in lost]
     assert accounts.sums().differences(totals.figures) == []
-    check_reasons(kept, walk.driver.configuration)
-    check_reasons(kept[len(kept) // 2 :], walk.driver.configuration)
+    check_reasons(kept, driver.configuration)
+    check_reasons(kept[len(kept) // 2 :], driver.configuration)
 
 
 def test_a_difference_is_named_with_both_sides() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lifecycle_driver import Walk
+from lifecycle_driver import play_seed
 from log_torture.mounts import fill, run_on_small_disk
 from log_torture.verdict import assert_readable
 
@@ -28,10 +28,9 @@ _SEED = 11
 
 def _observations() -> tuple[LedgerConfiguration, list[e.Event]]:
     """What hooks saw in a walk of a few hundred steps."""
-    walk = Walk(_SEED, chunk_size=8, block_size=16)
-    walk.run(200)
+    driver = play_seed(_SEED, 200, chunk_size=8, block_size=16)
     decided = tuple(Core.standard().decisions)
-    return walk.driver.configuration, [event for event in walk.driver.observed if not isinstance(event, decided)]
+    return driver.configuration, [event for event in driver.observed if not isinstance(event, decided)]
 
 
 def _open(log_dir: Path, configuration: LedgerConfiguration, troubles: list[OSError]) -> OpenedLog:

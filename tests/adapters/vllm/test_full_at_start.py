@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 import pytest
-from lifecycle_driver import Walk
+from lifecycle_driver import play_seed
 from log_torture.mounts import fill, run_on_small_disk
 from log_torture.verdict import assert_readable
 from processes import run_and_kill
@@ -37,12 +37,11 @@ class Served:
     @classmethod
     def on(cls, log_dir: Path, **settings: object) -> Served:
         """Open a log as an engine start does."""
-        walk = Walk(5, chunk_size=8, block_size=16)
-        walk.run(100)
-        configuration = walk.driver.configuration
+        driver = play_seed(5, 100, chunk_size=8, block_size=16)
+        configuration = driver.configuration
         extra_config = {"log_dir": str(log_dir), "segment_bytes": 16384, **settings}
         log = open_event_log(Core.standard(), ConnectorSettings.from_extra_config(extra_config), configuration)
-        observations = [event for event in walk.driver.observed if not event.is_decision]
+        observations = [event for event in driver.observed if not event.is_decision]
         return cls(Journal(Core.standard(), configuration, log), observations)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 import pytest
-from lifecycle_driver import Walk
+from lifecycle_driver import play_seed
 
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.core import composed_core
@@ -27,15 +27,14 @@ from kvledger.storage.events import MemoryEventStore, SegmentEventStore, retire,
 
 def _written(tmp_path: Path, core: Core) -> Path:
     """Let a journal write what a walk saw, into many segments: each begins with a header of 10 kB."""
-    walk = Walk(5, chunk_size=8, block_size=16)
-    walk.run(150)
-    opened = open_event_log(core, ConnectorSettings(log_dir=None), walk.driver.configuration)
+    driver = play_seed(5, 150, chunk_size=8, block_size=16)
+    opened = open_event_log(core, ConnectorSettings(log_dir=None), driver.configuration)
     directory = tmp_path / "log"
     assert isinstance(opened.store, MemoryEventStore)
     header = {key: value for key, value in opened.store.header.items() if key != "log_id"}
     store = SegmentEventStore.create(directory, header, segment_bytes=16_384)
-    journal = Journal(core, walk.driver.configuration, attrs.evolve(opened, store=store))
-    for event in walk.driver.observed:
+    journal = Journal(core, driver.configuration, attrs.evolve(opened, store=store))
+    for event in driver.observed:
         if not event.is_decision:
             journal.observe(event)
             journal.commit()

@@ -6,7 +6,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-from lifecycle_driver import Walk
+from lifecycle_driver import play_seed
 from log_torture.verdict import assert_readable
 
 from kvledger.adapters.vllm.configuration import ConnectorSettings
@@ -22,14 +22,13 @@ _SEGMENT_BYTES = 16_384
 
 def serve(log_dir: Path, max_log_bytes: int, num_rounds: int) -> None:
     """Write what a walk's hooks see into a log of one's own; snapshots are made by the real command."""
-    walk = Walk(5, chunk_size=8, block_size=16)
-    walk.run(150)
+    driver = play_seed(5, 150, chunk_size=8, block_size=16)
     extra_config = {"log_dir": str(log_dir), "segment_bytes": _SEGMENT_BYTES, "max_log_bytes": max_log_bytes}
     settings = ConnectorSettings.from_extra_config(extra_config)
-    log = open_event_log(Core.standard(), settings, walk.driver.configuration)
-    journal = Journal(Core.standard(), walk.driver.configuration, log)
+    log = open_event_log(Core.standard(), settings, driver.configuration)
+    journal = Journal(Core.standard(), driver.configuration, log)
     for _ in range(num_rounds):
-        for event in walk.driver.observed:
+        for event in driver.observed:
             if not event.is_decision:
                 journal.observe(event)
                 journal.commit()

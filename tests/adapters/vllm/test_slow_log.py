@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from lifecycle_driver import Walk
+from lifecycle_driver import play_seed
 
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.logs.log import open_log
@@ -54,14 +54,13 @@ def test_what_is_decided_while_a_file_is_waited_for_is_withheld_and_nothing_is_l
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each job of a frame that waits is reported as failed; what comes when the disk is back goes out again."""
-    walk = Walk(5, chunk_size=8, block_size=16)
-    walk.run(150)
-    configuration = walk.driver.configuration
+    driver = play_seed(5, 150, chunk_size=8, block_size=16)
+    configuration = driver.configuration
     header = log_header(Core.standard(), configuration)
     segments = _SlowFiles.create(tmp_path / "log", header, segment_bytes=16_384)
     log = OpenedLog(BacklogEventStore(segments, writes_alone=True, max_wait_ms=1), segments.directory)
     journal = Journal(Core.standard(), configuration, log)
-    observations = [event for event in walk.driver.observed if not event.is_decision]
+    observations = [event for event in driver.observed if not event.is_decision]
     withheld: set[int] = set()
     for number, event in enumerate(observations):
         if number == len(observations) * 2 // 3:
@@ -85,14 +84,13 @@ def test_what_is_decided_while_a_file_is_waited_for_is_withheld_and_nothing_is_l
 
 def test_no_save_is_lost_because_a_busy_machine_paused(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
     """With the default settings. A pause of 50 ms was an error, and jobs of that step failed."""
-    walk = Walk(5, chunk_size=8, block_size=16)
-    walk.run(60)
-    configuration = walk.driver.configuration
+    driver = play_seed(5, 60, chunk_size=8, block_size=16)
+    configuration = driver.configuration
     header = log_header(Core.standard(), configuration)
     segments = _PausingFiles.create(tmp_path / "log", header, segment_bytes=16_384)
     store = BacklogEventStore(segments, writes_alone=True, max_wait_ms=ConnectorSettings().max_log_wait_ms)
     journal = Journal(Core.standard(), configuration, OpenedLog(store, segments.directory))
-    for event in walk.driver.observed:
+    for event in driver.observed:
         if not event.is_decision:
             journal.observe(event)
             assert journal.commit()

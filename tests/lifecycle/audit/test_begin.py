@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from lifecycle_driver import Driver, MemorySink, Walk, keys_of
+from lifecycle_driver import Driver, MemorySink, keys_of, play_seed
 
 from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
@@ -50,9 +50,8 @@ def _starts(events: Sequence[e.Event], configuration: LedgerConfiguration, every
 def test_a_log_cut_anywhere_verifies_as_the_whole_one_does(seed: int, chunk_size: int, block_size: int) -> None:
     """The same findings behind the cut, no divergence, nothing more and nothing less."""
     print(f"seed {seed}, chunk_size {chunk_size}, block_size {block_size}")
-    walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
-    walk.run(60)
-    events, configuration = walk.driver.observed, walk.driver.configuration
+    driver = play_seed(seed, 60, chunk_size=chunk_size, block_size=block_size)
+    events, configuration = driver.observed, driver.configuration
     whole = _audit(events, configuration)
     for cut, state in _starts(events, configuration, every=25):
         audit = _audit(events, configuration, cut, restore(Core.standard(), state, configuration))
@@ -83,9 +82,8 @@ def test_what_breaks_behind_the_cut_is_found_there(seed: int, chunk_size: int, b
     """
     print(f"seed {seed}, chunk_size {chunk_size}, block_size {block_size}")
     chance = random.Random(seed)
-    walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
-    walk.run(60)
-    events, configuration = walk.driver.observed, walk.driver.configuration
+    driver = play_seed(seed, 60, chunk_size=chunk_size, block_size=block_size)
+    events, configuration = driver.observed, driver.configuration
     num_found = num_missed = 0
     for cut, state in _starts(events, configuration, every=90):
         mutable = [n for n in range(cut, len(events)) if _mutate(events[n], chance) is not None]

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from lifecycle_driver import Driver, keys_of
-from lifecycle_driver.walk import Walk
+from lifecycle_driver import Driver, keys_of, play_seed
 
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
@@ -342,14 +341,13 @@ def test_every_checker_says_what_it_verifies_and_what_not() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_walks_break_only_rules_that_were_broken_live(seed: int, chunk_size: int, block_size: int) -> None:
     """The walk's workers report twice and fall silent; what the live guards saw is all that an audit finds."""
-    walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
-    walk.run(60)
-    audit = walk.driver.audited()
+    driver = play_seed(seed, 60, chunk_size=chunk_size, block_size=block_size)
+    audit = driver.audited()
     unexpected = [v for v in audit.violations if v.rule not in {"RECORDED", "COMPLETION_ONCE"}]
     assert not unexpected, f"seed {seed}: {unexpected[0]}"
     recorded = [v for v in audit.violations if v.rule == "RECORDED"]
     assert audit.num_violations["COMPLETION_ONCE"] == sum(v.detail.startswith("COMPLETION_ONCE") for v in recorded)
-    assert len(recorded) == len(walk.driver.all_of(e.InvariantViolated))
+    assert len(recorded) == len(driver.all_of(e.InvariantViolated))
     assert not audit.divergences
     assert not audit.reference_differences
 
@@ -360,10 +358,9 @@ OF_A_FIXED_NUMBER = {"_ended", "_known", "_num", "_order", "_once_promised"}
 
 def test_checkers_forget_released_requests() -> None:
     """An audit of a long log needs memory for what is alive, not for what was."""
-    walk = Walk(5, chunk_size=8, block_size=16)
-    walk.run(80)
-    assert not len(walk.driver.projections.tracker)
-    for checker in walk.driver.audited().checkers:
+    driver = play_seed(5, 80, chunk_size=8, block_size=16)
+    assert not len(driver.projections.tracker)
+    for checker in driver.audited().checkers:
         remembered = {
             name
             for name, value in vars(checker).items()

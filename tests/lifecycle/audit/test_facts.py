@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from lifecycle_driver import Driver, Walk, keys_of
+from lifecycle_driver import Driver, keys_of, play_seed
 from lifecycle_driver.wrong_values import wrong_logs
 
 from kvledger.lifecycle import Channel, Core, LedgerConfiguration
@@ -233,15 +233,9 @@ def test_each_rule_that_a_fact_names_names_a_log_in_which_that_fact_alone_is_ano
     story: Driver, asynchronous: Driver, groups: Driver, reading: Driver, ordered: Driver
 ) -> None:
     """Wrong values are put into stories and walks until each rule has spoken; relying on a fact is not enough."""
-    walks = [Walk(seed, chunk_size=(8, 16, 32)[seed % 3], block_size=16) for seed in range(12)]
-    for walk in walks:
-        walk.run(40)
-        walk.driver.ledger.commit()
+    played = [play_seed(seed, 40, chunk_size=(8, 16, 32)[seed % 3], block_size=16) for seed in range(12)]
     unshown = {fact: set(rules) for fact, rules in CLAIMS.items()}
-    logs = [
-        (each, each.sink.events())
-        for each in (story, asynchronous, groups, reading, ordered, *(walk.driver for walk in walks))
-    ]
+    logs = [(each, each.sink.events()) for each in (story, asynchronous, groups, reading, ordered, *played)]
     for driver, events in (further_story(), *logs):
         right = driver.audited(events).num_violations
         for wrong in wrong_logs(events, max_occurrences=8):

@@ -9,7 +9,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import msgspec
-from lifecycle_driver import Walk
+from lifecycle_driver import Driver, play_seed
 
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
@@ -47,18 +47,16 @@ class EveryMoment(Checker):
         self.moments.append(copy(self.moment))
 
 
-def walked() -> Walk:
+def walked() -> Driver:
     """A walk with every kind of event."""
-    walk = Walk(7, chunk_size=16, block_size=16)
-    walk.run(60)
-    return walk
+    return play_seed(7, 60, chunk_size=16, block_size=16)
 
 
 def test_each_moment_tells_the_states_around_its_event() -> None:
     """Checkers see the moment as it was."""
-    walk = walked()
-    audit = Audit(Core.standard(), walk.driver.configuration, checkers=[EveryMoment])
-    audit.run(enumerate(walk.driver.observed, 1))
+    driver = walked()
+    audit = Audit(Core.standard(), driver.configuration, checkers=[EveryMoment])
+    audit.run(enumerate(driver.observed, 1))
     (checker,) = audit.checkers
     assert isinstance(checker, EveryMoment)
     moments = [moment for moment in checker.moments if moment.life is not None]
@@ -75,11 +73,11 @@ def test_each_moment_tells_the_states_around_its_event() -> None:
 
 def test_the_model_and_the_projections_agree_on_every_life() -> None:
     """Two that are made apart: phase, blocks, generation, counts and keys, whenever an observation comes next."""
-    walk = walked()
-    audit = Audit(Core.standard(), walk.driver.configuration)
+    driver = walked()
+    audit = Audit(Core.standard(), driver.configuration)
     lives = audit.checkers[0].lives
     num_compared = 0
-    for batch in batches(enumerate(walk.driver.observed, 1)):
+    for batch in batches(enumerate(driver.observed, 1)):
         audit.take_frame(batch)
         tracker = audit.projections.tracker
         assert {life.ordinal for life in lives} == {record.ordinal for record in tracker}
@@ -118,8 +116,8 @@ def _judged(roots: Iterable[Any]) -> set[str]:
 
 def test_no_checker_can_reach_what_decided() -> None:
     """Neither the model nor a checker holds a projection, a handler or the core, also where an audit begins midway."""
-    walk, core = walked(), Core.standard()
-    configuration, events = walk.driver.configuration, walk.driver.observed
+    driver, core = walked(), Core.standard()
+    configuration, events = driver.configuration, driver.observed
     whole = Audit(core, configuration)
     whole.run(enumerate(events, 1))
     start = fold(core, enumerate(events, 1), configuration, at=len(events) // 2)
@@ -130,8 +128,8 @@ def test_no_checker_can_reach_what_decided() -> None:
 
 def test_the_search_finds_what_is_held_in_a_roundabout_way() -> None:
     """Or the test above would prove nothing."""
-    walk = walked()
-    events = walk.driver.observed
-    start = fold(Core.standard(), enumerate(events, 1), walk.driver.configuration, at=len(events) // 2)
+    driver = walked()
+    events = driver.observed
+    start = fold(Core.standard(), enumerate(events, 1), driver.configuration, at=len(events) // 2)
     for holder in (lambda: start.tracker, {"held": [start]}, start.tracker.get, start.tracker.folds):
         assert _judged([holder])

@@ -1,13 +1,13 @@
-"""A random walk: a small scheduler with few blocks that plays requests, workers and faults against a ledger.
+"""A small world around one ledger: a scheduler with few blocks, its requests, its workers and their faults.
 
-Everything is drawn from one seed. After every event the invariants are checked, after every load the pages.
+Its moves say to which request something happens; how it happens is drawn from `choices`. After every event the
+invariants are checked, after every load the pages.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from random import Random
 from typing import Any
 
 import attrs
@@ -15,19 +15,23 @@ import attrs
 from kvledger.lifecycle import Channel, Scheduled
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.states import BlocksRegion
+from lifecycle_driver.choices import Choices, Seeded
 from lifecycle_driver.device import Content, Device
 from lifecycle_driver.driver import Driver
 from lifecycle_driver.invariants import check_invariants
+from lifecycle_driver.workers import Workers
 
+MAX_PLAYERS = 5
 SHARED_TOKENS = 21
 BUDGET = 24
 
 
 class CheckedDriver(Driver):
-    """Checks the invariants after every observation and its decisions."""
+    """Checks the invariants after every observation and its decisions, if it `is_watched`."""
 
-    def __init__(self, **configuration: Any) -> None:
+    def __init__(self, *, is_watched: bool, **configuration: Any) -> None:
         super().__init__(**configuration)
+        self.is_watched = is_watched
         self.given_up: list[int] = []
 
     def observe(self, event: e.Event) -> list[e.Event]:
@@ -35,7 +39,8 @@ class CheckedDriver(Driver):
         decisions = super().observe(event)
         if any(isinstance(decision, e.SaveFailed) for decision in decisions):
             self.given_up = self.given_up_slots()
-        check_invariants(self.ledger.projections, self.given_up)
+        if self.is_watched:
+            check_invariants(self.ledger.projections, self.given_up)
         return decisions
 
 
@@ -44,7 +49,7 @@ class Player:
     """One request as the scheduler knows it."""
 
     request_id: str
-    contents: list[Content]
+    contents: list[Content] = attrs.field(repr=False)
     """What each known token is; grows by one per sampled token."""
     target: int
     life: int
@@ -68,83 +73,89 @@ class Player:
         return self.computed - self.in_flight
 
 
-@attrs.frozen
-class _Report:
-    """What ranks will tell about a job, and when."""
-
-    due_step: int
-    job_id: int
-    ranks: tuple[int, ...]
-    good: bool
-    is_repeated: bool = False
+def play_seed(seed: int, num_steps: int, *, chunk_size: int, block_size: int, **options: Any) -> Driver:
+    """Let a seed make all choices of a world; returns the driver, which has the log."""
+    world = World(Seeded(seed), chunk_size=chunk_size, block_size=block_size, **options)
+    world.play(num_steps)
+    return world.driver
 
 
-@attrs.define
-class _Copy:
-    """An asynchronous job on its way; its bytes move as late as possible, at the end of `due_step`."""
+class World:
+    """A scheduler, its device and its workers; `driver` has the ledger and its log.
 
-    event: e.LoadIssued | e.SaveIssued
-    due_step: int
+    A world that is not watched does not look for wrong pages and broken invariants. In a reliable one every copy is
+    reported, and once.
+    """
 
-
-class Walk:
-    """One seed's walk; `run` plays it, `driver` has the ledger and its log."""
-
-    def __init__(self, seed: int, *, chunk_size: int, block_size: int, **options: Any) -> None:
-        self.random = Random(seed)
+    def __init__(
+        self,
+        choices: Choices,
+        *,
+        chunk_size: int,
+        block_size: int,
+        is_watched: bool = True,
+        is_reliable: bool = False,
+        **options: Any,
+    ) -> None:
+        self.choices = choices
         self.driver = CheckedDriver(
+            is_watched=is_watched,
             chunk_size=chunk_size,
             block_size=block_size,
-            num_slots=self.random.randint(max(1, chunk_size // block_size), 10),
+            num_slots=choices.randint(max(1, chunk_size // block_size), 10),
             max_silent_steps=12,
-            max_deferred_lookups=self.random.choice((0, 3, 8)),
-            num_ranks=self.random.choice((1, 1, 2)),
-            async_saves=self.random.random() < 0.5,
-            async_load_tokens=self.random.choice((None, 0, 20)),
+            max_deferred_lookups=choices.choice((0, 3, 8)),
+            num_ranks=choices.choice((1, 1, 2)),
+            async_saves=choices.chance(0.5),
+            async_load_tokens=choices.choice((None, 0, 20)),
             settles_in_flight=False,
             **options,
         )
-        self.device = Device(block_size, self.random.randint(6, 14))
-        self.asynchronous = self.random.random() < 0.5
+        self.device = Device(block_size, choices.randint(6, 14))
+        self.workers = Workers(choices, self.device, self.driver.configuration.num_ranks, reliable=is_reliable)
+        self.asynchronous = choices.chance(0.5)
         self.players: list[Player] = []
+        self.num_loads_checked = 0
         self._num_lives = 0
         self._seen = 0
-        self._reports: list[_Report] = []
-        self._copies: list[_Copy] = []
-        self._outcomes: dict[int, bool] = {}
         self._kept: dict[str, list[int]] = {}
         """Blocks of finished requests that vLLM keeps until it is told."""
-        self._step = 0
         self._scheduled: list[tuple[Player, int]] = []
         self._victims: list[Player] = []
         self._extended: dict[str, list[int]] = {}
-        self.num_loads_checked = 0
 
-    def run(self, num_steps: int) -> None:
-        """Play, then let everybody leave and settle what is owed."""
+    @property
+    def running(self) -> list[Player]:
+        """Who has blocks, and computes."""
+        return [player for player in self.players if player.running]
+
+    def play(self, num_steps: int) -> None:
+        """Make `num_steps` steps, requests arriving now and then; then `drain`."""
         for _ in range(num_steps):
-            if self.random.random() < 0.4 and len(self.players) < 5:
-                self._arrive()
-            self._play_step()
-            if self.random.random() < 0.02:
+            if self.choices.chance(0.4) and len(self.players) < MAX_PLAYERS:
+                self.arrive()
+            self.step()
+            if self.choices.chance(0.02):
                 self.driver.reset()
-        for player in list(self.players):
-            self._finish(player, "FINISHED_ABORTED")
-        for _ in range(40):
-            self._play_step()
-        self.driver.ledger.commit()
+        self.drain()
 
-    def _chance(self, probability: float) -> bool:
-        return self.random.random() < probability
+    def drain(self) -> None:
+        """Finish all requests, then make steps until nothing is owed."""
+        for player in list(self.players):
+            self.finish(player)
+        for _ in range(40):
+            self.step()
+        self.driver.ledger.commit()
 
     # --- requests --------------------------------------------------------------------------------
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
+        """Add a request; all begin with the same tokens."""
         known = {player.request_id for player in self.players} | set(self._kept)
-        request_id = self.random.choice([name for name in "abcdefghijklmnopqrstuvwxyz" if name not in known])
+        request_id = self.choices.choice([name for name in "abcdefghijklmnopqrstuvwxyz" if name not in known])
         self._num_lives += 1
-        player = Player(request_id, [], self.random.randint(30, 80), self._num_lives)
-        num_prompt_tokens = self.random.randint(3, 50)
+        player = Player(request_id, [], self.choices.randint(30, 80), self._num_lives)
+        num_prompt_tokens = self.choices.randint(3, 50)
         player.contents = [("shared", position) for position in range(min(SHARED_TOKENS, num_prompt_tokens))]
         player.extend(num_prompt_tokens - len(player.contents))
         self.players.append(player)
@@ -161,14 +172,16 @@ class Walk:
             self.driver.keys(player.request_id, player.num_keys, keys)
             player.num_keys += len(keys)
 
-    def _preempt(self, player: Player) -> None:
+    def preempt(self, player: Player) -> None:
+        """Take the blocks of a running request."""
         self.driver.preempt(player.request_id, player.settled, len(player.contents), player.in_flight)
         self._let_go(player)
         player.computed = player.in_flight = 0
         self._scheduled = [entry for entry in self._scheduled if entry[0] is not player]
         self._victims.append(player)
 
-    def _finish(self, player: Player, status: str) -> None:
+    def finish(self, player: Player, status: str = "FINISHED_ABORTED") -> None:
+        """End a request."""
         counted = self.driver.projections.tracker.num_computed_tokens(self.driver.record(player.request_id))
         settled = 0 if player.loading else min(player.settled, counted)  # what no step computed upon is a promise
         decisions = self.driver.observe(
@@ -177,7 +190,7 @@ class Walk:
                 status,
                 settled,
                 len(player.contents),
-                self._step,
+                self.workers.step,
                 num_in_flight_tokens=player.in_flight,
                 num_computed_tokens=0 if player.loading else player.computed,
             )
@@ -193,32 +206,34 @@ class Walk:
         self.device.give_back(player.blocks)
         player.blocks, player.running = [], False
 
-    def _continue(self, player: Player) -> None:
+    def continue_session(self, player: Player) -> None:
+        """Begin the next turn of a running request."""
         # The next turn may rewrite what is in the last, part-filled block, never a full one that others may share.
-        cut = self.random.randint(player.computed // self.device.block_size * self.device.block_size, player.computed)
+        cut = self.choices.randint(player.computed // self.device.block_size * self.device.block_size, player.computed)
         player.turn += 1
         player.computed, player.in_flight = cut, 0
         del player.contents[cut:]
-        player.extend(self.random.randint(1, 20))
-        player.target = len(player.contents) + self.random.randint(1, 20)
+        player.extend(self.choices.randint(1, 20))
+        player.target = len(player.contents) + self.choices.randint(1, 20)
         player.num_keys = min(player.num_keys, cut // self.driver.configuration.chunk_size)
         self.driver.continue_session(player.request_id, cut, len(player.contents))
         self._tell_keys(player)
 
     # --- one engine step -------------------------------------------------------------------------
 
-    def _play_step(self) -> None:
-        self._step += 1
+    def step(self) -> None:
+        """Schedule, make the copies and the forward, and take the output."""
+        self.workers.step += 1
         self._scheduled, self._victims, self._extended = [], [], {}
         self._schedule_running()
-        for player in [player for player in self.players if player.running and self._chance(0.04)]:
-            self._preempt(player)
+        for player in [player for player in self.running if self.choices.chance(0.04)]:
+            self.preempt(player)
         waiting = [player for player in self.players if not player.running and player not in self._victims]
         for player in [player for player in waiting if not player.loading]:
-            if self._chance(0.7):
+            if self.choices.chance(0.7):
                 self._admit(player)
-        for player in [player for player in waiting if player.loading and self._chance(0.02)]:
-            self._finish(player, "FINISHED_ABORTED")
+        for player in [player for player in waiting if player.loading and self.choices.chance(0.02)]:
+            self.finish(player)
         self._tell_step()
         told = self.driver.deliver(Channel.WORKERS)
         failed = self._execute()
@@ -226,12 +241,12 @@ class Walk:
         self.driver.deliver(Channel.VLLM, reported=[*told.failed.values(), *told.sent.values()])
 
     def _schedule_running(self) -> None:
-        for player in [player for player in self.players if player.running]:
+        for player in self.running:
             if not player.running:
                 continue  # preempted for another one in this very step
-            if self._chance(0.1):
+            if self.choices.chance(0.1):
                 continue
-            num_tokens = min(len(player.contents) - player.computed, self.random.randint(1, BUDGET))
+            num_tokens = min(len(player.contents) - player.computed, self.choices.randint(1, BUDGET))
             missing = -(-(player.computed + num_tokens) // self.device.block_size) - len(player.blocks)
             if self._make_room(player, missing):
                 if missing > 0:
@@ -259,8 +274,8 @@ class Walk:
 
     def _make_room(self, player: Player, missing: int) -> bool:
         while len(self.device.free) < missing:
-            victim = [other for other in self.players if other.running][-1]
-            self._preempt(victim)
+            victim = self.running[-1]
+            self.preempt(victim)
             if victim is player:
                 return False
         return True
@@ -271,17 +286,17 @@ class Walk:
             return
         local = self.device.local_hit(player.contents)
         num_local = len(local) * self.device.block_size
-        for _ in range(self.random.randint(1, 3)):
+        for _ in range(self.choices.randint(1, 3)):
             answer = self.driver.poll(player.request_id, num_local, len(player.contents))
         if not isinstance(answer, e.LookupAnswered):
             return  # it is worth waiting for its own save
         external = answer.num_external_tokens
         assert num_local + external < max(len(player.contents), 1), "the last token was promised too"
-        if external and self._chance(0.2):
-            external = self.random.choice((0, self.random.randint(1, external)))
+        if external and self.choices.chance(0.2):
+            external = self.choices.choice((0, self.choices.randint(1, external)))
         computed = num_local + external
         waits = answer.is_async and external > 0
-        num_tokens = 0 if waits else min(len(player.contents) - computed, self.random.randint(1, BUDGET))
+        num_tokens = 0 if waits else min(len(player.contents) - computed, self.choices.randint(1, BUDGET))
         missing = -(-(computed + num_tokens) // self.device.block_size) - len(local)
         if self.device.num_free_besides(local) < missing:
             return  # polled in vain; it will be polled again
@@ -297,7 +312,7 @@ class Walk:
 
     def _start_after_load(self, player: Player) -> None:
         """The second phase of an asynchronous load: no lookup, the whole table again, nothing taken up."""
-        num_tokens = min(len(player.contents) - player.computed, self.random.randint(1, BUDGET))
+        num_tokens = min(len(player.contents) - player.computed, self.choices.randint(1, BUDGET))
         missing = -(-(player.computed + num_tokens) // self.device.block_size) - len(player.blocks)
         if len(self.device.free) >= missing:
             player.blocks += self.device.take(missing)
@@ -312,10 +327,10 @@ class Walk:
         saves = [event for event in new if isinstance(event, e.SaveIssued | e.TailSaveIssued)]
         before = [save for save in saves if isinstance(save, e.TailSaveIssued) or save.before_forward]
         loads = [event for event in new if isinstance(event, e.LoadIssued) and not event.is_async]
-        self._finish_awaited([event.job_id for event in new if isinstance(event, e.TransferAwaited)])
+        self.workers.finish_awaited([event.job_id for event in new if isinstance(event, e.TransferAwaited)])
         for save in before:
-            self._copy_out(save)
-        failed = {load.request_id for load in loads if self._chance(0.15)}
+            self.workers.copy_out(save)
+        failed = {load.request_id for load in loads if self.choices.chance(0.15)}
         players = {player.request_id: player for player in self.players}
         for load in loads:
             if load.request_id not in failed:
@@ -324,61 +339,30 @@ class Walk:
         self._forward(failed)
         for save in saves:
             if save not in before and not getattr(save, "is_async", False):
-                self._copy_out(save)
+                self.workers.copy_out(save)
         for load in loads:
-            delay = 0 if load.request_id in failed else self.random.randint(0, 2)
-            self._report_later(load.job_id, good=load.request_id not in failed, max_delay=delay)
-        self._copy_beside(new)
+            delay = 0 if load.request_id in failed else self.choices.randint(0, 2)
+            self.workers.report_later(load.job_id, good=load.request_id not in failed, max_delay=delay)
+        self.workers.begin_copies(new)
         return failed
-
-    def _finish_awaited(self, job_ids: list[int]) -> None:
-        for copy in [copy for copy in self._copies if copy.event.job_id in job_ids]:
-            self._carry_out(copy)
-        for job_id in job_ids:
-            if job_id in self._outcomes and self._chance(0.7):
-                self._report_later(job_id, good=self._outcomes[job_id], is_repeated=True)
 
     def _forward(self, failed: set[str]) -> None:
         for player, num_tokens in self._scheduled:
-            intact = self.device.holds(player.contents[: player.computed], player.blocks)
+            intact = self._has_right_pages(player)
             assert intact or player.request_id in failed, f"{player} computes on top of wrong pages"
             for position in range(player.computed, player.computed + num_tokens):
-                content = player.contents[position] if intact else ("garbage", self._step, position)
+                content = player.contents[position] if intact else ("garbage", self.workers.step, position)
                 self.device.write(position, content, player.blocks)
 
-    def _copy_beside(self, new: Iterable[e.Event]) -> None:
-        self._copies += [
-            _Copy(event, self._step + self.random.randint(0, 4))
-            for event in new
-            if isinstance(event, e.LoadIssued | e.SaveIssued) and event.is_async
-        ]
-        for copy in [copy for copy in self._copies if copy.due_step <= self._step]:
-            self._carry_out(copy)
-
-    def _carry_out(self, copy: _Copy) -> None:
-        self._copies.remove(copy)
-        if isinstance(copy.event, e.SaveIssued):
-            self._copy_out(copy.event)
-            return
-        good = not self._chance(0.15)
-        if good:
-            self.device.load(copy.event.slots, copy.event.block_ids)
-        self._outcomes[copy.event.job_id] = good
-        if not self._chance(0.03):
-            self._report_later(copy.event.job_id, good=good)
-
     def _check_loaded(self, player: Player) -> None:
-        assert self.device.holds(player.contents[: player.computed], player.blocks), (
+        assert self._has_right_pages(player), (
             f"poisoned: a load brought pages that are not the first {player.computed} tokens of {player.request_id}"
         )
         self.num_loads_checked += 1
 
-    def _report_later(self, job_id: int, *, good: bool, max_delay: int = 4, is_repeated: bool = False) -> None:
-        ranks = tuple(range(self.driver.configuration.num_ranks))
-        parts = [(rank,) for rank in ranks] if self._chance(0.3) else [ranks]
-        for part in parts:
-            due_step = self._step + self.random.randint(0, max_delay)
-            self._reports.append(_Report(due_step, job_id, part, good, is_repeated))
+    def _has_right_pages(self, player: Player) -> bool:
+        is_watched = self.driver.is_watched
+        return not is_watched or self.device.holds(player.contents[: player.computed], player.blocks)
 
     def _take_up(self, decisions: Iterable[e.Event]) -> None:
         """What vLLM does when it is told that a load or the copies of a finished request are done."""
@@ -387,8 +371,7 @@ class Walk:
             if isinstance(decision, e.RequestReleased):
                 self.device.give_back(self._kept.pop(decision.request_id, ()))
             elif isinstance(decision, e.LoadCompleted | e.LoadFailed):
-                # The worker of a load that was given up reports no more.
-                self._copies = [copy for copy in self._copies if copy.event.job_id != decision.job_id]
+                self.workers.give_up(decision.job_id)
                 player = players.get(decision.request_id)
                 if player is None or not player.loading:
                     continue
@@ -399,31 +382,17 @@ class Walk:
                     player.computed = 0
                     self._let_go(player)
 
-    def _copy_out(self, save: e.SaveIssued | e.TailSaveIssued) -> None:
-        self.device.save(save.block_ids, save.slots)
-        good = self._outcomes[save.job_id] = not self._chance(0.1)
-        if not good:
-            self.device.slots[save.slots[-1]] = [("torn",)] * self.device.block_size
-        if self._chance(0.03):
-            return  # a report that is lost
-        self._report_later(save.job_id, good=good)
-        if self._chance(0.03):
-            self._report_later(save.job_id, good=good)
-
     def _process_outputs(self, failed: Iterable[str]) -> None:
-        due = [report for report in self._reports if report.due_step <= self._step]
-        self._reports = [report for report in self._reports if report.due_step > self._step]
-        first_tokens = {job.job_id: job for job in self.driver.projections.jobs}
-        for report in due:
-            decisions = self.driver.report(
-                report.job_id, ok=report.good, ranks=report.ranks, is_repeated=report.is_repeated
+        jobs = {job.job_id for job in self.driver.projections.jobs}
+        for report in self.workers.due():
+            self._take_up(
+                self.driver.report(report.job_id, ok=report.good, ranks=report.ranks, is_repeated=report.is_repeated)
             )
-            self._take_up(decisions)
         for player, num_tokens in self._scheduled:
             player.computed += num_tokens
             player.in_flight = num_tokens if self.asynchronous else 0
             if player.request_id in failed:
-                self._roll_back(player, first_tokens)
+                self._roll_back(player, jobs)
                 continue
             record = self.driver.record(player.request_id)
             counted = self.driver.projections.tracker.num_computed_tokens(record)
@@ -435,17 +404,17 @@ class Walk:
                 self._tell_keys(player)
             if len(player.contents) >= player.target:
                 self._end_turn(player)
-            elif self._chance(0.01):
-                self._finish(player, "FINISHED_ABORTED")
+            elif self.choices.chance(0.01):
+                self.finish(player)
 
     def _end_turn(self, player: Player) -> None:
         record = self.driver.record(player.request_id)
-        if self._chance(0.3) and record.blocks is not BlocksRegion.LOADING:
-            self._continue(player)
+        if self.choices.chance(0.3) and record.blocks is not BlocksRegion.LOADING:
+            self.continue_session(player)
         else:
-            self._finish(player, "FINISHED_STOPPED")
+            self.finish(player, "FINISHED_STOPPED")
 
-    def _roll_back(self, player: Player, jobs: dict[int, object]) -> None:
+    def _roll_back(self, player: Player, jobs: set[int]) -> None:
         loads = [event for event in self.driver.all_of(e.LoadIssued) if event.request_id == player.request_id]
         player.computed, player.in_flight = loads[-1].first_token, 0
         assert loads[-1].job_id in jobs
