@@ -70,8 +70,7 @@ class TokenCosts(Projection):
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int, _subject: Subject) -> None:
         state = self.state
         steps = state.steps
-        # Whoever decodes computes; only without one is it worth to look at every request.
-        if not self._tracker.computed.decoding and not any(record.state in _COMPUTING for record in self._tracker):
+        if not any(record.state in _COMPUTING for record in self._tracker):
             steps.clear()  # nobody knows how long the engine had nothing to do
         if len(steps) == NUM_STEPS:
             state.samples.append((sum([tokens for tokens, _ in steps]), event.time_ns - steps[0][1]))
