@@ -87,6 +87,6 @@ def _ids_of(log: StoredLog, prefix: str) -> Iterator[str]:
     if index is not None:
         with contextlib.closing(index):
             yield from index.request_ids(prefix)
-    elif log.total_bytes() < _READ_BYTES:
+    elif log.is_smaller_than(_READ_BYTES):
         arrivals = (event for _, event in log.events() if isinstance(event, e.RequestArrived))
         yield from (event.request_id for event in arrivals)

@@ -17,6 +17,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import CodecError, EventDecoder
 from kvledger.storage.events import FrameKind, LogEnding, LogError, LogReader, is_being_written, judge_ending
 from kvledger.storage.events.files import num_bytes_of, refused_link
+from kvledger.storage.events.segment_bytes import num_written_bytes
 from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX, first_sequence_of, segment_paths
 
 _COUNTED_BYTES = 4 << 20
@@ -66,7 +67,7 @@ def _glance_at(path: Path) -> Glance:
     files = segment_paths(path) if path.is_dir() else [path]
     num_bytes = sum(map(num_bytes_of, files))
     was_open = is_being_written(path)
-    counts = num_bytes < _COUNTED_BYTES
+    counts = num_bytes < _COUNTED_BYTES and sum(map(num_written_bytes, files)) < _COUNTED_BYTES
     reader = LogReader(path, 1 if counts or not files else first_sequence_of(files[-1]) or 1)
     header, last, arrivals = reader.header, None, 0
     if not header:

@@ -183,7 +183,7 @@ def index_for(log: StoredLog, output: Progress, request: str | None = None) -> L
     has the end of each request that has this in its id: a log that is being written has no index of its own for long.
     An index that cannot be written is no reason to answer nothing: then the log is read.
     """
-    if log.total_bytes() < INDEX_FROM_BYTES or not log.header:
+    if log.is_smaller_than(INDEX_FROM_BYTES) or not log.header:
         return None
     index = open_index(log, request)
     if index is not None:

@@ -16,7 +16,7 @@ from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.totals import Figures
 from kvledger.lifecycle.untrusted import from_msgpack
 from kvledger.storage.events import Damage
-from kvledger.storage.events.files import num_bytes_of
+from kvledger.storage.events.segment_bytes import num_written_bytes
 
 INDEX_FORMAT = 13
 """Grows with every change of what is in an index; another one is built anew."""
@@ -67,7 +67,7 @@ class Contents:
     """Which code has made it, see `folded_by`."""
     log_id: str
     extent: tuple[str, str, int]
-    """The first segment, the last one, and the size of that in bytes."""
+    """The first segment, the last one, and the size of that in bytes, as it was written."""
     head_hash: str
     num_bytes: int
     num_frames: int
@@ -94,7 +94,7 @@ class Contents:
         files = {file.name: file for file in log.files()}
         if not self.is_of(log) or extent_of(log)[0] != first or last not in files:
             return False
-        return num_bytes_of(files[last]) >= num_bytes
+        return num_written_bytes(files[last]) >= num_bytes
 
     def copy_counts(self, log: StoredLog) -> None:
         """Give the opened log the counts and the damage that a reading of it would have."""
@@ -125,7 +125,7 @@ def index_path(log: StoredLog) -> Path:
 def extent_of(log: StoredLog) -> tuple[str, str, int]:
     """The first segment, the last one and its size: what changes when a log is appended to, or loses its oldest."""
     files = log.files()
-    return files[0].name, files[-1].name, num_bytes_of(files[-1])
+    return files[0].name, files[-1].name, num_written_bytes(files[-1])
 
 
 def log_id_of(log: StoredLog) -> str:

@@ -6,6 +6,7 @@ The only module above the event store that knows frames and segments.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import attrs
@@ -35,9 +36,10 @@ from kvledger.storage.events import (
     read_ending,
     read_log,
 )
-from kvledger.storage.events.files import num_bytes_of, refused_link
+from kvledger.storage.events.files import refused_link
 from kvledger.storage.events.frames import frame_bytes, next_chain_hash
 from kvledger.storage.events.reader import frames_from
+from kvledger.storage.events.segment_bytes import num_written_bytes
 from kvledger.storage.events.segment_file import segment_paths
 
 BytesRead = Callable[[int], None]
@@ -279,11 +281,15 @@ class StoredLog:
     def has_more_than(self, segment: str, offset: int) -> bool:
         """Whether there are bytes behind that place."""
         last = self.files()[-1]
-        return last.name > segment or num_bytes_of(last) > offset
+        return last.name > segment or num_written_bytes(last) > offset
 
     def total_bytes(self) -> int:
-        """Size of the log's files now."""
-        return sum(map(num_bytes_of, self.files()))
+        """Bytes of the log's segments now, as they were written: what a reading takes."""
+        return sum(map(num_written_bytes, self.files()))
+
+    def is_smaller_than(self, num_bytes: int) -> bool:
+        """Whether a reading takes less than `num_bytes`; looks at no more files than it takes to tell."""
+        return all(total < num_bytes for total in accumulate(map(num_written_bytes, self.files())))
 
     def events(self, until: int | None = None) -> Iterator[SequencedEvent]:
         """Every event that can be read, in order, up to the event `until`."""

@@ -312,7 +312,7 @@ def _maintenance(core: Core, settings: LogSettings, max_log_bytes: int | None) -
 
 @attrs.define
 class _RetentionTrouble:
-    """Reports what retention passes over. What kvledger refuses to open is reported once."""
+    """Reports what compression and retention pass over. What kvledger refuses to open is reported once."""
 
     _reported: set[str] = attrs.field(factory=set, init=False)
 
@@ -320,8 +320,8 @@ class _RetentionTrouble:
         """See `Trouble`."""
         if not isinstance(error, RefusedFile):
             messages.error(
-                "old logs could not be retired and take more room than max_log_bytes and max_log_age_hours allow; "
-                "`kvledger retire` does it where this process may not",
+                "closed segments could not be compressed or retired, so logs may take more room than max_log_bytes and "
+                "max_log_age_hours allow; `kvledger retire` deletes them where this process may not",
                 error=str(error),
             )
         elif str(error) not in self._reported:

@@ -11,6 +11,7 @@ __all__ = ["DAMAGE_KINDS", "Damage", "DamageKind", "sequences"]
 DamageKind = Literal[
     "torn_tail",
     "corrupt_frame",
+    "corrupt_block",
     "sequence_gap",
     "chain_broken",
     "corrupt_header",
@@ -23,6 +24,8 @@ DAMAGE_KINDS: Final[dict[DamageKind, str]] = {
     "torn_tail": "nothing intact from here to the end of the log",
     "corrupt_frame": "bytes that are no frame; intact ones or another segment stand behind them, or all of its bytes "
     "are there and differ",
+    "corrupt_block": "a block of a compressed segment is damaged, or does not expand to the bytes that it states; its "
+    "frames are lost, and those in other blocks are read",
     "sequence_gap": "frames are missing within a segment, and no byte is damaged",
     "chain_broken": "a frame or header is intact and does not follow from what stands before it: one of the two was "
     "not written there by the writer of this log; frames that what stands behind them contradicts are left out",

@@ -17,7 +17,7 @@ import stat
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 __all__ = [
@@ -235,8 +235,8 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def write_file(path: Path, data: bytes, *, durable: bool, exclusive: bool = False) -> None:
-    """Write a new file that holds `data`. Raises `OSError`, and may leave a part behind.
+def write_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool, exclusive: bool = False) -> None:
+    """Write a new file that holds `data`, which may come in parts. Raises `OSError`, and may leave a part behind.
 
     What has the name already, such as a file that a crash has left, is removed first, and a link is not followed. With
     `exclusive` it stays, and the error is `FileExistsError`.
@@ -250,7 +250,8 @@ def write_file(path: Path, data: bytes, *, durable: bool, exclusive: bool = Fals
         path.unlink()
         descriptor = os.open(path, flags, _FILE)
     try:
-        write_all(descriptor, data)
+        for part in (data,) if isinstance(data, bytes) else data:
+            write_all(descriptor, part)
         if durable:
             os.fsync(descriptor)
     finally:

@@ -264,9 +264,12 @@ class LogReader:
         end, reached = (data.num_bytes, self._limit) if found is None else (found[0], found[1].first_sequence)
         stands, is_lost = data.frame_at(offset), reached is not None and reached > self.next_sequence
         lost = f"{sequences(self.next_sequence, reached)} are lost" if reached and is_lost else "no sequence is lost"
-        if isinstance(stands, str):
+        if trouble := data.block_trouble(offset):
+            kind: DamageKind = "corrupt_block"
+            detail = f"{trouble}; {lost}"
+        elif isinstance(stands, str):
             is_torn = reached is None and not data.ends_with_whole_frame(offset)
-            kind: DamageKind = "torn_tail" if is_torn else "corrupt_frame"
+            kind = "torn_tail" if is_torn else "corrupt_frame"
             detail = f"{stands}; {'nothing intact follows' if reached is None else lost}"
         elif end > offset:
             kind, claims = "chain_broken", sequences(stands.first_sequence, stands.next_sequence)

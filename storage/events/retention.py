@@ -41,7 +41,13 @@ from kvledger.storage.events.retirements import (
     write_retirement,
 )
 from kvledger.storage.events.segment_bytes import SegmentBytes
-from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX, SegmentHeader, read_header, segment_paths
+from kvledger.storage.events.segment_file import (
+    SNAPSHOT_SUFFIX,
+    UNFINISHED_SUFFIX,
+    SegmentHeader,
+    read_header,
+    segment_paths,
+)
 from kvledger.storage.events.snapshots import has_snapshot
 from kvledger.storage.events.store import LogDamaged, LogError, LogLocked
 from kvledger.storage.events.writer_lock import LOCK_NAME, lock_directory, locked, unlock
@@ -300,7 +306,7 @@ def _retire(
         try:
             retirement = log.describe_oldest(due.reason, now_unix_ns, is_rest_verifiable=is_rest_verifiable)
             segment = log.segments.popleft()
-            freed = retirement.num_bytes + _size(_snapshot_of(segment))
+            freed = retirement.num_bytes + sum(map(_size, _parts_of(segment)))
             if not dry_run:
                 _delete(log, segment, retirement)
         except LogDamaged:
@@ -334,8 +340,9 @@ def _delete(log: _Log, segment: Path, retirement: Retirement) -> None:
         with contextlib.suppress(OSError):
             write_retirement(log.directory, retirement)
     with opened_directory(log.directory, log.status) as descriptor:
-        with contextlib.suppress(FileNotFoundError):
-            remove_in(descriptor, _snapshot_of(segment))
+        for part in _parts_of(segment):
+            with contextlib.suppress(FileNotFoundError):
+                remove_in(descriptor, part)
         remove_in(descriptor, segment)
     if not has_room:
         write_retirement(record_in, retirement)
@@ -368,8 +375,9 @@ def _remove_parts(directory: Path, status: os.stat_result) -> None:
         sync_directory(directory.parent)
 
 
-def _snapshot_of(segment: Path) -> Path:
-    return segment.with_suffix(SNAPSHOT_SUFFIX)
+def _parts_of(segment: Path) -> list[Path]:
+    """The snapshot of a segment, and what a process that was killed left of its compressed form."""
+    return [segment.with_suffix(suffix) for suffix in (SNAPSHOT_SUFFIX, UNFINISHED_SUFFIX)]
 
 
 def _size(path: Path) -> int:

@@ -1,4 +1,7 @@
-"""The frames in one segment file, through a window of a mebibyte, so that a segment of any size is read in that much.
+"""The frames in one segment file, raw or compressed, through a window, so that a segment of any size is read in that.
+
+All offsets and sizes count the bytes that the segment's writer wrote. The window is a mebibyte, or one block of a
+compressed segment. A frame that the file does not hold whole is none, and no frame lies in two blocks.
 
 The file is read with `pread` and not mapped: a writer that rolls back half a frame shortens it, and a shortened mapping
 kills its reader.
@@ -11,7 +14,8 @@ from typing import TYPE_CHECKING, Final, Self
 
 from google_crc32c import extend as extend_crc32c
 
-from kvledger.storage.events.files import open_for_reading
+from kvledger.storage.events.compressed import find_blocks
+from kvledger.storage.events.files import is_regular_file, open_for_reading
 from kvledger.storage.events.frames import (
     CRC_COVERS_FROM,
     FRAME_HEADER_BYTES,
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-__all__ = ["SegmentBytes"]
+__all__ = ["SegmentBytes", "num_written_bytes"]
 
 _WINDOW_BYTES: Final = 1 << 20
 _TRIED_BYTES: Final = 64 << 20
@@ -41,10 +45,17 @@ class SegmentBytes:
     def __init__(self, path: Path) -> None:
         """Open the file. Raises `OSError`."""
         self._descriptor = open_for_reading(path)
-        self.num_bytes = os.fstat(self._descriptor).st_size
+        num_stored = os.fstat(self._descriptor).st_size
+        try:
+            self._blocks = find_blocks(self._descriptor, num_stored)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        """None: the segment is not compressed."""
+        self.num_bytes = num_stored if self._blocks is None else self._blocks.num_bytes
         self._window = b""
         self._window_start = 0
-        self._num_bytes_to_try = _TRIED_BYTES + _TRIED_BYTES_PER_BYTE * self.num_bytes
+        self._num_bytes_to_try = _TRIED_BYTES + _TRIED_BYTES_PER_BYTE * num_stored
         """How much of false frames is still checked; a file may consist of them."""
 
     def __enter__(self) -> Self:
@@ -56,11 +67,20 @@ class SegmentBytes:
         os.close(self._descriptor)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return up to `num_bytes` bytes from `offset`; none from behind the end."""
-        return os.pread(self._descriptor, max(0, min(num_bytes, self.num_bytes - offset)), offset)
+        """Return up to `num_bytes` bytes from `offset`; none from behind the end, or behind the end of a block."""
+        num_bytes = max(0, min(num_bytes, self.num_bytes - offset))
+        if self._blocks is not None:
+            return self._blocks.read(offset, num_bytes)
+        return os.pread(self._descriptor, num_bytes, offset)
+
+    def block_trouble(self, offset: int) -> str:
+        """Why the block at `offset` cannot be read; empty: it can, or the segment is not compressed."""
+        return "" if self._blocks is None else self._blocks.trouble_at(offset)
 
     def has_changed(self, offset: int) -> bool:
         """Look at the file again; say whether it differs from `offset` on."""
+        if self._blocks is not None:
+            return False
         before = (self.num_bytes, self.read(offset, _WINDOW_BYTES))
         self.num_bytes = os.fstat(self._descriptor).st_size
         self._window = b""
@@ -105,7 +125,10 @@ class SegmentBytes:
                 self._load(offset, _WINDOW_BYTES)
                 at = 0
             if len(self._window) < FRAME_HEADER_BYTES:
-                return None  # the file was shortened meanwhile
+                if self._blocks is None:
+                    return None  # the file was shortened meanwhile
+                offset = self._blocks.end_at(offset)
+                continue
             found = self._window.find(FRAME_MARKER, at)
             if found < 0:
                 # One byte less: a marker may begin with the window's last one.
@@ -163,3 +186,11 @@ class SegmentBytes:
                 break
             crc, at = extend_crc32c(crc, part), at + len(part)
         return crc
+
+
+def num_written_bytes(segment: Path) -> int:
+    """Size of a segment as it was written, whatever its form; 0 of anything but a regular file. Raises `OSError`."""
+    if not is_regular_file(segment):
+        return 0
+    with SegmentBytes(segment) as data:
+        return data.num_bytes

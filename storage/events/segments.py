@@ -100,7 +100,7 @@ class SegmentEventStore:
         is_synced = durability is Durability.DISK
         self._sync = GroupSync(self._descriptor, sync_interval_ms) if is_synced else None
         if self._maintenance is not None:
-            self._maintenance.start(directory, self._segment_bytes)
+            self._maintenance.start(self._segment, self._segment_bytes)
 
     @classmethod
     def create(
@@ -294,7 +294,7 @@ class SegmentEventStore:
         os.close(left)
         self._note_end()
         if self._maintenance is not None:
-            self._maintenance.start(self.directory, self._segment_bytes)
+            self._maintenance.start(self._segment, self._segment_bytes)
 
     def _note_end(
         self,

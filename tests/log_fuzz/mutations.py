@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import msgspec
+from log_torture.stored import BLOCK_HEADER_BYTES, blocks_of, forged_block
 
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.events import field_names, wire_code
+from kvledger.storage.events import LogDamaged, LogTooNew
+from kvledger.storage.events.compressed import compress_segment
+from kvledger.storage.events.segment_file import segment_paths
 from log_fuzz.seeds import Log
 
 INTEGERS = (
@@ -238,6 +244,8 @@ def other_file_bytes(log: Log, chance: random.Random) -> Mutation:
     def write(directory: Path) -> Path:
         log.write(directory)
         own = random.Random(seed)
+        if own.random() < 0.5:
+            compress_all(directory)
         path = own.choice(sorted(file for file in directory.iterdir() if file.stat().st_size > 10))
         data = bytearray(path.read_bytes())
         for _ in range(own.randint(1, 4)):
@@ -259,6 +267,39 @@ def other_file_bytes(log: Log, chance: random.Random) -> Mutation:
 
     seed = chance.getrandbits(64)
     return Mutation(f"bytes of a file, {seed}", write, has_end=False)
+
+
+def other_block(log: Log, chance: random.Random) -> Mutation:
+    """A block of a compressed segment states other numbers, or has another stream; its checksums fit."""
+
+    def write(directory: Path) -> Path:
+        compress_all(log.write(directory))
+        own = random.Random(seed)
+        segment = own.choice(segment_paths(directory))
+        data, block = segment.read_bytes(), own.choice(blocks_of(segment))
+        stream = data[block.at + BLOCK_HEADER_BYTES : block.end_at]
+        offset, num_bytes = block.offset, block.num_bytes
+        kind = own.randrange(4)
+        if kind == 0:
+            offset = own.choice([offset + 1, offset - 1, 1, 1 << 40, (1 << 64) - 1])
+        elif kind == 1:
+            num_bytes = own.choice([0, 1, num_bytes + 1, 1 << 24, (1 << 32) - 1])
+        elif kind == 2:
+            stream, num_bytes = zlib.compress(bytes(1 << 24)), own.choice([num_bytes, 1 << 24])
+        else:
+            stream = zlib.compress(own.randbytes(num_bytes))
+        segment.write_bytes(forged_block(offset, num_bytes, stream).join(block.without(data)))
+        return directory
+
+    seed = chance.getrandbits(64)
+    return Mutation(f"a block of a compressed segment, {seed}", write)
+
+
+def compress_all(directory: Path) -> None:
+    """Compress every segment; the last one too, which no writer does."""
+    for segment in segment_paths(directory):
+        with contextlib.suppress(LogDamaged, LogTooNew):  # such as one that was mutated
+            compress_segment(segment, replacing=contextlib.nullcontext())
 
 
 def other_snapshot(log: Log, chance: random.Random) -> Mutation:
@@ -307,5 +348,6 @@ KINDS: tuple[Callable[[Log, random.Random], Mutation], ...] = (
     other_frames,
     other_payload_bytes,
     other_file_bytes,
+    other_block,
 )
 """One is drawn for each random case."""

@@ -18,6 +18,7 @@ from kvledger.storage.events.segment_file import segment_paths
 from log_torture.kill_points import KillPoint, run_until_killed
 from log_torture.mounts import fill
 from log_torture.run import kill_once
+from log_torture.stored import compress_closed
 from log_torture.verdict import check_log
 from log_torture.writer import Plan, write
 
@@ -33,7 +34,7 @@ def kill_at_each_change(directory: Path, plan: Plan, moment: Moment) -> int:
     for number in range(whole.num_calls):
         shutil.rmtree(directory, ignore_errors=True)
         killed = run_until_killed(KillPoint(number, moment), lambda acknowledge: write(directory, plan, acknowledge))
-        # What retires runs in a thread: how many calls precede its own differs by a few.
+        # What compresses and retires runs in threads: how many calls precede theirs differs by a few.
         assert killed.was_killed or plan.max_bytes is not None
         if directory.exists():
             check_log(directory, killed.last_acknowledged)
@@ -63,6 +64,32 @@ def kill_at_each_change_in_retiring(whole: Path, directory: Path, max_bytes: int
         retired = read_retirements(directory)
         assert len({each.segment for each in retired}) == len(retired), "a segment is recorded twice"
         assert list(read_log(directory))
+    return num_calls
+
+
+def kill_at_each_change_in_compressing(whole: Path, directory: Path, moment: Moment) -> int:
+    """Die in compressing the closed segments of copies of a log; what is there is read, and the next time finishes it.
+
+    Returns how many changes there were.
+    """
+
+    def work(_acknowledge: object) -> None:
+        compress_closed(directory)
+
+    expected = list(read_log(whole))
+    shutil.copytree(whole, directory)
+    num_calls = run_until_killed(KillPoint(), work).num_calls
+    for number in range(num_calls):
+        shutil.rmtree(directory)
+        shutil.copytree(whole, directory)
+        assert run_until_killed(KillPoint(number, moment), work).was_killed
+        for _ in range(2):
+            reader = read_log(directory)
+            assert list(reader) == expected
+            assert reader.damage == [], reader.damage
+            compress_closed(directory)
+        assert segment_paths(directory)[0].stat().st_size < segment_paths(whole)[0].stat().st_size
+        assert not list(directory.glob("*.unfinished"))
     return num_calls
 
 

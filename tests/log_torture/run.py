@@ -34,7 +34,7 @@ def random_plan(chance: random.Random) -> Plan:
         segment_bytes=chance.choice([1, 440, 1_000, 20_000]),
         num_appends=chance.choice([1, 10, 100, 400]),
         flush_every=chance.choice([1, 3, 10]),
-        max_bytes=chance.choice([None, 3_000]),
+        max_bytes=chance.choice([None, 3_000, 1 << 30]),
     )
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import struct
 from pathlib import Path
 
 import attrs
+from google_crc32c import value as crc32c
 
 from kvledger.storage.events import Durability, Frame, LogReader, SegmentEventStore, read_log
+from kvledger.storage.events.compressed import compress_segment, find_blocks
 from kvledger.storage.events.frames import frame_bytes
-from kvledger.storage.events.segment_file import read_header
+from kvledger.storage.events.segment_file import read_header, segment_paths
 from kvledger.storage.events.segments import LogEnd
 from kvledger.storage.events.writer_lock import lock_directory
 
+BLOCK_HEADER_BYTES = 28
 Place = tuple[int, int]
 """Segment, and frame in it, both counted from 0."""
 
@@ -40,6 +45,58 @@ def reopened(log: Path, *, segment_bytes: int = 64 << 20) -> SegmentEventStore:
     os.truncate(segment, offset)
     end = LogEnd(segment, offset, reader.next_sequence, reader.chain_hash or reader.head_hash, reader.head_hash)
     return SegmentEventStore(log, lock, reader.header, end, Durability.OS, segment_bytes, 50.0, None)
+
+
+def compress_closed(log: Path) -> None:
+    """Compress all segments of a log but the last, as its writer does."""
+    for segment in segment_paths(log)[:-1]:
+        if not is_compressed(segment):
+            compress_segment(segment, replacing=contextlib.nullcontext())
+
+
+def is_compressed(segment: Path) -> bool:
+    """Whether a segment has its compressed form."""
+    with segment.open("rb") as file:
+        return find_blocks(file.fileno(), segment.stat().st_size) is not None
+
+
+@attrs.frozen
+class StoredBlock:
+    """One block of a compressed segment, taken from the file without any of the code that is tested."""
+
+    offset: int
+    """In the segment."""
+    num_bytes: int
+    """That it states to expand to."""
+    at: int
+    """In the file."""
+    end_at: int
+    """Where it ends in the file."""
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the segment."""
+        return self.offset + self.num_bytes
+
+    def without(self, segment: bytes) -> tuple[bytes, bytes]:
+        """What stands before it and behind it in the file."""
+        return segment[: self.at], segment[self.end_at :]
+
+
+def blocks_of(segment: Path) -> list[StoredBlock]:
+    """The blocks of a compressed segment, which is intact."""
+    data, at, found = segment.read_bytes(), read_header(segment).num_bytes, []
+    while at < len(data):
+        offset, num_bytes, num_stream = struct.unpack_from("<QII", data, at + 8)
+        found.append(StoredBlock(offset, num_bytes, at, at + BLOCK_HEADER_BYTES + num_stream))
+        at = found[-1].end_at
+    return found
+
+
+def forged_block(offset: int, num_bytes: int, stream: bytes) -> bytes:
+    """A block with checksums that fit, whatever it states."""
+    fields = struct.pack("<QIII", offset, num_bytes, len(stream), crc32c(stream))
+    return b"\xc1KVZ" + struct.pack("<I", crc32c(fields)) + fields + stream
 
 
 @attrs.define

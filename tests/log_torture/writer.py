@@ -22,7 +22,7 @@ class Plan:
     num_appends: int = 12
     flush_every: int = 3
     max_bytes: int | None = None
-    """Retention: what the log may take."""
+    """What the log may take; its closed segments are compressed. None: nothing maintains the log."""
 
 
 def payload_of(sequence: int) -> bytes:
@@ -37,8 +37,9 @@ def num_events_of(sequence: int) -> int:
 
 def write(directory: Path, plan: Plan, acknowledge: Acknowledge) -> None:
     """Carry out the plan."""
+    maintenance = None if plan.max_bytes is None else Maintenance(plan.max_bytes)
     store = SegmentEventStore.create(
-        directory, {"block_size": 16}, plan.durability, plan.segment_bytes, 60_000, Maintenance(plan.max_bytes)
+        directory, {"block_size": 16}, plan.durability, plan.segment_bytes, 60_000, maintenance
     )
     for number in range(plan.num_appends):
         sequence = store.next_sequence

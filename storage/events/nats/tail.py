@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import msgspec
 
-from kvledger.storage.events.files import num_bytes_of
 from kvledger.storage.events.frames import frame_bytes
 from kvledger.storage.events.nats.errors import LogForked
 from kvledger.storage.events.nats.messages import Record, record_of_frame
 from kvledger.storage.events.reader import Damage, LogReader
 from kvledger.storage.events.retirements import read_retirements, retired_between
-from kvledger.storage.events.segment_bytes import SegmentBytes
+from kvledger.storage.events.segment_bytes import SegmentBytes, num_written_bytes
 from kvledger.storage.events.segment_file import first_sequence_of, read_header, segment_name, segment_paths
 from kvledger.storage.events.store import LogDamaged, LogError
 
@@ -222,6 +221,6 @@ def _segments(directory: Path) -> list[Path]:
 
 def _size(path: Path) -> int:
     try:
-        return num_bytes_of(path)
+        return num_written_bytes(path)
     except FileNotFoundError:
         return 0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from lifecycle_driver import Driver, play_seed
 from log_torture import reopened
+from log_torture.stored import compress_closed
 from processes import started
 from stored_logs import play_story, replaced, write_log
 
@@ -52,7 +53,7 @@ def next_line(follower: subprocess.Popen[str]) -> dict[str, Any]:
 def test_a_followed_log_is_printed_as_it_grows_and_how_it_ends(
     follower: subprocess.Popen[str], writer: SegmentEventStore
 ) -> None:
-    """Also across a new segment; when nobody writes the log any more, that is the last thing told."""
+    """Also across a new segment, and when others are compressed; when nobody writes the log any more, it says so."""
     lines = [next_line(follower)]
     while lines[-1]["request_id"] != "chat-9":
         lines.append(next_line(follower))
@@ -61,6 +62,7 @@ def test_a_followed_log_is_printed_as_it_grows_and_how_it_ends(
     for number in range(3):
         event = e.RequestArrived(f"late-{number}", 100 + number, 7, 10**9)
         writer.append(encode_events([event]), 1)
+        compress_closed(writer.directory)
         line = next_line(follower)
         assert (line["request_id"], line["text"], line["time_ns"]) == (
             f"late-{number}",

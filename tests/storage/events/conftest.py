@@ -7,14 +7,17 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from log_torture.stored import compress_closed
 
 from kvledger.storage.events import Frame, SegmentEventStore
+from kvledger.storage.events.segment_file import segment_paths
 
 _NOBODY = 65534
 
@@ -94,3 +97,24 @@ def small_process() -> Iterator[Executor]:
     """A process in which nothing is loaded but stored logs, so that its forks cost little."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
         yield executor
+
+
+@pytest.fixture(scope="session")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a log of two segments; the first one has frames for three blocks."""
+    log, chance = tmp_path_factory.mktemp("logs") / "log", random.Random(5)
+    store = SegmentEventStore.create(log, {"block_size": 16}, segment_bytes=600_000)
+    for number in range(60):
+        store.append(chance.randbytes(20) * chance.randrange(400, 800), 1 + number % 3)
+    store.close()
+    assert len(segment_paths(log)) == 2
+    return log
+
+
+@pytest.fixture
+def compressed(raw: Path, tmp_path: Path) -> Path:
+    """Copy the log `raw` and compress its first segment."""
+    log = tmp_path / "compressed"
+    shutil.copytree(raw, log)
+    compress_closed(log)
+    return log

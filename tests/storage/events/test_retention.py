@@ -272,7 +272,7 @@ def test_a_directory_that_cannot_be_listed_is_told_and_nothing_is_raised(tmp_pat
     maintenance.wait()
     logs.rename(hidden)
     logs.touch()
-    maintenance.start(logs / "log", 1)
+    maintenance.start(store.segment, 1)
     maintenance.wait()
     assert [type(trouble) for trouble in troubles] == [NotADirectoryError]
     logs.unlink()

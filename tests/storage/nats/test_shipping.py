@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from google_crc32c import value as crc32c
 from log_torture import read_to_end, reopened
+from log_torture.stored import compress_closed, is_compressed
 from nats_server import NatsServer, fill, segments_in_stream, segments_of, write_log
 
 from kvledger.storage.events import SegmentEventStore, read_log
@@ -26,7 +27,7 @@ from kvledger.storage.events.nats import (
     mirror,
     new_stream,
 )
-from kvledger.storage.events.segment_file import encode_header, segment_name
+from kvledger.storage.events.segment_file import encode_header, segment_name, segment_paths
 
 Ship = Any
 
@@ -70,6 +71,27 @@ def test_a_log_that_grew_is_gone_on_with(server: NatsServer, ship: Ship, tmp_pat
     report = ship(log, server.url)
     assert report.logs[0].num_frames == 100
     assert segments_in_stream(server.url) == segments_of(log)
+
+
+def test_a_log_is_shipped_as_it_was_written_while_its_segments_are_compressed(
+    server: NatsServer, ship: Ship, tmp_path: Path
+) -> None:
+    """The stream gets raw segments; its cursor means the same place before and after."""
+    raw: dict[str, bytes] = {}
+    log = write_log(tmp_path / "log", random.Random(1), 1)
+    for num_frames in (60, 70, 120):
+        store = reopened(log, segment_bytes=20_000)
+        for number in range(num_frames):
+            store.append(b"%d, which can be compressed" % number * 20, 3)
+        store.close()
+        raw |= {name: data for name, data in segments_of(log).items() if not is_compressed(log / name)}
+        compress_closed(log)
+        report = ship(log, server.url)
+        assert report.is_complete
+        assert segments_in_stream(server.url) == raw
+    assert sum(map(is_compressed, segment_paths(log))) > 5
+    (copy,) = mirror(StreamAddress.parse(server.url), tmp_path / "mirror", access=Access())
+    assert segments_of(copy) == raw
 
 
 def test_an_empty_log_is_its_header(server: NatsServer, ship: Ship, tmp_path: Path) -> None:
