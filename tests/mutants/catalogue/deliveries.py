@@ -36,10 +36,12 @@ def told_again(touch: Touch) -> Sequence[Patch]:
 
     def delivered(original: Any, owed: Owed, event: e.EffectsDelivered, sequence: int) -> None:
         received = dict(owed.state.received)
+        ends = {ordinal: owed.state.ends[ordinal] for ordinal in received}
         original(owed, event, sequence)
         if event.received:
             touch()
             owed.state.received.update(received)
+            owed.state.ends.update(ends)
 
     return [wrapped(Owed, "_delivered", delivered)]
 
