@@ -5,8 +5,8 @@ sides ever know is in the events. It reads no clock and does no I/O: times come 
 sink it was given.
 
 `Decider` leads from an observation to decisions. It is the only part of the core that may refuse, and holds no state:
-everything it looks at has been folded from the log. Replay uses it as well, so that recorded decisions
-can be made again.
+everything it looks at has been folded from the log. Replay uses it as well, so that recorded decisions can be made
+again.
 """
 
 from __future__ import annotations
@@ -218,6 +218,9 @@ class Ledger:
             self._record(decision)
 
 
+_NOTHING_DELIVERED = e.EffectsDelivered((), (), (), (), (), (), ())
+
+
 def effects_delivered(ready: Ready) -> e.EffectsDelivered | None:
     """What is recorded when this is handed over; None where it is nothing."""
     handed_over = e.EffectsDelivered(
@@ -230,9 +233,6 @@ def effects_delivered(ready: Ready) -> e.EffectsDelivered | None:
         ready.reported,
     )
     return None if handed_over == _NOTHING_DELIVERED else handed_over
-
-
-_NOTHING_DELIVERED = e.EffectsDelivered((), (), (), (), (), (), ())
 
 
 Deciding = Callable[[Any, int, Subject], None]

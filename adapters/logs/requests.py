@@ -58,7 +58,6 @@ class Requests:
         self._on_end = on_end
         self.current = {} if current is None else current
         """By id, in the order of arrival: those that are not over."""
-        self._by_ordinal = {summary.ordinal: summary for summary in self.current.values()}
         self._jobs = {} if jobs is None else jobs
 
     def take(self, sequence: int, event: e.Event) -> None:
@@ -67,7 +66,7 @@ class Requests:
             self._end(event.request_id)
             tokens = event.num_prompt_tokens
             summary = RequestSummary(event.request_id, event.ordinal, sequence, sequence, event.time_ns, tokens, tokens)
-            self.current[event.request_id] = self._by_ordinal[event.ordinal] = summary
+            self.current[event.request_id] = summary
             return
         about = map(self._jobs.get, event.job_ids) if isinstance(event, e.TransferReported) else (event,)
         request_ids = dict.fromkeys(getattr(each, "request_id", "") for each in about)
@@ -88,7 +87,6 @@ class Requests:
     def _end(self, request_id: str) -> None:
         summary = self.current.pop(request_id, None)
         if summary is not None:
-            self._by_ordinal.pop(summary.ordinal, None)
             self._on_end(summary)
 
     def _count(self, summary: RequestSummary, event: e.Event) -> None:

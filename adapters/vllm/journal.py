@@ -413,9 +413,8 @@ def breach_of_load(job: e.LoadIssued, observed: e.Event, projections: Projection
 
 
 def _breach_of_missing(job: e.LoadIssued, projections: Projections) -> str:
-    forget = projections.geometry.windows.has_any
     if NO_SLOT in job.slots and not (
-        forget
+        projections.geometry.windows.has_any
         and all(block == NULL_BLOCK for block, slot in zip(job.block_ids, job.slots, strict=True) if slot == NO_SLOT)
     ):
         return "a block that was given is not loaded"

@@ -431,14 +431,14 @@ class StepReader:
         if self._sync_keys is None:
             return ()
         now = self._tracker.num_steps
-        forgets = self._projections.geometry.windows.has_any
+        has_windows = self._projections.geometry.windows.has_any
         settled: list[e.SettledTokens] = []
         for ordinal, num_computed_tokens, num_tokens, _ in advanced:
             record = self._tracker.of(ordinal)
             if record is None:
                 continue
             threshold = self._tracker.save_threshold(record, record.num_chunks_handled)
-            if num_tokens > 1 and num_computed_tokens < threshold and not forgets:
+            if num_tokens > 1 and num_computed_tokens < threshold and not has_windows:
                 continue  # as nearly everybody with drafts
             threshold = self._settle(settled, record, num_computed_tokens)
             if num_tokens == 1:

@@ -242,8 +242,10 @@ class Jobs(Projection):
     ) -> None:
         # A load may fail in the very step that saves what it should have brought, or what was computed on top of it.
         # Its request may have ended since; whatever else that saved is as doubtful.
-        for ordinal in {copy.ordinal for copy in self if self._tracker.unfilled.spoil(copy.block_ids)}:
-            self._doubt_saves(ordinal)
+        unfilled = self._tracker.unfilled
+        if unfilled.blocks:
+            for ordinal in {copy.ordinal for copy in self if unfilled.spoil(copy.block_ids)}:
+                self._doubt_saves(ordinal)
 
     @on(e.RequestQuarantined)
     def _quarantined(self, event: e.RequestQuarantined, _sequence: int, _subject: Subject) -> None:

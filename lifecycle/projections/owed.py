@@ -211,7 +211,7 @@ class Owed(Projection):
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
         if not event.is_async:
-            if event.ordinal in self.state.ends:
+            if event.ordinal in self.state.ends:  # mostly nothing is owed to who asks
                 self._break_promise(event.ordinal)
         elif event.ordinal >= 0:
             self._ends_of(event.ordinal, event.request_id).is_promised = True

@@ -78,8 +78,9 @@ def _run_of(skipped: Sequence[tuple[int, int]], slot: int) -> int | None:
 
 
 class HostSlots(Projection):
-    """Deterministic allocation of slot numbers: freed ones first, newest first, then untouched ones, ascending.
+    """Which slots are free. One slot holds one block's page over all layers; several short chunks may share it.
 
+    Allocation of slot numbers is deterministic: freed ones first, newest first, then untouched ones, ascending.
     Last come those whose save failed, the one that failed longest ago first: where the slot is to blame, the next save
     would fail as well.
     """

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of the tracker's state; the tracker says what happens to blocks."""
+    """A part of the tracker's state; the tracker says what happens to blocks.
+
+    Mostly no block is unfilled. Whoever asks about many blocks tests `blocks` first.
+    """
 
     blocks: dict[Int64, None] = {}
     """Ids of the unfilled blocks."""
@@ -40,7 +43,7 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
 
     def spoil(self, block_ids: Iterable[int]) -> bool:
         """Whether one of these blocks is unfilled."""
-        return bool(self.blocks) and not self.blocks.keys().isdisjoint(block_ids)
+        return not self.blocks.keys().isdisjoint(block_ids)
 
     def add(self, block_ids: Sequence[int], records: Records) -> None:
         """Add these blocks and whatever follows one of them in a table: it was computed on top."""
@@ -58,9 +61,8 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
 
     def fill(self, block_ids: Iterable[int]) -> None:
         """These blocks are given anew, or written."""
-        blocks = self.blocks
-        for block_id in block_ids if blocks else ():
-            blocks.pop(block_id, None)
+        for block_id in block_ids:
+            self.blocks.pop(block_id, None)
 
     def step(self, event: StepScheduled, records: Records, geometry: Geometry) -> None:
         """A step writes blocks; the tables already have those that it added."""

@@ -186,7 +186,6 @@ def compress_segment(
     Raises:
         LogDamaged: it has other bytes than intact frames, or a frame that no block holds; it stays as it is.
         OSError: a file cannot be read or written; it stays as it is, unless only the directory could not be synced.
-
     """
     unfinished = segment.with_suffix(UNFINISHED_SUFFIX)
     status = segment.lstat()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -50,13 +51,7 @@ def kill_at_each_change_in_retiring(whole: Path, directory: Path, max_bytes: int
     def work(_acknowledge: object) -> None:
         retire(directory, max_bytes=max_bytes)
 
-    last = list(read_log(whole))[-1].next_sequence
-    shutil.copytree(whole, directory)
-    num_calls = run_until_killed(KillPoint(), work).num_calls
-    for number in range(num_calls):
-        shutil.rmtree(directory)
-        shutil.copytree(whole, directory)
-        assert run_until_killed(KillPoint(number, moment), work).was_killed
+    def check() -> None:
         reader = read_log(directory)
         assert [frame.next_sequence for frame in reader][-1] == last
         assert reader.damage == [], reader.damage
@@ -64,7 +59,9 @@ def kill_at_each_change_in_retiring(whole: Path, directory: Path, max_bytes: int
         retired = read_retirements(directory)
         assert len({each.segment for each in retired}) == len(retired), "a segment is recorded twice"
         assert list(read_log(directory))
-    return num_calls
+
+    last = list(read_log(whole))[-1].next_sequence
+    return _kill_at_each_change(whole, directory, work, moment, check)
 
 
 def kill_at_each_change_in_compressing(whole: Path, directory: Path, moment: Moment) -> int:
@@ -76,13 +73,7 @@ def kill_at_each_change_in_compressing(whole: Path, directory: Path, moment: Mom
     def work(_acknowledge: object) -> None:
         compress_closed(directory)
 
-    expected = list(read_log(whole))
-    shutil.copytree(whole, directory)
-    num_calls = run_until_killed(KillPoint(), work).num_calls
-    for number in range(num_calls):
-        shutil.rmtree(directory)
-        shutil.copytree(whole, directory)
-        assert run_until_killed(KillPoint(number, moment), work).was_killed
+    def check() -> None:
         for _ in range(2):
             reader = read_log(directory)
             assert list(reader) == expected
@@ -90,6 +81,22 @@ def kill_at_each_change_in_compressing(whole: Path, directory: Path, moment: Mom
             compress_closed(directory)
         assert segment_paths(directory)[0].stat().st_size < segment_paths(whole)[0].stat().st_size
         assert not list(directory.glob("*.unfinished"))
+
+    expected = list(read_log(whole))
+    return _kill_at_each_change(whole, directory, work, moment, check)
+
+
+def _kill_at_each_change(
+    whole: Path, directory: Path, work: Callable[[object], None], moment: Moment, check: Callable[[], None]
+) -> int:
+    """Do the work in copies of a log, die at each change, and check what is left. Returns the number of changes."""
+    shutil.copytree(whole, directory)
+    num_calls = run_until_killed(KillPoint(), work).num_calls
+    for number in range(num_calls):
+        shutil.rmtree(directory)
+        shutil.copytree(whole, directory)
+        assert run_until_killed(KillPoint(number, moment), work).was_killed
+        check()
     return num_calls
 
 

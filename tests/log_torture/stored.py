@@ -54,6 +54,13 @@ def compress_closed(log: Path) -> None:
             compress_segment(segment, replacing=contextlib.nullcontext())
 
 
+def compressed_copy(log: Path, directory: Path) -> Path:
+    """Copy a log into a folder that is not there yet, and compress its closed segments."""
+    shutil.copytree(log, directory)
+    compress_closed(directory)
+    return directory
+
+
 def is_compressed(segment: Path) -> bool:
     """Whether a segment has its compressed form."""
     with segment.open("rb") as file:

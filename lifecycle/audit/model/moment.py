@@ -57,5 +57,5 @@ class Moment:
 
 
 def num_intact_tokens(event: RequestPreempted | RequestFinished) -> int:
-    """Of the settled tokens those that a copy made before the next forward still finds."""
+    """Of the settled tokens those that a copy made before the next forward still finds; not asked of the live path."""
     return 0 if event.blocks_zeroed else event.num_settled_tokens

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from log_torture import reopened
-from log_torture.stored import compress_closed, is_compressed
+from log_torture.stored import compress_closed, compressed_copy, is_compressed
 from stored_logs import serve_many, write_log
 
 from kvledger.adapters.exit_codes import ExitCode
@@ -48,9 +48,7 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def compressed(raw: Path, tmp_path: Path) -> Path:
     """The same, compressed as its writer does."""
-    log = tmp_path / "log"
-    shutil.copytree(raw, log)
-    compress_closed(log)
+    log = compressed_copy(raw, tmp_path / "log")
     assert sum(map(is_compressed, segment_paths(log))) == len(segment_paths(log)) - 1
     return log
 

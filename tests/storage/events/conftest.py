@@ -7,14 +7,13 @@ import multiprocessing
 import os
 import random
 import resource
-import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from log_torture.stored import compress_closed
+from log_torture.stored import compressed_copy
 
 from kvledger.storage.events import Frame, SegmentEventStore
 from kvledger.storage.events.segment_file import segment_paths
@@ -114,7 +113,4 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def compressed(raw: Path, tmp_path: Path) -> Path:
     """Copy the log `raw` and compress its first segment."""
-    log = tmp_path / "compressed"
-    shutil.copytree(raw, log)
-    compress_closed(log)
-    return log
+    return compressed_copy(raw, tmp_path / "compressed")
