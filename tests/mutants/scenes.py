@@ -117,8 +117,10 @@ class Worlds:
 
 @attrs.frozen
 class FailedLoads:
-    """The same engine in a story that is told: a load fails, its owner goes in that step, others have its beginning."""
+    """The same engine in a story that is told: a load fails, a request ends in that step, others have its beginning."""
 
+    ends: tuple[str, ...] = ("owner",)
+    """Who may end in the step of the load, of which the seed chooses: its owner, or a sharer of its blocks."""
     title: str = "vLLM's scheduler"
 
     def play(self, seed: int, told: Callable[[SequenceOf], None]) -> Story:
@@ -144,14 +146,17 @@ class FailedLoads:
             told(lambda: side.ledger.next_sequence)
             beginning = [rng.randrange(512) for _ in range(rng.randrange(40, 100))]
             prompts = [[*beginning, *(rng.randrange(512) for _ in range(rng.randrange(1, 60)))] for _ in range(4)]
+            ending = rng.choice(self.ends)
             engine.add("writer", beginning, 2)
             engine.run()
             engine.scheduler.reset_prefix_cache()
             break_copies(engine, "load", 1)
             engine.add("owner", prompts[0], 20)
+            if ending != "owner":
+                engine.add(ending, prompts[1], 20)
             scheduled = engine.scheduler.schedule()
             output = engine._execute(scheduled)
-            engine.abort("owner")
+            engine.abort(ending)
             engine.scheduler.update_from_output(scheduled, output)
             for number, prompt in enumerate(prompts):
                 engine.add(f"late {number}", prompt, 3)

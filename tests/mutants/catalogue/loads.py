@@ -12,27 +12,15 @@ from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.unfilled_blocks import UnfilledBlocks
 from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle import ledger
 from kvledger.lifecycle.decisions import loads, lookups, reports
 from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
-from kvledger.lifecycle.projections.copies import CopyKind
-from kvledger.lifecycle.projections.jobs import Jobs
+from kvledger.lifecycle.projections.copies import Copy
 from kvledger.lifecycle.projections.pool import Pool
 from mutants.catalogue.parts import LOADING, decided_otherwise, wrapped, written_as
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import FailedLoads, HybridWorlds, Walks, Worlds
 
-SHARING = Worlds(
-    faults=frozenset({"aborts", "fragile steps", "storms", "failing copies"}),
-    connector=(("load_mode", "sync"),),
-    settings=(
-        ("num_steps", 120),
-        ("enable_prefix_caching", True),
-        ("async_scheduling", False),
-        ("loads_fail_anywhere", True),
-        ("long_prefill_token_threshold", 16),
-        ("fragile_steps", True),
-    ),
-)
 FAILING = Worlds(
     faults=frozenset({"aborts", "storms", "failing copies"}),
     connector=(("load_mode", "sync"),),
@@ -190,18 +178,18 @@ def unfilled_blocks_stay_hashed(touch: Touch) -> Sequence[Patch]:
     return [wrapped(PrefixCache, "evict", evict)]
 
 
-@mutant("FAILED_LOAD_TAINT", "vllm#49250", scene=SHARING)
+@mutant("FAILED_LOAD_TAINT", "vllm#49250", scene=FailedLoads(ends=("owner", "sharer")))
 def saved_on_top_of_a_failed_load(touch: Touch) -> Sequence[Patch]:
     """What was saved before a load failed is offered all the same, although it was computed on top."""
 
-    def failed(_original: Any, jobs: Jobs, _event: e.Event, _sequence: int, _subject: Any) -> None:
-        if any(job.kind is CopyKind.SAVE and jobs._tracker.unfilled.spoil(job.block_ids) for job in jobs):
-            touch()
+    def settled(decision: e.Event, _turn: Any, job: Copy) -> e.Event:
+        if not isinstance(decision, e.SaveFailed) or job.ranks_failed or not job.is_doubtful:
+            return decision
+        touch()
+        life = decision.request_id, decision.ordinal, decision.generation
+        return e.SaveCompleted(*life, job_id=decision.job_id, cause=decision.cause)
 
-    return [
-        wrapped(Jobs, "_load_errors_observed", failed),
-        wrapped(Jobs, "_quarantined", lambda *_: None),
-    ]
+    return [decided_otherwise(ledger, "settle", settled)]
 
 
 @mutant("ROLLBACK_OBSERVED", "LMCache#3388", "vllm-ascend#13099", scene=FAILING)
