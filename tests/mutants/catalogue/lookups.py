@@ -27,6 +27,11 @@ from mutants.scenes import HybridWorlds, Walks, Worlds
 SMALL_POOL = Worlds(num_slots=8)
 CROWDED = Worlds(num_slots=16, connector=(("keep_for_preempted", True), ("chunk_size", 16)))
 CACHED = Worlds(settings=(("num_steps", 120), ("enable_prefix_caching", True)))
+ROOMY = Worlds(
+    settings=(("num_steps", 120), ("num_blocks", 200)), connector=(("chunk_size", 8), ("save_interval_tokens", 0))
+)
+"""Enough blocks to admit each request after one lookup. A request that is looked up often leaves its cursor behind all
+that it will ever compute. No step can name that cursor, and SAVE_INTERVAL rightly names what is not saved."""
 RESETTING_BESIDE = Worlds(
     faults=frozenset({"resets", "delayed reports"}), connector=(("save_mode", "async"), ("max_silent_steps", 64))
 )
@@ -161,7 +166,7 @@ def prompt_only(touch: Touch) -> Sequence[Patch]:
     return [written_as(asked)]
 
 
-@mutant("CURSOR_LE_FRONTIER", "LMCache#4508", scene=Worlds())
+@mutant("CURSOR_LE_FRONTIER", "LMCache#4508", scene=ROOMY)
 def cursor_moved_by_lookups(touch: Touch) -> Sequence[Patch]:
     """Every lookup moves the save cursor behind its hit."""
 
