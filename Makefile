@@ -82,8 +82,8 @@ fuzz: setup ## change logs in CASES=2400 ways (SEED=17 repeats a run), and read 
 gpu-check: ## look at what needs a CUDA GPU, with any Python that has torch for CUDA and pytest (PYTHON=python3)
 	$(or $(PYTHON),python3) tests/gpu_check/run.py $(ARGS)
 
-bench: setup ## measure kvledger beside its peers, some minutes (ARGS=scheduler: one benchmark)
-	$(python) tests/benchmarks/run.py $(ARGS)
+bench: setup ## measure kvledger beside its peers, some minutes (ARGS=scheduler: one benchmark; TRACE=FILE: a trace)
+	$(python) tests/benchmarks/run.py $(if $(TRACE),trace --trace '$(TRACE)') $(ARGS)
 
 bench-full: setup ## all cases of it, and write their figures into docs/benchmarks.md
 	$(python) tests/benchmarks/run.py --full $(ARGS)

@@ -66,5 +66,22 @@ def compared(what: str, unit: str, rounds: Mapping[str, Sequence[float]], *, anc
     ]
 
 
+def with_ratios(what: str, unit: str, rounds: Mapping[str, Sequence[float]], *, anchor: str) -> list[Figure]:
+    """The medians of all contenders, and their ratios to the anchor's as figures of their own."""
+    return [
+        *(Figure(what, name, statistics.median(values), unit) for name, values in rounds.items()),
+        *(
+            attrs.evolve(figure, what=f"{what}, ratio to {anchor}")
+            for figure in compared(what, unit, rounds, anchor=anchor)
+            if figure.contender != anchor
+        ),
+    ]
+
+
+def percentile_99(values: Sequence[float]) -> float:
+    """The value that one in a hundred exceeds."""
+    return sorted(values)[int(len(values) * 0.99)]
+
+
 Cases = Mapping[str, Callable[[], Sequence[Figure]]]
 """Name of a case -> what measures it."""

@@ -1,88 +1,72 @@
-"""What a prompt costs the scheduler's thread when the host pool is full and each save must evict.
+"""What the scheduler's thread pays when the host pool is full and each save must evict.
 
-One request after another with a prompt of its own is served. The host pool holds one and a quarter of such prompts.
-The whole prompt is computed in one step, so one save has all of its chunks.
+Prompts: one request after another, each with a prompt of its own. The host pool holds one and a quarter of such
+prompts. The whole prompt is computed in one step, so one save has all of its chunks. The longest single hook and the
+longest step while a prompt is served are measured in CPU time of the thread. The calls in the hook that makes most of
+them are counted in further prompts. The same code makes the same calls on every machine.
 
-Measures: the longest single hook and the longest step while a prompt is served, in CPU time of the thread, and the log.
+Documents: many at a time, each of its own. The host pool holds half of those that are served at once.
+
 Does not measure: copies, the model, the worker's side of the hooks.
 """
 
 from __future__ import annotations
 
 import gc
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import attrs
-from benchmarks.figures import Cases, Figure, compared
-from benchmarks.served import BLOCK_SIZE, Load, Server, ours, peers
+from benchmarks import scheduler_overhead
+from benchmarks.figures import Cases, Figure, compared, with_ratios
+from benchmarks.hook_watch import HookWatch
+from benchmarks.served import BLOCK_SIZE, NOBODY, Load, MakeTransfer, Server, connectors, log_bytes
 
 NUM_PROMPTS = 5
 """Prompts that are measured; as many turns."""
 NUM_PROMPTS_BEFORE = 3
 """Prompts until the host pool is full and evicts."""
-NOBODY = "no connector"
-HOOKS = (
-    "on_new_request",
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "update_connector_output",
-    "request_finished",
-    "request_finished_all_groups",
-)
+NUM_PROMPTS_COUNTED = 2
+CALLS = "calls in the longest hook"
+PEER = "SimpleCPUOffloadConnector"
+DOCUMENTS = Load(num_requests=64, num_prompt_tokens=(4096, 8191), num_output_tokens=(32, 96), num_steps_before=100)
+NUM_DOCUMENT_PAGES = DOCUMENTS.num_requests // 2 * 6144 // BLOCK_SIZE
+"""Pages of a host pool that holds half of the documents."""
 
 
 @attrs.define
 class _Contender:
     server: Server
     log_dir: Path
-    hooks_ns: list[int] = attrs.field(factory=list)
-    """Duration of each hook since the last prompt, in nanoseconds."""
+    hooks: HookWatch
     longest_hooks_ms: list[float] = attrs.field(factory=list)
     longest_steps_ms: list[float] = attrs.field(factory=list)
-
-    def time_hooks(self) -> None:
-        """Time every hook that the scheduler calls."""
-        connector = self.server.scheduler.connector
-        for name in HOOKS if connector is not None else ():
-            if hasattr(connector, name):
-                setattr(connector, name, self._timed(getattr(connector, name)))
-
-    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(hook)
-        def timed(*arguments: Any, **named: Any) -> Any:
-            started = time.thread_time_ns()
-            try:
-                return hook(*arguments, **named)
-            finally:
-                self.hooks_ns.append(time.thread_time_ns() - started)
-
-        return timed
 
     def serve_prompt(self) -> None:
         """Step until the next request has arrived, and note the longest hook and step."""
         server = self.server
-        self.hooks_ns.clear()
+        self.hooks.clear()
         num_steps, num_arrived = len(server.schedule_ns), server.num_arrived
         while server.num_arrived == num_arrived:
             server.step()
         steps_ns = map(sum, zip(server.schedule_ns[num_steps:], server.update_ns[num_steps:], strict=True))
-        self.longest_hooks_ms.append(max(self.hooks_ns, default=0) / 1e6)
+        self.longest_hooks_ms.append(self.hooks.longest_ns / 1e6)
         self.longest_steps_ms.append(max(steps_ns) / 1e6)
 
-    @property
-    def log_bytes(self) -> int:
-        """What is in its log so far."""
-        return sum(path.stat().st_size for path in self.log_dir.rglob("*.kvlog"))
+    def count_calls(self) -> int:
+        """Serve further prompts, and return the calls in the hook that made the most of them."""
+        self.hooks.counts_calls = True
+        num_calls = 0
+        for _ in range(NUM_PROMPTS_COUNTED):
+            self.serve_prompt()
+            num_calls = max(num_calls, self.hooks.most_calls)
+        return num_calls
 
 
-def _measure(num_prompt_tokens: int) -> Sequence[Figure]:
+def measure(num_prompt_tokens: int) -> Sequence[Figure]:
+    """Compare all connectors with prompts of so many tokens."""
     load = Load(
         num_requests=1,
         num_prompt_tokens=(num_prompt_tokens, num_prompt_tokens),
@@ -93,14 +77,14 @@ def _measure(num_prompt_tokens: int) -> Sequence[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         contenders = {
             name: _contender(load, Path(folder) / str(number), make)
-            for number, (name, make) in enumerate(_transfers(host_pages).items())
+            for number, (name, make) in enumerate(connectors(host_pages).items())
         }
         for each in contenders.values():
             for _ in range(NUM_PROMPTS_BEFORE):
                 each.serve_prompt()
             each.longest_hooks_ms.clear()
             each.longest_steps_ms.clear()
-        before = {name: (each.log_bytes, each.server.num_steps) for name, each in contenders.items()}
+        before = {name: (log_bytes(each.log_dir), each.server.num_steps) for name, each in contenders.items()}
         gc.collect()
         gc.freeze()  # as EngineCore does, so that nobody pays for another's heap
         names = list(contenders)
@@ -109,41 +93,30 @@ def _measure(num_prompt_tokens: int) -> Sequence[Figure]:
                 contenders[names[(turn + place) % len(names)]].serve_prompt()
         gc.unfreeze()
         steps = {name: each.longest_steps_ms for name, each in contenders.items()}
+        hooks = {name: each.longest_hooks_ms for name, each in contenders.items() if name != NOBODY}
         figures = compared("longest step", "ms", steps, anchor=NOBODY)
+        figures += with_ratios("longest hook", "ms", hooks, anchor=PEER)
         for name, each in contenders.items():
-            if name != NOBODY:
-                figures.append(Figure("longest hook", name, statistics.median(each.longest_hooks_ms), "ms"))
-            log_bytes = each.log_bytes - before[name][0]
+            num_bytes = log_bytes(each.log_dir) - before[name][0]
             num_steps = each.server.num_steps - before[name][1]
-            if log_bytes:
-                figures.append(Figure("log a step", name, log_bytes / num_steps, "B"))
+            if num_bytes:
+                figures.append(Figure("log a step", name, num_bytes / num_steps, "B"))
+        gc.disable()  # a collection would be counted where it happens to run
+        figures += [Figure(CALLS, name, contenders[name].count_calls(), "") for name in hooks]
+        gc.enable()
+        for each in contenders.values():
             each.server.scheduler.shutdown()
         return figures
 
 
-def _transfers(host_pages: int) -> Mapping[str, Callable[[Path], Mapping[str, Any] | None]]:
-    def kvledger(chunk_size: int) -> Callable[[Path], Mapping[str, Any]]:
-        return lambda log_dir: ours(host_pages, log_dir=str(log_dir), chunk_size=chunk_size)
-
-    return {
-        NOBODY: lambda _: None,
-        "KVLedgerConnector, chunk 256": kvledger(256),
-        f"KVLedgerConnector, chunk {BLOCK_SIZE}": kvledger(BLOCK_SIZE),
-        **{name: partial(_given, transfer) for name, transfer in peers(host_pages).items()},
-    }
-
-
-def _given(transfer: Mapping[str, Any], _log_dir: Path) -> Mapping[str, Any]:
-    return transfer
-
-
-def _contender(load: Load, log_dir: Path, make: Callable[[Path], Mapping[str, Any] | None]) -> _Contender:
-    contender = _Contender(Server(load, make(log_dir), num_steps=0), log_dir)
-    contender.time_hooks()
-    return contender
+def _contender(load: Load, log_dir: Path, make: MakeTransfer) -> _Contender:
+    server = Server(load, make(log_dir), num_steps=0)
+    return _Contender(server, log_dir, HookWatch(server.scheduler.connector))
 
 
 def cases(*, full: bool) -> Cases:
-    """Two lengths, or four."""
-    lengths = (8, 32, 64, 120) if full else (8, 120)
-    return {f"prompts of {length}k tokens, a full host pool": partial(_measure, length * 1024) for length in lengths}
+    """Prompts of three lengths, or of four; k is 1,000 tokens. Documents."""
+    lengths = (8, 30, 60, 120) if full else (8, 60, 120)
+    prompts = {f"prompts of {length}k tokens, a full host pool": partial(measure, length * 1000) for length in lengths}
+    documents = partial(scheduler_overhead.measure, DOCUMENTS, 200, NUM_DOCUMENT_PAGES)
+    return {**prompts, "64 documents of 4k to 8k tokens, a full host pool": documents}

@@ -4,6 +4,7 @@
     python tests/benchmarks/run.py scheduler --full           all cases of one
     python tests/benchmarks/run.py scheduler --case steady    cases whose names contain a text
     python tests/benchmarks/run.py scheduler --against PATH   another checkout (with its .venv), in turns with this one
+    python tests/benchmarks/run.py trace --trace FILE         serve a production trace (--requests 50: the first ones)
     python tests/benchmarks/run.py --page                     write what is stored into docs/benchmarks.md
 
 Results are stored as JSON under build/bench/. Progress goes to stderr. No figure decides the exit code.
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 _HERE = Path(__file__).resolve()
 REPOSITORY = _HERE.parents[2]
@@ -46,8 +48,11 @@ BENCHMARKS = {
     "digests": "page_digests",
     "memory": "tracker_memory",
     "shipping": "shipping",
+    "trace": "trace_replay",
 }
 """Name -> module, each with `cases(full=...)`."""
+TRACE = "trace"
+"""The one that needs a file of the user's."""
 _PAGE = REPOSITORY / "docs" / "benchmarks.md"
 _progress = Console(stderr=True, highlight=False)
 
@@ -55,21 +60,32 @@ _progress = Console(stderr=True, highlight=False)
 def main() -> int:
     """Run what is asked for; the exit code is 1 where something could not be measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all of them by default")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"of {', '.join(BENCHMARKS)}; all of them by default, trace only with a FILE",
+    )
     parser.add_argument("--full", action="store_true", help="all cases, more rounds")
     parser.add_argument("--case", default="", help="only cases whose names contain this")
     parser.add_argument("--against", type=Path, help="another checkout, measured in turns with this one")
     parser.add_argument("--rounds", type=int, help="of serving; with --against: turns of the two checkouts (default 3)")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="a trace in Mooncake's format, see docs/benchmarks.md"
+    )
+    parser.add_argument("--requests", type=int, help="the first of the trace, 2,500 by default")
     parser.add_argument("--results", type=Path, default=REPOSITORY / "build" / "bench", help="where JSON is stored")
     parser.add_argument("--page", action="store_true", help="only write docs/benchmarks.md from what is stored")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(BENCHMARKS):
         parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    if arguments.requests is not None and arguments.requests < 1:
+        parser.error(f"--requests is {arguments.requests}; it must be at least 1")
     if arguments.page:
         print("written:", *page.write(_PAGE, arguments.results, arguments.names or BENCHMARKS))
         return 0
     is_complete = True
-    for name in arguments.names or BENCHMARKS:
+    for name in arguments.names or [name for name in BENCHMARKS if name != TRACE or arguments.trace]:
         try:
             if arguments.against:
                 _compare(name, arguments)
@@ -78,18 +94,23 @@ def main() -> int:
                     store(arguments.results / f"{name}.json", result)
                     _show(name, result.case, result.figures)
         except CannotMeasure as reason:
-            _progress.print(f"{name}: not measured: {reason}")
+            _progress.print(f"{name}: not measured: {reason}", soft_wrap=True)
             is_complete = False
     return 0 if is_complete else 1
 
 
 def _measure(name: str, arguments: argparse.Namespace) -> Iterator[Result]:
     options = ["--full"] if arguments.full else []
-    rounds = {}
+    settings: dict[str, Any] = {}
     if name == "serving" and arguments.rounds:
-        rounds["num_rounds"] = arguments.rounds
+        settings["num_rounds"] = arguments.rounds
         options += ["--rounds", str(arguments.rounds)]
-    cases: Cases = importlib.import_module(f"benchmarks.{BENCHMARKS[name]}").cases(full=arguments.full, **rounds)
+    if name == TRACE:
+        settings["trace"] = arguments.trace
+        if arguments.requests:
+            settings["num_requests"] = arguments.requests
+        options += _trace_options(arguments, shown=True)
+    cases: Cases = importlib.import_module(f"benchmarks.{BENCHMARKS[name]}").cases(full=arguments.full, **settings)
     chosen = {case: measure for case, measure in cases.items() if arguments.case in case}
     if not chosen:
         raise CannotMeasure(f"none of its cases contains {arguments.case!r}: {', '.join(cases)}")
@@ -108,10 +129,22 @@ def _measure(name: str, arguments: argparse.Namespace) -> Iterator[Result]:
         )
 
 
+def _trace_options(arguments: argparse.Namespace, *, shown: bool) -> list[str]:
+    """`shown` in results, the file has no folder: it lies elsewhere on every machine."""
+    options = []
+    if arguments.trace:
+        options += ["--trace", arguments.trace.name if shown else str(arguments.trace)]
+    if arguments.requests:
+        options += ["--requests", str(arguments.requests)]
+    return options
+
+
 def _compare(name: str, arguments: argparse.Namespace) -> None:
     """Both checkouts with the benchmarks of this one, a process each, in turns."""
     rounds: dict[tuple[str, str, str], tuple[list[float], list[float]]] = {}
     options = [*(["--full"] if arguments.full else []), "--case", arguments.case]
+    if name == TRACE:
+        options += _trace_options(arguments, shown=False)
     with tempfile.TemporaryDirectory() as folder:
         num_turns = arguments.rounds or 3
         for turn in range(num_turns):

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from benchmarks.figures import Cases, Figure, compared
-from benchmarks.served import BLOCK_SIZE, NOTHING, Load, Server, ours, peers
+from benchmarks.figures import Cases, Figure, compared, percentile_99
+from benchmarks.served import BLOCK_SIZE, NOBODY, NOTHING, Load, Server, log_bytes, ours, peers
 
 STEPS_PER_TURN = 10
 """Turns are short against the machine's moods and long against the first steps' cold caches."""
-NOBODY = "no connector"
 
 SHORT: Mapping[str, Load] = {
     "256 decoding": Load(),
@@ -81,7 +80,7 @@ def take_turns(
             servers[name] = Server(load, contenders(log_dir)[name], num_steps=num_steps)
             servers[name].warm_up()
         turns = {name: Turns() for name in servers}
-        before = {name: _size(log_dir) for name, log_dir in logs.items()}
+        before = {name: log_bytes(log_dir) for name, log_dir in logs.items()}
         names = list(servers)
         gc.collect()
         gc.freeze()  # as EngineCore does, so that nobody pays for another's heap
@@ -91,7 +90,7 @@ def take_turns(
                 _take_turn(servers[name], turns[name])
         gc.unfreeze()
         for name, server in servers.items():
-            turns[name].log_bytes = (_size(logs[name]) - before[name]) / num_steps
+            turns[name].log_bytes = (log_bytes(logs[name]) - before[name]) / num_steps
             turns[name].preemptions = server.num_preemptions / num_steps
             server.scheduler.shutdown()
         return turns
@@ -106,31 +105,38 @@ def _take_turn(server: Server, turns: Turns) -> None:
     turns.steps_us += [sum(both) / 1000 for both in zip(schedule_ns, update_ns, strict=True)]
 
 
-def _size(log_dir: Path) -> int:
-    return sum(path.stat().st_size for path in log_dir.rglob("*.kvlog"))
+def measure(load: Load, num_steps: int, host_pages: int | None = None) -> Sequence[Figure]:
+    """Compare all connectors under a load.
 
-
-def _measure(load: Load, num_steps: int) -> Sequence[Figure]:
-    host_pages = load.pool(num_steps) * 2
+    Args:
+        load: what is asked of each.
+        num_steps: steps that are measured.
+        host_pages: size of the host pool. None: twice the blocks on the device.
+    """
+    num_pages = load.pool(num_steps) * 2 if host_pages is None else host_pages
 
     def contenders(log_dir: Path) -> dict[str, Mapping[str, Any] | None]:
         return {
             NOBODY: None,
             "a connector that does nothing": NOTHING,
-            "KVLedgerConnector": ours(host_pages, log_dir=str(log_dir)),
-            f"KVLedgerConnector, chunk {BLOCK_SIZE}": ours(host_pages, log_dir=str(log_dir), chunk_size=BLOCK_SIZE),
-            **peers(host_pages),
+            "KVLedgerConnector": ours(num_pages, log_dir=str(log_dir)),
+            f"KVLedgerConnector, chunk {BLOCK_SIZE}": ours(num_pages, log_dir=str(log_dir), chunk_size=BLOCK_SIZE),
+            **peers(num_pages),
         }
 
     turns = take_turns(load, contenders, num_steps)
     figures = [
         *compared("schedule()", "µs", {name: each.schedule_us for name, each in turns.items()}, anchor=NOBODY),
         *compared("update_from_output()", "µs", {name: each.update_us for name, each in turns.items()}, anchor=NOBODY),
+        *compared(
+            "99th percentile of a step",
+            "µs",
+            {name: [percentile_99(each.steps_us)] for name, each in turns.items()},
+            anchor=NOBODY,
+        ),
     ]
     for name, each in turns.items():
-        ordered = sorted(each.steps_us)
-        figures.append(Figure("99th percentile of a step", name, ordered[int(len(ordered) * 0.99)], "µs"))
-        figures.append(Figure("longest step", name, ordered[-1], "µs"))
+        figures.append(Figure("longest step", name, max(each.steps_us), "µs"))
         if any(turn.preemptions for turn in turns.values()):
             figures.append(Figure("preemptions a step", name, each.preemptions, ""))
         if each.log_bytes:
@@ -141,6 +147,6 @@ def _measure(load: Load, num_steps: int) -> Sequence[Figure]:
 def cases(*, full: bool) -> Cases:
     """Four, or all of them."""
     return {
-        name: partial(_measure, load, 100 if load.num_requests > 256 else 200)
+        name: partial(measure, load, 100 if load.num_requests > 256 else 200)
         for name, load in (FULL if full else SHORT).items()
     }

@@ -12,7 +12,8 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -26,6 +27,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
@@ -35,6 +37,7 @@ from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
 from kvledger.adapters.simulation.engine import kv_cache_config, vllm_config
 from kvledger.adapters.simulation.hashed_model import block_bytes
 from kvledger.adapters.vllm.metadata import JobReport, PageJob, StepJobs, WorkerReports
+from kvledger.storage.events.segment_bytes import num_written_bytes
 
 BLOCK_SIZE = 16
 _ENDLESS = 4096
@@ -114,6 +117,41 @@ NOTHING: Mapping[str, Any] = {
 }
 """A connector that does nothing: what vLLM itself does as soon as there is one."""
 
+NOBODY = "no connector"
+MakeTransfer = Callable[[Path], Mapping[str, Any] | None]
+"""Returns the `kv_transfer_config` for a log in this folder; None for no connector."""
+
+
+def connectors(host_pages: int) -> dict[str, MakeTransfer]:
+    """None, kvledger with chunks of 256 tokens and of one block, and vLLM's own."""
+
+    def kvledger(chunk_size: int) -> MakeTransfer:
+        return lambda log_dir: ours(host_pages, log_dir=str(log_dir), chunk_size=chunk_size)
+
+    def given(transfer: Mapping[str, Any] | None) -> MakeTransfer:
+        return lambda _log_dir: transfer
+
+    return {
+        NOBODY: given(None),
+        "KVLedgerConnector, chunk 256": kvledger(256),
+        f"KVLedgerConnector, chunk {BLOCK_SIZE}": kvledger(BLOCK_SIZE),
+        **{name: given(transfer) for name, transfer in peers(host_pages).items()},
+    }
+
+
+def log_bytes(log_dir: Path) -> int:
+    """Bytes that were appended to the logs in a folder. Closed segments count as they were before compression."""
+    return sum(num_written_bytes(path) for path in log_dir.rglob("*.kvlog"))
+
+
+@attrs.frozen
+class Stepped:
+    """What the scheduler returned in one step."""
+
+    scheduled: SchedulerOutput
+    outputs: Mapping[int, EngineCoreOutputs]
+    """Client → its outputs. One of them has the statistics of the step."""
+
 
 class Server:
     """One scheduler with one connector under a load."""
@@ -175,7 +213,7 @@ class Server:
         self.update_ns.clear()
         self.num_preemptions = 0
 
-    def step(self) -> None:
+    def step(self) -> Stepped:
         """One engine step; only the scheduler's calls are timed."""
         self.num_steps += 1
         arrived = self._arrivals()
@@ -187,11 +225,12 @@ class Server:
         self.num_preemptions += len(scheduler_output.preempted_req_ids or ())
         output = self._output(scheduler_output)
         started = time.thread_time_ns()
-        self.scheduler.update_from_output(scheduler_output, output)
+        outputs = self.scheduler.update_from_output(scheduler_output, output)
         self.update_ns.append(time.thread_time_ns() - started)
         if self._load.num_drafts:
             drafts = [[7] * self._load.num_drafts for _ in output.req_ids]
             self.scheduler.update_draft_token_ids(DraftTokenIds(output.req_ids, drafts))
+        return Stepped(scheduler_output, outputs)
 
     def _arrivals(self) -> list[Request]:
         """As many as have ended; the first long prompts come when everybody else is there."""
@@ -205,13 +244,9 @@ class Server:
 
     def _request(self, *, is_long: bool = False) -> Request:
         load, number = self._load, self._num_arrived
-        self._num_arrived += 1
-        request_id = f"cmpl-benchmark-{number:06d}-0"
         draw = random.Random(number)
         num_prompt_tokens, num_outputs = 8192, 4
-        if is_long:
-            self._long.add(request_id)
-        else:
+        if not is_long:
             num_prompt_tokens = draw.randint(*load.num_prompt_tokens)
             num_outputs = draw.randint(*load.num_output_tokens) if load.num_output_tokens else _ENDLESS
             if load.num_output_tokens and number < load.num_requests:
@@ -220,9 +255,18 @@ class Server:
         document = draw.randrange(load.num_shared_beginnings or 1)
         shared = [(document * 31 + place) % 509 for place in range(num_shared)]
         own = [number % 512, number // 512, *(place % 503 for place in range(num_prompt_tokens - num_shared))]
+        request = self._new_request((shared + own)[:num_prompt_tokens], num_outputs)
+        if is_long:
+            self._long.add(request.request_id)
+        return request
+
+    def _new_request(self, prompt_token_ids: list[int], num_outputs: int) -> Request:
+        """The next request, with a prompt that is hashed before it arrives."""
+        number = self._num_arrived
+        self._num_arrived += 1
         return Request(
-            request_id=request_id,
-            prompt_token_ids=(shared + own)[:num_prompt_tokens],
+            request_id=f"cmpl-benchmark-{number:06d}-0",
+            prompt_token_ids=prompt_token_ids,
             sampling_params=SamplingParams(max_tokens=num_outputs, ignore_eos=True),
             pooling_params=None,
             block_hasher=self._hasher,
