@@ -23,6 +23,7 @@ from pathlib import Path
 import attrs
 from benchmarks.figures import Cases, Figure, compared
 from lifecycle_driver.sink import MemorySink
+from msgspec import structs
 
 from kvledger.lifecycle import Channel, Core, Ledger, LedgerConfiguration, Scheduled, StepEncoder
 from kvledger.lifecycle import events as e
@@ -120,8 +121,9 @@ def _serve(ledger: Ledger, steps: StepEncoder, numbers: Sequence[int], prompt_ch
         ledger.observe(e.RequestFinished(request_id, "FINISHED_STOPPED", num_tokens, num_tokens + 1, 0))
     ready = ledger.ready(Channel.WORKERS)
     ledger.advance(ready)
-    for job in ready.jobs:
-        ledger.observe(e.TransferReported.by([0], job.job_id, 0))
+    job_ids = tuple(job.job_id for job in ready.jobs)
+    report = e.TransferReported.by([0], job_ids[0], 0)
+    ledger.observe(structs.replace(report, job_ids=job_ids, num_bytes=(0,) * len(job_ids)))
     ledger.advance(ledger.ready(Channel.WORKERS))
 
 
