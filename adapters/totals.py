@@ -20,7 +20,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.ranges import MAX_INT64, Count, Int64, JobId, LifeOrdinal, NumTokens, SumOfTokens, TimeNs
 from kvledger.lifecycle.untrusted import Undecodable, msgpack_decoder
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Grows with every change of what is counted. Totals that a snapshot has in another format are not used."""
 
 
@@ -99,8 +99,6 @@ class Durations(msgspec.Struct, forbid_unknown_fields=True):
 
 _COUNTED: Mapping[type[e.Event], str] = {
     e.SaveFailed: "num_saves_failed",
-    e.ChunkEvicted: "num_chunks_evicted",
-    e.ChunkTainted: "num_chunks_tainted",
     e.InvariantViolated: "num_violations",
     e.HookFailed: "num_hook_failures",
     e.ExtensionStopped: "num_extensions_stopped",
@@ -187,6 +185,8 @@ class Totals:
         return {
             **dict.fromkeys(_COUNTED, self._one_more),
             **dict.fromkeys(of_extension, self._of_extension),
+            e.ChunksEvicted: self._evicted,
+            e.ChunksTainted: self._tainted,
             e.RequestArrived: self._arrived,
             e.RequestPreempted: self._preempted,
             e.RequestFinished: self._finished,
@@ -292,6 +292,12 @@ class Totals:
     def _save_completed(self, _event: e.SaveCompleted, _sequence: int, subject: Subject) -> None:
         if subject.copy is not None:
             self.figures.num_chunks_saved += len(subject.copy.keys)
+
+    def _evicted(self, event: e.ChunksEvicted, _sequence: int, _subject: Subject) -> None:
+        self.figures.num_chunks_evicted += len(event.keys)
+
+    def _tainted(self, event: e.ChunksTainted, _sequence: int, _subject: Subject) -> None:
+        self.figures.num_chunks_tainted += len(event.keys)
 
     def _save_declined(self, event: e.SaveDeclined, _sequence: int, _subject: Subject) -> None:
         self.figures.num_chunks_declined += event.num_chunks

@@ -385,13 +385,10 @@ class MissReason(enum.StrEnum):
 
     COMPLETE = "complete"
     """Every whole chunk of the request's tokens is there."""
-    NEVER_SAVED = "never_saved"
-    """Nothing is known of the first missing chunk: no save of it was issued, it failed, or its loss was long ago."""
+    MISSING = "missing"
+    """The next chunk is not in the host pool. The log tells whether it was ever saved, and how it left."""
     SAVING = "saving"
     """A save of the first missing chunk is in flight."""
-    EVICTED = "evicted"
-    TAINTED = "tainted"
-    RESET = "reset"
     WINDOW = "window"
     """A sliding window sees, before every later boundary, something that was not saved."""
     LIMITED = "limited"
@@ -417,8 +414,6 @@ class LookupAnswered(RequestDecision, frozen=True, tag=14):
     """Whether the request is to wait for the load outside of the steps, instead of the step for the load."""
     miss_reason: str
     """Why the hit ends where it ends; one of `MissReason`."""
-    miss_cause: Sequence
-    """Sequence number of the event that removed the first missing chunk; 0 where there is none."""
     cause: Sequence
 
 
@@ -565,11 +560,12 @@ class BlocksHeld(RequestDecision, frozen=True, tag=25):
     cause: Sequence
 
 
-@decision("chunk.evicted")
-class ChunkEvicted(Event, frozen=True, tag=26):
-    """A committed chunk gave up its slots for another request's save."""
+@decision("chunks.evicted")
+class ChunksEvicted(Event, frozen=True, tag=26):
+    """Committed chunks gave up their slots for a request's save."""
 
-    key: bytes
+    keys: tuple[bytes, ...]
+    """In the order in which they leave."""
     request_id: str
     """Whose save needed the slots."""
     ordinal: Ordinal
@@ -577,11 +573,11 @@ class ChunkEvicted(Event, frozen=True, tag=26):
     cause: Sequence
 
 
-@decision("chunk.tainted")
-class ChunkTainted(Event, frozen=True, tag=27):
-    """A chunk that could not be loaded is not offered again until it is saved anew."""
+@decision("chunks.tainted")
+class ChunksTainted(Event, frozen=True, tag=27):
+    """Chunks that could not be loaded are not offered again until they are saved anew."""
 
-    key: bytes
+    keys: tuple[bytes, ...]
     cause: Sequence
 
 

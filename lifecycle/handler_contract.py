@@ -24,14 +24,14 @@ from kvledger.lifecycle.states import RequestState, TrustRegion
 from kvledger.lifecycle.turn import Turn
 
 _NOT_OF_HANDLERS = (
-    *(e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.ChunkTainted),
+    *(e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.ChunksTainted),
     e.ExtensionStopped,
 )
 """What follows from reports, and from code that raised."""
 _OWN = "kvledger.lifecycle."
 _encode = msgspec.msgpack.Encoder().encode
 _SAVES = (e.SaveIssued, e.TailSaveIssued)
-_OF_LOST_BLOCKS = (*_SAVES, e.SaveDeclined, e.ChunkEvicted, e.TransferAwaited)
+_OF_LOST_BLOCKS = (*_SAVES, e.SaveDeclined, e.ChunksEvicted, e.TransferAwaited)
 """What may concern the generation before: its blocks were just taken, and are intact."""
 _JOBS = (e.LoadIssued, *_SAVES)
 
@@ -131,10 +131,11 @@ class Checked:
             return f"generation {decision.generation} is not the request's"
         if decision.cause != cause:
             return f"its cause is {decision.cause}, it was asked at {cause}"
-        if isinstance(decision, e.ChunkEvicted):
-            slots = self.projections.pool.get(decision.key)
-            is_idle = slots is not None and not self.projections.jobs.is_any_read(slots)
-            return "" if is_idle else "the chunk is not in the pool, or is being read"
+        if isinstance(decision, e.ChunksEvicted):
+            slots = [self.projections.pool.get(key) for key in decision.keys]
+            is_idle = all(each is not None and not self.projections.jobs.is_any_read(each) for each in slots)
+            is_once = len(set(decision.keys)) == len(slots) > 0
+            return "" if is_idle and is_once else "a chunk is not in the pool, or is being read, or stands there twice"
         return self._reason_against_event(decision, record) if isinstance(decision, e.RequestEvent) else ""
 
     def _reason_against_event(self, decision: Any, record: RequestRecord) -> str:  # noqa: ANN401 -- see above

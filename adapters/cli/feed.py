@@ -16,7 +16,7 @@ from kvledger.adapters.logs.under_way import UnderWay, under_way
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 
-_QUIET = (e.SaveIssued, e.SaveCompleted, e.PrefillAdvanced, e.PrefillCompleted, e.ChunkTainted)
+_QUIET = (e.SaveIssued, e.SaveCompleted, e.PrefillAdvanced, e.PrefillCompleted, e.ChunksTainted)
 """Decisions that alone do not deserve a line."""
 _POLL_SECONDS = 0.2
 _STUCK_AFTER_POLLS = 25

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
+from typing import cast
 
 import msgspec
 
@@ -183,7 +184,7 @@ class EngineTrace(Visitor):
 
     def happened(self, instant: Instant) -> None:
         """On the track of the request, and on the engine's where it is of no request or went wrong."""
-        if instant.kind in {"chunk.evicted", "chunk.tainted"}:
+        if instant.kind in {"chunks.evicted", "chunks.tainted"}:
             self._gone.setdefault(instant.kind, []).append(instant)
             return
         arguments = {"text": instant.text, "sequence": instant.sequence, **instant.fields}
@@ -202,10 +203,11 @@ class EngineTrace(Visitor):
     def _show_gone(self) -> None:
         """One instant for all that left at once: instants of the same time would be drawn inside one another."""
         for kind, instants in self._gone.items():
+            keys = [str(key) for instant in instants for key in cast("list[str]", instant.fields["keys"])]
             arguments = {
-                "num_chunks": len(instants),
+                "num_chunks": len(keys),
                 "sequences": ranges(instant.sequence for instant in instants),
-                "keys": " ".join(str(instant.fields["key"]) for instant in instants),
+                "keys": " ".join(keys),
                 "for_request_ids": " ".join(dict.fromkeys(each.request_id for each in instants if each.request_id)),
             }
             self._instant("instant", kind, instants[0].time_ns, _CACHE, arguments)

@@ -138,7 +138,7 @@ class Shown(Visitor):
             else:
                 self.num_instants_left_out += 1
         request = self._requests.get(instant.ordinal)
-        if request is not None and instant.kind != "chunk.evicted" and len(request.instants) < MAX_INSTANTS:
+        if request is not None and instant.kind != "chunks.evicted" and len(request.instants) < MAX_INSTANTS:
             request.instants.append(instant)
 
     def explained(self, history: RequestHistory) -> None:

@@ -103,7 +103,6 @@ _TABLES: dict[type, tuple[str, dict[str, _Value]]] = {
             "time_ms": _ms("time_ns"),
             **_of_answer("request_id", "generation", "num_computed_tokens", "num_tokens"),
             **_of_answer("num_hit_tokens", "num_external_tokens", "miss_reason"),
-            **_of_answer("miss_cause", empty=0),
             "deferred_for_job": _of_answer("job_id", empty=0)["job_id"],
             **_of_answer("num_deferred", "is_async"),
             **_fields("ordinal", "is_repeated", "sequence"),

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvledger.adapters.export.spans import Call, Copy, Gauges, Incarnation, Instant, Lookup, Span, State, Step, Visitor
-from kvledger.adapters.logs.describe import describe, figures_of_extension
+from kvledger.adapters.logs.describe import describe, figures_of_extension, plain
 from kvledger.adapters.logs.log import Gap
 from kvledger.adapters.logs.requests import Requests, RequestSummary
 from kvledger.adapters.logs.selection import Selection
@@ -27,12 +27,12 @@ LOST = "events.lost"
 """The kind of the instant at which events are missing."""
 
 _TROUBLE = (
-    *(e.InvariantViolated, e.HookFailed, e.LoadErrorsObserved, e.RequestQuarantined, e.ChunkTainted),
+    *(e.InvariantViolated, e.HookFailed, e.LoadErrorsObserved, e.RequestQuarantined, e.ChunksTainted),
     *(e.ExtensionStopped, e.EndRefused),
 )
 _INSTANTS = (
     *_TROUBLE,
-    *(e.ChunkEvicted, e.CacheReset, e.LogNote, e.TokensRolledBack, e.SessionContinued, e.SaveDeclined),
+    *(e.ChunksEvicted, e.CacheReset, e.LogNote, e.TokensRolledBack, e.SessionContinued, e.SaveDeclined),
     *(e.TransferAwaited, e.BlockTableObserved, e.PrefixCacheReset),
 )
 _OF_EXTENSIONS = (e.ExtensionObserved, e.ExtensionDecided, e.ExtensionNoted)
@@ -392,7 +392,7 @@ class Trace:
                 ordinal=None if incarnation is None else incarnation.ordinal,
                 text=text or event.id,
                 is_trouble=isinstance(event, _TROUBLE),
-                fields={name: value.hex() if isinstance(value, bytes) else value for name, value in fields.items()},
+                fields={name: plain(value) for name, value in fields.items()},
             )
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 import attrs
@@ -17,11 +17,8 @@ from kvledger.lifecycle.untrusted import Undecodable, from_msgpack
 
 MISS_REASONS: dict[str, str] = {
     MissReason.COMPLETE: "nothing is missing",
-    MissReason.NEVER_SAVED: "the next chunk is not saved",
+    MissReason.MISSING: "the next chunk is not in the pool",
     MissReason.SAVING: "the next chunk is still being saved",
-    MissReason.EVICTED: "the next chunk was evicted",
-    MissReason.TAINTED: "the next chunk was tainted by a failed load",
-    MissReason.RESET: "the next chunk was lost to a cache reset",
     MissReason.WINDOW: "further on, something that a sliding window sees was not saved",
     MissReason.LIMITED: "max_hit_share allows no more",
     MissReason.SLOWER: "loads take longer than computing, as measured here",
@@ -49,8 +46,6 @@ def _lookup(answer: e.LookupAnswered) -> str:
     if answer.miss_reason == MissReason.COMPLETE and not answer.num_hit_tokens:
         return f"{asked}: no whole chunk, nothing to load"
     why = MISS_REASONS.get(answer.miss_reason, answer.miss_reason)
-    if answer.miss_cause:
-        why += f" (event {answer.miss_cause})"
     return f"{asked}: {answer.num_hit_tokens} are saved, {answer.num_external_tokens} offered; {why}"
 
 
@@ -93,6 +88,10 @@ def _tail_save(save: e.TailSaveIssued) -> str:
 
 def _declined(save: e.SaveDeclined) -> str:
     return f"{plural(save.num_chunks, 'settled chunk')} from {save.first_chunk} on not saved: {save.reason}"
+
+
+def _chunks(keys: Sequence[bytes]) -> str:
+    return f"chunk {keys[0].hex()}" if len(keys) == 1 else f"{len(keys)} chunks, {keys[0].hex()} first"
 
 
 def _allocated(event: e.BlocksAllocated) -> str:
@@ -209,8 +208,8 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.SaveCompleted: lambda event: f"save {event.job_id} is done",
     e.SaveFailed: lambda event: f"save {event.job_id} failed: {event.error}",
     e.SaveDeclined: _declined,
-    e.ChunkEvicted: lambda event: f"chunk {event.key.hex()} evicted to make room for a save of {event.request_id}",
-    e.ChunkTainted: lambda event: f"chunk {event.key.hex()} tainted, not offered until saved again",
+    e.ChunksEvicted: lambda event: f"{_chunks(event.keys)} evicted to make room for a save of {event.request_id}",
+    e.ChunksTainted: lambda event: f"{_chunks(event.keys)} tainted, not offered until saved again",
     e.RequestReleased: lambda _: "released; no transfers outstanding",
     e.RequestQuarantined: lambda event: f"quarantined ({event.reason}): cache disabled for this request",
     e.ExtensionStopped: lambda event: (
@@ -239,10 +238,10 @@ def describe_decisions(decisions: Iterable[e.Event], core: Core) -> list[str]:
     phrases = []
     num_evicted = num_tainted = 0
     for decision in decisions:
-        if isinstance(decision, e.ChunkEvicted):
-            num_evicted += 1
-        elif isinstance(decision, e.ChunkTainted):
-            num_tainted += 1
+        if isinstance(decision, e.ChunksEvicted):
+            num_evicted += len(decision.keys)
+        elif isinstance(decision, e.ChunksTainted):
+            num_tainted += len(decision.keys)
         elif phrase := describe(decision, core):
             phrases.append(phrase)
     if num_evicted:

@@ -166,7 +166,7 @@ class _Timeline:
         for sequence, event in observation.decisions:
             if isinstance(event, e.ExtensionStopped):
                 concerns = self._state_before is not None
-            elif isinstance(event, e.ChunkTainted):
+            elif isinstance(event, e.ChunksTainted):
                 concerns = bool(found)
             else:
                 concerns = getattr(event, "request_id", None) == self.request_id

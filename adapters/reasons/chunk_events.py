@@ -73,14 +73,17 @@ class ChunkEvents(Projection):
         keys = (life.keys[chunk] for chunk in sorted(life.keys) if chunk >= event.first_chunk)
         self._chunks.declined(keys, event.num_chunks, fact)
 
-    @on(e.ChunkEvicted)
-    def _evicted(self, event: e.ChunkEvicted, sequence: int) -> None:
+    @on(e.ChunksEvicted)
+    def _evicted(self, event: e.ChunksEvicted, sequence: int) -> None:
         fact = ChunkFact(ChunkStatus.EVICTED, sequence, event.request_id, cause=event.cause)
-        self._chunks.left(event.key, fact)
+        for key in event.keys:
+            self._chunks.left(key, fact)
 
-    @on(e.ChunkTainted)
-    def _tainted(self, event: e.ChunkTainted, sequence: int) -> None:
-        self._chunks.left(event.key, ChunkFact(ChunkStatus.TAINTED, sequence, cause=event.cause))
+    @on(e.ChunksTainted)
+    def _tainted(self, event: e.ChunksTainted, sequence: int) -> None:
+        fact = ChunkFact(ChunkStatus.TAINTED, sequence, cause=event.cause)
+        for key in event.keys:
+            self._chunks.left(key, fact)
 
     @on(e.PrefillAdvanced, e.PrefillCompleted)
     def _progressed(self, event: e.PrefillAdvanced | e.PrefillCompleted, _sequence: int) -> None:

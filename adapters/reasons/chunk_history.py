@@ -14,8 +14,8 @@ import attrs
 import msgspec
 
 MAX_GONE = 131_072
-"""Chunks that are neither saved nor being saved and are still remembered; far more than the live index remembers. There
-may be an eighth more, because it costs as much to find one that is to be forgotten as many.
+"""Chunks that are neither saved nor being saved and are still remembered. There may be an eighth more, because it costs
+as much to find one that is to be forgotten as many.
 """
 
 
@@ -78,6 +78,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     in_pool: dict[bytes, ChunkFact] = {}
     gone: dict[bytes, ChunkFact] = {}
     """The one that was touched last comes last."""
+    has_forgotten: bool = False
+    """Whether any of `gone` were forgotten for want of room since events were lost."""
     saves: dict[int, SaveUnderWay] = {}
     num_resets: int = 0
     before_reset: dict[bytes, int] = {}
@@ -188,8 +190,14 @@ class ChunkHistory:
         """The last reset that this chunk survived in the pool before it was loaded; 0 if there is none."""
         return self._state.loaded_since.get(key, 0)
 
+    @property
+    def has_forgotten(self) -> bool:
+        """Whether chunks that left before events were lost would be forgotten by now anyway."""
+        return self._state.has_forgotten
+
     def forget(self) -> None:
         """Events are lost: nothing that is remembered can be relied upon."""
+        self._state.has_forgotten = False
         self._state.in_pool.clear()
         self._state.gone.clear()
         self._state.saves.clear()
@@ -206,6 +214,7 @@ class ChunkHistory:
         self._state.before_reset.pop(key, None)
         gone[key] = fact
         if len(gone) > self._max_gone * 9 // 8:
+            self._state.has_forgotten = True
             for forgotten in tuple(islice(gone, len(gone) - self._max_gone)):
                 del gone[forgotten]
 

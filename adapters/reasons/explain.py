@@ -28,12 +28,6 @@ _GONE: dict[ChunkStatus, Reason] = {
     ChunkStatus.TAINTED: Reason.TAINTED,
     ChunkStatus.RESET: Reason.RESET,
 }
-_RECORDED: dict[str, Reason] = {
-    MissReason.SAVING: Reason.SAVING,
-    MissReason.EVICTED: Reason.EVICTED,
-    MissReason.TAINTED: Reason.TAINTED,
-    MissReason.RESET: Reason.RESET,
-}
 _CUT: dict[str, Reason] = {MissReason.LIMITED: Reason.LIMITED, MissReason.SLOWER: Reason.SLOWER}
 """Why less is offered than is there."""
 _OF_ALL: dict[str, Reason] = {
@@ -177,13 +171,23 @@ class _Behind:
         if key is None:
             return self._without_key(first_token, end_token)
         fact = self.explainer.memory.chunks.get(key)
-        if self._is_first_missing(first_token):
-            return self._first_missing(first_token, end_token, fact)
-        is_told = fact is not None and fact.status is not ChunkStatus.KNOWN
-        is_lost = self.explainer.memory.state.is_blind and not is_told
-        if is_lost and first_token >= life.mark and not self._nobody_saved():
+        told = self._told_of(first_token)
+        if told == MissReason.SAVING:
+            return self._being_saved(first_token, end_token, fact)
+        span = self._from_fact(first_token, end_token, fact)
+        # Where events are lost, one of them may have been the save of the chunk.
+        may_be_lost = first_token >= life.mark or span.reason is Reason.UNSAVED
+        is_in_pool = span.reason in {Reason.BEHIND_GAP, Reason.SAVING, Reason.DEFERRAL_EXHAUSTED}
+        contradicts = told == MissReason.MISSING and is_in_pool
+        if contradicts or (may_be_lost and self._is_history_lost(fact)):
             return Span(first_token, end_token, Reason.UNKNOWN, (self.sequence,))
-        return self._from_fact(first_token, end_token, fact)
+        return span
+
+    def _is_history_lost(self, fact: ChunkFact | None) -> bool:
+        """Whether no event is left that says what became of a chunk, though one may have said it."""
+        memory = self.explainer.memory
+        is_known = fact is not None and fact.status is not ChunkStatus.KNOWN
+        return not is_known and memory.state.is_blind and not memory.chunks.has_forgotten
 
     def _without_key(self, first_token: int, end_token: int) -> Span:
         life, size = self.life, self.explainer.configuration.chunk_size
@@ -195,28 +199,17 @@ class _Behind:
             return self._never_saved(first_token, end_token, None)
         return Span(first_token, end_token, Reason.PARTIAL_CHUNK, (self.sequence,))
 
-    def _nobody_saved(self) -> bool:
-        return self.answer is not None and self.answer.miss_reason == MissReason.NEVER_SAVED
-
-    def _is_first_missing(self, first_token: int) -> bool:
+    def _told_of(self, first_token: int) -> str:
+        """What the answer says of the chunk: of the first one behind the hit why it is missing, of others nothing."""
         size = self.explainer.configuration.chunk_size
-        return self.answer is not None and first_token // size == self.answer.num_hit_tokens // size
+        is_first = self.answer is not None and first_token // size == self.answer.num_hit_tokens // size
+        return self.answer.miss_reason if self.answer is not None and is_first else ""
 
-    def _first_missing(self, first_token: int, end_token: int, fact: ChunkFact | None) -> Span:
-        """The chunk about which the answer itself speaks; the history adds details where it agrees."""
-        answer = self.answer
-        recorded = None if answer is None else _RECORDED.get(answer.miss_reason)
+    def _being_saved(self, first_token: int, end_token: int, fact: ChunkFact | None) -> Span:
         span = self._from_fact(first_token, end_token, fact)
-        if recorded is not None:
-            # A save that was under way at the answer may have failed before vLLM allocated blocks.
-            has_failed_since = recorded is Reason.SAVING and span.reason is Reason.SAVE_FAILED
-            agrees = span.reason in {recorded, Reason.DEFERRAL_EXHAUSTED} or has_failed_since
-            cause = answer.miss_cause if answer is not None else 0
-            evidence = (cause, self.sequence) if cause else (self.sequence,)
-            return span if agrees else Span(first_token, end_token, recorded, evidence)
-        if self._nobody_saved() and span.reason in {Reason.BEHIND_GAP, Reason.SAVING, Reason.DEFERRAL_EXHAUSTED}:
-            return Span(first_token, end_token, Reason.UNKNOWN, (self.sequence,))
-        return span
+        # A save that was under way at the answer may have failed before vLLM allocated blocks.
+        agrees = span.reason in {Reason.SAVING, Reason.DEFERRAL_EXHAUSTED, Reason.SAVE_FAILED}
+        return span if agrees else Span(first_token, end_token, Reason.SAVING, (self.sequence,))
 
     def _from_fact(self, first_token: int, end_token: int, fact: ChunkFact | None) -> Span:
         life = self.life

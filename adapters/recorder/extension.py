@@ -53,7 +53,7 @@ def _answer(turn: Turn, event: e.ExtensionObserved) -> None:
     else:
         num_hit_tokens = returned.num_computed_tokens + returned.num_external_tokens
         answer = (num_hit_tokens, returned.num_external_tokens)
-        turn.decide(e.LookupAnswered(*record.life, *asked, *answer, returned.is_async, _UNKNOWN, 0, turn.cause))
+        turn.decide(e.LookupAnswered(*record.life, *asked, *answer, returned.is_async, _UNKNOWN, turn.cause))
 
 
 def _load(turn: Turn, event: e.BlocksAllocated) -> None:

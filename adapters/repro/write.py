@@ -77,8 +77,8 @@ def with_numbered_keys(events: Iterable[SequencedEvent]) -> Iterator[SequencedEv
         if isinstance(event, e.ChunkKeysObserved):
             keys = tuple(map(number, event.keys))
             yield sequence, changed(event, keys=keys, hash_prefixes=b"", are_block_hashes=False)
-        elif isinstance(event, e.ChunkEvicted | e.ChunkTainted):
-            yield sequence, changed(event, key=number(event.key))
+        elif isinstance(event, e.ChunksEvicted | e.ChunksTainted):
+            yield sequence, changed(event, keys=tuple(map(number, event.keys)))
         elif isinstance(event, e.InvariantViolated | e.DecisionWithheld):
             detail = _KEY.sub(lambda found: number(bytes.fromhex(found[0])).hex(), event.detail)
             yield sequence, changed(event, detail=detail)

@@ -184,8 +184,9 @@ class CacheEvents:
                     self._stored[key] = stored
         elif isinstance(decision, e.SaveFailed):
             self._saving.pop(decision.job_id, None)
-        elif isinstance(decision, e.ChunkEvicted | e.ChunkTainted):
-            self._remove(decision.key)
+        elif isinstance(decision, e.ChunksEvicted | e.ChunksTainted):
+            for key in decision.keys:
+                self._remove(key)
 
     def _read(self, request: Request, save: e.SaveIssued) -> dict[bytes, BlockStored]:
         """R1: what is to be said of the chunks is copied now, the request may be gone when they can be loaded."""

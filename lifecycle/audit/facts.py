@@ -107,7 +107,6 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
         "num_external_tokens": ("LOOKUP_PURE", "ALLOC_MATCHES_LOOKUP", "LAST_TOKEN"),
         "is_async": ("ALLOC_MATCHES_LOOKUP", "LOOKUP_PURE"),
         "miss_reason": ("LONGEST_HIT",),
-        "miss_cause": ("LONGEST_HIT",),
     },
     "lookup.requested_again": {"ordinal": ("LOOKUP_PURE",)},
     "lookup.answered_again": {"ordinal": ("LOOKUP_PURE",)},
@@ -152,11 +151,11 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
         "before_forward": ("SRC_BLOCK_STABLE",),
     },
     "blocks.held": {"request_id": ("LEGAL_TRANSITION", "DELAY_FREE_CONTRACT")},
-    "chunk.evicted": {
-        "key": ("EVICT_IDLE_ONLY", "HIT_PINNED", "WAITING_KEPT", "EVICTION_ORDER", "SLOT_EXCLUSIVE"),
+    "chunks.evicted": {
+        "keys": ("EVICT_IDLE_ONLY", "HIT_PINNED", "WAITING_KEPT", "EVICTION_ORDER", "SLOT_EXCLUSIVE"),
         **dict.fromkeys(("request_id", "ordinal", "generation"), _LIFE),
     },
-    "chunk.tainted": {"key": ("FAILED_LOAD_TAINT", "LONGEST_HIT")},
+    "chunks.tainted": {"keys": ("FAILED_LOAD_TAINT", "LONGEST_HIT")},
     "prefill.advanced": _PROGRESS,
     "prefill.completed": _PROGRESS,
     "request.released": {"request_id": _KNOWN, "ordinal": ("RELEASE_ALL",), "generation": ("RELEASE_ALL",)},

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from copy import deepcopy
 
-from kvledger.lifecycle.audit.model.records import NEVER, Answer, Departed, InFlight, IssuedTail, Life
+from kvledger.lifecycle.audit.model.records import NEVER, Answer, InFlight, IssuedTail, Life
 from kvledger.lifecycle.audit.model.start import Measured, Start
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.projections import Projections, costs
@@ -43,7 +43,6 @@ def taken_over(projections: Projections) -> Start:
         epoch=jobs.epoch,
         committed=dict(pool.state.committed),
         by_age=list(pool.state.by_age),
-        departed={key: Departed(why.reason.value, why.sequence) for key, why in pool.state.departed.items()},
         tails={
             ordinal: IssuedTail(
                 tail.job_id, 0, tail.first_token, tail.end_token, tail.slots, tail.is_saved, tail.load_id

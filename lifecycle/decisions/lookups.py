@@ -53,8 +53,6 @@ class _Hit(msgspec.Struct, frozen=True):
     """Where a load may end: at most at `num_tokens`, and before the last token, which is computed."""
     reason: MissReason
     """Why it may not load more."""
-    reason_sequence: int = 0
-    """Sequence number of the event that removed the first missing chunk; 0: there is none."""
     awaited: _Awaited | None = None
 
 
@@ -123,7 +121,6 @@ def _answered(turn: Turn, event: e.LookupRequested, hit: _Hit, end_token: int) -
         num_external_tokens,
         is_async=is_async,
         miss_reason=_VALUE_OF[hit.reason],
-        miss_cause=hit.reason_sequence,
         cause=turn.cause,
     )
 
@@ -151,10 +148,7 @@ def _hit_before(key: bytes, num_tokens: int, end_token: int, projections: Projec
             return _Hit(num_tokens, end_token, MissReason.SAVING)
         end_of_save = (save.chunks[-1] + 1) * projections.configuration.chunk_size
         return _Hit(num_tokens, end_token, MissReason.SAVING, awaited=_Awaited(save.job_id, end_of_save))
-    departed = projections.pool.departed(key)
-    if departed is None:
-        return _Hit(num_tokens, end_token, MissReason.NEVER_SAVED)
-    return _Hit(num_tokens, end_token, departed.reason, departed.sequence)
+    return _Hit(num_tokens, end_token, MissReason.MISSING)
 
 
 def _with_tail(tail: Tail, hit: _Hit, event: e.LookupRequested) -> _Hit:
@@ -195,15 +189,13 @@ def _limited(hit: _Hit, event: e.LookupRequested, request: RequestRecord, projec
 
 def _unusable(hit: _Hit, reason: MissReason) -> _Hit:
     """A hit of which nothing may be loaded."""
-    return replace(hit, end_token=0, reason=reason, reason_sequence=0, awaited=None)
+    return replace(hit, end_token=0, reason=reason, awaited=None)
 
 
 def _within_share(hit: _Hit, limit: int) -> _Hit:
     """A hit of which at most `limit` tokens may be loaded, now and when a copy in flight is done."""
     if limit < hit.num_tokens:
-        return replace(
-            hit, end_token=min(hit.end_token, limit), reason=MissReason.LIMITED, reason_sequence=0, awaited=None
-        )
+        return replace(hit, end_token=min(hit.end_token, limit), reason=MissReason.LIMITED, awaited=None)
     if hit.awaited is None:
         return hit
     return replace(hit, awaited=replace(hit.awaited, end_token=min(hit.awaited.end_token, limit)))
@@ -217,7 +209,7 @@ def _within_windows(hit: _Hit, request: RequestRecord, projections: Projections)
     # A save of this request may bring what is missing; no other request's save does.
     saves = [job for job in projections.jobs.of_life(request.ordinal) if job.kind is CopyKind.SAVE]
     awaited = hit.awaited or (_Awaited(saves[-1].job_id, hit.end_token) if saves else None)
-    return replace(hit, end_token=end_token, reason=MissReason.WINDOW, reason_sequence=0, awaited=awaited)
+    return replace(hit, end_token=end_token, reason=MissReason.WINDOW, awaited=awaited)
 
 
 # --- loads of other requests -------------------------------------------------------------------

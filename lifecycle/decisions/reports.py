@@ -98,9 +98,9 @@ def _fail(turn: EngineTurn, job: Copy, error: str, *, quiet: bool) -> None:
         turn.decide(e.SaveFailed(*job.life, job_id=job.job_id, error=error, quiet=quiet, cause=cause))
         return
     turn.decide(e.LoadFailed(*job.life, job_id=job.job_id, error=error, cause=cause))
-    for key in job.keys:
-        if projections.pool.get(key) is not None:
-            turn.decide(e.ChunkTainted(key=key, cause=cause))
+    tainted = tuple([key for key in job.keys if projections.pool.get(key) is not None])
+    if tainted:
+        turn.decide(e.ChunksTainted(tainted, cause))
     request = projections.tracker.of(job.ordinal)
     if request is None or request.trust is TrustRegion.QUARANTINED:
         return

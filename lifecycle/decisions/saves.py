@@ -306,8 +306,7 @@ def save_from(turn: Turn, source: Source, first_chunk: int) -> None:
 
 def _decide_save(turn: Turn, source: Source, save: Save) -> None:
     """Evict what is in the way of the save, issue it, and decline the rest."""
-    for key in save.evicted:
-        _evict(turn, source, key)
+    _evict(turn, source, save.evicted)
     request, projections, savable = turn.record, turn.projections, source.savable
     slots, block_ids = projections.slots.candidates(len(save.pages)), blocks_at(save.pages, source.block_ids)
     has_freed = False
@@ -341,8 +340,7 @@ def save_tail_from(turn: Turn, source: Source) -> None:
     if isinstance(tail, Declined):
         _decline(turn, source, tail)
     elif tail is not None:
-        for key in tail.evicted:
-            _evict(turn, source, key)
+        _evict(turn, source, tail.evicted)
         pages = geometry.pages_spanning(tail.first_token, tail.num_tokens)
         slots, block_ids = projections.slots.candidates(len(tail.pages)), blocks_at(tail.pages, source.block_ids)
         issued = e.TailSaveIssued(
@@ -365,9 +363,11 @@ def _with_gaps(pages: Sequence[int], copied: Sequence[int], of_copied: Sequence[
     return tuple([of_page.get(page, gap) for page in pages])
 
 
-def _evict(turn: Turn, source: Source, key: bytes) -> None:
-    """Evict a chunk to make room for a save."""
-    turn.decide(e.ChunkEvicted(key, turn.record.request_id, turn.record.ordinal, source.generation, turn.cause))
+def _evict(turn: Turn, source: Source, keys: Sequence[bytes]) -> None:
+    """Evict chunks, if any, to make room for a save."""
+    if keys:
+        record = turn.record
+        turn.decide(e.ChunksEvicted(tuple(keys), record.request_id, record.ordinal, source.generation, turn.cause))
 
 
 def _decline(turn: Turn, source: Source, declined: Declined) -> None:

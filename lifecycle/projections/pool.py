@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-import attrs
 import msgspec
 
 from kvledger.lifecycle import events as e
@@ -25,7 +24,6 @@ from kvledger.lifecycle.projections.jobs import Jobs
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.ranges import Count, NumSlots, Slot
-from kvledger.lifecycle.ranges import Sequence as SequenceNumber
 
 _MANY = 4
 """Slots from which on it pays to ask whether they are those that come next."""
@@ -219,14 +217,6 @@ class Recency:
         self._prefix_of = {ordinal: keys for ordinal, keys in self._prefix_of.items() if keys}
 
 
-@attrs.frozen
-class Departed:
-    """Why and by which event a chunk left."""
-
-    reason: e.MissReason
-    sequence: SequenceNumber
-
-
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """What is there. What was promised of it, and what is waited for, stands in the records of requests."""
 
@@ -234,8 +224,6 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """Every committed chunk and its slots."""
     by_age: Recency = msgspec.field(default_factory=Recency)
     """Committed chunks that nobody is sure to come back for, oldest first."""
-    departed: dict[bytes, Departed] = {}
-    """The longest gone first."""
     num_added: Count = 0
     """How often chunks were added."""
     num_removed: Count = 0
@@ -263,7 +251,6 @@ class Pool(Projection):
         self._geometry = geometry
         self._jobs = jobs
         self.slots = slots
-        self._max_departed = max(1024, 4 * slots.num_slots)
         self._keep_for_preempted = keep_for_preempted
         self._kept_last = kept_last
         self.state = State()
@@ -271,7 +258,6 @@ class Pool(Projection):
 
     def index(self) -> None:
         """Make anew what follows from the state, from requests, and from the copies in flight."""
-        self._departed = self.state.departed = OrderedDict(self.state.departed)
         self._pins: dict[bytes, int] = {}
         self._wanted: dict[bytes, int] = {}
         self._saving: dict[bytes, int] = {}
@@ -312,10 +298,6 @@ class Pool(Projection):
             if key not in committed and key not in saving:
                 unsaved.append(chunk)
         return unsaved
-
-    def departed(self, key: bytes) -> Departed | None:
-        """Why the chunk is gone, as long as that is remembered (a bounded number of chunks)."""
-        return self._departed.get(key)
 
     def num_committed_from(self, keys: Iterable[bytes]) -> int:
         """How many of the keys, from the first on, are committed without a gap."""
@@ -472,10 +454,10 @@ class Pool(Projection):
         slots_by_chunk = self._geometry.slots_by_chunk(save.slots, len(keys))
         if slots_by_chunk is None or len(keys) != len(save.chunks) or NO_SLOT in save.slots:
             return False
-        committed, departed = self.state.committed, self._departed
+        committed = self.state.committed
         # The deepest first, as they are touched.
         for key, slots_of_chunk in zip(keys[::-1], slots_by_chunk[::-1], strict=True):
-            if key in committed or key in departed:
+            if key in committed:
                 self._commit(key, slots_of_chunk)
             else:
                 committed[key] = slots_of_chunk
@@ -487,8 +469,6 @@ class Pool(Projection):
         committed = self.state.committed
         if key in committed:
             self.slots.release(committed[key])
-        elif key in self._departed:
-            del self._departed[key]
         committed[key] = slots
 
     def _unwanted(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
@@ -537,34 +517,31 @@ class Pool(Projection):
 
     # --- leaving -----------------------------------------------------------------------------
 
-    @on(e.ChunkEvicted)
-    def _evicted(self, event: e.ChunkEvicted, sequence: int, _subject: Subject) -> None:
-        self._remove(event.key, Departed(e.MissReason.EVICTED, sequence))
+    @on(e.ChunksEvicted)
+    def _evicted(self, event: e.ChunksEvicted, _sequence: int, _subject: Subject) -> None:
+        for key in event.keys:
+            self._remove(key)
 
-    @on(e.ChunkTainted)
-    def _tainted(self, event: e.ChunkTainted, sequence: int, _subject: Subject) -> None:
-        self._remove(event.key, Departed(e.MissReason.TAINTED, sequence))
+    @on(e.ChunksTainted)
+    def _tainted(self, event: e.ChunksTainted, _sequence: int, _subject: Subject) -> None:
+        for key in event.keys:
+            self._remove(key)
 
     @on(e.CacheReset)
-    def _reset(self, _event: e.CacheReset, sequence: int, _subject: Subject) -> None:
+    def _reset(self, _event: e.CacheReset, _sequence: int, _subject: Subject) -> None:
         for key in tuple(self.state.committed):
-            self._remove(key, Departed(e.MissReason.RESET, sequence))
+            self._remove(key)
         for counts in (self._saving, self._wanted, self._pins):
             counts.clear()
         for record in self._tracker:
             record.pinned = record.wanted = ()
 
-    def _remove(self, key: bytes, why: Departed) -> None:
+    def _remove(self, key: bytes) -> None:
         slots = self.state.committed.pop(key, None)
         self.state.by_age.discard(key)
-        if slots is None:
-            return
-        self.slots.release(slots)
-        self.state.num_removed += 1
-        self._departed[key] = why
-        self._departed.move_to_end(key)
-        if len(self._departed) > self._max_departed:
-            self._departed.popitem(last=False)
+        if slots is not None:
+            self.slots.release(slots)
+            self.state.num_removed += 1
 
 
 def _count_up(counts: dict[bytes, int], keys: Iterable[bytes]) -> None:

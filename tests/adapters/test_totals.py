@@ -111,8 +111,8 @@ def test_each_of_these_events_counts_one() -> None:
     """Arrivals, evictions, taints, failures, violations, failed hooks; declined chunks by their number."""
     cases: list[tuple[e.Event, dict[str, Any]]] = [
         (e.RequestArrived("b", 9, 5, 1), {"num_requests": 1}),
-        (e.ChunkEvicted(b"k", "b", 9, 0, 1), {"num_chunks_evicted": 1}),
-        (e.ChunkTainted(b"k", 1), {"num_chunks_tainted": 1}),
+        (e.ChunksEvicted((b"k",), "b", 9, 0, 1), {"num_chunks_evicted": 1}),
+        (e.ChunksTainted((b"k",), 1), {"num_chunks_tainted": 1}),
         (e.LoadFailed("b", 9, 0, 5, "", 1), {"num_loads_failed": 1}),
         (e.SaveFailed("b", 9, 0, 5, "", True, 1), {"num_saves_failed": 1}),
         (e.SaveDeclined("b", 9, 0, 2, 3, "pool_full", 1), {"num_chunks_declined": 3}),

@@ -94,5 +94,5 @@ def test_a_load_beside_the_steps_that_fails_is_computed(
         settle(engine.llm)
     log = read_sound_log(engine.log_path)
     assert ["no such page" in failed.error for failed in log.of_type(e.LoadFailed)] == [True, True]
-    assert log.of_type(e.ChunkTainted)
+    assert log.of_type(e.ChunksTainted)
     assert log.num_requests_left == 0

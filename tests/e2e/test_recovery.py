@@ -99,7 +99,7 @@ def test_a_load_that_fails_costs_its_request_the_cache_and_nothing_else(
     log = read_sound_log(engine.log_path)
     (failed,) = log.of_type(e.LoadFailed)
     assert "no such page" in failed.error
-    assert log.of_type(e.ChunkTainted)
+    assert log.of_type(e.ChunksTainted)
     assert log.of_type(e.LoadCompleted)
     assert log.num_requests_left == 0
 

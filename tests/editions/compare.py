@@ -71,7 +71,7 @@ def plain_answer(answer: Any, sequence: int) -> tuple[Any, ...] | None:
     if answer is None:
         return None
     names = ("generation", "num_computed_tokens", "num_tokens", "num_hit_tokens", "num_external_tokens", "is_async")
-    return (*(getattr(answer, name) for name in (*names, "miss_reason", "miss_cause")), sequence)
+    return (*(getattr(answer, name) for name in (*names, "miss_reason")), sequence)
 
 
 def plain_state(projections: Any) -> Any:
@@ -141,7 +141,6 @@ def plain_state(projections: Any) -> Any:
         list(slots.failed),
         slots.num_touched,
         sorted(slots.references.items()),
-        {key: (str(gone.reason), gone.sequence) for key, gone in pool_of(its).state.departed.items()},
         sorted(pair for pair in pool_of(its).promised.items() if pair[1]),
         sorted(pair for pair in pool_of(its).wanted.items() if pair[1]),
     )

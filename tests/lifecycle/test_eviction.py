@@ -35,7 +35,7 @@ def test_what_a_preempted_request_will_come_back_for_stays() -> None:
     """Older or not, the idle chunks go first."""
     driver = full_pool()
     crowd_out(driver, 2)
-    assert {event.key for event in driver.all_of(e.ChunkEvicted)} == set(keys_of("idle", 2))
+    assert {key for event in driver.all_of(e.ChunksEvicted) for key in event.keys} == set(keys_of("idle", 2))
     assert driver.lookup("waiting", 0, 33).num_external_tokens == 32
 
 
@@ -43,7 +43,7 @@ def test_by_recency_alone_they_would_have_gone() -> None:
     """The same story with plain LRU."""
     driver = full_pool(keep_for_preempted=False)
     crowd_out(driver, 2)
-    assert {event.key for event in driver.all_of(e.ChunkEvicted)} == set(keys_of("waiting", 2))
+    assert {key for event in driver.all_of(e.ChunksEvicted) for key in event.keys} == set(keys_of("waiting", 2))
     assert driver.lookup("waiting", 0, 33).num_external_tokens == 0
 
 
@@ -64,7 +64,7 @@ def test_once_it_has_blocks_again_its_chunks_are_like_any_others() -> None:
     driver.allocate("waiting", (4, 5, 6), 0)
     driver.step(("waiting", 0, 33, 33))
     crowd_out(driver, 3)
-    assert set(keys_of("waiting", 2)) & {event.key for event in driver.all_of(e.ChunkEvicted)}
+    assert set(keys_of("waiting", 2)) & {key for event in driver.all_of(e.ChunksEvicted) for key in event.keys}
 
 
 def test_once_it_has_finished_too() -> None:
@@ -72,7 +72,7 @@ def test_once_it_has_finished_too() -> None:
     driver = full_pool()
     driver.finish("waiting", 0, 33)
     crowd_out(driver, 4)
-    assert len(driver.all_of(e.ChunkEvicted)) == 4
+    assert driver.totals.figures.num_chunks_evicted == 4
 
 
 # --- what room costs -----------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_a_save_of_many_chunks_asks_once_what_to_keep() -> None:
     driver = Driver(chunk_size=16, num_slots=64, save_tails=False, core=Core.standard().extended(Keeping()))
     driver.save_prefix("idle", keys_of("idle", 64))
     crowd_out(driver, 40)
-    assert len(driver.all_of(e.ChunkEvicted)) == 40
+    assert driver.totals.figures.num_chunks_evicted == 40
     assert len(asked) == 1
 
 
@@ -113,7 +113,7 @@ def num_hashed(num_chunks: int) -> int:
     driver.start("new", keys, num_chunks * 16 + 1, range(10, 11 + num_chunks))
     hashed.clear()
     driver.preempt("new", num_chunks * 16)
-    assert len(driver.all_of(e.ChunkEvicted)) == num_chunks
+    assert driver.totals.figures.num_chunks_evicted == num_chunks
     return len(hashed)
 
 
@@ -145,5 +145,5 @@ def test_room_asked_for_once_evicts_what_room_asked_for_piece_by_piece_evicts(ch
         if anew is None:
             break
         for key in anew:
-            alone.fold(e.ChunkEvicted(key, "new", 99, 0, 1), 1)
+            alone.fold(e.ChunksEvicted((key,), "new", 99, 0, 1), 1)
         assert room.num_freed == alone.slots.num_free - driver.projections.slots.num_free

@@ -318,7 +318,7 @@ def test_chunks_that_an_extension_keeps_are_evicted_after_all_others() -> None:
             driver.settle_all()
             driver.finish(name, 17, 18)
             driver.settle_all()
-        evicted.append([event.key for event in driver.all_of(e.ChunkEvicted)])
+        evicted.append([key for event in driver.all_of(e.ChunksEvicted) for key in event.keys])
     assert evicted == [list(kept), list(keys_of("young", 1))]
 
 

@@ -73,21 +73,21 @@ class OnceEach(Watching):
 class Accuses(StarvingKept):
     """Finds fault with every eviction."""
 
-    def _evicted(self, _event: e.ChunkEvicted) -> None:
+    def _evicted(self, _event: e.ChunksEvicted) -> None:
         self.broken("")
 
 
 class CannotJudge(StarvingKept):
     """Fails at every eviction."""
 
-    def _evicted(self, _event: e.ChunkEvicted) -> None:
+    def _evicted(self, _event: e.ChunksEvicted) -> None:
         raise KeyError
 
 
 class Overlooks(StarvingKept):
     """Finds nothing."""
 
-    def _evicted(self, _event: e.ChunkEvicted) -> None:
+    def _evicted(self, _event: e.ChunksEvicted) -> None:
         return None
 
 

@@ -201,7 +201,7 @@ def test_a_chunk_that_was_evicted_meanwhile_is_not_half_there() -> None:
     settle(driver, "long", 96)
     start(driver, "short", keys_of("a", 2), 66, first_block=50)
     driver.step(("short", 66, 1, 67), settled=[("short", 0, 66)])
-    driver.observe(e.ChunkTainted(keys_of("a", 2)[1], 1))
+    driver.observe(e.ChunksTainted((keys_of("a", 2)[1],), 1))
     driver.settle_all()
     assert driver.projections.pool.get(keys_of("a", 2)[1]) is None
     assert driver.projections.slots.num_free == 64 - 6

@@ -105,7 +105,7 @@ def test_a_stale_load_does_not_keep_the_next_generation_from_running() -> None:
 def test_what_the_next_generation_computed_is_saved_while_a_stale_load_is_in_flight() -> None:
     """It relies on nothing that the load was to bring."""
     driver, load = computed_again(num_slots=16)
-    driver.observe(e.ChunkTainted(KEYS[2], 1))
+    driver.observe(e.ChunksTainted((KEYS[2],), 1))
     driver.step(("a", 50, 1, 51), settled=[("a", 0, 50)])
     (save,) = [save for save in driver.all_of(e.SaveIssued) if save.request_id == "a"]
     assert (save.generation, save.chunks) == (1, (2,))
@@ -174,7 +174,7 @@ def test_a_late_failure_leaves_the_save_cursor_of_the_next_life_of_the_id() -> N
 @pytest.mark.parametrize(
     "decide",
     [
-        lambda life: e.LookupAnswered(*life, 0, NUM_TOKENS, 48, 48, False, "complete", 0, 1),
+        lambda life: e.LookupAnswered(*life, 0, NUM_TOKENS, 48, 48, False, "complete", 1),
         lambda life: e.LookupDeferred(*life, 0, NUM_TOKENS, 1, 1, 1),
         lambda life: e.PrefillAdvanced(*life, 10, NUM_TOKENS, 1),
         lambda life: e.PrefillCompleted(*life, NUM_TOKENS, NUM_TOKENS, 1),
@@ -283,7 +283,7 @@ def audited(driver: Driver) -> list[tuple[str, str]]:
 
 def evictions(driver: Driver) -> set[bytes]:
     """Keys of all chunks that were evicted."""
-    return {event.key for event in driver.all_of(e.ChunkEvicted)}
+    return {key for event in driver.all_of(e.ChunksEvicted) for key in event.keys}
 
 
 def test_what_an_earlier_life_was_promised_is_not_pinned_for_the_next_life_of_the_id() -> None:

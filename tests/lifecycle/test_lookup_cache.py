@@ -63,15 +63,15 @@ def test_the_count_is_not_taken_from_an_answer() -> None:
     driver.arrive("a", 70, KEYS)
     driver.observe(e.LookupRequested("a", 0, 70, 1))
     for num_hit_tokens in (64, 16, 0):
-        driver.observe(e.LookupAnswered(*driver.record("a").life, 0, 70, num_hit_tokens, 0, False, "complete", 0, 1))
+        driver.observe(e.LookupAnswered(*driver.record("a").life, 0, 70, num_hit_tokens, 0, False, "complete", 1))
         assert hit(driver) == truth(driver) == 2
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        e.ChunkEvicted(KEYS[1], "other", 9, 0, 1),
-        e.ChunkTainted(KEYS[3], 1),
+        e.ChunksEvicted((KEYS[1],), "other", 9, 0, 1),
+        e.ChunksTainted((KEYS[3],), 1),
         e.ChunkKeysObserved("a", 1, keys_of("other", 3)),
         e.ChunkKeysObserved("a", 0, keys_of("other", 1)),
         e.ChunkKeysObserved("a", 4, keys_of("other", 1)),
@@ -88,8 +88,8 @@ def test_the_count_follows_what_changes_it(event: e.Event) -> None:
 @pytest.mark.parametrize(
     ("event", "num_chunks"),
     [
-        (e.ChunkEvicted(KEYS[1], "other", 9, 0, 1), 1),
-        (e.ChunkTainted(KEYS[3], 1), 3),
+        (e.ChunksEvicted((KEYS[1],), "other", 9, 0, 1), 1),
+        (e.ChunksTainted((KEYS[3],), 1), 3),
         (e.ChunkKeysObserved("a", 1, keys_of("other", 3)), 1),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_newly_committed_chunk_extends_the_hit() -> None:
 def test_a_removal_and_a_commit_together_are_both_seen() -> None:
     """Equal numbers of chunks before and after prove nothing."""
     driver = looked_up()
-    driver.observe(e.ChunkEvicted(KEYS[0], "other", 9, 0, 1))
+    driver.observe(e.ChunksEvicted((KEYS[0],), "other", 9, 0, 1))
     driver.save_prefix("other", keys_of("unrelated", 1))
     assert hit(driver) == truth(driver) == 0
 

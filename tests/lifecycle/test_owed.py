@@ -55,7 +55,7 @@ NO_END: Any = ([], [], [])
 
 def answered(*, is_async: bool = True, ordinal: int = 0) -> e.LookupAnswered:
     """The scheduler was promised 16 tokens."""
-    return e.LookupAnswered("a", ordinal, 0, 0, 17, 16, 16, is_async, "complete", 0, 1)
+    return e.LookupAnswered("a", ordinal, 0, 0, 17, 16, 16, is_async, "complete", 1)
 
 
 def allocated(num_external_tokens: int = 16) -> e.BlocksAllocated:

@@ -27,7 +27,7 @@ def leaving_order(driver: Driver, num_chunks: int) -> list[bytes]:
     """The keys that leave, one after the other, when another request needs the whole pool."""
     driver.save_prefix("greedy", keys_of("greedy", num_chunks), first_block=500)
     check_invariants(driver.projections)
-    return [event.key for event in driver.all_of(e.ChunkEvicted)]
+    return [key for event in driver.all_of(e.ChunksEvicted) for key in event.keys]
 
 
 def test_a_chunk_is_there_from_the_completion_of_its_save_on() -> None:
@@ -57,38 +57,22 @@ def test_chunks_are_counted_up_to_the_first_gap() -> None:
     driver.save_prefix("a", keys)
     chunks = driver.projections.pool
     assert chunks.num_committed_from(keys) == 4
-    driver.observe(e.ChunkTainted(keys[2], 1))
+    driver.observe(e.ChunksTainted((keys[2],), 1))
     assert chunks.num_committed_from(keys) == 2
     assert chunks.num_committed_from(keys[3:]) == 1
 
 
-@pytest.mark.parametrize("event_class", [e.ChunkEvicted, e.ChunkTainted, e.CacheReset])
-def test_a_chunk_that_leaves_is_remembered_with_its_reason(event_class: type[e.Event]) -> None:
-    """Why, and by which event; until it is saved anew."""
+@pytest.mark.parametrize("event_class", [e.ChunksEvicted, e.ChunksTainted, e.CacheReset])
+def test_nothing_is_remembered_of_a_chunk_that_leaves(event_class: type[e.Event]) -> None:
+    """The pool is what it was before; the log knows the rest."""
     driver = Driver(chunk_size=16)
     (key,) = keys_of("d", 1)
     driver.save_prefix("a", (key,))
-    sequence = driver.ledger.next_sequence
-    arguments = {e.ChunkEvicted: (key, "b", 1, 0, 1), e.ChunkTainted: (key, 1), e.CacheReset: (1,)}[event_class]
-    driver.observe(event_class(*arguments))
-    departed = driver.projections.pool.departed(key)
-    assert (departed.reason, departed.sequence) == (event_class.__name__.replace("Chunk", "").replace("Cache", "").lower(), sequence)  # fmt: skip  # noqa: E501
+    arguments = {e.ChunksEvicted: ((key,), "b", 1, 0, 1), e.ChunksTainted: ((key,), 1), e.CacheReset: (1,)}
+    driver.observe(event_class(*arguments[event_class]))
+    state = driver.projections.pool.state
+    assert (state.committed, list(state.by_age)) == ({}, [])
     assert driver.projections.slots.num_free == 32
-    driver.save_prefix("b", (key,))
-    assert driver.projections.pool.departed(key) is None
-
-
-def test_departed_chunks_are_forgotten_in_time() -> None:
-    """The memory of a log that runs for weeks is bounded."""
-    driver = Driver(chunk_size=16, num_slots=1)
-    for number in range(1100):
-        driver.save_prefix("a", keys_of(f"document {number}", 1))
-    assert driver.projections.pool.departed(keys_of("document 0", 1)[0]) is None
-    assert driver.projections.pool.departed(keys_of("document 1098", 1)[0]) is not None
-    assert len(driver.projections.pool.state.departed) == 1024
-
-
-# --- recency -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk_size", [8, 16, 32])
@@ -114,7 +98,7 @@ def test_a_prefix_that_was_saved_piece_by_piece_loses_its_end_first_too() -> Non
         driver.settle_all()
     driver.finish("a", 49, 50)
     driver.save_prefix("b", keys_of("other", 1))
-    assert driver.all_of(e.ChunkEvicted)[0].key == keys[2]
+    assert driver.all_of(e.ChunksEvicted)[0].keys == (keys[2],)
 
 
 def test_a_load_makes_a_prefix_young_again() -> None:
@@ -156,7 +140,7 @@ def promised(**configuration: int) -> Driver:
 def can_be_evicted(driver: Driver) -> bool:
     """Whether another request gets any room."""
     driver.save_prefix("greedy", keys_of("greedy", 1), first_block=500)
-    return bool(driver.all_of(e.ChunkEvicted))
+    return bool(driver.all_of(e.ChunksEvicted))
 
 
 def test_an_answer_that_is_withheld_promises_nothing() -> None:
@@ -246,7 +230,7 @@ def test_a_longer_image_does_not_bring_back_a_chunk_that_was_not_there() -> None
     driver.start("a", keys, 17, (1, 2))
     driver.step(settled=[("a", 0, 8)])
     driver.settle_all()
-    driver.observe(e.ChunkTainted(keys[0], 1))
+    driver.observe(e.ChunksTainted((keys[0],), 1))
     driver.step(settled=[("a", 1, 16)])
     driver.settle_all()
     assert driver.projections.pool.get(keys[0]) is None
@@ -258,10 +242,10 @@ def test_a_shared_page_is_free_when_its_last_chunk_has_left() -> None:
     driver = Driver(chunk_size=8, num_slots=4)
     keys = keys_of("d", 2)
     driver.save_prefix("a", keys)
-    driver.observe(e.ChunkTainted(keys[1], 1))
+    driver.observe(e.ChunksTainted((keys[1],), 1))
     assert driver.projections.slots.num_free == 3
-    driver.observe(e.ChunkTainted(keys[0], 1))
-    driver.observe(e.ChunkTainted(keys[0], 1))
+    driver.observe(e.ChunksTainted((keys[0],), 1))
+    driver.observe(e.ChunksTainted((keys[0],), 1))
     assert driver.projections.slots.num_free == 4
     check_invariants(driver.projections)
 

@@ -40,7 +40,7 @@ class Silent(StateHandler):
         assert isinstance(said, Answered)
         asked = (0, turn.record.num_prompt_tokens)
         hit = said.num_external_tokens
-        turn.decide(e.LookupAnswered(*turn.record.life, *asked, hit, hit, False, MissReason.RECORDED, 0, turn.cause))
+        turn.decide(e.LookupAnswered(*turn.record.life, *asked, hit, hit, False, MissReason.RECORDED, turn.cause))
 
 
 class Listening(Extension):

@@ -170,7 +170,7 @@ def test_it_is_stopped_once_and_nobody_else_pays(what: str) -> None:
     assert type(driver.observed[stopped.cause - 1]) in {e.RequestPreempted, e.StepScheduled}
     assert driver.all_of(e.InvariantViolated) == driver.all_of(e.RequestQuarantined) == []
     assert driver.record("request 3").trust is TrustRegion.TRUSTED
-    assert driver.all_of(e.ChunkEvicted), "nothing was evicted, so nobody was asked what is kept"
+    assert driver.all_of(e.ChunksEvicted), "nothing was evicted, so nobody was asked what is kept"
     if where != "kept":  # which came after others had been kept
         assert without_extensions(driver) == without_extensions(lived())
     assert driver.totals.figures.num_extensions_stopped == 1

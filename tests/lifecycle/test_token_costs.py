@@ -102,7 +102,7 @@ def test_a_request_that_would_get_nothing_anyway_is_told_the_usual_reason() -> N
     server.arrive("cached", NUM_TOKENS + 1, SAVED)
     assert server.lookup("cached", NUM_TOKENS, NUM_TOKENS + 1).miss_reason == "complete"
     server.arrive("unknown", NUM_TOKENS + 1, keys_of("other", 4))
-    assert server.lookup("unknown", 0, NUM_TOKENS + 1).miss_reason == "never_saved"
+    assert server.lookup("unknown", 0, NUM_TOKENS + 1).miss_reason == "missing"
 
 
 def test_where_slow_loads_are_offered_nothing_is_measured_against_anything() -> None:

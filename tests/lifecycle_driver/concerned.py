@@ -36,8 +36,8 @@ PROOFS: dict[Reason, tuple[type[e.Event], ...]] = {
     Reason.DEFERRAL_EXHAUSTED: (e.SaveIssued, e.TailSaveIssued),
     Reason.DECLINED: (e.SaveDeclined,),
     Reason.SAVE_FAILED: (e.SaveFailed,),
-    Reason.EVICTED: (e.ChunkEvicted,),
-    Reason.TAINTED: (e.ChunkTainted,),
+    Reason.EVICTED: (e.ChunksEvicted,),
+    Reason.TAINTED: (e.ChunksTainted,),
     Reason.RESET: (e.CacheReset,),
     Reason.STALE: (e.CacheReset,),
     Reason.BEHIND_GAP: (*_LOOKUP, e.SaveCompleted),
@@ -92,7 +92,7 @@ def concerning(events: Sequence[tuple[int, e.Event]], request_id: str) -> list[t
         concerns = (
             whose == request_id
             or (whose in sharers and isinstance(event, _OF_SHARERS))
-            or (isinstance(event, e.ChunkEvicted | e.ChunkTainted) and event.key in keys)
+            or (isinstance(event, e.ChunksEvicted | e.ChunksTainted) and not keys.isdisjoint(event.keys))
             or isinstance(event, e.CacheReset | e.PrefixCacheReset)
             or (isinstance(event, e.HookFailed) and not whose)
         )

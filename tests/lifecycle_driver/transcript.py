@@ -181,10 +181,8 @@ class _Player:
     def _field(self, name: str, value: Any) -> str:
         if isinstance(value, bool):
             return name if value else ""
-        if name == "miss_cause" and not value:
-            return ""
-        if isinstance(value, bytes):
-            value = self._names.get(value, value.hex())
+        if name == "keys":
+            value = " ".join(self._names.get(key, key.hex()) for key in value)
         elif isinstance(value, tuple):
             value = _ranges(value)
         elif isinstance(value, str) and " " in value:

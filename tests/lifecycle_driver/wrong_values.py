@@ -35,8 +35,8 @@ def wrong_logs(events: list[SequencedEvent], max_occurrences: int) -> Iterator[W
         step = max(1, len(all_places) // max_occurrences)
         for field in e.field_names(event_class):
             values = list(dict.fromkeys(getattr(events[place][1], field) for place in all_places))[-4:]
-            if field == "key":
-                values = keys
+            if event_class in {e.ChunksEvicted, e.ChunksTainted} and field == "keys":
+                values = [(key,) for key in keys]
             for place in all_places[::step][:max_occurrences]:
                 sequence, event = events[place]
                 right = getattr(event, field)

@@ -82,13 +82,14 @@ class StarvingKept(Checker):
     def _ended(self, event: e.RequestReleased) -> None:
         self._starving.pop(event.ordinal, None)
 
-    @on(e.ChunkEvicted)
-    def _evicted(self, event: e.ChunkEvicted) -> None:
+    @on(e.ChunksEvicted)
+    def _evicted(self, event: e.ChunksEvicted) -> None:
         lives = [life for ordinal in self._starving if (life := self.lives.of(ordinal))]
         kept_for = {key: life for life in lives if life.state is not RequestState.FINISHED for key in life.keys}
-        if event.key not in kept_for:
+        evicted = next((key for key in event.keys if key in kept_for), None)
+        if evicted is None:
             return
-        life, evicting = kept_for[event.key], self.lives.of(event.ordinal)
+        life, evicting = kept_for[evicted], self.lives.of(event.ordinal)
         # What is there, and not of the starving, of who saves, relied on or being read.
         spared = self.chunks.committed.keys() - kept_for.keys() - set(evicting.keys if evicting else ())
         read = {slot for _, job in self.jobs if job.is_load for slot in job.slots}
@@ -96,7 +97,7 @@ class StarvingKept(Checker):
         could_go = [k for k in spared if k not in relied_on and read.isdisjoint(self.chunks.committed[k])]
         if could_go:
             who, said = life.request_id, self._starving[life.ordinal]
-            detail = f"chunk {event.key.hex()} of starving {who!r} was evicted, {min(could_go).hex()} could have been"
+            detail = f"chunk {evicted.hex()} of starving {who!r} was evicted, {min(could_go).hex()} could have been"
             self.broken(detail, said, event.cause, request_id=who)
 
 

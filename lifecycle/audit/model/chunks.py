@@ -43,6 +43,8 @@ class Chunks:
         """Saves that were committed."""
         self.num_removed = 0
         """Chunks that were taken away."""
+        self.evicted: Mapping[bytes, tuple[int, ...]] = {}
+        """Chunks that the last `chunks.evicted` names, and the slots that they lay in."""
         self.taken: list[int] = []
         """Slots of the save at hand that somebody needed already."""
 
@@ -83,7 +85,6 @@ class Chunks:
     def begin(self, start: Start) -> None:
         """Take over what is committed, in flight or gone where an audit starts in the middle of a log."""
         self._committed.update(start.committed)
-        self._departed.update(start.departed)
         for slots in self._committed.values():
             self._slots.hold(slots)
         for _, job in self._jobs:
@@ -186,13 +187,16 @@ class Chunks:
             self._slots.hold(slots)
             self._commit(key, slots)
 
-    @on(e.ChunkEvicted)
-    def _evicted(self, event: e.ChunkEvicted) -> None:
-        self._remove(event.key, Departed("evicted", self._moment.sequence))
+    @on(e.ChunksEvicted)
+    def _evicted(self, event: e.ChunksEvicted) -> None:
+        self.evicted = {key: self._committed.get(key, ()) for key in event.keys}
+        for key in event.keys:
+            self._remove(key, Departed("evicted", self._moment.sequence))
 
-    @on(e.ChunkTainted)
-    def _tainted(self, event: e.ChunkTainted) -> None:
-        self._remove(event.key, Departed("tainted", self._moment.sequence))
+    @on(e.ChunksTainted)
+    def _tainted(self, event: e.ChunksTainted) -> None:
+        for key in event.keys:
+            self._remove(key, Departed("tainted", self._moment.sequence))
 
     @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset) -> None:

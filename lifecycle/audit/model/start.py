@@ -12,7 +12,7 @@ import attrs
 import msgspec
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.audit.model.records import Answer, Departed, InFlight, IssuedTail, Life
+    from kvledger.lifecycle.audit.model.records import Answer, InFlight, IssuedTail, Life
 
 
 @attrs.frozen
@@ -55,7 +55,6 @@ class Start:
     """Chunk key -> slots."""
     by_age: Sequence[bytes]
     """Committed chunks that no preempted request waits for, least recently used first."""
-    departed: Mapping[bytes, Departed]
     tails: Mapping[int, IssuedTail]
     """By ordinal."""
     waited_for: Mapping[str, Sequence[bytes]]

@@ -40,11 +40,11 @@ class EvictIdleOnly(Checker):
             if job.is_load:
                 self._loads[job_id] = (0, self._keys_read_by(job))
 
-    @on(e.ChunkEvicted)
-    def _evicted(self, event: e.ChunkEvicted) -> None:
+    @on(e.ChunksEvicted)
+    def _evicted(self, event: e.ChunksEvicted) -> None:
         for job_id, (sequence, read) in self._loads.items():
-            if event.key in read:
-                detail = f"chunk {event.key.hex()} was evicted, though load {job_id} is still reading it"
+            for key in filter(read.__contains__, event.keys):
+                detail = f"chunk {key.hex()} was evicted, though load {job_id} is still reading it"
                 self.broken(detail, sequence, event.cause)
 
     @on(e.LoadIssued)
@@ -78,11 +78,12 @@ class HitPinned(Checker):
 
     rule = "HIT_PINNED"
 
-    @on(e.ChunkEvicted)
-    def _evicted(self, event: e.ChunkEvicted) -> None:
-        for request_id, sequence in self.answers.promised(event.key):
-            detail = f"chunk {event.key.hex()} was evicted, though the pending answer to {request_id!r} promised it"
-            self.broken(detail, sequence, event.cause, request_id=request_id)
+    @on(e.ChunksEvicted)
+    def _evicted(self, event: e.ChunksEvicted) -> None:
+        for key in event.keys:
+            for request_id, sequence in self.answers.promised(key):
+                detail = f"chunk {key.hex()} was evicted, though the pending answer to {request_id!r} promised it"
+                self.broken(detail, sequence, event.cause, request_id=request_id)
 
 
 class WaitingKept(Checker):
@@ -98,12 +99,13 @@ class WaitingKept(Checker):
 
     rule = "WAITING_KEPT"
 
-    @on(e.ChunkEvicted)
-    def _evicted(self, event: e.ChunkEvicted) -> None:
-        for request_id, sequence in self.answers.waited_for(event.key):
-            if all(request_id != whose for whose, _ in self.answers.promised(event.key)):
-                detail = f"chunk {event.key.hex()} was evicted, though {request_id!r} was preempted and waits for it"
-                self.broken(detail, sequence, event.cause, request_id=request_id)
+    @on(e.ChunksEvicted)
+    def _evicted(self, event: e.ChunksEvicted) -> None:
+        for key in event.keys:
+            for request_id, sequence in self.answers.waited_for(key):
+                if all(request_id != whose for whose, _ in self.answers.promised(key)):
+                    detail = f"chunk {key.hex()} was evicted, though {request_id!r} was preempted and waits for it"
+                    self.broken(detail, sequence, event.cause, request_id=request_id)
 
 
 POOL_FULL = "pool_full"
@@ -206,6 +208,8 @@ class EvictionOrder(Checker):
         """Chunks of the request that saves."""
         self._once_promised: set[bytes] = set()
         """Committed chunks that a lookup has promised since they were saved."""
+        self._leaving: Counter[int] = Counter()
+        """Slot → chunks in it that leave for the save at hand and are not looked at yet."""
         self._passed: set[bytes] = set()
         """Chunks at the front of the order that had to stay in this save."""
 
@@ -288,11 +292,12 @@ class EvictionOrder(Checker):
 
     # --- what is gone ----------------------------------------------------------------------------
 
-    @on(e.ChunkTainted)
-    def _tainted(self, event: e.ChunkTainted) -> None:
-        self._passed.discard(event.key)
-        self._once_promised.discard(event.key)
-        self._order.pop(event.key, None)
+    @on(e.ChunksTainted)
+    def _tainted(self, event: e.ChunksTainted) -> None:
+        for key in event.keys:
+            self._passed.discard(key)
+            self._once_promised.discard(key)
+            self._order.pop(key, None)
 
     @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset) -> None:
@@ -301,23 +306,30 @@ class EvictionOrder(Checker):
         self._passed.clear()
         self._waited_for.clear()
 
-    @on(e.ChunkEvicted)
-    def _evicted(self, event: e.ChunkEvicted) -> None:
-        self._once_promised.discard(event.key)
-        if event.key not in self._order:
+    @on(e.ChunksEvicted)
+    def _evicted(self, event: e.ChunksEvicted) -> None:
+        self._leaving = Counter(slot for slots in self.chunks.evicted.values() for slot in slots)
+        for key in event.keys:
+            self._leaving.subtract(self.chunks.evicted[key])
+            self._check_order(event, key)
+        self._leaving.clear()
+
+    def _check_order(self, event: e.ChunksEvicted, evicted: bytes) -> None:
+        self._once_promised.discard(evicted)
+        if evicted not in self._order:
             return
-        if event.key in self._passed:
+        if evicted in self._passed:
             self._passed.clear()
-        older = None if next(iter(self._order)) == event.key else self._older(event)
-        del self._order[event.key]
-        if older is not None and not self._had_to_stay(event.key):
+        older = None if next(iter(self._order)) == evicted else self._older(event, evicted)
+        del self._order[evicted]
+        if older is not None and not self._had_to_stay(evicted):
             detail = (
-                f"chunk {event.key.hex()} was evicted, though chunk {older.hex()} was used before it and did not have "
+                f"chunk {evicted.hex()} was evicted, though chunk {older.hex()} was used before it and did not have "
                 f"to stay"
             )
             self.broken(detail, event.cause)
 
-    def _older(self, event: e.ChunkEvicted) -> bytes | None:
+    def _older(self, event: e.ChunksEvicted, evicted: bytes) -> bytes | None:
         """A chunk that was used before the evicted one and could have been evicted in its place."""
         if self._save != (event.cause, event.ordinal):
             life = self.lives.of(event.ordinal)
@@ -327,7 +339,7 @@ class EvictionOrder(Checker):
         waited_for: list[bytes] = []
         older = None
         for key in islice(self._order, len(self._passed), _MAX_PASSED):
-            if key == event.key:
+            if key == evicted:
                 break
             if any(key in keys for keys in self._waited_for.values()):
                 waited_for.append(key)
@@ -341,7 +353,9 @@ class EvictionOrder(Checker):
         return older
 
     def _could_be_evicted(self, key: bytes) -> bool:
-        holders = [self.slots.num_holders(slot) for slot in self.chunks.slots_of(key) or () if slot != NO_SLOT]
+        # What leaves later for the same save still lies in its slots.
+        slots = self.chunks.slots_of(key) or self.chunks.evicted.get(key, ())
+        holders = [self.slots.num_holders(slot) + self._leaving[slot] for slot in slots if slot != NO_SLOT]
         is_in_use = key in self._own or key in self._once_promised or self._is_relied_on(key)
         return not is_in_use and set(holders) == {1}
 

@@ -13,7 +13,7 @@ from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
-_OF_NO_REQUEST = (e.ChunkEvicted, e.ChunkTainted, e.InvariantViolated, e.ExtensionStopped)
+_OF_NO_REQUEST = (e.ChunksEvicted, e.ChunksTainted, e.InvariantViolated, e.ExtensionStopped)
 _OF_A_JOB = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.TransferAwaited)
 
 
@@ -82,7 +82,7 @@ _OfThePresent = (
     (e.LookupAnswered | e.LookupDeferred | e.LoadIssued | e.BlocksHeld)
     | (e.PrefillAdvanced | e.PrefillCompleted | e.RequestQuarantined)
 )  # fmt: skip
-_OfBlocks = e.SaveIssued | e.TailSaveIssued | e.SaveDeclined | e.ChunkEvicted
+_OfBlocks = e.SaveIssued | e.TailSaveIssued | e.SaveDeclined | e.ChunksEvicted
 
 
 class GenIsolation(Checker):
@@ -110,8 +110,8 @@ class GenIsolation(Checker):
         if self.moment.life is not None:
             self._of_blocks_of(self.moment.life, event)
 
-    @on(e.ChunkEvicted)
-    def _evicted(self, event: e.ChunkEvicted) -> None:
+    @on(e.ChunksEvicted)
+    def _evicted(self, event: e.ChunksEvicted) -> None:
         life = self.lives.get(event.request_id)
         if life is not None:
             self._of_blocks_of(life, event)
@@ -142,7 +142,7 @@ class GenIsolation(Checker):
             self.broken(detail, job.sequence, event.cause)
 
 
-def _life(event: e.RequestDecision | e.ChunkEvicted) -> tuple[str, int, int]:
+def _life(event: e.RequestDecision | e.ChunksEvicted) -> tuple[str, int, int]:
     return event.request_id, event.ordinal, event.generation
 
 

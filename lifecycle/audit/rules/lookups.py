@@ -124,12 +124,11 @@ class LongestHit(Checker):
 
     A recorded hit reaches as far as committed chunks of the request do without a gap, and its own saved tail behind.
 
-    Verifies: this for every answer, before any limit. Where it ends for want of a chunk, that the reason is the true
-    one, and the event that took the chunk away; where less is used, that the request is quarantined, computes first, is
-    limited by `max_hit_share`, would load for longer than compute, or has a window that sees what is not stored.
+    Verifies: this for every answer, before any limit. Where it ends for want of a chunk, whether that is being saved;
+    where less is used, that the request is quarantined, computes first, is limited by `max_hit_share`, would load for
+    longer than compute, or has a window that sees what is not stored.
     Does not verify: a hit of more than is there (LOADABLE_AFTER_COMMIT, RESET_EPOCH); what is answered of it
-    (LOOKUP_PURE, GROUP_AGREEMENT); why a chunk is gone that left longer ago than is
-    remembered.
+    (LOOKUP_PURE, GROUP_AGREEMENT).
     """
 
     rule = "LONGEST_HIT"
@@ -139,48 +138,44 @@ class LongestHit(Checker):
         life = self.lives.get(event.request_id)
         if life is None:
             return
-        hit, reason, sequence = self._expected(event, life, self.chunks.num_committed(life))
+        hit, reason = self._expected(event, life, self.chunks.num_committed(life))
         if event.num_hit_tokens > hit or reason == "window":
             return  # more than is there: LOADABLE_AFTER_COMMIT, RESET_EPOCH and GROUP_AGREEMENT look at that
         if hit != event.num_hit_tokens:
-            self.broken(f"a hit of {event.num_hit_tokens} tokens was found, but {hit} are there", sequence, event.cause)
-        elif reason != event.miss_reason or sequence != event.miss_cause:
-            recorded = f"the hit ends for the reason {event.miss_reason} of event {event.miss_cause}"
-            self.broken(f"{recorded}, but the log tells {reason} of event {sequence}", sequence, event.cause)
+            self.broken(f"a hit of {event.num_hit_tokens} tokens was found, but {hit} are there", event.cause)
+        elif reason != event.miss_reason:
+            detail = f"the hit ends for the reason {event.miss_reason}, but the log tells {reason}"
+            self.broken(detail, event.cause)
 
-    def _expected(self, event: e.LookupAnswered, life: Life, num_chunks: int) -> tuple[int, str, int]:
-        """(hit in tokens, reason, sequence of the event that it names), as the log tells it."""
+    def _expected(self, event: e.LookupAnswered, life: Life, num_chunks: int) -> tuple[int, str]:
+        """The hit in tokens and the reason why it ends, as the log tells it."""
         model = self.model
         hit = num_chunks * model.spans.chunk_size
-        reason, sequence = self._why_chunks_end(life, num_chunks)
+        reason = self._why_chunks_end(life, num_chunks)
         tail = model.tails.saved(life)
         if tail is not None and tail.first_token == hit:
             hit = tail.end_token
             if hit >= event.num_tokens - 1:
-                reason, sequence = "complete", 0
+                reason = "complete"
         usable = model.usable_tokens(life, hit)
         if usable < hit:
-            reason, sequence = "limited", 0
+            reason = "limited"
         if model.is_slower_to_load(event, usable):
-            usable, reason, sequence = 0, "slower", 0
+            usable, reason = 0, "slower"
         if life.computes_first:
-            usable, reason, sequence = 0, "load_failed", 0
+            usable, reason = 0, "load_failed"
         if life.quarantined:
-            usable, reason, sequence = 0, "quarantined", 0
+            usable, reason = 0, "quarantined"
         if model.spans.has_windows:
             end_token = min(usable, event.num_tokens - 1)
             if model.longest_seen(life, end_token) != end_token:
-                reason, sequence = "window", 0
-        return hit, reason, sequence
+                reason = "window"
+        return hit, reason
 
-    def _why_chunks_end(self, life: Life, num_chunks: int) -> tuple[str, int]:
+    def _why_chunks_end(self, life: Life, num_chunks: int) -> str:
         if num_chunks >= len(life.keys):
-            return "complete", 0
-        missing = life.keys[num_chunks]
-        if missing in self.chunks.saving:
-            return "saving", 0
-        departed = self.chunks.departed(missing)
-        return ("never_saved", 0) if departed is None else (departed.reason, departed.sequence)
+            return "complete"
+        return "saving" if life.keys[num_chunks] in self.chunks.saving else "missing"
 
 
 class DeferBounded(Checker):

@@ -225,10 +225,10 @@ class StoreContiguous(Checker):
     def _reset(self, _event: e.CacheReset) -> None:
         self._look(is_reset=True)
 
-    @on(e.ChunkEvicted, e.ChunkTainted)
-    def _evicted(self, event: e.ChunkEvicted | e.ChunkTainted) -> None:
+    @on(e.ChunksEvicted, e.ChunksTainted)
+    def _evicted(self, event: e.ChunksEvicted | e.ChunksTainted) -> None:
         # Who was passed over because it was there still counts as that.
-        self._look(keeps_known=True, gone=(event.key,))
+        self._look(keeps_known=True, gone=frozenset(event.keys))
 
     @on(e.SaveFailed)
     def _save_failed(self, _event: e.SaveFailed) -> None:

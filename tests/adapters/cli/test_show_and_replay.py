@@ -97,13 +97,13 @@ def test_a_save_that_failed_is_never_told_as_saved(run: Any, tmp_path: Path) -> 
     (save,) = driver.all_of(e.SaveIssued)
     driver.report(save.job_id, ok=False)
     driver.arrive("b", 33, keys_of("x", 4))
-    assert driver.lookup("b", 0, 33).miss_reason == "never_saved"
+    assert driver.lookup("b", 0, 33).miss_reason == "missing"
     driver.ledger.commit()
     log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     of_saver, of_asker = run("show", log, "a").out, run("show", log, "b").out
     assert "saving 4 chunks" in of_saver
     assert f"save {save.job_id} failed: it broke" in of_saver
-    assert "0 are saved, 0 offered; the next chunk is not saved" in of_asker
+    assert "0 are saved, 0 offered; the next chunk is not in the pool" in of_asker
     assert "saved 4 chunks" not in of_saver
     assert f"save {save.job_id} by request a failed at event" in run("why", log, "b").out
 

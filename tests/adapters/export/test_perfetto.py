@@ -167,7 +167,7 @@ def test_any_part_of_a_world_is_a_whole_trace(run: Any, worlds: dict[int, Path],
 
 def _compare(trace: Trace, projections: Projections, figures: Figures) -> None:
     assert len(trace.of_state("preempted")) == len(trace.flows) == figures.num_preemptions
-    evicted = [found for found in trace.instants if found.name == "chunk.evicted"]
+    evicted = [found for found in trace.instants if found.name == "chunks.evicted"]
     assert sum(found.args["num_chunks"] for found in evicted) == figures.num_chunks_evicted
     done = [copy for copy in trace.copies if copy.args["outcome"] == "completed"]
     assert sum(c.args["num_tokens"] for c in done if c.name == "load") == figures.num_tokens_loaded

@@ -161,8 +161,9 @@ def test_the_tables_of_worlds_add_up_to_the_figures_of_their_logs(
             assert sum(int(row["num_preemptions"]) for row in requests) == figures.num_preemptions
             assert sum(int(row["num_tokens_loaded"]) for row in requests) == figures.num_tokens_loaded
             assert sum(not row["deferred_for_job"] for row in tables["lookups"]) == figures.num_lookups
-            evicted = sum(row["kind"] == "chunk.evicted" for row in tables["instants"])
-            assert evicted == figures.num_chunks_evicted
+            evictions = [event for _, event in stored.events() if isinstance(event, e.ChunksEvicted)]
+            assert sum(row["kind"] == "chunks.evicted" for row in tables["instants"]) == len(evictions)
+            assert sum(len(event.keys) for event in evictions) == figures.num_chunks_evicted
             failed = Counter(row["kind"] for row in tables["transfers"] if row["outcome"] in {"failed", "given up"})
             assert failed["load"] == figures.num_loads_failed
             assert failed["save"] + failed["tail save"] == figures.num_saves_failed

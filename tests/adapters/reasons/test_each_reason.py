@@ -8,6 +8,7 @@ from lifecycle_driver import Driver, keys_of
 from lifecycle_driver.concerned import check_proofs, check_reasons, stories_of
 
 from kvledger.adapters.reasons import Accounts, ChunkStatus, Reason, RequestHistory, Span, Sums
+from kvledger.adapters.reasons.chunk_history import MAX_GONE
 from kvledger.adapters.reasons.spans import joined
 from kvledger.lifecycle import events as e
 
@@ -155,7 +156,7 @@ def test_an_evicted_chunk_names_the_eviction_and_the_request_it_was_for() -> Non
     fact = span_with(story, Reason.EVICTED).fact
     assert fact is not None
     assert (fact.status, fact.request_id) == (ChunkStatus.EVICTED, "b")
-    assert isinstance(event_at(driver, fact.sequence), e.ChunkEvicted)
+    assert isinstance(event_at(driver, fact.sequence), e.ChunksEvicted)
     assert fact.earlier is not None
     assert (fact.earlier.status, fact.earlier.request_id) == (ChunkStatus.SAVED, "a")
 
@@ -166,7 +167,7 @@ def test_a_chunk_behind_an_evicted_one_is_behind_a_gap() -> None:
     preempted(driver)
     driver.settle_all()
     (first, *_), cause = keys_of("a", 4), driver.ledger.next_sequence
-    driver.observe(e.ChunkEvicted(first, "b", 1, 0, cause))
+    driver.observe(e.ChunksEvicted((first,), "b", 1, 0, cause))
     come_back(driver, 33)
     assert missed(story_of(driver)) == [(0, 8, Reason.EVICTED), (8, 32, Reason.BEHIND_GAP)]
 
@@ -468,7 +469,7 @@ def test_a_whole_chunk_without_a_key_says_so() -> None:
 
 
 def test_behind_lost_events_what_is_not_known_is_unknown() -> None:
-    """The chunk behind the evicted one may have been saved or not: nobody can tell any more."""
+    """The chunks may have been saved and evicted, or never saved: nobody can tell any more."""
     driver = Driver(num_slots=2, keep_for_preempted=False)
     preempted(driver)
     driver.settle_all()
@@ -485,7 +486,24 @@ def test_behind_lost_events_what_is_not_known_is_unknown() -> None:
     for sequence, event in late:
         accounts.take(sequence, event)
     story = next(story for story in accounts.histories if story.request_id == "c")
-    assert missed(story) == [(0, 8, Reason.EVICTED), (8, 32, Reason.UNKNOWN)]
+    assert missed(story) == [(0, 32, Reason.UNKNOWN)]
+
+
+@pytest.mark.parametrize(("num_gone", "reason"), [(MAX_GONE, Reason.UNKNOWN), (MAX_GONE * 9 // 8 + 1, Reason.NEW)])
+def test_lost_events_matter_as_long_as_their_chunks_would_be_remembered(num_gone: int, reason: Reason) -> None:
+    """A whole log calls a chunk new as well whose eviction is that long ago."""
+    driver = Driver()
+    driver.arrive("a", 33, keys_of("a", 4))
+    come_back(driver, 33)
+    driver.ledger.commit()
+    accounts = Accounts(driver.configuration, keeps_histories=True)
+    accounts.lose()
+    keys = tuple(number.to_bytes(16) for number in range(num_gone - 4))
+    accounts.take(1, e.ChunkKeysObserved("other", 0, keys))
+    for sequence, event in driver.sink.events():
+        accounts.take(sequence, event)
+    (story,) = [story for story in accounts.histories if story.request_id == "a"]
+    assert missed(story) == [(0, 32, reason)]
 
 
 def test_polls_are_one_lookup_as_long_as_nothing_changes_for_the_request() -> None:

@@ -101,7 +101,7 @@ def test_a_difference_is_named_with_both_sides() -> None:
 SMALL = st.integers(-1, 40)
 VALUES: dict[object, st.SearchStrategy[object]] = {
     int: SMALL,
-    str: st.sampled_from(["", "a", "b", "never_saved", "evicted", "quarantined", "window"]),
+    str: st.sampled_from(["", "a", "b", "missing", "evicted", "quarantined", "window"]),
     bytes: st.sampled_from([b"1", b"2", b"3"]),
     bool: st.booleans(),
     tuple[int, ...]: st.lists(SMALL, max_size=3).map(tuple),

@@ -50,7 +50,7 @@ def without_log_before(events: list[tuple[int, e.Event]]) -> list[tuple[int, e.E
         return events
     moved = [events[0]]
     for sequence, event in events[2:]:
-        causes = {name: getattr(event, name, 0) for name in ("cause", "miss_cause", "delivered")}
+        causes = {name: getattr(event, name, 0) for name in ("cause", "delivered")}
         changes: dict[str, object] = {name: cause - 1 for name, cause in causes.items() if cause}
         if isinstance(event, e.TransferReported) and event.moments:
             changes["moments"] = (event.moments[0] - 1, *event.moments[1:])
@@ -71,8 +71,8 @@ def without_names(events: Sequence[SequencedEvent]) -> list[SequencedEvent]:
         if isinstance(event, e.ChunkKeysObserved):
             changes["keys"] = tuple(named(key) for key in event.keys)
             changes["hash_prefixes"] = b""  # of other tokens
-        elif isinstance(event, e.ChunkEvicted | e.ChunkTainted):
-            changes["key"] = named(event.key)
+        elif isinstance(event, e.ChunksEvicted | e.ChunksTainted):
+            changes["keys"] = tuple(map(named, event.keys))
         found.append((sequence, replace(event, **changes)))
     return found
 

@@ -106,7 +106,7 @@ def test_prompts_that_part_within_a_chunk_share_its_first_block(make_engine: Any
     engine.serve("b", [*range(16), *range(200, 216)], 2)
     assert subscriber.num_stored == len(subscriber.on_host) == 3
     for key, num_left in zip(list(engine.projections.pool.state.committed), (2, 0), strict=True):
-        engine.connector.scheduler_side.journal.follow(e.LogNote("", 0), (e.ChunkTainted(key, 0),))
+        engine.connector.scheduler_side.journal.follow(e.LogNote("", 0), (e.ChunksTainted((key,), 0),))
         subscriber.publish(SimpleNamespace(events=engine.connector.take_events()))
         assert len(subscriber.on_host) == num_left
 

@@ -204,7 +204,6 @@ class Shy(New):
                 num_external_tokens=0,
                 is_async=False,
                 miss_reason="limited",
-                miss_cause=0,
                 cause=turn.cause,
             )
         )

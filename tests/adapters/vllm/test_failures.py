@@ -436,7 +436,7 @@ def test_loads_that_fail_are_computed(
     serve(engine)
     failed = engine.logged(e.LoadFailed)
     assert 1 <= len(failed) <= num_failures
-    assert engine.logged(e.ChunkTainted)
+    assert engine.logged(e.ChunksTainted)
     assert engine.logged(e.InvariantViolated, e.HookFailed) == []
     assert engine.figures.num_loads_failed == len(failed)
     for request_id in engine.outputs:

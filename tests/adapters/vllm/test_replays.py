@@ -39,7 +39,7 @@ def test_the_state_at_every_step_can_be_folded_again(make_engine: Any, runner: d
         believed[ledger.next_sequence - 1] = engine.projections.snapshot()
     events = engine.events()
     assert engine.num_preemptions > 1
-    assert engine.logged(e.ChunkEvicted)
+    assert engine.logged(e.ChunksEvicted)
     for sequence in sorted(believed)[:: max(1, len(believed) // 40)]:
         assert (
             fold(Core.standard(), events, engine.replay_configuration, at=sequence).snapshot() == believed[sequence]

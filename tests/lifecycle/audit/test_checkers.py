@@ -90,8 +90,8 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "LOADABLE_AFTER_COMMIT": (e.LoadIssued, 0, first_of("slots", 6)),
     "COMPLETION_ONCE": (e.TransferReported, 0, evolve(ranks_done=(0, 0))),
     "GEN_ISOLATION": (e.SaveCompleted, 0, one_more("generation")),
-    "HIT_PINNED": (e.ChunkEvicted, 0, lambda event: event),  # the promised key is put in by the test
-    "EVICT_IDLE_ONLY": (e.ChunkEvicted, 0, evolve(key=keys_of("a", 1)[0])),
+    "HIT_PINNED": (e.ChunksEvicted, 0, lambda event: event),  # the promised key is put in by the test
+    "EVICT_IDLE_ONLY": (e.ChunksEvicted, 0, evolve(keys=(keys_of("a", 1)[0],))),
     "LOAD_DST_EXCLUSIVE": (e.LoadIssued, 0, swap_first_two("block_ids")),
     "RELEASE_ALL": (e.RequestReleased, -1, one_more("generation")),
     "TOKEN_CONSERVATION": (e.StepScheduled, RESUMING_STEP, in_first_entry("advanced", 1, 48)),
@@ -105,7 +105,11 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "DELAY_FREE_CONTRACT": (e.LogNote, -1, lambda _: e.BlocksHeld("b", 1, 0, HERE)),
     "DELIVERED_ONCE": (e.LogNote, 0, lambda _: e.EffectsDelivered((99,), (), (), (), (), (), ())),
     "DEFER_BOUNDED": (e.LookupDeferred, 1, evolve(num_deferred=7)),
-    "FAILED_LOAD_TAINT": (e.ChunkTainted, 0, evolve(key=bytes(16))),
+    "FAILED_LOAD_TAINT": (
+        e.ChunksTainted,
+        0,
+        lambda event: msgspec.structs.replace(event, keys=(bytes(16), *event.keys[1:])),
+    ),
     "GROUP_AGREEMENT": (e.SaveIssued, 0, lambda event: event),  # the altered page is put in by the test
     "TABLE_EQ": (e.StepScheduled, RESUMING_STEP, evolve(extended=((0, (7,)),))),
     "CURSOR_LE_FRONTIER": (e.StepScheduled, 1, in_first_entry("settled", 1, 2)),
@@ -121,9 +125,9 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "LOAD_XOR_STORES": (e.LoadIssued, 0, evolve(is_async=True)),
     "KEY_IDENTITY": (e.ChunkKeysObserved, 3, swap_first_two("keys")),
     "SLOT_EXCLUSIVE": (e.SaveIssued, 2, lambda event: msgspec.structs.replace(event, slots=(0, *event.slots[1:]))),  # type: ignore[attr-defined]
-    "EVICTION_ORDER": (e.ChunkEvicted, 0, evolve(key=keys_of("young", 1)[0])),
-    "WAITING_KEPT": (e.LogNote, 1, lambda _: e.ChunkEvicted(keys_of("a", 1)[0], "a", 0, 0, HERE)),
-    "LONGEST_HIT": (e.LookupAnswered, 0, evolve(miss_reason="evicted")),
+    "EVICTION_ORDER": (e.ChunksEvicted, 0, evolve(keys=(keys_of("young", 1)[0],))),
+    "WAITING_KEPT": (e.LogNote, 1, lambda _: e.ChunksEvicted((keys_of("a", 1)[0],), "a", 0, 0, HERE)),
+    "LONGEST_HIT": (e.LookupAnswered, 0, evolve(miss_reason="saving")),
     "NEW_BLOCK_EXCLUSIVE": (e.StepScheduled, RESUMING_STEP + 2, evolve(extended=((2, (11,)),))),
     "STEP_SUM": (e.StepScheduled, 1, one_more("num_scheduled_tokens")),
     "SETTLED_EXACT": (
@@ -165,7 +169,7 @@ def altered_for(rule: str, driver: Driver) -> list[SequencedEvent]:
     event_class, index, change = ALTERATIONS[rule]
     if rule == "HIT_PINNED":
         (promised,) = [event for event in driver.all_of(e.ChunkKeysObserved) if event.request_id == "c"]
-        change = evolve(key=promised.keys[0])
+        change = evolve(keys=(promised.keys[0],))
     if rule == "GROUP_AGREEMENT":
         change = reading_behind_the_window
     events = altered(driver, event_class, index, change)
@@ -214,9 +218,9 @@ WRONG_VALUES: list[tuple[str, type[e.Event], int, Change, str]] = [
     ("nothing to load asynchronously", e.LookupAnswered, 0, evolve(is_async=True), "LOOKUP_PURE"),
     ("keys behind a gap", e.ChunkKeysObserved, 1, evolve(first_chunk=7), "KEY_IDENTITY"),
     ("a cause that is no observation", e.PrefillCompleted, 1, one_more("cause"), "LEGAL_TRANSITION"),
-    ("an eviction for another reason", e.ChunkEvicted, 0, evolve(cause=1), "LEGAL_TRANSITION"),
-    ("an eviction for another life", e.ChunkEvicted, 0, one_more("generation"), "GEN_ISOLATION"),
-    ("an eviction for nobody", e.ChunkEvicted, 0, evolve(request_id="nobody"), "GEN_ISOLATION"),
+    ("an eviction for another reason", e.ChunksEvicted, 0, evolve(cause=1), "LEGAL_TRANSITION"),
+    ("an eviction for another life", e.ChunksEvicted, 0, one_more("generation"), "GEN_ISOLATION"),
+    ("an eviction for nobody", e.ChunksEvicted, 0, evolve(request_id="nobody"), "GEN_ISOLATION"),
     ("a save before a forward that spares its blocks", e.SaveIssued, 0, evolve(before_forward=True), "SRC_BLOCK_OWNED"),
     ("a copy of another kind than is configured", e.SaveIssued, 0, evolve(is_async=True), "SRC_BLOCK_OWNED"),
     ("a step out of the row", e.StepScheduled, 2, one_more("step"), "STEP_SUM"),
@@ -270,9 +274,9 @@ def test_a_decision_that_names_another_life_of_its_request_is_named(event_class:
 @pytest.mark.parametrize(
     ("name", "event_classes"),
     [
-        ("story", (e.LoadIssued, e.ChunkEvicted, e.CacheReset)),
+        ("story", (e.LoadIssued, e.ChunksEvicted, e.CacheReset)),
         ("asynchronous", (e.LookupDeferred, e.TransferAwaited, e.BlocksHeld, e.LoadFailed)),
-        ("reading", (e.ChunkEvicted, e.LoadFailed, e.TransferAwaited)),
+        ("reading", (e.ChunksEvicted, e.LoadFailed, e.TransferAwaited)),
         ("decoding", (e.RequestFinished,)),
     ],
 )

@@ -31,7 +31,7 @@ def story_of_a_load(core: Core | None = None) -> Driver:
 def test_a_chunk_that_was_loaded_is_younger_than_one_that_was_only_saved() -> None:
     """The order of saves alone would evict it."""
     driver = story_of_a_load()
-    assert [event.key for event in driver.all_of(e.ChunkEvicted)] == list(keys_of("older", 1))
+    assert [key for event in driver.all_of(e.ChunksEvicted) for key in event.keys] == list(keys_of("older", 1))
     assert driver.audited().violations == []
 
 
@@ -39,7 +39,7 @@ def test_an_order_of_saves_alone_is_named_although_the_projection_that_verifies_
     """The log was called sound: one mistake evicted the chunk and found nothing wrong with that."""
     monkeypatch.setattr(Recency, "touch_prefix", lambda *_: None)
     driver = story_of_a_load()
-    assert [event.key for event in driver.all_of(e.ChunkEvicted)] == list(keys_of("loaded", 1))
+    assert [key for event in driver.all_of(e.ChunksEvicted) for key in event.keys] == list(keys_of("loaded", 1))
     (violation,) = driver.audited().violations
     assert violation.rule == "EVICTION_ORDER"
     assert keys_of("older", 1)[0].hex() in violation.detail
@@ -56,6 +56,6 @@ def test_an_extension_that_says_what_is_evicted_last_takes_the_rule_away() -> No
 
     core = Core.standard().extended(Keeping())
     driver = story_of_a_load(core)
-    assert [event.key for event in driver.all_of(e.ChunkEvicted)] == list(keys_of("younger", 1))
+    assert [key for event in driver.all_of(e.ChunksEvicted) for key in event.keys] == list(keys_of("younger", 1))
     assert driver.audited(core=core).violations == []
     assert core.not_checked["EVICTION_ORDER"] == "extension keeping says what is evicted last"

@@ -122,7 +122,7 @@ ANSWERED = {"LONGEST_HIT"}
 
 def altered_eviction(driver: Driver) -> tuple[e.Event, e.Event]:
     """Evict the last whole chunk that the pending answer to `a` promised, its tail behind it."""
-    return driver.all_of(e.ChunkEvicted)[0], change(driver.all_of(e.ChunkEvicted)[0], key=keys_of("a", 7)[6])
+    return driver.all_of(e.ChunksEvicted)[0], change(driver.all_of(e.ChunksEvicted)[0], keys=(keys_of("a", 7)[6],))
 
 
 def altered_stale_hit(driver: Driver) -> tuple[e.Event, e.Event]:
@@ -163,7 +163,7 @@ def up_to_or_all(rule: str, events: list[SequencedEvent]) -> list[SequencedEvent
     """An evicted chunk is missed by the load as well, and its slots are written; that is others', and comes later."""
     if rule != "HIT_PINNED":
         return events
-    place = next(place for place, (_, event) in enumerate(events) if isinstance(event, e.ChunkEvicted))
+    place = next(place for place, (_, event) in enumerate(events) if isinstance(event, e.ChunksEvicted))
     return events[: place + 1]
 
 

@@ -55,7 +55,7 @@ def test_a_chunk_counts_as_saved_where_it_is_tainted_in_the_same_step() -> None:
     while load.work != "overdue":
         driver.step()
     pass_over_as_it_is_given_up(driver, load, keys)
-    assert len(driver.all_of(e.ChunkTainted)) == 1
+    assert len(driver.all_of(e.ChunksTainted)) == 1
     driver.step(("b", 49, 1, 50), settled=[("b", 1, 49)])
     assert driver.all_of(e.SaveIssued)[-1].chunks == (1, 2)
     assert rules_broken_by(driver) == {"RECORDED"}  # nobody answered for the copy

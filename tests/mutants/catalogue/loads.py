@@ -90,10 +90,8 @@ def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
     """An evicted chunk is still found, where another one lies now."""
     stale: dict[tuple[int, bytes], tuple[int, ...]] = {}
 
-    def evicted(original: Any, pool: Pool, event: e.ChunkEvicted, sequence: int, subject: Any) -> None:
-        slots = pool.get(event.key)
-        if slots is not None:
-            stale[id(pool), event.key] = slots
+    def evicted(original: Any, pool: Pool, event: e.ChunksEvicted, sequence: int, subject: Any) -> None:
+        stale.update(((id(pool), key), slots) for key in event.keys if (slots := pool.get(key)) is not None)
         original(pool, event, sequence, subject)
 
     def num_committed_from(_original: Any, pool: Pool, keys: Iterable[bytes]) -> int:
@@ -157,7 +155,7 @@ def failed_load_offered_again(touch: Touch) -> Sequence[Patch]:
     """What failed to load is offered again."""
 
     def failed(decision: e.Event, *_: Any) -> e.Event | None:
-        if not isinstance(decision, e.ChunkTainted):
+        if not isinstance(decision, e.ChunksTainted):
             return decision
         touch()
         return None

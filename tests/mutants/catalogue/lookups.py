@@ -281,8 +281,8 @@ def evicted_while_read(touch: Touch) -> Sequence[Patch]:
             pool.slots.acquire(tuple(pool.__dict__.get("lost", {}).pop(event.job_id, ())))
         original(pool, event, sequence, subject)
 
-    def evicted(original: Any, pool: Any, event: e.ChunkEvicted, sequence: int, subject: Any) -> None:
-        slots = frozenset(pool.state.committed.get(event.key, ()))
+    def evicted(original: Any, pool: Any, event: e.ChunksEvicted, sequence: int, subject: Any) -> None:
+        slots = frozenset(slot for key in event.keys for slot in pool.state.committed.get(key, ()))
         original(pool, event, sequence, subject)
         for job in pool._jobs:
             lost = slots.intersection(job.slots) if job.kind is CopyKind.LOAD else ()

@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 MAY_STAY = frozenset(
     {
-        # The host pool: chunks, in which slots they lie, which are free, why some are gone (bounded).
+        # The host pool: chunks, in which slots they lie, and which are free.
         "Pool.state.committed",
         "Pool.state.by_age",
-        "Pool.state.departed",
-        "Pool._departed",
         "HostSlots.state.free",
         "HostSlots.state.failed",
         "HostSlots.state.references",
