@@ -11,7 +11,7 @@ from lifecycle_driver.moves import Met, explore
 from kvledger.lifecycle import Core, RequestState
 from kvledger.lifecycle import events as e
 
-NEVER = {
+RARE = {
     e.LoadRefused,  # where a hook fails
     *(e.PagesDigested, e.StepReported),  # a world has no bytes, and its workers no numbers of steps
     e.HooksExchanged,  # a world has no hooks
@@ -19,7 +19,7 @@ NEVER = {
     *(e.BlockTableObserved, e.DecisionWithheld, e.HookFailed, e.LogNote, e.RequestQuarantined, e.WindowLeft),
     *(e.ExtensionObserved, e.ExtensionNoted, e.ExtensionDecided, e.ExtensionStopped),
 }
-"""What does not happen in a small world."""
+"""What happens in small worlds hardly ever, or never."""
 
 
 def check_reach(met: Met) -> None:
@@ -28,7 +28,7 @@ def check_reach(met: Met) -> None:
     assert met.num_recovering > 50
     assert met.states == set(RequestState)
     played = {event for event in Core.standard().events.values() if event.id != "load.errors_observed"}
-    assert played - set(met.events) == NEVER
+    assert played - set(met.events) <= RARE
 
 
 def test_no_moves_break_an_invariant() -> None:
