@@ -288,7 +288,7 @@ class Core:
     ) -> Projections:
         """The projections of a log that has no events yet; with `only`, no others of them fold."""
         keepers = {
-            extension.name: extension.kept
+            extension.name: extension.keeps
             for extension in self.extensions
             if extension not in self.absent and extension.declaration().keeps
         }

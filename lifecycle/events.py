@@ -744,7 +744,7 @@ class ExtensionStopped(Event, frozen=True, tag=38):
     extension: str
     extension_version: Count
     where: str
-    """What raised: a method of a handler, a projection, or `kept`."""
+    """What raised: a method of a handler, a projection, or `keeps`."""
     error: str
     """Its class and the line it comes from; never its message, which may quote anything."""
     cause: Sequence

@@ -8,7 +8,7 @@ that what is legal never hangs on an extension. The header of a log has everythi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -55,9 +55,12 @@ class Extension:
     settings: ClassVar[Mapping[str, bool | int | float | str]] = {}
     """Key -> default."""
 
-    def kept(self, projections: Projections) -> Collection[bytes]:
-        """Keys of chunks that are evicted after all others; a function of what was folded."""
-        return ()
+    def keeps(self, projections: Projections, key: bytes) -> bool:
+        """Whether the chunk with this key is evicted after all others; a function of what was folded.
+
+        It is asked of each chunk that is about to leave, and of no other.
+        """
+        return False
 
     # --- for people; where one of these raises, they read the name and the fields instead
 
@@ -150,7 +153,7 @@ class Extension:
             leaves_out=dict(self.leaves_out),
             projections=tuple(spec.name for spec in self.projections),
             rules=tuple(self.rules),
-            keeps=type(self).kept is not Extension.kept,
+            keeps=type(self).keeps is not Extension.keeps,
         )
 
 

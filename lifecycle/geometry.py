@@ -197,14 +197,6 @@ class Geometry:
             return None
         return tuple([slot_of_page[page] for page in pages])
 
-    def slots_by_chunk(self, slots: tuple[int, ...], num_chunks: int) -> Sequence[tuple[int, ...]] | None:
-        """The slots of each of these chunks; None where chunks share pages, or there is not one slot for each page."""
-        if self.chunks_share_blocks or num_chunks * self.pages_per_chunk != len(slots):
-            return None
-        if num_chunks == 1:  # as with most saves
-            return (slots,)
-        return tuple(zip(*[iter(slots)] * self.pages_per_chunk, strict=True))
-
     def slots_of_pages(self, pages: range, slots_by_chunk: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """The slot with the longest image of each page, given the slots of every chunk from the first one on."""
         num_chunks = len(slots_by_chunk)

@@ -132,10 +132,9 @@ class Checked:
         if decision.cause != cause:
             return f"its cause is {decision.cause}, it was asked at {cause}"
         if isinstance(decision, e.ChunksEvicted):
-            slots = [self.projections.pool.get(key) for key in decision.keys]
-            is_idle = all(each is not None and not self.projections.jobs.is_any_read(each) for each in slots)
-            is_once = len(set(decision.keys)) == len(slots) > 0
-            return "" if is_idle and is_once else "a chunk is not in the pool, or is being read, or stands there twice"
+            if decision.keys and self.projections.pool.forest.may_leave(decision.keys):
+                return ""
+            return "a chunk is not in the pool, or somebody relies on it or on one after it, or it stands there twice"
         return self._reason_against_event(decision, record) if isinstance(decision, e.RequestEvent) else ""
 
     def _reason_against_event(self, decision: Any, record: RequestRecord) -> str:  # noqa: ANN401 -- see above

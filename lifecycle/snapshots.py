@@ -18,7 +18,7 @@ import msgspec
 
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections import Projection, Projections
-from kvledger.lifecycle.projections.pool import Recency
+from kvledger.lifecycle.projections.forest import Queue
 from kvledger.lifecycle.untrusted import converted, msgpack_decoder
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _index(projections: Projections, name: str, index: Callable[[], None]) -> No
 def _decoded(kind: type, value: Any) -> object:  # noqa: ANN401 -- what was read
     if kind is array:
         return array("I", converted(value, list[int]))
-    return Recency(converted(value, list[bytes]))
+    return Queue(converted(value, list[bytes]))
 
 
 def state_fingerprint(core: Core, configuration: LedgerConfiguration) -> str:

@@ -32,7 +32,7 @@ class Checker:
         """It contains an event before any check of it is called, and must not be changed."""
         self.moment, self.configuration, self.spans = model.moment, model.configuration, model.spans
         self.lives, self.tables, self.jobs, self.answers = model.lives, model.tables, model.jobs, model.answers
-        self.slots, self.chunks, self.tails = model.slots, model.chunks, model.tails
+        self.slots, self.chunks, self.tails, self.room = model.slots, model.chunks, model.tails, model.room
 
     def checks(self) -> EventChecks:
         """(event class, check) in the order in which they are to be done for an event; a class may stand twice."""

@@ -7,13 +7,15 @@ behind is judged by the model alone.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from copy import deepcopy
 
-from kvledger.lifecycle.audit.model.records import NEVER, Answer, InFlight, IssuedTail, Life
+from kvledger.lifecycle.audit.model.records import NEVER, Answer, InFlight, IssuedTail, Life, Prefix
 from kvledger.lifecycle.audit.model.start import Measured, Start
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.projections import Projections, costs
 from kvledger.lifecycle.projections.copies import Copy, CopyKind
+from kvledger.lifecycle.projections.pool import Pool
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.states import CurrentRegion, FirstRegion, SourceRegion, TrustRegion, WorkRegion
 
@@ -23,6 +25,7 @@ def taken_over(projections: Projections) -> Start:
     tracker, jobs, pool = projections.tracker, projections.jobs, projections.pool
     records = list(tracker)
     tails = {record.ordinal: record.tail for record in records}
+    promised, wanted = pool.promised, pool.wanted
     of_extensions = {name for extension in projections.tables.extensions for name in extension.projections}
     return Start(
         num_steps=tracker.num_steps,
@@ -37,12 +40,12 @@ def taken_over(projections: Projections) -> Start:
             for each in records
             if each.window_freed_before_step is not None
         },
-        jobs=[_in_flight(job) for job in jobs],
-        given_up=[_in_flight(job) for job in jobs.given_up.values()],
+        jobs=[_in_flight(job, pool) for job in jobs],
+        given_up=[_in_flight(job, pool) for job in jobs.given_up.values()],
         last_job_id=jobs.next_job_id - 1,
         epoch=jobs.epoch,
-        committed=dict(pool.state.committed),
-        by_age=list(pool.state.by_age),
+        committed={key: pool.get(key) or () for key in pool},
+        uses=[pool.forest.path(key) for key in pool.state.queue],
         tails={
             ordinal: IssuedTail(
                 tail.job_id, 0, tail.first_token, tail.end_token, tail.slots, tail.is_saved, tail.load_id
@@ -50,12 +53,16 @@ def taken_over(projections: Projections) -> Start:
             for ordinal, tail in tails.items()
             if tail is not None
         },
-        waited_for={each: list(keys) for each, keys in pool.wanted.items()},
+        waited_for={
+            record.request_id: _prefix(record.ordinal, wanted[record.request_id])
+            for record in records
+            if record.request_id in wanted
+        },
         answers={
             record.request_id: Answer(
                 record.answered_at,
                 record.answer,
-                frozenset(pool.promised.get(record.request_id, ())),
+                _prefix(record.ordinal, promised.get(record.request_id, ())),
             )
             for record in records
             if record.answer is not None
@@ -100,7 +107,11 @@ def _measured(measured: costs.State) -> Measured:
     )
 
 
-def _in_flight(job: Copy) -> InFlight:
+def _prefix(ordinal: int, keys: Sequence[bytes]) -> Prefix:
+    return Prefix(ordinal, list(keys), len(keys))
+
+
+def _in_flight(job: Copy, pool: Pool) -> InFlight:
     return InFlight(
         0,
         job.job_id,
@@ -114,6 +125,7 @@ def _in_flight(job: Copy) -> InFlight:
         job.earlier_keys,
         job.slots,
         job.block_ids,
+        _prefix(job.ordinal, pool.forest.path(pool.state.copying.get(job.job_id))),
         job.epoch,
         job.asked_step,
         job.asked_ns,

@@ -98,7 +98,7 @@ def _fail(turn: EngineTurn, job: Copy, error: str, *, quiet: bool) -> None:
         turn.decide(e.SaveFailed(*job.life, job_id=job.job_id, error=error, quiet=quiet, cause=cause))
         return
     turn.decide(e.LoadFailed(*job.life, job_id=job.job_id, error=error, cause=cause))
-    tainted = tuple([key for key in job.keys if projections.pool.get(key) is not None])
+    tainted = tuple([key for key in job.keys if key in projections.pool])
     if tainted:
         turn.decide(e.ChunksTainted(tainted, cause))
     request = projections.tracker.of(job.ordinal)

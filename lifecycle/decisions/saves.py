@@ -13,13 +13,13 @@ evicted for it; they change nothing. Then the plan is decided: the evictions, th
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions.reports import ask_after
-from kvledger.lifecycle.decisions.room import Room
 from kvledger.lifecycle.decisions.windows import SavablePages
 from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
 from kvledger.lifecycle.geometry import Geometry, blocks_at
@@ -209,13 +209,31 @@ def plan_save(
         chunks = tuple(missing)
     if not chunks:
         return None
-    pages = sorted({page for pages in missing.values() for page in pages}) if missing else geometry.pages_of(chunks)
+    pages = _pages_to_copy(chunks, missing, geometry)
     if pages[-1] >= len(source.block_ids):
         return TableTooShort(chunks[-1])
-    if len(pages) <= pool.slots.num_free:
+    num_lacking = len(pages) - pool.slots.num_free
+    if num_lacking <= 0:
         return Save(chunks, pages)
-    missing = missing or {chunk: geometry.pages_of((chunk,)) for chunk in chunks}
-    return _save_what_fits(missing, pool, request.keys[:end_chunk])
+    victims = pool.victims(num_lacking, request.keys, end_chunk)
+    if victims.num_slots >= num_lacking:
+        return Save(chunks, pages, victims.keys)
+    num_slots = pool.slots.num_free + victims.num_slots
+    num_chunks = bisect_right(
+        range(1, len(chunks)), num_slots, key=lambda end: len(_pages_to_copy(chunks[:end], missing, geometry))
+    )
+    declined = Declined(chunks[num_chunks], len(chunks) - num_chunks, e.POOL_FULL)
+    if num_chunks:
+        pages = _pages_to_copy(chunks[:num_chunks], missing, geometry)
+        victims = pool.victims(len(pages) - pool.slots.num_free, request.keys, end_chunk)
+    return Save(chunks[:num_chunks], pages, victims.keys, declined) if num_chunks else declined
+
+
+def _pages_to_copy(chunks: Sequence[int], missing: Mapping[int, Sequence[int]], geometry: Geometry) -> Sequence[int]:
+    """The pages of these chunks, ascending, each once; `missing`: chunk -> its pages to copy, where not all are."""
+    if not missing:
+        return geometry.pages_of(chunks)
+    return sorted({page for chunk in chunks for page in missing[chunk]})
 
 
 def _missing_pages(
@@ -238,25 +256,6 @@ def _missing_pages(
     return missing
 
 
-def _save_what_fits(missing: Mapping[int, Sequence[int]], pool: Pool, own_keys: Iterable[bytes]) -> Save | Declined:
-    """Plan to save as many chunks as there is room for, from the first on; `missing`: chunk -> its pages to copy."""
-    room = Room(pool, frozenset(own_keys))  # the request's beginning is worth more than its end
-    chunks: list[int] = []
-    pages: dict[int, None] = {}
-    evicted: list[bytes] = []
-    for chunk, pages_of_chunk in missing.items():
-        num_pages = len(pages) + len(set(pages_of_chunk).difference(pages))
-        num_lacking = num_pages - pool.slots.num_free - room.num_freed
-        victims = room.free(num_lacking) if num_lacking > 0 else ()
-        if victims is None:
-            declined = Declined(chunk, len(missing) - len(chunks), e.POOL_FULL)
-            return Save(chunks, sorted(pages), evicted, declined) if chunks else declined
-        evicted += victims
-        chunks.append(chunk)
-        pages.update(dict.fromkeys(pages_of_chunk))
-    return Save(chunks, sorted(pages), evicted)
-
-
 def plan_tail(
     request: RequestRecord, pool: Pool, geometry: Geometry, unfilled: UnfilledBlocks, source: Source
 ) -> TailSave | Declined | None:
@@ -277,10 +276,10 @@ def plan_tail(
     num_lacking = len(pages) - pool.slots.num_free
     if num_lacking <= 0:
         return TailSave(first_token, num_tokens, pages)
-    evicted = Room(pool, frozenset(request.keys[:num_chunks])).free(num_lacking)
-    if evicted is None:
+    victims = pool.victims(num_lacking, request.keys, num_chunks)
+    if victims.num_slots < num_lacking:
         return Declined(num_chunks, 1, e.POOL_FULL)
-    return TailSave(first_token, num_tokens, pages, evicted)
+    return TailSave(first_token, num_tokens, pages, victims.keys)
 
 
 # --- decisions ---------------------------------------------------------------------------------

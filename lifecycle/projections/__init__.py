@@ -73,8 +73,8 @@ class ProjectionSpec:
 
 _SETTLING = (LoadCompleted, LoadFailed, SaveCompleted, SaveFailed)
 Find = Callable[[Any], Subject]
-Kept = Callable[["Projections"], Collection[bytes]]
-"""Returns the keys of chunks that an extension wants to be evicted after all others."""
+Keeps = Callable[["Projections", bytes], bool]
+"""Whether an extension wants the chunk with this key to be evicted after all others."""
 
 
 class _Folds(NamedTuple):
@@ -102,7 +102,7 @@ class Projections:
         configuration: LedgerConfiguration,
         *,
         added: Iterable[ProjectionSpec] = (),
-        keepers: Mapping[str, Kept] = MappingProxyType({}),
+        keepers: Mapping[str, Keeps] = MappingProxyType({}),
         only: Collection[str] | None = None,
     ) -> None:
         """Made by `Core.new_projections`.
@@ -111,7 +111,7 @@ class Projections:
             tables: where events lead.
             configuration: of the log.
             added: the projections of extensions.
-            keepers: extension -> what it wants to be evicted after everything else.
+            keepers: extension -> whether it wants a chunk to be evicted after all others.
             only: the projections that fold; the others of the core stay empty. Default: all.
         """
         self.tables = tables
@@ -129,7 +129,7 @@ class Projections:
             self.slots,
             self.jobs,
             keep_for_preempted=configuration.keep_for_preempted,
-            kept_last=self.kept_last,
+            keeper=self.keeper,
         )
         self.lookup_cache = LookupCache(self.pool)
         self.costs = TokenCosts(self.tracker)
@@ -251,12 +251,15 @@ class Projections:
         if owed is not None:
             owed(event, sequence)
 
-    def kept_last(self) -> Collection[bytes]:
-        """Keys of chunks that extensions want to be evicted after all others."""
-        kept: set[bytes] = set()
-        for extension, keeper in self._keepers.items():
-            kept |= self.extensions.ask(extension, "kept", lambda keeper: frozenset(keeper(self)), keeper) or set()
-        return kept
+    def keeper(self) -> Callable[[bytes], bool] | None:
+        """What says whether an extension wants a chunk to be evicted after all others; None if none ever does."""
+        return self._is_kept if self._keepers else None
+
+    def _is_kept(self, key: bytes) -> bool:
+        return any(
+            self.extensions.ask(extension, "keeps", lambda keeps: bool(keeps(self, key)), keeps)
+            for extension, keeps in self._keepers.items()
+        )
 
     def forget(self, extension: str) -> None:
         """Give the projections of an extension their state before the first event."""

@@ -6,16 +6,15 @@ has become of its life. A quarantine and blocks that could not be filled concern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections.base import Projection, Subject
-from kvledger.lifecycle.projections.copies import Copy, CopyKind
+from kvledger.lifecycle.projections.copies import Copy, CopyKind, keys_at
 from kvledger.lifecycle.projections.owed import Owed
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.tracker import RequestTracker
@@ -55,8 +54,6 @@ class Jobs(Projection):
         self._of_ordinal: dict[int, set[int]] = {}
         self.async_loads: dict[int, Copy] = {}
         """Job id → load in flight outside of the steps."""
-        self._loading: dict[int, int] = {}
-        """Slot → loads in flight that read it."""
         for copy in self._in_flight.values():
             self._enter(copy)
 
@@ -138,10 +135,6 @@ class Jobs(Projection):
             for copy in self.of_life(save.ordinal)
         )
 
-    def is_any_read(self, slots: Iterable[int]) -> bool:
-        """Whether a load in flight reads one of the slots."""
-        return bool(self._loading) and not self._loading.keys().isdisjoint(slots)
-
     # --- folds ---------------------------------------------------------------------------------
 
     @on(e.LoadIssued)
@@ -166,7 +159,7 @@ class Jobs(Projection):
         copy.epoch, copy.asked_step, copy.asked_ns = self.state.epoch, self._tracker.num_steps, self._tracker.time_ns
         copy.chunks = chunks
         if record is not None and chunks:
-            copy.keys = tuple([record.keys[chunk] for chunk in chunks if chunk < len(record.keys)])
+            copy.keys = keys_at(chunks, record.keys)
             if self._geometry.chunks_share_blocks:
                 earlier_chunks = self._geometry.earlier_chunks(chunks, len(record.keys))
                 copy.earlier_keys = tuple((chunk, record.keys[chunk]) for chunk in earlier_chunks)
@@ -203,13 +196,8 @@ class Jobs(Projection):
             self._of_ordinal[copy.ordinal] = {copy.job_id}
         else:
             siblings.add(copy.job_id)
-        if copy.kind is CopyKind.LOAD:
-            loading = self._loading
-            for slot in copy.slots:
-                if slot != NO_SLOT:
-                    loading[slot] = loading.get(slot, 0) + 1
-            if copy.is_async:
-                self.async_loads[copy.job_id] = copy
+        if copy.kind is CopyKind.LOAD and copy.is_async:
+            self.async_loads[copy.job_id] = copy
 
     def _leave(self, copy: Copy) -> None:
         """Take a copy out of what follows from those in flight."""
@@ -218,15 +206,7 @@ class Jobs(Projection):
             siblings.discard(copy.job_id)
             if not siblings:
                 del self._of_ordinal[copy.ordinal]
-        if copy.kind is CopyKind.LOAD:
-            loading = self._loading
-            for slot in copy.slots:
-                left = loading.get(slot, 0) - 1
-                if left > 0:
-                    loading[slot] = left
-                else:
-                    loading.pop(slot, None)
-            self.async_loads.pop(copy.job_id, None)
+        self.async_loads.pop(copy.job_id, None)
 
     @on(e.LoadFailed)
     def _load_failed(self, event: e.LoadFailed, sequence: int, subject: Subject) -> None:

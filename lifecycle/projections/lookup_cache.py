@@ -27,7 +27,7 @@ class CachedHit(msgspec.Struct, frozen=True, gc=False):
     """Key of the chunk behind them; None if none was known."""
     generation: Generation
     num_added: Count
-    num_removed: Count
+    num_torn: Count
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,23 +49,25 @@ class LookupCache(Projection):
     def num_hit_chunks(self, request: RequestRecord) -> int:
         """Committed chunks from the request's first token on, whatever was answered. Changes nothing.
 
-        Only what may have changed since the last lookup is counted: everything after a chunk was removed, and else what
-        follows the last hit.
+        Only what may have changed since the last lookup is counted. Chunks leave the pool from the end of a prefix, so
+        those of the last hit are there as long as its last one is.
         """
         keys, pool = request.keys, self._pool.state
         hit, start = self.state.hits.get(request.ordinal), 0
         if (
             hit is not None
             and hit.generation == request.generation
-            and hit.num_removed == pool.num_removed
+            and hit.num_torn == pool.num_torn
             and hit.num_chunks <= len(keys)
             and (not hit.num_chunks or keys[hit.num_chunks - 1] == hit.last_key)
         ):
             start = hit.num_chunks
+            while start and keys[start - 1] not in pool.committed:
+                start -= 1
             next_key = keys[start] if start < len(keys) else None
             if hit.num_added == pool.num_added and next_key == hit.next_key:
                 return start
-        return start + self._pool.num_committed_from(keys[start:] if start else keys)
+        return self._pool.num_committed(keys, start)
 
     @on(e.LookupRequested)
     def _requested(self, _event: e.LookupRequested, _sequence: int, subject: Subject) -> None:
@@ -74,7 +76,7 @@ class LookupCache(Projection):
             count, pool, keys = self.num_hit_chunks(record), self._pool.state, record.keys
             last_key, next_key = keys[count - 1] if count else b"", keys[count] if count < len(keys) else None
             self.state.hits[record.ordinal] = CachedHit(
-                count, last_key, next_key, record.generation, pool.num_added, pool.num_removed
+                count, last_key, next_key, record.generation, pool.num_added, pool.num_torn
             )
 
     @on(e.RequestFinished, e.RequestArrived)

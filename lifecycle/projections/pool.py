@@ -1,16 +1,17 @@
-"""What is in the host pool: chunk key → slots, what must stay there, and in which order the rest leaves.
+"""What is in the host pool: chunk key -> slots, who relies on it, and in which order the rest leaves.
 
 A chunk can be looked up from the moment its save is completed on every rank until it is evicted, tainted by a failed
-load, or made stale by a reset. Recency is folded, too: loads and saves renew it, lookups change nothing. A save that
-finds too few free slots evicts the oldest chunks that nobody is sure to come back for. All of that is one story, so it
-is one file.
+load, or made stale by a reset. A prefix is held while an answer promises it, a preempted request comes back for it, or
+a copy of it is in flight; `forest.py` says what leaves first of the rest. Lookups change nothing.
 """
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_right
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 
 import msgspec
 
@@ -19,20 +20,15 @@ from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections.base import Projection, Subject
-from kvledger.lifecycle.projections.copies import Copy, CopyKind
+from kvledger.lifecycle.projections.copies import Copy, CopyKind, keys_at
+from kvledger.lifecycle.projections.forest import Forest, Queue
 from kvledger.lifecycle.projections.jobs import Jobs
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.tracker import RequestTracker
-from kvledger.lifecycle.ranges import Count, NumSlots, Slot
+from kvledger.lifecycle.ranges import Count, JobId, NumSlots, Ordinal
 
 _MANY = 4
 """Slots from which on it pays to ask whether they are those that come next."""
-_SHORT = 16
-"""Chunks up to which a prefix is renewed with every one of them, for an eighth of it is no more than one."""
-_MAX_WAITING = 16_384
-"""Keys of prefixes that may wait."""
-_NUM_LEFT = _MAX_WAITING * 7 // 8
-"""How many are left when there were too many; the oldest are dropped."""
 
 
 class SlotsState(msgspec.Struct, forbid_unknown_fields=True):
@@ -149,89 +145,69 @@ class HostSlots(Projection):
         skipped[place : place + 1] = [run for run in ((first, slot), (slot + 1, end)) if run[0] < run[1]]
         return True
 
-    def release(self, slots: Iterable[int], *, failed: bool = False) -> None:
+    def release(self, slots: Sequence[int], *, failed: bool = False) -> None:
         """Drop a reference from each slot; the last one frees it. `failed`: it was held for a save that failed."""
-        references = self.state.references
+        references, free = self.state.references, self.state.failed if failed else self.state.free
+        if len(slots) >= _MANY and len({*slots}) == len(slots) and {*map(references.get, slots)} == {1}:
+            deque(map(references.__delitem__, slots), 0)
+            free.extend(slots)
+            return
         for slot in slots:
             count = references.get(slot, 0)
             if count == 1:
                 del references[slot]
-                (self.state.failed if failed else self.state.free).append(slot)
+                free.append(slot)
             elif count:
                 references[slot] = count - 1
 
 
-class Recency:
-    """Chunk keys, oldest first. Deeper chunks count as older: without its beginning a prefix is worth nothing."""
-
-    def __init__(self, keys: Iterable[bytes] = ()) -> None:
-        self._order: OrderedDict[bytes, None] = OrderedDict.fromkeys(keys)
-        """Every key, in the order of those touches that do not wait."""
-        self._waiting: deque[Sequence[bytes]] = deque()
-        """Touches in their order: prefixes are lists of their own, which are emptied when they wait no more."""
-        self._num_waiting = 0
-        """Keys of the prefixes among them."""
-        self._prefix_of: dict[int, list[bytes]] = {}
-        """Life of a request -> its last prefix."""
-
-    def __iter__(self) -> Iterator[bytes]:
-        self._take_up(0)
-        return iter(self._order)
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._order
-
-    def add(self, keys: tuple[bytes, ...]) -> None:
-        """Make chunks the youngest, whether they were there or not."""
-        order = self._order
-        for key in reversed(keys):
-            order[key] = None
-        self._waiting.append(keys)
-
-    def touch_prefix(self, ordinal: int, keys: list[bytes]) -> None:
-        """Make what a request begins with the youngest, as far as it is there. The list is the caller's no more."""
-        earlier = self._prefix_of.get(ordinal)
-        # A key stands for everything before it, so one that is equal says that all of them are touched anew.
-        if earlier and len(earlier) <= len(keys) and earlier[-1] == keys[len(earlier) - 1]:
-            self._num_waiting -= len(earlier)
-            earlier.clear()
-        self._prefix_of[ordinal] = keys
-        self._waiting.append(keys)
-        self._num_waiting += len(keys)
-        if self._num_waiting > _MAX_WAITING:
-            self._take_up(_NUM_LEFT)
-
-    def discard(self, key: bytes) -> None:
-        """Forget a key until it is added again."""
-        self._order.pop(key, None)
-
-    def _take_up(self, num_left: int) -> None:
-        order, waiting = self._order, self._waiting
-        while waiting and (not num_left or self._num_waiting > num_left):
-            keys = waiting.popleft()
-            # Without a line of Python for each key; some may be gone, or not be there yet.
-            deque(map(order.move_to_end, filter(order.__contains__, reversed(keys))), 0)
-            if isinstance(keys, list):
-                self._num_waiting -= len(keys)
-                keys.clear()
-        self._prefix_of = {ordinal: keys for ordinal, keys in self._prefix_of.items() if keys}
-
-
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """What is there. What was promised of it, and what is waited for, stands in the records of requests."""
+    """What is there, and who relies on it. Of chunks, only bytes and numbers: Python's garbage collector walks past."""
 
-    committed: dict[bytes, tuple[Slot, ...]] = {}
-    """Every committed chunk and its slots."""
-    by_age: Recency = msgspec.field(default_factory=Recency)
-    """Committed chunks that nobody is sure to come back for, oldest first."""
+    committed: dict[bytes, bytes] = {}
+    """Every chunk that can be looked up, and its slots, 8 bytes each."""
+    parent_of: dict[bytes, bytes | None] = {}
+    """Chunk -> the one before it in its prompt; also of chunks that are not there but held. Parents come first."""
+    queue: Queue = msgspec.field(default_factory=Queue)
+    """In which order chunks leave; see `Forest`."""
+    promised: dict[Ordinal, bytes] = {}
+    """Life of a request -> the last chunk that its pending answer promised."""
+    wanted: dict[Ordinal, bytes] = {}
+    """Life of a preempted request -> the last whole chunk that it had, and comes back for."""
+    copying: dict[JobId, bytes] = {}
+    """Copy in flight -> the last chunk that it reads or brings."""
     num_added: Count = 0
     """How often chunks were added."""
-    num_removed: Count = 0
-    """How often a chunk was removed."""
+    num_torn: Count = 0
+    """How often chunks may have got lost before others that are there."""
+
+    def check(self) -> None:
+        """Check that what is named is there.
+
+        Raises:
+            ValueError: it is not.
+        """
+        known: set[bytes | None] = {None}
+        for key, parent in self.parent_of.items():
+            if parent not in known:
+                raise ValueError("a chunk of the host pool stands before the one that precedes it")
+            known.add(key)
+        held = chain(self.promised.values(), self.wanted.values(), self.copying.values())
+        if not known.issuperset(chain(self.committed, held)) or not self.committed.keys() >= {*self.queue}:
+            raise ValueError("a chunk of the host pool is held or queued, and is not there")
+
+
+class Victims(msgspec.Struct, frozen=True, gc=False):
+    """Chunks to evict."""
+
+    keys: Sequence[bytes]
+    """In this order."""
+    num_slots: int
+    """Slots that become free."""
 
 
 class Pool(Projection):
-    """Committed chunks, what nobody waits for in order of recency, and what is promised or waited for besides.
+    """The chunks that can be looked up, and who holds them.
 
     A settlement concerns its job, a promise the generation that it was made to.
     """
@@ -244,46 +220,68 @@ class Pool(Projection):
         jobs: Jobs,
         *,
         keep_for_preempted: bool,
-        kept_last: Callable[[], Collection[bytes]],
+        keeper: Callable[[], Callable[[bytes], bool] | None],
     ) -> None:
-        """`kept_last` returns the keys of the chunks that are evicted after all others."""
+        """`keeper` returns what says whether a chunk is evicted after all others; None if nobody says so."""
         self._tracker = tracker
         self._geometry = geometry
         self._jobs = jobs
         self.slots = slots
         self._keep_for_preempted = keep_for_preempted
-        self._kept_last = kept_last
+        self._keeper = keeper
+        self._packing = struct.Struct(f"<{geometry.pages_per_chunk}q")
+        """How the slots of a chunk are packed."""
         self.state = State()
         self.index()
 
+    def check(self) -> None:
+        """What is held is there, and no chunk is before itself."""
+        self.state.check()
+        if any(len(packed) != self._packing.size for packed in self.state.committed.values()):
+            raise ValueError("a chunk of the host pool has too few slots or too many")
+
     def index(self) -> None:
-        """Make anew what follows from the state, from requests, and from the copies in flight."""
-        self._pins: dict[bytes, int] = {}
-        self._wanted: dict[bytes, int] = {}
+        """Make anew what follows from the state and from the copies in flight."""
+        state = self.state
+        self.forest = Forest(state.parent_of, state.queue, state.committed)
+        for holds in (state.promised, state.wanted, state.copying):
+            for key in holds.values():
+                self.forest.count_holder(key)
+        saves = [copy for copy in self._jobs if copy.kind is CopyKind.SAVE and self._jobs.is_current(copy)]
+        self._saved_by = {save.job_id: save.keys for save in saves}
+        """Save in flight -> the keys of its chunks."""
         self._saving: dict[bytes, int] = {}
-        for record in self._tracker:
-            _count_up(self._pins, record.pinned)
-            _count_up(self._wanted, record.wanted)
-        for copy in self._jobs:
-            if copy.kind is CopyKind.SAVE and self._jobs.is_current(copy):
-                _count_up(self._saving, copy.keys)
+        """Key -> saves in flight of its chunk."""
+        for keys in self._saved_by.values():
+            _count_up(self._saving, keys)
 
     def __len__(self) -> int:
         return len(self.state.committed)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.state.committed
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.state.committed)
+
     def get(self, key: bytes) -> tuple[int, ...] | None:
-        """The slots of a committed chunk, or None."""
-        return self.state.committed.get(key)
+        """The slots of a chunk that can be looked up, or None."""
+        packed = self.state.committed.get(key)
+        return None if packed is None else self._packing.unpack(packed)
 
     @property
-    def promised(self) -> Mapping[str, tuple[bytes, ...]]:
-        """Request id -> the chunks that its pending answer promised."""
-        return {record.request_id: record.pinned for record in self._tracker if record.pinned}
+    def promised(self) -> Mapping[str, Sequence[bytes]]:
+        """Request id -> the chunks that its pending answer promised, from the first one on."""
+        return self._paths(self.state.promised)
 
     @property
-    def wanted(self) -> Mapping[str, tuple[bytes, ...]]:
-        """Request id -> the chunks that it was preempted with and will come back for."""
-        return {record.request_id: record.wanted for record in self._tracker if record.wanted}
+    def wanted(self) -> Mapping[str, Sequence[bytes]]:
+        """Request id -> the chunks that it was preempted with and will come back for, from the first one on."""
+        return self._paths(self.state.wanted)
+
+    def _paths(self, holds: Mapping[int, bytes]) -> Mapping[str, Sequence[bytes]]:
+        records = {ordinal: self._tracker.of(ordinal) for ordinal in holds}
+        return {each.request_id: self.forest.path(holds[ordinal]) for ordinal, each in records.items() if each}
 
     def is_saving(self, key: bytes) -> bool:
         """Whether a save of the chunk is in flight."""
@@ -291,116 +289,131 @@ class Pool(Projection):
 
     def unsaved(self, keys: Sequence[bytes], first_chunk: int, end_chunk: int) -> list[int]:
         """Of these chunks those that are neither committed nor being saved."""
-        saving, committed = self._saving, self.state.committed
-        unsaved = []
-        for chunk in range(first_chunk, end_chunk):  # a comprehension costs more where there is one chunk, as mostly
-            key = keys[chunk]
-            if key not in committed and key not in saving:
-                unsaved.append(chunk)
-        return unsaved
+        saving, committed, keys = self._saving, self.state.committed, keys[first_chunk:end_chunk]
+        if committed.keys().isdisjoint(keys) and saving.keys().isdisjoint(keys):  # as of a prompt that nobody had
+            return list(range(first_chunk, end_chunk))
+        return [chunk for chunk, key in enumerate(keys, first_chunk) if key not in committed and key not in saving]
 
-    def num_committed_from(self, keys: Iterable[bytes]) -> int:
-        """How many of the keys, from the first on, are committed without a gap."""
-        count = 0
-        for key in keys:
-            if key not in self.state.committed:
+    def num_committed(self, keys: Sequence[bytes], start: int = 0) -> int:
+        """How many of the keys are committed without a gap, if the first `start` are."""
+        committed, end = self.state.committed, len(keys)
+        while start < end and keys[start] in committed:
+            start += 1
+        return start
+
+    # --- room ----------------------------------------------------------------------------------
+
+    def victims(self, num_slots: int, keys: Sequence[bytes], end_chunk: int) -> Victims:
+        """The chunks to evict so that so many slots become free, or all that may leave if they are too few.
+
+        Args:
+            num_slots: slots that are wanted beyond those that are free.
+            keys: of the request that saves; its own beginning is worth more than its end, so it stays.
+            end_chunk: the chunk behind those that it has saved or saves.
+        """
+        if num_slots <= 0:
+            return Victims((), 0)
+        references, num_pages = self.slots.state.references, self._geometry.pages_per_chunk
+        leaving = self.forest.leaving(self.forest.deepest(keys, end_chunk), self._keeper())
+        victims: list[bytes] = []
+        num_freed = 0
+        num_left: dict[int, int] = {}
+        """Slot -> references that are left if the victims leave."""
+        while num_freed < num_slots:
+            # No chunk frees more than its pages, so fewer would not do.
+            more = list(islice(leaving, -(-(num_slots - num_freed) // num_pages)))
+            if not more:
                 break
-            count += 1
-        return count
+            victims += more
+            for slot in _unpacked(b"".join(map(self.state.committed.__getitem__, more))):
+                num_references = references.get(slot, 0)
+                if num_references > 1:
+                    num_left[slot] = num_references = num_left.get(slot, num_references) - 1
+                    num_freed += not num_references
+                else:
+                    num_freed += num_references  # none for NO_SLOT, which nobody references
+        return Victims(victims, num_freed)
 
-    def oldest_first(self) -> Iterable[bytes]:
-        """Committed chunks that nobody is sure to come back for; those that extensions want to keep come last."""
-        last = self._kept_last()
-        return sorted(self.state.by_age, key=last.__contains__) if last else self.state.by_age
+    # --- who holds what ------------------------------------------------------------------------
 
-    def is_kept(self, key: bytes, slots: Iterable[int]) -> bool:
-        """Whether a lookup promised the chunk, or a load reads it."""
-        return key in self._pins or self._jobs.is_any_read(slots)
+    def _hold(self, holds: dict[int, bytes], holder: int, keys: Sequence[bytes], end_chunk: int) -> None:
+        """Let somebody hold the first `end_chunk` chunks, and nothing else."""
+        earlier = holds.pop(holder, None)
+        key = self.forest.hold(keys, end_chunk)
+        if key is not None:
+            holds[holder] = key
+        if earlier is not None:
+            self.forest.let_go(earlier)
 
-    # --- promises made by lookups ------------------------------------------------------------
+    def _let_go(self, holds: dict[int, bytes], holder: int) -> None:
+        key = holds.pop(holder, None)
+        if key is not None:
+            self.forest.let_go(key)
 
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered, _sequence: int, subject: Subject) -> None:
         record = subject.current
-        if record is None:
-            return
-        keys: tuple[bytes, ...] = ()
-        if event.num_external_tokens:
-            num_tokens = event.num_computed_tokens + event.num_external_tokens
-            num_chunks = -(-num_tokens // self._geometry.chunk_size)
-            keys = tuple(record.keys[:num_chunks])
-        if keys != record.pinned:
-            self._unpin(record)
-            _count_up(self._pins, keys)
-            record.pinned = keys
+        if record is not None:
+            num_tokens = event.num_computed_tokens + event.num_external_tokens if event.num_external_tokens else 0
+            end_chunk = min(-(-num_tokens // self._geometry.chunk_size), len(record.keys))
+            key = record.keys[end_chunk - 1] if end_chunk > 0 else None
+            if key != self.state.promised.get(record.ordinal):  # mostly it is asked the same in each step
+                self._hold(self.state.promised, record.ordinal, record.keys, end_chunk)
 
     @on(e.LookupDeferred)
     def _deferred(self, _event: e.LookupDeferred, _sequence: int, subject: Subject) -> None:
         if subject.current is not None:
-            self._unpin(subject.current)
+            self._let_go(self.state.promised, subject.current.ordinal)
 
     @on(e.DecisionWithheld)
     def _withheld(self, event: e.DecisionWithheld, _sequence: int, _subject: Subject) -> None:
         record = self._tracker.get(event.request_id)
         if record is not None:
-            self._unpin(record)
-
-    def _unpin(self, record: RequestRecord) -> None:
-        _count_down(self._pins, record.pinned)
-        record.pinned = ()
-
-    # --- loads -------------------------------------------------------------------------------
-
-    @on(e.LoadIssued)
-    def _load_issued(self, event: e.LoadIssued, _sequence: int, subject: Subject) -> None:
-        self.slots.acquire(event.slots)
-        num_chunks = -(-(event.first_token + event.num_tokens) // self._geometry.chunk_size)
-        self._renew(subject.request, num_chunks)
-
-    def _renew(self, record: RequestRecord | None, num_chunks: int) -> None:
-        keys = [] if record is None else record.keys[:num_chunks]
-        if record is not None and keys:
-            self.state.by_age.touch_prefix(record.ordinal, keys)
+            self._let_go(self.state.promised, record.ordinal)
 
     @on(e.RequestPreempted)
     def _preempted(self, event: e.RequestPreempted, _sequence: int, subject: Subject) -> None:
         record = subject.request
         if record is None:
             return
-        self._unpin(record)
-        self._renew(record, len(record.keys))
+        self._let_go(self.state.promised, record.ordinal)
         if self._keep_for_preempted:
-            self._no_longer_want(record)
-            record.wanted = tuple(record.keys[: self._geometry.num_chunks_in(num_intact_tokens(event))])
-            _count_up(self._wanted, record.wanted)
-            for key in record.wanted:
-                self.state.by_age.discard(key)
+            num_chunks = self._geometry.num_chunks_in(num_intact_tokens(event))
+            self._hold(self.state.wanted, record.ordinal, record.keys, num_chunks)
+        self.forest.use(record.keys)
 
-    @on(e.BlocksAllocated, e.RequestArrived)
-    def _allocated(self, _event: e.BlocksAllocated | e.RequestArrived, _sequence: int, subject: Subject) -> None:
-        self._let_go(subject.request)
+    @on(e.BlocksAllocated)
+    def _allocated(self, _event: e.BlocksAllocated, _sequence: int, subject: Subject) -> None:
+        self._relies_on_nothing(subject.request)
+
+    @on(e.RequestArrived)
+    def _arrived(self, event: e.RequestArrived, _sequence: int, subject: Subject) -> None:
+        self._relies_on_nothing(subject.request)
+        for holds in (self.state.promised, self.state.wanted):  # a log may use an ordinal twice
+            self._let_go(holds, event.ordinal)
 
     @on(e.RequestFinished)
     def _finished(self, _event: e.RequestFinished, _sequence: int, subject: Subject) -> None:
-        self._let_go(subject.request)
+        self._relies_on_nothing(subject.request)
         if subject.request is not None:
-            self._renew(subject.request, len(subject.request.keys))
+            self.forest.use(subject.request.keys)
 
     @on(e.RequestReleased)
     def _released(self, _event: e.RequestReleased, _sequence: int, subject: Subject) -> None:
-        self._let_go(subject.current)
+        self._relies_on_nothing(subject.current)
 
-    def _let_go(self, record: RequestRecord | None) -> None:
-        """The request relies on no chunk any more."""
-        if record is not None and (record.pinned or record.wanted):
-            self._unpin(record)
-            self._no_longer_want(record)
+    def _relies_on_nothing(self, record: RequestRecord | None) -> None:
+        if record is not None:
+            self._let_go(self.state.promised, record.ordinal)
+            self._let_go(self.state.wanted, record.ordinal)
 
-    def _no_longer_want(self, record: RequestRecord) -> None:
-        keys, record.wanted = record.wanted, ()
-        if keys:
-            _count_down(self._wanted, keys)
-            self.state.by_age.add(self._unwanted(keys))
+    # --- loads ---------------------------------------------------------------------------------
+
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued, _sequence: int, subject: Subject) -> None:
+        self.slots.acquire(event.slots)
+        num_chunks = self._geometry.num_chunks_touched(event.first_token + event.num_tokens)
+        self._hold(self.state.copying, event.job_id, _keys_of(subject), num_chunks)
 
     @on(e.TransferReported)
     def _reported(self, _event: e.TransferReported, _sequence: int, _subject: Subject) -> None:
@@ -408,91 +421,101 @@ class Pool(Projection):
             self.slots.release(copy.slots, failed=True)
 
     @on(e.LoadCompleted, e.LoadFailed)
-    def _load_settled(self, _event: e.LoadCompleted | e.LoadFailed, _sequence: int, subject: Subject) -> None:
+    def _load_settled(self, event: e.LoadCompleted | e.LoadFailed, _sequence: int, subject: Subject) -> None:
         load = subject.copy
         if load is not None and load.kind is CopyKind.LOAD:
             self.slots.release(load.slots)
+        self._no_longer_saved_by(event.job_id)
+        self._let_go(self.state.copying, event.job_id)
 
-    # --- saves -------------------------------------------------------------------------------
+    # --- saves ---------------------------------------------------------------------------------
 
     @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued, _sequence: int, subject: Subject) -> None:
         self.slots.acquire(event.slots)
-        if subject.request is not None:
-            keys = subject.request.keys
-            _count_up(self._saving, [keys[chunk] for chunk in event.chunks if chunk < len(keys)])
+        keys = _keys_of(subject)
+        self._no_longer_saved_by(event.job_id)  # a log may use a number twice
+        self._saved_by[event.job_id] = keys_at(event.chunks, keys)
+        _count_up(self._saving, self._saved_by[event.job_id])
+        self._hold(self.state.copying, event.job_id, keys, max(event.chunks, default=-1) + 1)
+
+    def _no_longer_saved_by(self, job_id: int) -> None:
+        _count_down(self._saving, self._saved_by.pop(job_id, ()))
 
     @on(e.TailSaveIssued)
-    def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int, _subject: Subject) -> None:
+    def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int, subject: Subject) -> None:
         self.slots.acquire(event.slots)
+        num_chunks = self._geometry.num_chunks_in(event.first_token)
+        self._hold(self.state.copying, event.job_id, _keys_of(subject), num_chunks)
 
     @on(e.SaveCompleted)
-    def _save_completed(self, _event: e.SaveCompleted, _sequence: int, subject: Subject) -> None:
+    def _save_completed(self, event: e.SaveCompleted, _sequence: int, subject: Subject) -> None:
+        self._no_longer_saved_by(event.job_id)
         save = subject.copy
         if save is None:
             return
         if save.epoch != self._jobs.epoch:
             self.slots.release(save.slots)
             return
-        _count_down(self._saving, save.keys)
-        if not self._place_whole(save):
-            self._place_pages(save)
+        if not self._store_whole(save):
+            self._store_pages(save)
             self.slots.release(save.slots)
-        # A growing request's beginning must not look older than its end. Renewing it whenever it has grown by an
-        # eighth keeps the cost per chunk constant.
-        first = save.chunks[0] if save.chunks else 0
-        if first and (first < _SHORT or first % (first // 8) == 0):
-            self._renew(self._tracker.of(save.ordinal), first)
         self.state.num_added += 1
+        if self._is_behind_a_gap(save):
+            self.state.num_torn += 1
+        self._let_go(self.state.copying, event.job_id)
 
-    def _place_whole(self, save: Copy) -> bool:
+    def _is_behind_a_gap(self, save: Copy) -> bool:
+        """Whether a chunk of the save has come into the pool, and the one before it is not there."""
+        keys, chunks, committed = save.keys, save.chunks, self.state.committed
+        is_run = len(keys) == len(chunks) > 1 and chunks == tuple(range(chunks[0], chunks[0] + len(chunks)))
+        if is_run and committed.keys() >= {*keys}:
+            keys = keys[:1]  # the others have come with those before them
+        return not all(map(committed.__contains__, filter(None, map(self.forest.parent, keys))))
+
+    def _store_whole(self, save: Copy) -> bool:
         """Let chunks that are whole blocks be found, if every one is complete; else return False.
 
         The save's references on its slots go over to the chunks.
         """
-        keys = save.keys
-        slots_by_chunk = self._geometry.slots_by_chunk(save.slots, len(keys))
-        if slots_by_chunk is None or len(keys) != len(save.chunks) or NO_SLOT in save.slots:
+        keys, num_pages = save.keys, self._geometry.pages_per_chunk
+        is_whole = len(keys) == len(save.chunks) and len(keys) * num_pages == len(save.slots)
+        if not is_whole or self._geometry.chunks_share_blocks or NO_SLOT in save.slots:
             return False
-        committed = self.state.committed
-        # The deepest first, as they are touched.
-        for key, slots_of_chunk in zip(keys[::-1], slots_by_chunk[::-1], strict=True):
-            if key in committed:
-                self._commit(key, slots_of_chunk)
-            else:
-                committed[key] = slots_of_chunk
-        self.state.by_age.add(self._unwanted(keys) if self._wanted else keys)
+        packed, num_bytes = _packed(save.slots), self._packing.size
+        by_chunk = [packed[start : start + num_bytes] for start in range(0, len(packed), num_bytes)]
+        if self.state.committed.keys().isdisjoint(keys) and self.state.parent_of.keys() >= {*keys}:
+            self.state.committed.update(zip(keys, by_chunk, strict=True))
+            return True
+        for key, slots in zip(keys, by_chunk, strict=True):
+            self._store(key, slots)
         return True
 
-    def _commit(self, key: bytes, slots: tuple[int, ...]) -> None:
-        """Let a chunk be found in slots that are referenced for it; whoever calls touches it."""
-        committed = self.state.committed
-        if key in committed:
-            self.slots.release(committed[key])
-        committed[key] = slots
+    def _store(self, key: bytes, packed: bytes) -> None:
+        """Let a chunk be found in slots that are referenced for it."""
+        replaced = self.state.committed.get(key)
+        if replaced is not None:
+            self.slots.release(self._packing.unpack(replaced))
+        self.state.committed[key] = packed
+        self.forest.add(key)
 
-    def _unwanted(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
-        return tuple([key for key in keys if key in self.state.committed and key not in self._wanted])
-
-    def _place_pages(self, save: Copy) -> None:
+    def _store_pages(self, save: Copy) -> None:
         pages = self._geometry.pages_for(save.chunks, len(save.slots))
         slot_of_page = dict(zip(pages, save.slots, strict=False))
-        for chunk, key in reversed(dict(zip(save.chunks, save.keys, strict=False)).items()):
-            self._place(chunk, key, slot_of_page)
-        for chunk, key in reversed(save.earlier_keys):
+        for chunk, key in dict(zip(save.chunks, save.keys, strict=False)).items():
+            self._store_what_came(chunk, key, slot_of_page)
+        for chunk, key in save.earlier_keys:
             if key in self.state.committed:  # the new image of this block is longer and contains the shorter one
-                self._place(chunk, key, slot_of_page)
+                self._store_what_came(chunk, key, slot_of_page)
 
-    def _place(self, chunk: int, key: bytes, slot_of_page: Mapping[int, int]) -> None:
+    def _store_what_came(self, chunk: int, key: bytes, slot_of_page: Mapping[int, int]) -> None:
         slots = self._geometry.slots_of(chunk, slot_of_page)
-        replaced = self.state.committed.get(key)
         if slots is not None and NO_SLOT in slots:
-            slots = self._completed(slots, replaced)
+            slots = self._completed(slots, self.get(key))
         if slots is None:
             return  # a save that names too few slots; folding it must not fail, and it must not be found
         self.slots.acquire(slots)
-        self._commit(key, slots)
-        self.state.by_age.add(self._unwanted((key,)))
+        self._store(key, _packed(slots))
 
     def _completed(self, slots: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """Slots with what is stored already where the save brought nothing; None where a page that all see is missing.
@@ -507,44 +530,60 @@ class Pool(Projection):
 
     @on(e.SaveFailed)
     def _save_failed(self, event: e.SaveFailed, _sequence: int, subject: Subject) -> None:
-        save = subject.copy
-        if save is None:
-            return
-        if self._jobs.is_current(save):
-            _count_down(self._saving, save.keys)
-        if event.quiet:
-            self.slots.release(save.slots, failed=True)
+        self._no_longer_saved_by(event.job_id)
+        self._let_go(self.state.copying, event.job_id)
+        if subject.copy is not None and event.quiet:
+            self.slots.release(subject.copy.slots, failed=True)
 
-    # --- leaving -----------------------------------------------------------------------------
+    # --- leaving -------------------------------------------------------------------------------
 
     @on(e.ChunksEvicted)
     def _evicted(self, event: e.ChunksEvicted, _sequence: int, _subject: Subject) -> None:
-        for key in event.keys:
-            self._remove(key)
+        self._drop(event.keys)
+        self.forest.remove(event.keys)
+        if not self.state.parent_of.keys().isdisjoint(event.keys):
+            self.state.num_torn += 1
 
     @on(e.ChunksTainted)
     def _tainted(self, event: e.ChunksTainted, _sequence: int, _subject: Subject) -> None:
-        for key in event.keys:
-            self._remove(key)
+        self._drop(event.keys)
+        for key in reversed(event.keys):
+            self.forest.forget(key)
+        self.state.num_torn += 1
+
+    def _drop(self, keys: Iterable[bytes]) -> None:
+        """Let chunks not be found any more, and free their slots."""
+        committed = self.state.committed
+        self.slots.release(_unpacked(b"".join([committed.pop(key, b"") for key in keys])))
 
     @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset, _sequence: int, _subject: Subject) -> None:
-        for key in tuple(self.state.committed):
-            self._remove(key)
-        for counts in (self._saving, self._wanted, self._pins):
-            counts.clear()
-        for record in self._tracker:
-            record.pinned = record.wanted = ()
-
-    def _remove(self, key: bytes) -> None:
-        slots = self.state.committed.pop(key, None)
-        self.state.by_age.discard(key)
-        if slots is not None:
-            self.slots.release(slots)
-            self.state.num_removed += 1
+        state = self.state
+        self._drop(tuple(state.committed))
+        for each in (state.parent_of, state.queue.order, state.promised, state.wanted, state.copying):
+            each.clear()
+        self.index()
+        self._saving.clear()  # jobs may not know of the reset yet
+        self._saved_by.clear()
 
 
-def _count_up(counts: dict[bytes, int], keys: Iterable[bytes]) -> None:
+def _packed(slots: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(slots)}q", *slots)
+
+
+def _unpacked(packed: bytes) -> tuple[int, ...]:
+    """The slots of several chunks."""
+    return struct.unpack(f"<{len(packed) // 8}q", packed)
+
+
+def _keys_of(subject: Subject) -> Sequence[bytes]:
+    return () if subject.request is None else subject.request.keys
+
+
+def _count_up(counts: dict[bytes, int], keys: Sequence[bytes]) -> None:
+    if counts.keys().isdisjoint(keys):
+        counts.update(dict.fromkeys(keys, 1))
+        return
     for key in keys:
         if key in counts:
             counts[key] += 1

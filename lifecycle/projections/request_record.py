@@ -80,10 +80,6 @@ class RequestRecord(msgspec.Struct):
     """How often in a row the scheduler was asked to ask again."""
     deferred_for: JobId = 0
     """The copy for which the last lookup was deferred; 0 if it was answered."""
-    pinned: tuple[bytes, ...] = ()
-    """Keys of the chunks that its pending answer promised, as it had them then. They are not evicted."""
-    wanted: tuple[bytes, ...] = ()
-    """Keys of the chunks that it was preempted with and comes back for. Other chunks are evicted before them."""
     wanted_boundary: Int64 = 0
     """Tokens after which a load could have ended if pages of a window had been stored; 0: none. Saves add them."""
 

@@ -7,7 +7,7 @@ neither the pool nor how a copy fares.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -55,7 +55,7 @@ class TailSlots(Protocol):
     def acquire(self, slots: Sequence[int]) -> None:
         """A tail lies in these."""
 
-    def release(self, slots: Iterable[int]) -> None:
+    def release(self, slots: Sequence[int]) -> None:
         """It is dropped."""
 
 

@@ -192,5 +192,10 @@ def _assert_equal(one: Projections, other: Projections, when: str) -> None:
     states, others = one.snapshot(), other.snapshot()
     different = [name for name in others if states.get(name) != others[name]]
     assert not different, f"{when}: {', '.join(different)} differ"
-    kept = [frozenset(projections.kept_last()) for projections in (one, other)]
+    kept = [_kept(projections) for projections in (one, other)]
     assert kept[0] == kept[1], f"{when}: other chunks are kept"
+
+
+def _kept(projections: Projections) -> list[bytes]:
+    keeps = projections.keeper()
+    return [] if keeps is None else list(filter(keeps, projections.pool))

@@ -101,7 +101,7 @@ def read_sound_log(path: Path | None, *, was_killed: bool = False) -> ReadLog:
     assert list(audit.reference_differences) == []
     assert not [event for _, event in events if isinstance(event, e.InvariantViolated | e.HookFailed)]
     projections, figures = audit.projections, figures_of(events, log.configuration)
-    committed = frozenset(projections.pool.state.committed)
+    committed = frozenset(projections.pool)
     return ReadLog(path, events, figures, len(projections.tracker), committed)
 
 

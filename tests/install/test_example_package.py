@@ -55,5 +55,5 @@ def test_a_reader_without_it_says_so_and_verifies_the_rest(light_python: Path, s
     verdict = output_of(kvledger, "verify", starving, cwd=tmp_path)
     assert "was written with extension starvation 1 (starvation_guard:StarvationGuard), which is not here" in verdict
     assert "its rules STARVING_KEPT were not checked" in verdict
-    shown = output_of(kvledger, "show", starving, "request 7", cwd=tmp_path)
+    shown = output_of(kvledger, "show", starving, "request 11", cwd=tmp_path)
     assert "starvation 1: starving (num_preemptions 2)" in shown

@@ -306,8 +306,8 @@ def test_chunks_that_an_extension_keeps_are_evicted_after_all_others() -> None:
     class Keeping(Extension):
         name = "keeping"
 
-        def kept(self, _projections: Any) -> frozenset[bytes]:
-            return frozenset(kept)
+        def keeps(self, _projections: Any, key: bytes) -> bool:
+            return key in kept
 
     evicted = []
     for core in (Core.standard(), Core.standard().extended(Keeping())):
@@ -320,6 +320,31 @@ def test_chunks_that_an_extension_keeps_are_evicted_after_all_others() -> None:
             driver.settle_all()
         evicted.append([key for event in driver.all_of(e.ChunksEvicted) for key in event.keys])
     assert evicted == [list(kept), list(keys_of("young", 1))]
+
+
+def test_an_extension_is_asked_about_chunks_that_are_in_the_pool_and_no_others() -> None:
+    """A chunk that a failed load tainted keeps its place while one after it is there, and has no slots."""
+    asked = []
+
+    class Keeping(Extension):
+        name = "keeping"
+
+        def keeps(self, projections: Any, key: bytes) -> bool:
+            asked.append(projections.pool.get(key))
+            return False
+
+    driver = Driver(chunk_size=16, num_slots=4, save_tails=False, core=Core.standard().extended(Keeping()))
+    keys = keys_of("d", 3)
+    driver.save_prefix("a", keys)
+    driver.arrive("b", 33, keys[:2])
+    driver.lookup("b", 16, 33)
+    driver.allocate("b", (1, 2, 3), 16)
+    driver.report(driver.all_of(e.LoadIssued)[-1].job_id, ok=False)
+    driver.finish("b", 0, 33)
+    driver.settle_all()
+    driver.save_prefix("new", keys_of("new", 4), first_block=300)
+    assert len(asked) == 2
+    assert all(asked)
 
 
 def test_a_header_says_all_of_an_extension_that_is_data() -> None:

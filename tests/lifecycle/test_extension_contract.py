@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
+from random import Random
 from typing import Any, ClassVar
 
 import msgspec
@@ -92,14 +93,14 @@ class Overlooks(StarvingKept):
 
 
 class KeepsByChance:
-    """Keeps something else each time that it is asked."""
+    """Keeps a chunk or not as a die falls."""
 
-    num_asked = 0
+    def __init__(self) -> None:
+        self._draw = Random(1)
 
-    def __call__(self, _projections: Projections) -> Collection[bytes]:
-        """Count."""
-        self.num_asked += 1
-        return [str(self.num_asked).encode()]
+    def __call__(self, _projections: Projections, _key: bytes) -> bool:
+        """Throw it."""
+        return self._draw.random() < 0.5
 
 
 class Contract(ExtensionContract):
@@ -122,15 +123,19 @@ class Contract(ExtensionContract):
 
     def bad_log(self, _rule: str) -> Play:
         """Nothing is kept."""
-        return self.walked(altered(kept=lambda _extension, _projections: ())())
+        return self.walked(altered(keeps=lambda _extension, _projections, _key: False)())
 
 
 class KeepsNothingRight:
-    """Says something that is no collection."""
+    """Says something that is neither true nor false."""
 
-    def __call__(self, _projections: Projections) -> Any:
-        """A number."""
-        return 1
+    def __call__(self, _projections: Projections, _key: bytes) -> Any:
+        """Itself."""
+        return self
+
+    def __bool__(self) -> bool:
+        """As an array does."""
+        raise ValueError
 
 
 FOLDS = "test_what_it_folds_follows_from_the_log_and_from_a_snapshot_in_its_middle"
@@ -141,9 +146,9 @@ DECIDES = "test_it_decides_what_it_may_in_every_state_and_the_same_again"
     ("extension", "test", "message"),
     [
         (altered(projections=(ProjectionSpec("starving", lambda _its: Remembers()),)), FOLDS, "starving differ"),
-        (altered(kept=KeepsByChance()), FOLDS, "other chunks are kept"),
+        (altered(keeps=KeepsByChance()), FOLDS, "other chunks are kept"),
         (altered(handlers=(Raises,)), DECIDES, "Raises.request_preempted"),
-        (altered(kept=KeepsNothingRight()), FOLDS, "where='kept'"),
+        (altered(keeps=KeepsNothingRight()), FOLDS, "where='keeps'"),
         (altered(handlers=(Once,)), DECIDES, "this code decides nothing"),
         (altered(handlers=(OnceEach,)), DECIDES, "this code decides"),
         (altered(rules={StarvingKept.rule: Accuses}), "test_its_rules_are_silent_where_all_is_well", "STARVING_KEPT"),

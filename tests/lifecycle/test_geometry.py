@@ -122,21 +122,6 @@ def test_the_slots_of_pages_are_those_of_the_longest_images(
     assert geometry.slots_of_pages(range(first, end), slots_by_chunk) == expected
 
 
-@given(geometry=geometries(), num_chunks=st.integers(0, 5), num_slots=st.integers(0, 40))
-def test_slots_are_divided_among_chunks_with_pages_of_their_own(
-    geometry: Geometry, num_chunks: int, num_slots: int
-) -> None:
-    """Only if each page has one."""
-    slots = tuple(range(num_slots))
-    found = geometry.slots_by_chunk(slots, num_chunks)
-    if geometry.chunks_share_blocks or num_slots != num_chunks * geometry.pages_per_chunk:
-        assert found is None
-    else:
-        assert found is not None
-        assert [slot for of_chunk in found for slot in of_chunk] == list(slots)
-        assert [len(of_chunk) for of_chunk in found] == [geometry.pages_per_chunk] * num_chunks
-
-
 @given(pages=st.sets(st.integers(0, 60)).map(sorted))
 def test_blocks_are_looked_up_by_their_pages(pages: list[int]) -> None:
     """In tables of either kind, with and without gaps."""

@@ -42,7 +42,7 @@ def test_a_load_names_the_chunks_that_it_reads() -> None:
     job = driver.projections.jobs.get(load.job_id)
     assert (job.kind, job.chunks, job.keys) == ("load", (2, 3), keys_of("d", 2, first_chunk=2))
     assert driver.record("a").blocks == "loading"
-    assert all(driver.projections.jobs.is_any_read([slot]) for slot in load.slots)
+    assert not set(keys_of("d", 4)) & set(driver.projections.pool.forest.leaving(None))
 
 
 def test_a_settled_job_is_forgotten() -> None:
@@ -53,7 +53,7 @@ def test_a_settled_job_is_forgotten() -> None:
     assert transfers.get(load.job_id) is None
     assert not transfers.owes(driver.record("a").ordinal)
     assert driver.record("a").blocks == "granted"
-    assert not transfers.is_any_read(load.slots)
+    assert set(keys_of("d", 4)) <= set(driver.projections.pool.forest.leaving(None))
 
 
 def test_job_ids_are_never_used_again() -> None:
@@ -143,16 +143,16 @@ def test_a_job_belongs_to_one_life_of_an_id() -> None:
     assert not driver.projections.jobs.owes(driver.record("a").ordinal)
 
 
-def test_a_slot_read_by_two_loads_is_read_until_both_are_settled() -> None:
+def test_chunks_read_by_two_loads_stay_until_both_are_settled() -> None:
     """Counted, not marked."""
     driver, load = with_load()
     driver.arrive("b", 40, keys_of("d", 4))
     driver.lookup("b", 16, 40)
     driver.allocate("b", (7, 8, 9), 16)
     driver.report(load.job_id)
-    assert all(driver.projections.jobs.is_any_read([slot]) for slot in load.slots)
+    assert not set(keys_of("d", 4)) & set(driver.projections.pool.forest.leaving(None))
     driver.settle_all()
-    assert not driver.projections.jobs.is_any_read(load.slots)
+    assert set(keys_of("d", 4)) <= set(driver.projections.pool.forest.leaving(None))
 
 
 def test_a_save_knows_the_shorter_chunks_inside_its_pages() -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 from lifecycle_driver import Driver, check_invariants, keys_of
 
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.projections.copies import CopyKind
+from kvledger.lifecycle.snapshots import capture, restore
 
 
 def committed(driver: Driver) -> list[bytes]:
-    """Keys in order of recency, oldest first, and then those that somebody will come back for."""
-    state = driver.projections.pool.state
-    return [*state.by_age, *(key for key in state.committed if key not in state.by_age)]
+    """Keys in the order in which they leave, and then those that somebody holds."""
+    pool = driver.projections.pool
+    leaving = list(pool.forest.leaving(None))
+    return [*leaving, *(key for key in pool if key not in leaving)]
 
 
 def saving(driver: Driver, num_chunks: int = 2, document: str = "d") -> e.SaveIssued:
@@ -56,10 +60,10 @@ def test_chunks_are_counted_up_to_the_first_gap() -> None:
     keys = keys_of("d", 4)
     driver.save_prefix("a", keys)
     chunks = driver.projections.pool
-    assert chunks.num_committed_from(keys) == 4
+    assert chunks.num_committed(keys) == 4
     driver.observe(e.ChunksTainted((keys[2],), 1))
-    assert chunks.num_committed_from(keys) == 2
-    assert chunks.num_committed_from(keys[3:]) == 1
+    assert chunks.num_committed(keys) == 2
+    assert chunks.num_committed(keys[3:]) == 1
 
 
 @pytest.mark.parametrize("event_class", [e.ChunksEvicted, e.ChunksTainted, e.CacheReset])
@@ -70,8 +74,7 @@ def test_nothing_is_remembered_of_a_chunk_that_leaves(event_class: type[e.Event]
     driver.save_prefix("a", (key,))
     arguments = {e.ChunksEvicted: ((key,), "b", 1, 0, 1), e.ChunksTainted: ((key,), 1), e.CacheReset: (1,)}
     driver.observe(event_class(*arguments[event_class]))
-    state = driver.projections.pool.state
-    assert (state.committed, list(state.by_age)) == ({}, [])
+    assert (len(driver.projections.pool), committed(driver)) == (0, [])
     assert driver.projections.slots.num_free == 32
 
 
@@ -114,15 +117,27 @@ def test_a_load_makes_a_prefix_young_again() -> None:
     assert leaving_order(driver, 4) == [second[1], second[0], first[1], first[0]]
 
 
-def test_a_lookup_makes_nothing_young() -> None:
+def test_a_lookup_that_promises_nothing_makes_nothing_young() -> None:
     """It changes nothing, also not an order."""
     driver = Driver(chunk_size=16, num_slots=4)
     driver.save_prefix("a", keys_of("first", 2))
     driver.save_prefix("b", keys_of("second", 2))
     before = committed(driver)
     driver.arrive("c", 33, keys_of("first", 2))
-    driver.lookup("c", 0, 33)
+    driver.lookup("c", 32, 33)
     assert committed(driver) == before
+
+
+def test_what_was_promised_and_is_not_claimed_is_young() -> None:
+    """As a block of vLLM's that nobody holds any more: it comes to the end of the queue."""
+    driver = Driver(chunk_size=16, num_slots=4)
+    first, second = keys_of("first", 2), keys_of("second", 2)
+    driver.save_prefix("a", first)
+    driver.save_prefix("b", second)
+    driver.arrive("c", 33, first)
+    driver.lookup("c", 0, 33)
+    driver.lookup("c", 32, 33)
+    assert committed(driver) == [second[1], second[0], first[1], first[0]]
 
 
 # --- pins ----------------------------------------------------------------------------------------
@@ -271,3 +286,37 @@ def test_prefixes_that_part_inside_a_block_keep_their_own_images() -> None:
     assert chunks.get(one[1]) != chunks.get(two[1])
     assert chunks.get(common[0]) in {chunks.get(one[1]), chunks.get(two[1])}
     check_invariants(driver.projections)
+
+
+def test_chunks_whose_loads_failed_leave_nothing_behind() -> None:
+    """They were remembered until something was evicted: a pool that never fills, and whose loads fail, would grow."""
+    driver = Driver(chunk_size=16, num_slots=64)
+    for number in range(10):
+        keys = keys_of(f"document {number}", 4)
+        driver.save_prefix(f"earlier {number}", keys)
+        driver.arrive(f"later {number}", 65, keys)
+        driver.lookup(f"later {number}", 0, 65)
+        driver.allocate(f"later {number}", (1, 2, 3, 4, 5), 64)
+        (load,) = (job for job in driver.projections.jobs if job.kind is CopyKind.LOAD)
+        driver.report(load.job_id, ok=False)
+        driver.finish(f"later {number}", 0, 65)
+        driver.settle_all()
+    state = driver.projections.pool.state
+    assert (state.committed, state.parent_of, list(state.queue)) == ({}, {}, [])
+
+
+@pytest.mark.parametrize(
+    "second",
+    [e.LoadCompleted("a", 0, 0, 1, 1), e.SaveIssued("a", 0, 0, 1, (1,), (1,), (2,), False, False, 1)],
+    ids=["settled as a load", "issued again"],
+)
+def test_a_log_that_uses_the_number_of_a_save_twice_is_restored_as_it_was(second: e.Event) -> None:
+    """What is being saved follows from the copies in flight, also where no connector would write such a log."""
+    core, configuration = Core.standard(), LedgerConfiguration(16, 16, num_slots=6)
+    projections = core.new_projections(configuration)
+    arrived, keys = e.RequestArrived("a", 0, 48, 1), (b"a", b"b", b"c")
+    issued = e.SaveIssued("a", 0, 0, 1, (0,), (0,), (1,), False, False, 1)
+    for sequence, event in enumerate((arrived, e.ChunkKeysObserved("a", 0, keys), issued, second), 1):
+        projections.fold(event, sequence)
+    restored = restore(core, capture(projections), configuration)
+    assert [*map(projections.pool.is_saving, keys)] == [*map(restored.pool.is_saving, keys)]

@@ -10,7 +10,7 @@ import pytest
 from lifecycle_driver import Driver, keys_of
 from starvation_guard import StarvationGuard, Starving, StarvingRequests, Watching
 
-from kvledger.lifecycle import Core, Extension, ProjectionSpec, RequestState, TrustRegion, Turn, on
+from kvledger.lifecycle import Core, Extension, Projections, ProjectionSpec, RequestState, TrustRegion, Turn, on
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import vocabulary_header
@@ -82,7 +82,7 @@ class FoldsNoPreemption(StarvingRequests):
         raise Broken
 
 
-def raising(_extension: Extension, _projections: Any) -> None:
+def raising(_extension: Extension, _projections: Any, _key: bytes) -> None:
     """Instead of saying what is kept."""
     raise Broken
 
@@ -100,6 +100,12 @@ def folding(projection: Callable[[], Any], *handlers: type[Watching]) -> Extensi
     return altered(projections=(spec,), handlers=handlers or StarvationGuard.handlers)
 
 
+def kept_by(projections: Projections) -> list[bytes]:
+    """The chunks in the pool that an extension wants to keep."""
+    keeps = projections.keeper()
+    return [] if keeps is None else list(filter(keeps, projections.pool))
+
+
 GUARD = StarvationGuard()
 FAULTY = {
     "a handler": (altered(handlers=(RaisesBehindItsDecision,)), "RaisesBehindItsDecision.request_preempted"),
@@ -107,7 +113,7 @@ FAULTY = {
     "a fold of a decision": (folding(FoldsNoDecision), "projection starving"),
     "a fold, and the handler goes on": (folding(FoldsNoDecision, TriesAgain), "projection starving"),
     "a fold of an observation": (folding(FoldsNoPreemption), "projection starving"),
-    "what is kept": (altered(kept=raising), "kept"),
+    "what is kept": (altered(keeps=raising), "keeps"),
 }
 """What raises -> the extension, and where it is said to have raised."""
 MENDED = dict.fromkeys(FAULTY, GUARD) | {"a fold, and the handler goes on": folding(StarvingRequests, TriesAgain)}
@@ -171,7 +177,7 @@ def test_it_is_stopped_once_and_nobody_else_pays(what: str) -> None:
     assert driver.all_of(e.InvariantViolated) == driver.all_of(e.RequestQuarantined) == []
     assert driver.record("request 3").trust is TrustRegion.TRUSTED
     assert driver.all_of(e.ChunksEvicted), "nothing was evicted, so nobody was asked what is kept"
-    if where != "kept":  # which came after others had been kept
+    if where != "keeps":  # which came after others had been kept
         assert without_extensions(driver) == without_extensions(lived())
     assert driver.totals.figures.num_extensions_stopped == 1
 
@@ -185,7 +191,7 @@ def test_from_then_on_it_takes_no_part(what: str) -> None:
     driver.preempt("request 3", 34)
     assert driver.record("request 3").path == "preempted"
     assert len(driver.projections.starving) == 0
-    assert list(driver.projections.kept_last()) == []
+    assert not kept_by(driver.projections)
 
 
 def test_a_request_in_its_sub_state_is_in_the_phase_again() -> None:
@@ -222,7 +228,7 @@ def test_every_reader_agrees(what: str, reader: str) -> None:
     if reader == "from a snapshot":
         projections = restore(core, capture(projections), driver.configuration)
         projections.fold(e.RequestPreempted("request 3", 34, 34, 10**12), 10**6)
-        assert list(projections.kept_last()) == []
+        assert not kept_by(projections)
     else:
         states, live = projections.snapshot(), driver.projections.snapshot()
         assert states == {name: live[name] for name in states}
@@ -251,8 +257,8 @@ def test_of_two_extensions_only_the_one_that_raises_is_stopped() -> None:
         handlers = (RaisesBehindItsDecision,)
         rules = {}  # noqa: RUF012 -- as its parent's
 
-        def kept(self, _projections: Any) -> tuple[bytes, ...]:
-            return ()
+        def keeps(self, _projections: Any, _key: bytes) -> bool:
+            return False
 
     for extensions in ([StarvationGuard(), Other()], [Other(), StarvationGuard()]):
         driver = lived(*extensions)

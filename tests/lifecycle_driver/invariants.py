@@ -22,8 +22,8 @@ def check_slots(projections: Projections, given_up: Iterable[int] = ()) -> None:
     Raises an AssertionError that names the broken sentence.
     """
     references: Counter[int] = Counter(given_up)
-    for slots in projections.pool.state.committed.values():
-        references.update(slots)
+    for key in projections.pool:
+        references.update(projections.pool.get(key) or ())
     for job in projections.jobs:
         references.update(job.slots)
     for record in projections.tracker:

@@ -156,8 +156,8 @@ def check_end(driver: Driver) -> None:
     broken = {event.rule for event in driver.all_of(e.InvariantViolated)} - played
     assert not broken, broken
     assert not any(num_entries(driver.projections).values()), num_entries(driver.projections)
-    committed = driver.projections.pool.state.committed.values()
-    held = {slot for slots in committed for slot in slots} | set(driver.given_up_slots())
+    pool = driver.projections.pool
+    held = {slot for key in pool for slot in pool.get(key) or ()} | set(driver.given_up_slots())
     assert driver.projections.slots.num_free == driver.configuration.num_slots - len(held)
     assert [event for _, event in driver.events()] == driver.observed
     audit = driver.audited()

@@ -40,6 +40,11 @@ class Detection:
         """Whether the first finding is this rule's, and nobody else speaks of the same event."""
         return self.first_rules == {rule}
 
+    def is_misnamed(self, mutant: Mutant) -> bool:
+        """Whether the first finding is wrong; one that the connector itself recorded of the rule is not."""
+        is_recorded = self.first_rules == {Recorded.rule} and self.detail.startswith(f"{mutant.rule}:")
+        return not is_recorded and not self.first_rules <= {mutant.rule, *mutant.beside}
+
     @property
     def num_events_until(self) -> int:
         """Events from the first that was touched to the violation, that one included."""
@@ -128,7 +133,7 @@ def figures_of(mutant: Mutant, detections: Iterable[Detection]) -> Figures:
         num_seeds=len(all_seeds),
         num_touched=sum(detection.touched is not None for detection in all_seeds),
         num_named=len(named),
-        num_misnamed=sum(bool(d.first_rules) and not d.is_named(mutant.rule) for d in all_seeds),
+        num_misnamed=sum(detection.is_misnamed(mutant) for detection in all_seeds),
         median_events=statistics.median(lengths) if lengths else None,
         max_events=max(lengths) if lengths else None,
         also=dict(also.most_common()),

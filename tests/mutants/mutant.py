@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -38,6 +38,8 @@ class Mutant:
     incidents: tuple[str, ...]
     scene: Scene
     patches: Callable[[Touch], Sequence[Patch]]
+    beside: frozenset[str] = frozenset()
+    """Rules that the same mistake breaks as well, now and then before that one."""
 
     @property
     def name(self) -> str:
@@ -59,13 +61,13 @@ MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(
-    rule: str, *incidents: str, scene: Scene
+    rule: str, *incidents: str, scene: Scene, beside: Collection[str] = ()
 ) -> Callable[[Callable[[Touch], Sequence[Patch]]], Callable[[Touch], Sequence[Patch]]]:
     """Declare the mistake that the decorated function returns as patches; its docstring is the mutant's sentence."""
 
     def declare(patches: Callable[[Touch], Sequence[Patch]]) -> Callable[[Touch], Sequence[Patch]]:
         sentence = " ".join((patches.__doc__ or "").split()).rstrip(".")
-        declared = Mutant(rule, sentence[:1].lower() + sentence[1:], incidents, scene, patches)
+        declared = Mutant(rule, sentence[:1].lower() + sentence[1:], incidents, scene, patches, frozenset(beside))
         MUTANTS[declared.name] = declared
         return patches
 

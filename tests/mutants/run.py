@@ -118,7 +118,7 @@ def _tell(console: Console, mutant: Mutant, figures: Figures, detections: Sequen
         f"of {figures.num_seeds}{median} (at most {figures.max_events}); later also {figures.also or 'nobody'}"
     )
     for detection in detections:
-        if detection.first_rules and not detection.is_named(mutant.rule):
+        if detection.is_misnamed(mutant):
             console.print(
                 f"  seed {detection.seed}: {sorted(detection.first_rules)} at {detection.found}: {detection.detail}",
                 style="red",

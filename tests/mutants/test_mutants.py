@@ -39,8 +39,8 @@ def first_named_story(mutant: Mutant) -> Story:
         detection = judge(mutant, story, touch, seed)
         reproduce = f"make mutants RULE={mutant.rule} SEED={seed}"
         assert not detection.unfoldable, f"{mutant.name} does not fit what it patches: {detection.unfoldable}"
-        assert not detection.first_rules or detection.is_named(mutant.rule), f"{reproduce}: {detection}"
-        if detection.first_rules:
+        assert not detection.is_misnamed(mutant), f"{reproduce}: {detection}"
+        if detection.is_named(mutant.rule):
             assert detection.touched is not None, f"named without a mistake: {reproduce}"
             return story
     pytest.fail(f"{mutant.rule} does not name {mutant.name} in {MAX_SEEDS} seeds")

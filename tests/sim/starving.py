@@ -13,9 +13,9 @@ from pathlib import Path
 from kvledger.adapters.simulation.engine import SimulatedEngine
 from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE, block_bytes
 
-_NUM_BLOCKS = 16
+_NUM_BLOCKS = 24
 """Of the device, one of them nobody's; two requests fit to their ends, and just as many blocks into the host pool."""
-_NUM_REQUESTS = 8
+_NUM_REQUESTS = 12
 
 
 def live(log_dir: Path, extensions: Iterable[str] = ()) -> SimulatedEngine:

@@ -101,7 +101,7 @@ def assert_told(subscriber: Subscriber, side: Any) -> None:
     if journal.is_disabled:
         assert not subscriber.on_host, "blocks are still published that nobody will load"
         return
-    committed = side.ledger.projections.pool.state.committed
+    committed = side.ledger.projections.pool
     blocks_per_chunk = journal.configuration.chunk_size // journal.configuration.block_size
     if not blocks_per_chunk:
         assert not subscriber.on_host, "chunks within blocks are published"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 import msgspec
@@ -59,7 +58,7 @@ class StarvingKept(Checker):
     """STARVING_KEPT: no chunk of a starving request is evicted while one could be that is nobody's who starves.
 
     Verifies: this for every eviction, with what the audit folds itself, not with the projection above.
-    Does not verify: who is called starving; chunks smaller than a block, which may share one.
+    Does not verify: who is called starving.
     """
 
     rule = "STARVING_KEPT"
@@ -90,11 +89,9 @@ class StarvingKept(Checker):
         if evicted is None:
             return
         life, evicting = kept_for[evicted], self.lives.of(event.ordinal)
-        # What is there, and not of the starving, of who saves, relied on or being read.
-        spared = self.chunks.committed.keys() - kept_for.keys() - set(evicting.keys if evicting else ())
-        read = {slot for _, job in self.jobs if job.is_load for slot in job.slots}
-        relied_on = self.answers.relied_on()
-        could_go = [k for k in spared if k not in relied_on and read.isdisjoint(self.chunks.committed[k])]
+        # What is there, and not of the starving, of who saves, or needed by somebody.
+        could_go = self.chunks.committed.keys() - kept_for.keys() - self.room.relied_on()
+        could_go -= set(evicting.keys if evicting else ())
         if could_go:
             who, said = life.request_id, self._starving[life.ordinal]
             detail = f"chunk {evicted.hex()} of starving {who!r} was evicted, {min(could_go).hex()} could have been"
@@ -118,8 +115,8 @@ class StarvationGuard(Extension):
     rules: ClassVar[dict[str, Any]] = {StarvingKept.rule: StarvingKept}
     settings: ClassVar[dict[str, int]] = {"num_preemptions": 2}
 
-    def kept(self, projections: Projections) -> Collection[bytes]:
-        """All keys of starving requests."""
+    def keeps(self, projections: Projections, key: bytes) -> bool:
+        """Whether it is a chunk of a starving request."""
         starving = projections.starving.state.starving  # type: ignore[attr-defined]
         records = (projections.tracker.of(ordinal) for ordinal in starving)
-        return frozenset(key for record in records if record is not None for key in record.keys)
+        return any(key in record.keys for record in records if record is not None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.forgotten import LIFE, Forgotten
 from kvledger.lifecycle.audit.model.lives import Lives
 from kvledger.lifecycle.audit.model.moment import Moment, num_intact_tokens
-from kvledger.lifecycle.audit.model.records import Answer
+from kvledger.lifecycle.audit.model.records import Answer, Prefix
 from kvledger.lifecycle.marks import on
 
 if TYPE_CHECKING:
@@ -35,16 +35,17 @@ class Answers:
         self, lives: Lives, chunk_size: int, moment: Moment, forgotten: Forgotten, *, keep_for_preempted: bool
     ) -> None:
         self._lives = lives
-        self._chunk_size = chunk_size
+        self.chunk_size = chunk_size
         self._moment = moment
         self._keeps = keep_for_preempted
         self._pending: dict[str, Answer] = {}
         self._allocations: dict[str, Allocation] = {}
-        self._waited_for: dict[str, tuple[frozenset[bytes], int]] = {}
-        """Keys, and the event of the preemption (0: before the audit began)."""
+        self._waited_for: dict[str, tuple[Prefix, int]] = {}
+        """What it waits for, and the event of the preemption (0: before the audit began)."""
+        self.let_go: list[Prefix] = []
+        """What the request of the event at hand relied on before it and does not any more; only at events of `ENDS`."""
         taken_back: tuple[type[e.Event], ...] = (*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished)
-        forgotten.at(taken_back, self._pending, self._allocations)
-        forgotten.at((*LIFE, e.RequestFinished), self._waited_for)
+        forgotten.at(taken_back, self._allocations)
 
     def allocation(self, request_id: str) -> Allocation | None:
         """What the request's last allocation claimed."""
@@ -52,59 +53,94 @@ class Answers:
 
     def promised(self, key: bytes) -> Iterator[tuple[str, int]]:
         """(request id, event) of each pending answer that promises the chunk."""
-        return ((whose, answer.sequence) for whose, answer in self._pending.items() if key in answer.promised)
+        return ((who, answer.sequence) for who, answer in self._pending.items() if key in answer.promised.key_set)
 
     def waited_for(self, key: bytes) -> Iterator[tuple[str, int]]:
         """(request id, event) of each preemption after which somebody waits for the chunk."""
-        return ((who, sequence) for who, (keys, sequence) in self._waited_for.items() if key in keys)
+        return ((who, sequence) for who, (prefix, sequence) in self._waited_for.items() if key in prefix.key_set)
 
-    def relied_on(self) -> Container[bytes]:
-        """Every chunk that is promised or waited for."""
-        return frozenset().union(
-            *(answer.promised for answer in self._pending.values()), *(keys for keys, _ in self._waited_for.values())
-        )
+    def prefixes(self) -> Iterator[Prefix]:
+        """What is promised or waited for."""
+        yield from (answer.promised for answer in self._pending.values())
+        yield from (prefix for prefix, _ in self._waited_for.values())
 
     def begin(self, start: Start) -> None:
         """Take over the answers that no allocation has claimed, and what is waited for."""
         self._pending.update(start.answers)
-        self._waited_for.update((who, (frozenset(keys), 0)) for who, keys in start.waited_for.items() if keys)
+        self._waited_for.update((who, (prefix, 0)) for who, prefix in start.waited_for.items())
 
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered) -> None:
-        promised = frozenset(self._promised_by(event))
+        before = self._pending.get(event.request_id)
+        promised = self._promised_by(event)
+        self.let_go = []
+        if before is not None:
+            # Most answers repeat the one before: what is promised is the same, and was not let go.
+            if before.promised.keys is promised.keys and before.promised.num_chunks == promised.num_chunks:
+                promised = before.promised
+            else:
+                self.let_go.append(before.promised)
         self._pending[event.request_id] = Answer(self._moment.sequence, event, promised)
 
     @on(e.LookupDeferred)
     def _deferred(self, event: e.LookupDeferred) -> None:
-        if self._lives.in_generation(event) is not None:
-            self._pending.pop(event.request_id, None)
+        self.let_go = [] if self._lives.in_generation(event) is None else self._take_back(event.request_id)
 
     @on(e.DecisionWithheld)
     def _withheld(self, event: e.DecisionWithheld) -> None:
-        self._pending.pop(event.request_id, None)
+        self.let_go = self._take_back(event.request_id)
 
-    def _promised_by(self, event: e.LookupAnswered) -> Sequence[bytes]:
-        life = self._lives.in_generation(event)
-        if life is None or not event.num_external_tokens:
-            return ()
+    def _promised_by(self, event: e.LookupAnswered) -> Prefix:
+        life = self._lives.in_generation(event) if event.num_external_tokens else None
         end_token = event.num_computed_tokens + event.num_external_tokens
-        return life.keys[: max(0, -(-end_token // self._chunk_size))]
+        return Prefix.of(life, -(-end_token // self.chunk_size))
+
+    def _take_back(self, request_id: str) -> list[Prefix]:
+        answer = self._pending.pop(request_id, None)
+        return [] if answer is None else [answer.promised]
+
+    def _wait_no_more(self, request_id: str) -> list[Prefix]:
+        prefix, _ = self._waited_for.pop(request_id, (None, 0))
+        return [] if prefix is None else [prefix]
 
     @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated) -> None:
         request_id = event.request_id
-        answer = self._pending.pop(request_id, None)
-        self._waited_for.pop(request_id, None)
+        answer = self._pending.get(request_id)
+        self.let_go = [*self._take_back(request_id), *self._wait_no_more(request_id)]
         self._allocations[request_id] = Allocation(self._moment.sequence, answer, event.num_external_tokens)
+
+    @on(e.SessionContinued)
+    def _continued(self, event: e.SessionContinued) -> None:
+        self.let_go = self._take_back(event.request_id)
 
     @on(e.RequestPreempted)
     def _preempted(self, event: e.RequestPreempted) -> None:
+        self.let_go = self._take_back(event.request_id)
         life = self._moment.life
-        keys = [] if life is None or not self._keeps else life.keys[: num_intact_tokens(event) // self._chunk_size]
-        if keys:
-            self._waited_for[event.request_id] = frozenset(keys), self._moment.sequence
+        if life is not None and self._keeps:
+            self.let_go += self._wait_no_more(event.request_id)
+            prefix = Prefix.of(life, num_intact_tokens(event) // self.chunk_size)
+            self._waited_for[event.request_id] = prefix, self._moment.sequence
+
+    @on(*LIFE, e.RequestFinished)
+    def _ended(self, event: e.RequestEvent) -> None:
+        self.let_go = [*self._take_back(event.request_id), *self._wait_no_more(event.request_id)]
 
     @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset) -> None:
         self._pending.clear()
         self._waited_for.clear()
+
+
+ENDS: tuple[type[e.Event], ...] = (
+    e.LookupAnswered,
+    e.LookupDeferred,
+    e.DecisionWithheld,
+    e.BlocksAllocated,
+    e.SessionContinued,
+    e.RequestPreempted,
+    e.RequestFinished,
+    *LIFE,
+)
+"""Where something that is promised or waited for may end."""

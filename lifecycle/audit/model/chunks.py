@@ -6,7 +6,8 @@ Made from what save, evict, taint and reset events say, and from observed keys. 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import events as e
@@ -71,16 +72,17 @@ class Chunks:
 
     def num_committed(self, life: Life) -> int:
         """How many chunks of the life are committed without a gap."""
-        return next((chunk for chunk, key in enumerate(life.keys) if key not in self._committed), len(life.keys))
+        return len(list(takewhile(self._committed.__contains__, life.keys)))
 
     def unsaved(self, keys: Sequence[bytes], first_chunk: int, end_chunk: int) -> list[int]:
         """Of these chunks those that are neither committed nor being saved."""
         chunks = range(first_chunk, end_chunk)
         return [each for each in chunks if keys[each] not in self._committed and keys[each] not in self._saving]
 
-    def of_slot(self, slot: int) -> bytes | None:
-        """A committed chunk that lies in the slot."""
-        return next((key for key, slots in self._committed.items() if slot in slots), None)
+    def in_slots(self, slots: Iterable[int]) -> Mapping[int, bytes]:
+        """Slot → a committed chunk that lies in it, of these slots. Looks at every chunk."""
+        wanted = frozenset(slots)
+        return {slot: key for key, its in self._committed.items() for slot in wanted.intersection(its)}
 
     def begin(self, start: Start) -> None:
         """Take over what is committed, in flight or gone where an audit starts in the middle of a log."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.lives import Lives
 from kvledger.lifecycle.audit.model.moment import Moment
-from kvledger.lifecycle.audit.model.records import InFlight
+from kvledger.lifecycle.audit.model.records import InFlight, Prefix
 from kvledger.lifecycle.audit.model.spans import Spans
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
@@ -88,6 +88,10 @@ class JobsInFlight:
         """The jobs in flight of that life, in the order in which they were issued."""
         return [self._jobs[job_id] for job_id in sorted(self._of_life.get(ordinal, ()))]
 
+    def prefixes(self) -> Iterator[Prefix]:
+        """What copies in flight need to stay in the pool. What a reset took away, none of them needs."""
+        return (job.prefix for job in self._jobs.values() if job.epoch == self.epoch)
+
     def owes(self, ordinal: int) -> bool:
         """Whether a job of that life is in flight."""
         return ordinal in self._of_life
@@ -126,18 +130,20 @@ class JobsInFlight:
         num_known = 0 if life is None else len(life.keys)
         tokens = range(event.first_token, event.first_token + event.num_tokens)
         chunks = tuple(self._spans.chunks_of_load(tokens, num_known))
-        load = self._issued(event, chunks, is_load=True, is_async=event.is_async)
+        load = self._issued(event, chunks, max(chunks, default=-1) + 1, is_load=True, is_async=event.is_async)
         self.rivals = {self.filled_by[block_id] for block_id in load.filled if block_id in self.filled_by}
         self.filled_by |= dict.fromkeys(load.filled, load.job_id)
 
     @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued) -> None:
-        save = self._issued(event, event.chunks, is_load=False, is_async=event.is_async)
+        end_chunk = max(event.chunks, default=-1) + 1
+        save = self._issued(event, event.chunks, end_chunk, is_load=False, is_async=event.is_async)
         save.is_before_forward = event.before_forward
 
     @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
-        self._issued(event, (), is_load=False, is_async=False).is_before_forward = True
+        end_chunk = event.first_token // self._spans.chunk_size
+        self._issued(event, (), end_chunk, is_load=False, is_async=False).is_before_forward = True
 
     @on(e.EffectsDelivered)
     def _delivered(self, event: e.EffectsDelivered) -> None:
@@ -159,6 +165,7 @@ class JobsInFlight:
         self,
         event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued,
         chunks: tuple[int, ...],
+        end_chunk: int,
         *,
         is_load: bool,
         is_async: bool,
@@ -178,6 +185,7 @@ class JobsInFlight:
             earlier_keys=self._earlier_keys(chunks, known),
             slots=event.slots,
             block_ids=event.block_ids,
+            prefix=Prefix.of(life, end_chunk),
             epoch=self.epoch,
             since_step=self._lives.num_steps,
             since_ns=self._lives.time_ns,

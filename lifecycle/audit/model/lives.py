@@ -176,7 +176,7 @@ class Lives:
                 life.stale_generation += 1  # the next turn is computed on top of what the reset made stale
             life.generation += 1
             life.num_tokens, life.num_prompt_tokens = event.num_tokens, event.num_prompt_tokens
-            del life.keys[event.num_computed_tokens // self._chunk_size :]  # other tokens follow, so other keys
+            life.keys = life.keys[: event.num_computed_tokens // self._chunk_size]  # other tokens follow, so other keys
             self._cut(life, event.num_computed_tokens)
 
     @on(e.TokensRolledBack)
@@ -225,10 +225,12 @@ class Lives:
     @on(e.ChunkKeysObserved)
     def _keys_observed(self, event: e.ChunkKeysObserved) -> None:
         life = self._moment.life
-        if (
-            life is not None and self._moment.is_legal and event.first_chunk <= len(life.keys)
-        ):  # behind a gap they would stand for other chunks
-            life.keys[event.first_chunk :] = event.keys
+        if life is None or not self._moment.is_legal:
+            return
+        if event.first_chunk == len(life.keys):
+            life.keys += event.keys
+        elif event.first_chunk < len(life.keys):  # after a gap they would stand for other chunks
+            life.keys = [*life.keys[: event.first_chunk], *event.keys]
 
     @on(e.CacheReset)
     def _reset(self, event: e.CacheReset) -> None:

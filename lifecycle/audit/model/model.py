@@ -16,6 +16,7 @@ from kvledger.lifecycle.audit.model.jobs import JobsInFlight
 from kvledger.lifecycle.audit.model.lives import Lives
 from kvledger.lifecycle.audit.model.moment import EventChecks, Moment
 from kvledger.lifecycle.audit.model.records import Life
+from kvledger.lifecycle.audit.model.room import Room
 from kvledger.lifecycle.audit.model.slots import Slots
 from kvledger.lifecycle.audit.model.spans import Spans
 from kvledger.lifecycle.audit.model.start import Start
@@ -46,6 +47,7 @@ class Model:
     chunks: Chunks
     tails: Tails
     answers: Answers
+    room: Room
     costs: Costs
 
     @classmethod
@@ -61,6 +63,9 @@ class Model:
         forgotten = Forgotten()
         lives = Lives(tables, spans.chunk_size, moment)
         jobs = JobsInFlight(lives, spans, configuration.num_ranks, moment)
+        chunks = Chunks(jobs, spans, slots, moment)
+        keeps = configuration.keep_for_preempted
+        answers = Answers(lives, spans.chunk_size, moment, forgotten, keep_for_preempted=keeps)
         return cls(
             configuration=configuration,
             spans=spans,
@@ -72,11 +77,10 @@ class Model:
             tables=Tables(lives, spans, moment),
             jobs=jobs,
             slots=slots,
-            chunks=Chunks(jobs, spans, slots, moment),
+            chunks=chunks,
             tails=Tails(lives, slots, moment, spans.chunk_size),
-            answers=Answers(
-                lives, spans.chunk_size, moment, forgotten, keep_for_preempted=configuration.keep_for_preempted
-            ),
+            answers=answers,
+            room=Room(lives, jobs, chunks, answers, moment),
             costs=Costs(lives),
         )
 
@@ -116,14 +120,16 @@ class Model:
         self.chunks.begin(start)
         self.tails.begin(start)
         self.answers.begin(start)
+        self.room.begin(start)
         self.costs.begin(start)
 
     def folds(self) -> EventChecks:
         """(event class, fold), to be done before the checks of that class."""
         # First whom it concerns; then who computed before it; blocks and tails, which ask whose they are; then the
-        # lives, which may be over; the jobs before the chunks, which ask what was saved.
+        # lives, which may be over; the jobs before the chunks, which ask what was saved;
+        # then what may leave of them.
         folded = (
             *(self.forgotten, self.costs, self.tables, self.tails, self.answers),
-            *(self.lives, self.jobs, self.chunks),
+            *(self.lives, self.jobs, self.chunks, self.room),
         )
         return [*self.lives.meetings(), *(fold for each in folded for fold in marked(each))]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple, Self
 
 import attrs
 import msgspec
@@ -49,7 +51,7 @@ class Life(msgspec.Struct, gc=False):
     held_at: int = NEVER
     """Event that held its blocks for a copy; 0: before the audit began."""
     keys: list[bytes] = msgspec.field(default_factory=list)
-    """Of its chunks, from the first one on, as far as they were observed."""
+    """Of its chunks, from the first one on, as far as they were observed. It only grows: a cut makes another list."""
 
     @property
     def name(self) -> tuple[str, int, int]:
@@ -60,6 +62,33 @@ class Life(msgspec.Struct, gc=False):
     def is_stale(self) -> bool:
         """Whether what it has computed is from before a reset."""
         return self.stale_generation == self.generation
+
+
+@attrs.frozen(eq=False)
+class Prefix:
+    """The first chunks of a life."""
+
+    ordinal: int
+    """Of the life."""
+    keys: Sequence[bytes]
+    """Of the life's chunks. There may be more of them than the prefix has."""
+    num_chunks: int
+
+    @classmethod
+    def of(cls, life: Life | None, num_chunks: int) -> Self:
+        """The first chunks of the life, as far as their keys are known."""
+        if life is None:
+            return cls(NEVER, (), 0)
+        return cls(life.ordinal, life.keys, max(0, min(num_chunks, len(life.keys))))
+
+    @cached_property
+    def key_set(self) -> frozenset[bytes]:
+        """The keys of its chunks."""
+        return frozenset(self.keys[: self.num_chunks])
+
+    def has(self, chunk: int, key: bytes) -> bool:
+        """Whether chunk number `chunk` is in it, and has this key."""
+        return chunk < self.num_chunks and self.keys[chunk] == key
 
 
 class InFlight(msgspec.Struct, gc=False):
@@ -81,6 +110,8 @@ class InFlight(msgspec.Struct, gc=False):
     """(chunk, key) of chunks that end earlier inside the blocks of a save: its images contain them too."""
     slots: tuple[int, ...]
     block_ids: tuple[int, ...]
+    prefix: Prefix
+    """The chunks up to the last one that it reads or brings. For a tail: the whole chunks before it."""
     epoch: int
     """Resets before it was issued."""
     since_step: int
@@ -125,8 +156,8 @@ class Answer(NamedTuple):
     sequence: int
     """0 where that was before the audit began."""
     event: LookupAnswered
-    promised: frozenset[bytes]
-    """Keys of the chunks that it lets the scheduler count on."""
+    promised: Prefix
+    """The chunks that it lets the scheduler count on."""
 
     @property
     def life(self) -> tuple[str, int, int]:

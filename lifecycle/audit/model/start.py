@@ -12,7 +12,7 @@ import attrs
 import msgspec
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.audit.model.records import Answer, InFlight, IssuedTail, Life
+    from kvledger.lifecycle.audit.model.records import Answer, InFlight, IssuedTail, Life, Prefix
 
 
 @attrs.frozen
@@ -53,12 +53,12 @@ class Start:
     """Resets so far."""
     committed: Mapping[bytes, tuple[int, ...]]
     """Chunk key -> slots."""
-    by_age: Sequence[bytes]
-    """Committed chunks that no preempted request waits for, least recently used first."""
+    uses: Sequence[Sequence[bytes]]
+    """Keys of the prefixes that were used and are not held, from their first chunk on; least recently used first."""
     tails: Mapping[int, IssuedTail]
     """By ordinal."""
-    waited_for: Mapping[str, Sequence[bytes]]
-    """Request id -> keys that it will come back for."""
+    waited_for: Mapping[str, Prefix]
+    """Request id -> what it will come back for."""
     answers: Mapping[str, Answer]
     """By request id; those that no allocation has claimed."""
     num_deferred: Mapping[str, int]

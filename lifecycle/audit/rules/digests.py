@@ -30,8 +30,7 @@ class _OfLife(msgspec.Struct):
 
     ordinal: int
     generation: int
-    keys: list[bytes]
-    """The life's own."""
+    life: Life
     seen: dict[_Place, tuple[int, int]] = {}
     """Digest and event, of this generation."""
     was_cut: bool = False
@@ -121,8 +120,9 @@ class BytesUnchanged(Checker):
             block = event.first_block + number
             chunk = ((block + 1) * size - 1) // chunk_size
             detail, evidence = "", 0
-            if chunk < len(of_life.keys):
-                page = (of_life.keys[chunk], block, event.group, event.rank)
+            keys = of_life.life.keys
+            if chunk < len(keys):
+                page = (keys[chunk], block, event.group, event.rank)
                 detail, evidence = self._of_page(page, digest, of_life, event)
             if not detail and keeps_blocks:
                 place = (event.rank, event.group, block)
@@ -136,7 +136,7 @@ class BytesUnchanged(Checker):
     def _of_generation(self, event: e.PagesDigested, life: Life) -> _OfLife:
         of_life = self._of.get(event.request_id)
         if of_life is None or of_life.ordinal != event.ordinal:
-            of_life = self._of[event.request_id] = _OfLife(event.ordinal, event.generation, life.keys)
+            of_life = self._of[event.request_id] = _OfLife(event.ordinal, event.generation, life)
         elif event.generation > of_life.generation:
             of_life.generation = event.generation
             of_life.seen.clear()
@@ -164,7 +164,7 @@ class BytesUnchanged(Checker):
 
 
 def _of(life: Life) -> _OfLife:
-    return _OfLife(life.ordinal, life.generation, life.keys)
+    return _OfLife(life.ordinal, life.generation, life)
 
 
 def _where(event: e.PagesDigested, number: int) -> str:

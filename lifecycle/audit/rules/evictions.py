@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections import Counter
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import Settled
 from kvledger.lifecycle.audit.model.moment import EventChecks, num_intact_tokens
-from kvledger.lifecycle.audit.model.records import InFlight
+from kvledger.lifecycle.audit.model.records import NEVER, InFlight
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
@@ -153,17 +151,12 @@ class PinBalance(Checker):
 
     def _has_room(self, num_missing: int, request_id: str) -> bool:
         """Whether so many slots are needed for nothing but chunks that could be evicted."""
-        model = self.model
-        life = model.lives.get(request_id)
-        own = frozenset(() if life is None else life.keys)
-        relied_on = model.answers.relied_on()
-        read = {slot for job_id in model.jobs.loads if (job := model.jobs.get(job_id)) for slot in job.slots}
+        life = self.lives.get(request_id)
         freed: Counter[int] = Counter()
-        for key, slots in model.chunks.committed.items():
-            if key in own or key in relied_on or not read.isdisjoint(slots):
-                continue
+        for key in self.room.leaving(NEVER if life is None else life.ordinal):
+            slots = self.chunks.slots_of(key) or ()
             freed.update(slots)
-            num_missing -= sum([freed[slot] == model.slots.num_holders(slot) for slot in slots])
+            num_missing -= sum([freed[slot] == self.slots.num_holders(slot) for slot in slots])
             if num_missing <= 0:
                 return True
         return False
@@ -177,197 +170,42 @@ class PinBalance(Checker):
 
 
 class EvictionOrder(Checker):
-    """EVICTION_ORDER: among the chunks that may be evicted, the least recently used one is evicted first.
+    """EVICTION_ORDER: of the chunks that may leave, the one that was used least recently leaves first.
 
-    A chunk is used when a save of it completes, when a load reads it or a chunk after it, when a request that has it is
-    preempted or ends, and when a preempted request that waited for it gets blocks again. A save of a growing request
-    uses all chunks before it: every save in the first 16 chunks, later whenever the request has grown by an eighth. A
-    lookup uses nothing. Of the chunks that one event uses, the first one of the prompt counts as the youngest.
+    Each use makes a whole prefix the youngest, and of that the first chunk of the prompt the youngest. So a chunk never
+    leaves before those after it. A prefix is used whenever something that needed it ends: an answer that promised it is
+    claimed, replaced or taken back; a preempted request that waited for it gets blocks or ends; a copy that reads it,
+    or that brings its last chunk, completes or fails. A request that is preempted or ends uses all that it has. While a
+    prefix is needed it stays.
 
-    Verifies: for every eviction, that each chunk used before the evicted one had to stay: it is promised, a preempted
-    request waits for it, it belongs to the request that saves, or its slots are needed by a load or by another chunk.
-    Does not verify: chunks that stay although a lookup has promised them since they were saved, because they may still
-    be pinned (PIN_BALANCE names that when a save is declined for them); chunks that share the slot of a block with
-    others; more than 256 chunks that had to stay, for one save; chunks that had to stay themselves and were evicted
-    (HIT_PINNED, WAITING_KEPT, EVICT_IDLE_ONLY); whether so many evictions were needed. The order in which chunks were
-    used before the audit began is taken over. The rule is off where an extension says what is evicted last.
+    Verifies: for every evicted chunk, in the order of the event, that each chunk used before it had to stay: it is in a
+    prefix that is needed, or in the settled beginning of the request that saves. That no chunk of this beginning is
+    evicted, and none before the chunks that a copy in flight reads or brings.
+    Does not verify: chunks that were promised, waited for or read, and were evicted (HIT_PINNED, WAITING_KEPT,
+    EVICT_IDLE_ONLY); whether so many evictions were needed. In which order chunks were used before the audit began is
+    taken over. The rule is off where an extension says what is evicted last.
     """
 
     rule = "EVICTION_ORDER"
     expects_own_evictions = True
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        self._order: OrderedDict[bytes, None] = OrderedDict()
-        """Committed chunks, least recently used first; without those found to be waited for."""
-        self._waited_for: dict[str, dict[bytes, None]] = {}
-        """Request id → chunks that it was preempted with, in their order, until it has blocks again or ends."""
-        self._save = (0, 0)
-        """Cause and ordinal of the last eviction before which another chunk was used."""
-        self._own: frozenset[bytes] = frozenset()
-        """Chunks of the request that saves."""
-        self._once_promised: set[bytes] = set()
-        """Committed chunks that a lookup has promised since they were saved."""
-        self._leaving: Counter[int] = Counter()
-        """Slot → chunks in it that leave for the save at hand and are not looked at yet."""
-        self._passed: set[bytes] = set()
-        """Chunks at the front of the order that had to stay in this save."""
-
-    def begin(self, start: Start) -> None:
-        """Take over in which order chunks were used, and what is waited for."""
-        self._order = OrderedDict.fromkeys((*start.by_age, *start.committed))
-        self._waited_for.update((who, dict.fromkeys(keys)) for who, keys in start.waited_for.items())
-
-    # --- uses ------------------------------------------------------------------------------------
-
-    def _use(self, keys: Sequence[bytes]) -> None:
-        order = self._order
-        self._passed.clear()
-        deque(map(order.move_to_end, filter(order.__contains__, reversed(keys))), 0)
-
-    def _add(self, keys: Iterable[bytes]) -> None:
-        order, chunks = self._order, self.chunks
-        self._passed.clear()
-        for key in keys:
-            if key in chunks:
-                order[key] = None
-                order.move_to_end(key)
-
-    @on(e.SaveCompleted)
-    def _saved(self, _event: e.SaveCompleted) -> None:
-        job = self.jobs.current
-        if job is None or job.is_load or job.epoch != self.jobs.epoch:
-            return
-        self._add((*reversed(job.keys), *(key for _, key in reversed(job.earlier_keys))))
-        first = job.chunks[0] if job.chunks else 0
-        if first and (first < _EVERY_SAVE or first % (first // 8) == 0):
-            life = self.lives.of(job.ordinal)
-            self._use(() if life is None else life.keys[:first])
-
-    @on(e.LoadIssued)
-    def _load_issued(self, event: e.LoadIssued) -> None:
-        life = self.lives.of(event.ordinal)
-        if life is not None:
-            self._use(life.keys[: -(-(event.first_token + event.num_tokens) // self.spans.chunk_size)])
-
-    @on(e.RequestPreempted)
-    def _was_preempted(self, event: e.RequestPreempted) -> None:
-        life = self.moment.life
-        if life is None or not self.moment.is_legal:
-            return
-        self._use(life.keys)
-        if self.configuration.keep_for_preempted:
-            self._no_longer_waiting(event.request_id)
-            keys = life.keys[: num_intact_tokens(event) // self.spans.chunk_size]
-            self._waited_for[event.request_id] = dict.fromkeys(keys)
-
-    @on(e.BlocksAllocated)
-    def _allocated(self, event: e.BlocksAllocated) -> None:
-        if self._waited_for and self.moment.is_legal:
-            self._no_longer_waiting(event.request_id)
-
-    @on(e.RequestArrived)
-    def _arrived(self, event: e.RequestArrived) -> None:
-        if self._waited_for:
-            self._no_longer_waiting(event.request_id)
-
-    @on(e.RequestFinished)
-    def _finished(self, event: e.RequestFinished) -> None:
-        self._no_longer_waiting(event.request_id)
-        if self.moment.life is not None:
-            self._use(self.moment.life.keys)
-
-    def _no_longer_waiting(self, request_id: str) -> None:
-        keys = self._waited_for.pop(request_id, None)
-        if keys:
-            self._add(reversed(keys))
-
-    @on(e.LookupAnswered)
-    def _answered(self, event: e.LookupAnswered) -> None:
-        if event.num_external_tokens:
-            life = self.lives.of(event.ordinal)
-            num_tokens = event.num_computed_tokens + event.num_external_tokens
-            keys = () if life is None else life.keys[: -(-num_tokens // self.spans.chunk_size)]
-            self._once_promised.update(filter(self.chunks.__contains__, keys))
-
-    # --- what is gone ----------------------------------------------------------------------------
-
-    @on(e.ChunksTainted)
-    def _tainted(self, event: e.ChunksTainted) -> None:
-        for key in event.keys:
-            self._passed.discard(key)
-            self._once_promised.discard(key)
-            self._order.pop(key, None)
-
-    @on(e.CacheReset)
-    def _reset(self, _event: e.CacheReset) -> None:
-        self._order.clear()
-        self._once_promised.clear()
-        self._passed.clear()
-        self._waited_for.clear()
-
     @on(e.ChunksEvicted)
     def _evicted(self, event: e.ChunksEvicted) -> None:
-        self._leaving = Counter(slot for slots in self.chunks.evicted.values() for slot in slots)
-        for key in event.keys:
-            self._leaving.subtract(self.chunks.evicted[key])
-            self._check_order(event, key)
-        self._leaving.clear()
+        for key, oldest in self.room.out_of_turn:
+            self._explain(event, key, oldest)
 
-    def _check_order(self, event: e.ChunksEvicted, evicted: bytes) -> None:
-        self._once_promised.discard(evicted)
-        if evicted not in self._order:
+    def _explain(self, event: e.ChunksEvicted, key: bytes, oldest: bytes | None) -> None:
+        is_read = any(key in job.keys for _, job in self.jobs if job.is_load)
+        if is_read or any(self.answers.promised(key)) or any(self.answers.waited_for(key)):
             return
-        if evicted in self._passed:
-            self._passed.clear()
-        older = None if next(iter(self._order)) == evicted else self._older(event, evicted)
-        del self._order[evicted]
-        if older is not None and not self._had_to_stay(evicted):
-            detail = (
-                f"chunk {evicted.hex()} was evicted, though chunk {older.hex()} was used before it and did not have "
-                f"to stay"
-            )
-            self.broken(detail, event.cause)
-
-    def _older(self, event: e.ChunksEvicted, evicted: bytes) -> bytes | None:
-        """A chunk that was used before the evicted one and could have been evicted in its place."""
-        if self._save != (event.cause, event.ordinal):
+        what = f"chunk {key.hex()} was evicted, though"
+        copy = next((job for _, job in self.jobs if key in job.prefix.key_set and job.epoch == self.jobs.epoch), None)
+        if copy is not None:
+            kind = "load" if copy.is_load else "save"
+            self.broken(f"{what} {kind} {copy.job_id} in flight is of chunks after it", copy.sequence, event.cause)
+        elif key in self.room.own_beginning(event.ordinal).key_set:
             life = self.lives.of(event.ordinal)
-            self._save = event.cause, event.ordinal
-            self._passed.clear()
-            self._own = frozenset(() if life is None else life.keys)
-        waited_for: list[bytes] = []
-        older = None
-        for key in islice(self._order, len(self._passed), _MAX_PASSED):
-            if key == evicted:
-                break
-            if any(key in keys for keys in self._waited_for.values()):
-                waited_for.append(key)
-            elif self._could_be_evicted(key):
-                older = key
-                break
-            else:
-                self._passed.add(key)
-        for key in waited_for:  # used when that is over; no later walk has to pass them
-            del self._order[key]
-        return older
-
-    def _could_be_evicted(self, key: bytes) -> bool:
-        # What leaves later for the same save still lies in its slots.
-        slots = self.chunks.slots_of(key) or self.chunks.evicted.get(key, ())
-        holders = [self.slots.num_holders(slot) + self._leaving[slot] for slot in slots if slot != NO_SLOT]
-        is_in_use = key in self._own or key in self._once_promised or self._is_relied_on(key)
-        return not is_in_use and set(holders) == {1}
-
-    def _had_to_stay(self, key: bytes) -> bool:
-        loads = filter(None, map(self.jobs.get, self.jobs.loads))
-        return self._is_relied_on(key) or any(key in load.keys for load in loads)
-
-    def _is_relied_on(self, key: bytes) -> bool:
-        return any(self.answers.promised(key)) or any(self.answers.waited_for(key))
-
-
-_EVERY_SAVE = 16
-"""Chunks up to which every save of a growing request uses all chunks before it."""
-_MAX_PASSED = 256
-"""Chunks that had to stay, which are looked at for one save."""
+            if life is not None and life.settled[1]:
+                self.broken(f"{what} it is in the beginning of the request that saves", event.cause)
+        elif oldest is not None:
+            self.broken(f"{what} chunk {oldest.hex()} was used before it and did not have to stay", event.cause)

@@ -136,8 +136,10 @@ class ResetEpoch(Checker):
             detail = f"the hit of {event.num_hit_tokens} tokens counts a tail of {of_tail}, not saved since the reset"
             self.broken(detail, self._reset_at, event.cause)
             return
-        keys = [] if self.moment.life is None else self.moment.life.keys
-        for chunk, key in enumerate(keys[:num_chunks]):
+        life = self.moment.life
+        if life is None or self.chunks.num_committed(life) >= num_chunks:
+            return
+        for chunk, key in enumerate(life.keys[:num_chunks]):
             if key not in self.chunks and not self._left_since(key):
                 detail = f"the hit of {event.num_hit_tokens} tokens counts chunk {chunk}, not saved since the reset"
                 self.broken(detail, self._reset_at, event.cause)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -234,7 +234,7 @@ class StoreContiguous(Checker):
     def _save_failed(self, _event: e.SaveFailed) -> None:
         # The same for who was passed over because another one's save was under way.
         if self._known and self.jobs.current is not None:
-            self._look(keeps_known=True, gone=self.jobs.current.keys)
+            self._look(keeps_known=True, gone=frozenset(self.jobs.current.keys))
 
     @on(e.SaveDeclined)
     def _declined(self, event: e.SaveDeclined) -> None:
@@ -271,7 +271,7 @@ class StoreContiguous(Checker):
         *,
         is_reset: bool = False,
         keeps_known: bool = False,
-        gone: Collection[bytes] = (),
+        gone: frozenset[bytes] = frozenset(),
     ) -> None:
         """Account for the chunks that are there, and no more are named."""
         known = self._known
@@ -283,7 +283,7 @@ class StoreContiguous(Checker):
             whose = self.lives.get(request_id)
             keys = () if whose is None else whose.keys
             first, end = max(first_chunk, account.num_chunks), min(end_chunk, len(keys))
-            left_out = () if is_reset else self.chunks.unsaved(keys, first, end)
+            left_out = frozenset(() if is_reset else self.chunks.unsaved(keys, first, end))
             if not left_out and first == account.num_chunks < end and not account.beyond:
                 account.num_chunks = end
                 continue
@@ -392,7 +392,8 @@ class SettledSaved(Checker):
     def _issued(self, event: e.SaveIssued) -> None:
         taken = self._taken
         if taken is not None and event.cause == taken.sequence:
-            taken.chunks = [chunk for chunk in taken.chunks if chunk not in event.chunks]
+            issued = frozenset(event.chunks)
+            taken.chunks = [chunk for chunk in taken.chunks if chunk not in issued]
 
     @on(e.SaveDeclined)
     def _declined(self, event: e.SaveDeclined) -> None:

@@ -106,11 +106,13 @@ class SlotExclusive(Checker):
 
     @on(e.SaveIssued, e.TailSaveIssued)
     def _issued(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
-        for slot in sorted(set(self.chunks.taken)):
-            holder, sequence = self._holder_of(slot, event)
+        taken = sorted(set(self.chunks.taken))
+        key_of = self.chunks.in_slots(taken) if taken else {}
+        for slot in taken:
+            holder, sequence = self._holder_of(slot, event, key_of.get(slot))
             self.broken(f"save {event.job_id} writes into slot {slot}, {holder}", sequence, event.cause)
 
-    def _holder_of(self, slot: int, event: e.SaveIssued | e.TailSaveIssued) -> tuple[str, int]:
+    def _holder_of(self, slot: int, event: e.SaveIssued | e.TailSaveIssued, key: bytes | None) -> tuple[str, int]:
         """Who needs it, in words, and the event that shows it (0: none)."""
         model = self.model
         if not 0 <= slot < model.slots.num_slots:
@@ -121,7 +123,6 @@ class SlotExclusive(Checker):
         for job_id, job in model.jobs.given_up.items():
             if slot in job.slots:
                 return f"into which save {job_id}, which was given up, may still write", job.sequence
-        key = model.chunks.of_slot(slot)
         if key is not None:
             return f"which holds chunk {key.hex()}", 0
         return "which holds a saved tail" if model.tails.of_slot(slot) is not None else "twice", 0

@@ -62,7 +62,7 @@ def miscounted(run: Any, tmp_path: Path) -> Retired:
 
 def write_retired(core: Core, run: Any, tmp_path: Path) -> Retired:
     """Played twice, as an engine would have written it, with a snapshot at each new segment."""
-    driver = play_seed(3, 140, chunk_size=16, block_size=16)
+    driver = play_seed(10, 140, chunk_size=16, block_size=16)
     observations = [event for event in driver.observed if not event.is_decision]
     for name in ("whole", "log"):
         header = header_of(driver.configuration, vocabulary_header(core))

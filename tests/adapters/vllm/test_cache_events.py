@@ -92,7 +92,7 @@ def test_what_is_stored_is_published_after_the_log_says_so(
     journal = engine.connector.scheduler_side.journal
     monkeypatch.setattr(journal, "is_behind", lambda: is_behind and engine.num_steps > 1)
     engine.serve("a", range(64), 4)
-    assert engine.projections.pool.state.committed
+    assert len(engine.projections.pool)
     assert not subscriber.on_host
     is_behind = False
     engine.serve("b", range(100, 104), 2)
@@ -105,7 +105,7 @@ def test_prompts_that_part_within_a_chunk_share_its_first_block(make_engine: Any
     engine.serve("a", [*range(16), *range(100, 116)], 2)
     engine.serve("b", [*range(16), *range(200, 216)], 2)
     assert subscriber.num_stored == len(subscriber.on_host) == 3
-    for key, num_left in zip(list(engine.projections.pool.state.committed), (2, 0), strict=True):
+    for key, num_left in zip(list(engine.projections.pool), (2, 0), strict=True):
         engine.connector.scheduler_side.journal.follow(e.LogNote("", 0), (e.ChunksTainted((key,), 0),))
         subscriber.publish(SimpleNamespace(events=engine.connector.take_events()))
         assert len(subscriber.on_host) == num_left

@@ -91,14 +91,14 @@ def of_extension(what: str, raised: BaseException) -> Extension:
     parts: dict[str, dict[str, Any]] = {
         "handler": {"handlers": (handler,)},
         "projection": {"projections": (ProjectionSpec("starving", lambda _its: FoldsNoPreemption()),)},
-        "kept": {"kept": raising(raised)},
+        "keeps": {"keeps": raising(raised)},
     }
     extension: Extension = type("Broken", (StarvationGuard,), parts[what])()
     return extension
 
 
 @RAISED
-@pytest.mark.parametrize("what", ["handler", "projection", "kept"])
+@pytest.mark.parametrize("what", ["handler", "projection", "keeps"])
 def test_an_extension(tmp_path: Path, what: str, raised: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped."""
     module = types.ModuleType("broken_extension")

@@ -55,12 +55,11 @@ class FragileProjection(StarvationGuard):
 class FragileOrder(StarvationGuard):
     """Cannot say what it keeps."""
 
-    def kept(self, projections: Any) -> frozenset[bytes]:
+    def keeps(self, projections: Any, key: bytes) -> bool:
         """As soon as it is to keep something."""
-        kept = frozenset(super().kept(projections))
-        if kept:
-            raise OSError(kept)
-        return kept
+        if super().keeps(projections, key):
+            raise OSError(key)
+        return False
 
 
 class Talks(StateHandler):
@@ -104,7 +103,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     [
         (FragileHandler, "Fragile.request_preempted"),
         (FragileProjection, "projection starving"),
-        (FragileOrder, "kept"),
+        (FragileOrder, "keeps"),
     ],
 )
 def test_an_extension_that_raises_is_stopped_and_everybody_is_served(

@@ -356,8 +356,8 @@ def test_random_walks_break_only_rules_that_were_broken_live(seed: int, chunk_si
     assert not audit.reference_differences
 
 
-OF_A_FIXED_NUMBER = {"_ended", "_known", "_num", "_order", "_once_promised"}
-"""What is remembered of a fixed number: ended requests, for a connector may save them later; keys; counts; chunks."""
+OF_A_FIXED_NUMBER = {"_ended", "_known", "_num"}
+"""What is remembered of a fixed number: ended requests, for a connector may save them later; keys; counts."""
 
 
 def test_checkers_forget_released_requests() -> None:

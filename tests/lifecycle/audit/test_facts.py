@@ -166,7 +166,7 @@ def further_story() -> tuple[Driver, list[SequencedEvent]]:
     of_extension = {
         "observed": e.ExtensionObserved("a", "nobodys", "seen", 1, b"", 93),
         "decided": e.ExtensionDecided("a", 3, 1, "nobodys", "done", 1, b"", cause),
-        "stopped": e.ExtensionStopped("nobodys", 1, "kept", "ValueError in line 1", cause),
+        "stopped": e.ExtensionStopped("nobodys", 1, "keeps", "ValueError in line 1", cause),
     }
     return driver, [
         (sequence, of_extension[event.text] if isinstance(event, e.LogNote) else event) for sequence, event in recorded

@@ -111,11 +111,11 @@ def test_the_rules_of_an_extension_end_where_it_is_stopped() -> None:
     core = core_with(StarvingKept)
     driver = preempted_while_it_computes(core)
     events = list(enumerate(driver.observed, 1))
-    stop = (len(events) + 1, e.ExtensionStopped("starvation", 1, "kept", "KeyError", events[-1][0]))
+    stop = (len(events) + 1, e.ExtensionStopped("starvation", 1, "keeps", "KeyError", events[-1][0]))
     whole = driver.audited(core=core, events=[*events, stop])
     assert whole.is_sound
     assert whole.judgement().held.not_judged == {StarvingKept.rule: f"its extension was stopped at event {stop[0]}"}
     begun = driver.audited(core=core, events=[], start=whole.projections)
     assert begun.judgement().held.not_judged == whole.judgement().held.not_judged
-    other = e.ExtensionStopped("other", 1, "kept", "KeyError", events[-1][0])
+    other = e.ExtensionStopped("other", 1, "keeps", "KeyError", events[-1][0])
     assert driver.audited(core=core, events=[*events, (stop[0], other)]).judgement().held.not_judged == {}

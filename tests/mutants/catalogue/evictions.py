@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.pool import Pool, Recency
-from kvledger.lifecycle.projections.request_record import RequestRecord
+from kvledger.lifecycle.projections.forest import Forest
+from kvledger.lifecycle.projections.pool import Pool
 from mutants.catalogue.parts import wrapped
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import Walks, Worlds
@@ -22,61 +23,78 @@ BY_USE_ALONE = Walks(
 
 
 def unused_by(touch: Touch, fold: str) -> Patch:
-    """The fold of an event that should make a request's chunks the youngest, and does not."""
+    """The fold of an event that should make what a request has the youngest, and does not."""
 
     def folded(original: Any, pool: Pool, event: e.Event, sequence: int, subject: Any) -> None:
-        def renew(record: RequestRecord | None, num_chunks: int) -> None:
-            if record is not None and any(key in pool.state.by_age for key in record.keys[:num_chunks]):
+        def use(keys: Sequence[bytes]) -> None:
+            key = pool.forest.deepest(keys, len(keys))
+            if key is not None and key in pool.state.queue.order:
                 touch()
 
-        pool._renew = renew  # type: ignore[method-assign]
+        pool.forest.use = use  # type: ignore[method-assign]
         original(pool, event, sequence, subject)
-        del pool._renew
+        del pool.forest.use
 
     return wrapped(Pool, fold, folded)
+
+
+def in_another_order(touch: Touch, change: Callable[[list[bytes], Forest], Iterable[bytes]]) -> Patch:
+    """The queue is walked as if its keys stood in another order."""
+
+    def leaving(original: Any, forest: Forest, *arguments: Any) -> Iterator[bytes]:
+        order = list(forest._order)
+        changed = list(change(order, forest))
+        if changed != order:
+            touch()
+        forest._order = OrderedDict.fromkeys(changed)
+        leaving = list(original(forest, *arguments))
+        forest._order = OrderedDict.fromkeys(order)
+        return iter(leaving)
+
+    return wrapped(Forest, "leaving", leaving)
 
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def youngest_evicted_first(touch: Touch) -> Sequence[Patch]:
     """The most recently used chunk is evicted first."""
-
-    def oldest_first(_original: Any, pool: Pool) -> Sequence[bytes]:
-        keys = list(pool.state.by_age)
-        if len(keys) > 1:
-            touch()
-        return keys[::-1]
-
-    return [wrapped(Pool, "oldest_first", oldest_first)]
+    return [in_another_order(touch, lambda order, _forest: order[::-1])]
 
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def evicted_in_order_of_their_keys(touch: Touch) -> Sequence[Patch]:
     """Chunks are evicted in the order of their keys, as if they were in a sorted map."""
-
-    def oldest_first(_original: Any, pool: Pool) -> Sequence[bytes]:
-        keys = list(pool.state.by_age)
-        if keys != sorted(keys):
-            touch()
-        return sorted(keys)
-
-    return [wrapped(Pool, "oldest_first", oldest_first)]
+    return [in_another_order(touch, lambda order, _forest: sorted(order))]
 
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def first_saved_first_evicted(touch: Touch) -> Sequence[Patch]:
     """Chunks are evicted in the order in which they were saved, however often they are used."""
 
-    def touch_prefix(_original: Any, recency: Recency, _ordinal: int, keys: list[bytes]) -> None:
-        if any(key in recency for key in keys):
-            touch()
+    def as_saved(order: list[bytes], forest: Forest) -> Iterable[bytes]:
+        saved = [key for key in forest._is_committed if key in forest._order]  # type: ignore[attr-defined]
+        return [*saved, *(key for key in order if key not in forest._is_committed)]
 
-    return [wrapped(Recency, "touch_prefix", touch_prefix)]
+    return [in_another_order(touch, as_saved)]
 
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def load_is_no_use(touch: Touch) -> Sequence[Patch]:
     """A load leaves the chunks that it reads as old as they were."""
-    return [unused_by(touch, "_load_issued")]
+
+    def load_issued(original: Any, pool: Pool, event: e.LoadIssued, sequence: int, subject: Any) -> None:
+        pool.__dict__.setdefault("older", {})[event.job_id] = frozenset(pool.state.queue)
+        original(pool, event, sequence, subject)
+
+    def load_settled(original: Any, pool: Pool, event: Any, sequence: int, subject: Any) -> None:
+        key, older = pool.state.copying.get(event.job_id), pool.__dict__["older"].pop(event.job_id, frozenset())
+        original(pool, event, sequence, subject)
+        order = pool.state.queue.order
+        for other in list(order) if key in order else ():
+            if other != key and other not in older:
+                touch()
+                order.move_to_end(other)
+
+    return [wrapped(Pool, "_load_issued", load_issued), wrapped(Pool, "_load_settled", load_settled)]
 
 
 @mutant("EVICTION_ORDER", scene=BY_USE_ALONE)
@@ -92,47 +110,65 @@ def end_is_no_use(touch: Touch) -> Sequence[Patch]:
 
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
-def growing_prefix_ages(touch: Touch) -> Sequence[Patch]:
-    """The beginning of a request that grows gets older than what others saved meanwhile."""
-    return [unused_by(touch, "_save_completed")]
+def beginning_young_when_its_end_leaves(touch: Touch) -> Sequence[Patch]:
+    """When the end of a prompt is evicted, what is before it counts as used, and stays longer than what is younger."""
+
+    def remove(original: Any, forest: Forest, keys: Sequence[bytes]) -> None:
+        before = frozenset(map(forest._parent_of.get, keys)).difference(forest._order)
+        original(forest, keys)
+        for key in [key for key in forest._order if key in before]:
+            if next(reversed(forest._order)) != key:
+                touch()
+            forest._order.move_to_end(key)
+
+    return [wrapped(Forest, "remove", remove)]
 
 
 @mutant("EVICTION_ORDER", scene=WALKS)
 def no_longer_waited_for_is_oldest(touch: Touch) -> Sequence[Patch]:
     """Chunks that a preempted request had waited for are evicted first as soon as it has blocks again."""
 
-    def no_longer_want(original: Any, pool: Pool, record: RequestRecord) -> None:
-        keys = record.wanted
-        original(pool, record)
-        by_age = pool.state.by_age
-        by_age._take_up(0)
-        for key in keys:
-            if key in by_age:
-                touch()
-                by_age._order.move_to_end(key, last=False)
+    def allocated(original: Any, pool: Pool, event: e.Event, sequence: int, subject: Any) -> None:
+        key = None if subject.request is None else pool.state.wanted.get(subject.request.ordinal)
+        original(pool, event, sequence, subject)
+        order = pool.state.queue.order
+        if key is not None and key in order and len(order) > 1:
+            touch()
+            order.move_to_end(key, last=False)
 
-    return [wrapped(Pool, "_no_longer_want", no_longer_want)]
+    return [wrapped(Pool, "_allocated", allocated)]
 
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def beginning_evicted_before_its_end(touch: Touch) -> Sequence[Patch]:
     """Of a prompt the first chunk is evicted first, and what is left of it cannot be found any more."""
 
-    def take_up(_original: Any, recency: Recency, num_left: int) -> None:
-        waiting = recency._waiting
-        while waiting and (not num_left or recency._num_waiting > num_left):
-            keys = waiting.popleft()
-            present = [key for key in keys if key in recency]
-            if len(present) > 1:
-                touch()
-            for key in present:
-                recency._order.move_to_end(key)
-            if isinstance(keys, list):
-                recency._num_waiting -= len(keys)
-                keys.clear()
-        recency._prefix_of = {ordinal: keys for ordinal, keys in recency._prefix_of.items() if keys}
+    def leaving(original: Any, forest: Forest, *arguments: Any) -> Iterator[bytes]:
+        leaving = list(original(forest, *arguments))
+        may_leave, found = frozenset(leaving), dict[bytes, None]()
+        for key in leaving:
+            found |= dict.fromkeys(filter(may_leave.__contains__, forest.path(key)))
+        if list(found) != leaving:
+            touch()
+        return iter(found)
 
-    return [wrapped(Recency, "_take_up", take_up)]
+    return [wrapped(Forest, "leaving", leaving)]
+
+
+@mutant("EVICTION_ORDER", scene=CROWDED)
+def what_precedes_a_save_is_evicted(touch: Touch) -> Sequence[Patch]:
+    """While a save is in flight, the chunks before those that it brings are evicted; nobody finds what it brings."""
+
+    def save_issued(original: Any, pool: Pool, event: e.SaveIssued, sequence: int, subject: Any) -> None:
+        def hold(_holds: Any, _holder: int, keys: Sequence[bytes], end_chunk: int) -> None:
+            if pool.forest.deepest(keys, end_chunk) is not None:
+                touch()
+
+        pool._hold = hold  # type: ignore[method-assign]
+        original(pool, event, sequence, subject)
+        del pool._hold
+
+    return [wrapped(Pool, "_save_issued", save_issued)]
 
 
 @mutant("EVICTION_ORDER", scene=WALKS)
@@ -141,9 +177,10 @@ def lookup_is_a_use(touch: Touch) -> Sequence[Patch]:
 
     def answered(original: Any, pool: Pool, event: e.LookupAnswered, sequence: int, subject: Any) -> None:
         original(pool, event, sequence, subject)
-        keys = [] if subject.request is None else subject.request.keys
-        if any(key in pool.state.by_age for key in keys):
-            touch()
-        pool._renew(subject.request, len(keys))
+        if subject.request is not None:
+            order = list(pool.state.queue)
+            pool.forest.use(subject.request.keys)
+            if order != list(pool.state.queue):
+                touch()
 
     return [wrapped(Pool, "_answered", answered)]

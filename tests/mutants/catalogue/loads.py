@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -94,9 +94,9 @@ def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
         stale.update(((id(pool), key), slots) for key in event.keys if (slots := pool.get(key)) is not None)
         original(pool, event, sequence, subject)
 
-    def num_committed_from(_original: Any, pool: Pool, keys: Iterable[bytes]) -> int:
-        count = 0
-        for key in keys:
+    def num_committed(_original: Any, pool: Pool, keys: Sequence[bytes], start: int = 0) -> int:
+        count = start
+        for key in keys[start:]:
             if pool.get(key) is None:
                 if (id(pool), key) not in stale:
                     break
@@ -119,7 +119,7 @@ def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
     return [
         wrapped(Pool, "_reset", reset),
         wrapped(Pool, "_evicted", evicted),
-        wrapped(Pool, "num_committed_from", num_committed_from),
+        wrapped(Pool, "num_committed", num_committed),
         wrapped(loads, "_slots_of_chunks", slots_of_chunks),
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +13,8 @@ from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.base import Subject
 from kvledger.lifecycle.projections.copies import Copy, CopyKind
 from kvledger.lifecycle.projections.costs import TokenCosts
-from kvledger.lifecycle.projections.jobs import Jobs
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
-from kvledger.lifecycle.projections.pool import HostSlots, Pool, num_intact_tokens
+from kvledger.lifecycle.projections.pool import Pool, num_intact_tokens
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.states import CurrentRegion
@@ -25,6 +23,8 @@ from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import HybridWorlds, Walks, Worlds
 
 SMALL_POOL = Worlds(num_slots=8)
+TINY_POOL = Worlds(num_slots=5)
+"""What is held too long is missed as room, before anything is evicted in its place."""
 CROWDED = Worlds(num_slots=16, connector=(("keep_for_preempted", True), ("chunk_size", 16)))
 CACHED = Worlds(settings=(("num_steps", 120), ("enable_prefix_caching", True)))
 ROOMY = Worlds(
@@ -235,23 +235,28 @@ def evicted_while_waited_for(touch: Touch) -> Sequence[Patch]:
             and subject.request.keys[: pool._geometry.num_chunks_in(num_intact_tokens(event))]
         ):
             touch()
+            pool.__dict__.setdefault("waiting", {})[subject.request.ordinal] = list(subject.request.keys)
         original(pool, event, sequence, subject)
 
-    return [wrapped(Pool, "_preempted", preempted)]
+    def allocated(original: Any, pool: Pool, event: e.BlocksAllocated, sequence: int, subject: Any) -> None:
+        original(pool, event, sequence, subject)
+        if subject.request is not None:  # what nobody held is used, at least
+            pool.forest.use(pool.__dict__.get("waiting", {}).pop(subject.request.ordinal, ()))
+
+    return [wrapped(Pool, "_preempted", preempted), wrapped(Pool, "_allocated", allocated)]
 
 
-@mutant("PIN_BALANCE", "LMCache#1254", "LMCache#3381", "vllm#44100", scene=SMALL_POOL)
+@mutant("PIN_BALANCE", "LMCache#1254", "LMCache#3381", "vllm#44100", scene=TINY_POOL)
 def pinned_by_every_poll(touch: Touch) -> Sequence[Patch]:
     """Every poll pins its hit once more, taking it up or ending releases it once."""
 
     def answered(original: Any, pool: Pool, event: e.LookupAnswered, sequence: int, subject: Any) -> None:
-        record = subject.request
-        before = () if record is None else record.pinned
+        ordinal, promised = event.ordinal, pool.state.promised
+        before = promised.get(ordinal)
         original(pool, event, sequence, subject)
-        if before and before == record.pinned:
+        if before is not None and before == promised.get(ordinal):
             touch()
-            for key in before:
-                pool._pins[key] = pool._pins.get(key, 0) + 1
+            pool.forest.count_holder(before)
 
     return [wrapped(Pool, "_answered", answered)]
 
@@ -260,38 +265,33 @@ def pinned_by_every_poll(touch: Touch) -> Sequence[Patch]:
 def evicted_while_read(touch: Touch) -> Sequence[Patch]:
     """A chunk is evicted while a load reads it."""
 
-    def is_any_read(original: Any, jobs: Jobs, slots: Any) -> bool:
-        if original(jobs, slots):
-            touch()
-        return False
-
-    def num_references(original: Any, slots: Any, slot: int) -> int:
-        return int(original(slots, slot)) - slots.__dict__.get("loads", Counter())[slot]
+    def keys_before(pool: Any, event: e.LoadIssued, subject: Any) -> tuple[Any, int]:
+        keys = () if subject.request is None else subject.request.keys
+        return keys, event.first_token // pool._geometry.chunk_size
 
     def load_issued(original: Any, pool: Any, event: e.LoadIssued, sequence: int, subject: Any) -> None:
         original(pool, event, sequence, subject)
-        pool.slots.__dict__.setdefault("loads", Counter()).update(event.slots)
+        pool._hold(pool.state.copying, event.job_id, *keys_before(pool, event, subject))
 
-    def load_settled(
-        original: Any, pool: Any, event: e.LoadCompleted | e.LoadFailed, sequence: int, subject: Any
-    ) -> None:
+    def load_settled(original: Any, pool: Any, event: Any, sequence: int, subject: Any) -> None:
         job = subject.copy
         if job is not None:
-            pool.slots.__dict__["loads"].subtract(job.slots)
             pool.slots.acquire(tuple(pool.__dict__.get("lost", {}).pop(event.job_id, ())))
         original(pool, event, sequence, subject)
+        if job is not None:
+            pool.forest.use(job.keys)
 
     def evicted(original: Any, pool: Any, event: e.ChunksEvicted, sequence: int, subject: Any) -> None:
-        slots = frozenset(slot for key in event.keys for slot in pool.state.committed.get(key, ()))
+        slots = {slot for key in event.keys for slot in pool.get(key) or ()}
         original(pool, event, sequence, subject)
         for job in pool._jobs:
             lost = slots.intersection(job.slots) if job.kind is CopyKind.LOAD else ()
-            pool.slots.release(lost)
-            pool.__dict__.setdefault("lost", {}).setdefault(job.job_id, []).extend(lost)
+            if lost:
+                touch()
+                pool.slots.release(lost)
+                pool.__dict__.setdefault("lost", {}).setdefault(job.job_id, []).extend(lost)
 
     return [
-        wrapped(Jobs, "is_any_read", is_any_read),
-        wrapped(HostSlots, "num_references", num_references),
         wrapped(Pool, "_evicted", evicted),
         wrapped(Pool, "_load_issued", load_issued),
         wrapped(Pool, "_load_settled", load_settled),
@@ -318,6 +318,8 @@ def late_save_committed(touch: Touch) -> Sequence[Patch]:
         if job is not None and job.epoch != pool._jobs.epoch:
             touch()
             job.epoch = pool._jobs.epoch
+            keys = job.keys if subject.request is None else subject.request.keys
+            pool._hold(pool.state.copying, job.job_id, keys, len(keys))
         original(pool, event, sequence, subject)
 
     return [wrapped(Pool, "_save_completed", save_completed)]

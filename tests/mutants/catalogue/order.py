@@ -15,6 +15,8 @@ from mutants.scenes import Worlds
 
 SYNC = (("load_mode", "sync"), ("save_mode", "sync"))
 ASYNC = (("load_mode", "async"), ("save_mode", "async"))
+NOT_DIGESTED = Worlds(connector=(*SYNC, ("digests", "off")), settings=(("num_steps", 120), ("late_reports", True)))
+"""Wrong bytes would be named first otherwise, by BYTES_UNCHANGED."""
 MUST_PRECEDE = ("saves_before_forward", "awaited")
 
 
@@ -201,7 +203,7 @@ def awaited_with_the_loads(touch: Touch) -> Sequence[Patch]:
     return [wrapped(WorkerSide, "_begin", begin), wrapped(WorkerSide, "load", load)]
 
 
-@mutant("COPY_IN_TIME", scene=Worlds(connector=SYNC, settings=(("num_steps", 120), ("late_reports", True))))
+@mutant("COPY_IN_TIME", scene=NOT_DIGESTED)
 def load_not_put_in_order(touch: Touch) -> Sequence[Patch]:
     """Nothing on the device is told to come after a load."""
 

@@ -198,7 +198,7 @@ def place_one_page_further(touch: Touch) -> Sequence[Patch]:
     return [off_by_one(Geometry, "place_of", place_of, touch)]
 
 
-@mutant("WAITING_KEPT", scene=WITHOUT_TAILS)
+@mutant("WAITING_KEPT", scene=WITHOUT_TAILS, beside=["EVICTION_ORDER"])
 def one_whole_chunk_too_few(touch: Touch) -> Sequence[Patch]:
     """Of some tokens the last whole chunk is not counted."""
 
@@ -214,7 +214,7 @@ def tail_from_one_chunk_earlier(touch: Touch) -> Sequence[Patch]:
     return one_whole_chunk_too_few(touch)
 
 
-@mutant("CHUNK_COMPLETE", scene=SHARED_BLOCKS)
+@mutant("CHUNK_COMPLETE", scene=SHARED_BLOCKS, beside=["PIN_BALANCE"])
 def one_chunk_too_many_taken_for_whole(touch: Touch) -> Sequence[Patch]:
     """A chunk of which only a part is there is counted as whole."""
 

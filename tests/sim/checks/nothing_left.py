@@ -18,7 +18,7 @@ MAY_STAY = frozenset(
     {
         # The host pool: chunks, in which slots they lie, and which are free.
         "Pool.state.committed",
-        "Pool.state.by_age",
+        "Pool.state.parent_of",
         "HostSlots.state.free",
         "HostSlots.state.failed",
         "HostSlots.state.references",
@@ -61,6 +61,7 @@ def check_nothing_left(world: World) -> None:
     left = left_entries(world.side, world.engine.worker)
     assert not left, f"left behind: {left}"
     check_slots(world.side.ledger.projections)
+    check_nodes(world.side.ledger.projections)
 
 
 def left_entries(side: SchedulerSide, worker: Any) -> dict[str, int]:
@@ -91,9 +92,17 @@ def _changes(name: str) -> bool:
 def check_slots(projections: Projections) -> None:
     """Count the references on slots again, from what may hold them."""
     chunks, jobs = projections.pool, projections.jobs
-    expected = Counter(slot for slots in chunks.state.committed.values() for slot in slots)
+    expected = Counter(slot for key in chunks for slot in chunks.get(key) or ())
     expected.update(slot for job in jobs.given_up.values() for slot in job.slots)
     references: dict[int, int] = chunks.slots.state.references
     assert references == dict(expected), "slots are held by nobody, or held and not counted"
     free: Sized = set(chunks.slots.candidates(chunks.slots.num_free))
     assert len(free) == chunks.slots.num_slots - len(references), "slots are neither free nor held"
+
+
+def check_nodes(projections: Projections) -> None:
+    """Nobody holds anything, and each prefix that the pool knows ends with a chunk, or with the place of one."""
+    state = projections.pool.state
+    ends = state.parent_of.keys() - set(state.parent_of.values())
+    assert ends <= state.committed.keys() | set(state.queue), "keys of chunks that left are remembered"
+    assert not projections.pool.forest._num_holders, "chunks are held by nobody"

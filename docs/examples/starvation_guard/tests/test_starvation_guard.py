@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import ClassVar
 
 import msgspec
@@ -16,9 +16,9 @@ from kvledger.lifecycle.testing import ExtensionContract, Play
 class Careless(StarvationGuard):
     """Says who is starving, and keeps nothing."""
 
-    def kept(self, _projections: Projections) -> Collection[bytes]:
+    def keeps(self, _projections: Projections, _key: bytes) -> bool:
         """Nothing."""
-        return ()
+        return False
 
 
 class TestStarvationGuard(ExtensionContract):

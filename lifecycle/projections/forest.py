@@ -1,0 +1,280 @@
+"""The order in which chunks leave the host pool: a forest of chunk keys, and a queue of those that may leave.
+
+A chunk's key hashes the chunk and all before it, so the keys of all prompts form trees: the parent of a key is the key
+of the chunk before it. A prefix without its beginning is worth nothing. Therefore only leaves leave, and whoever relies
+on a prefix holds its last key only: everything before it is no leaf.
+
+The queue works as vLLM's queue of free blocks (`v1/core/block_pool.py`): a leaf that somebody holds is not in it; when
+it is let go, it comes to the end. When a leaf leaves, its parent takes its place. A leaf that gets a child gives its
+place up, for the child comes to a later one. So a prefix has one place, whatever its length, and the order is as if
+every use of a prefix had made all its chunks the youngest, the deepest of them the oldest.
+
+A key that is held without being in the pool is a *ghost*: a save in flight brings it, or it is the chunk with the tail
+of a preempted request. It keeps what is before it, and goes when nobody holds it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import chain, takewhile
+
+
+class Queue:
+    """Keys, the one that leaves first at the front."""
+
+    def __init__(self, keys: Iterable[bytes] = ()) -> None:
+        self.order: OrderedDict[bytes, None] = OrderedDict.fromkeys(keys)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+class _Walk:
+    """How far a look at what may leave has come."""
+
+    def __init__(self, spare: bytes | None, stays: Callable[[bytes], bool] | None) -> None:
+        self.spare = spare
+        self.stays = stays
+        self.num_left: dict[bytes, int] = {}
+        """Node with several children, or with a place of its own -> children that are left if what was found leaves."""
+        self.passed: set[bytes] = set()
+        """Nodes in the queue before their last child: they leave when it has left."""
+        self.put_off: list[bytes] = []
+        """Leaves that come after all others."""
+
+
+class Forest:
+    """Nodes are the chunks of the pool, the ghosts, and whatever is before one of them."""
+
+    def __init__(self, parent_of: dict[bytes, bytes | None], queue: Queue, is_committed: Container[bytes]) -> None:
+        """Take over what a log has led to; all three are changed by folds.
+
+        Args:
+            parent_of: node -> the node before it, each after its parent; None: the first chunk of a prompt.
+            queue: the leaves that nobody holds, and nodes that were used after all their children.
+            is_committed: the keys of the chunks in the pool.
+        """
+        self._parent_of = parent_of
+        self._order = queue.order
+        self._is_committed = is_committed
+        self._leaves = set(parent_of)
+        self._num_more: dict[bytes, int] = {}
+        """Node -> its children beyond the first; nodes with one child are left out, as nearly all are."""
+        self._num_holders: dict[bytes, int] = {}
+        for parent in parent_of.values():
+            if parent is not None:
+                self._add_child(parent)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._parent_of
+
+    def parent(self, key: bytes) -> bytes | None:
+        """The key before it; None for the first one of a prompt, and for what is no node."""
+        return self._parent_of.get(key)
+
+    def path(self, key: bytes | None) -> list[bytes]:
+        """The keys of the prefix that ends with a node, the first one first."""
+        path = []
+        while key is not None:
+            path.append(key)
+            key = self._parent_of.get(key)
+        return path[::-1]
+
+    def deepest(self, keys: Sequence[bytes], end: int) -> bytes | None:
+        """The last of the first `end` keys of a prompt that is a node; None if none is."""
+        first, end = 0, min(end, len(keys))
+        while first < end:  # what is before a node is a node
+            middle = (first + end) // 2
+            if keys[middle] in self._parent_of:
+                first = middle + 1
+            else:
+                end = middle
+        return keys[first - 1] if first else None
+
+    # --- holding -------------------------------------------------------------------------------
+
+    def hold(self, keys: Sequence[bytes], end: int) -> bytes | None:
+        """Hold the first `end` keys of a prompt, in the pool or not; returns what to let go, None if there are none."""
+        end = min(end, len(keys))
+        if end <= 0:
+            return None
+        key = keys[end - 1]
+        if key not in self._parent_of:
+            self._grow(keys, end)
+        self.count_holder(key)
+        return key
+
+    def count_holder(self, key: bytes) -> None:
+        """Count one who holds a node."""
+        self._num_holders[key] = self._num_holders.get(key, 0) + 1
+        self._order.pop(key, None)
+
+    def _grow(self, keys: Sequence[bytes], end: int) -> None:
+        """Let the first `end` keys be nodes. A key keeps the parent that it got first, so no log makes a circle."""
+        parent_of = self._parent_of
+        first = end - 1
+        while first and keys[first - 1] not in parent_of:
+            first -= 1
+        parent = keys[first - 1] if first else None
+        new = dict.fromkeys(keys[first:end])
+        new[keys[end - 1]] = new.pop(keys[end - 1])  # the last one, also in a log that names a key twice
+        parent_of.update(zip(new, chain((parent,), new), strict=False))
+        self._leaves.add(keys[end - 1])
+        if parent is not None:
+            self._add_child(parent)
+            self._order.pop(parent, None)
+
+    def _add_child(self, parent: bytes) -> None:
+        if parent in self._leaves:
+            self._leaves.remove(parent)
+        else:
+            self._num_more[parent] = self._num_more.get(parent, 0) + 1
+
+    def let_go(self, key: bytes) -> None:
+        """End one hold of a node. With the last one, the prefix that ends there becomes the youngest."""
+        num_left = self._num_holders.get(key, 1) - 1
+        if num_left:
+            self._num_holders[key] = num_left
+            return
+        self._num_holders.pop(key, None)
+        is_ghost = key in self._leaves and key not in self._is_committed
+        self._append(self._cut(key) if is_ghost else key)
+
+    def _cut(self, leaf: bytes) -> bytes | None:
+        """Take out a leaf, and the ghosts before it that nothing keeps; returns the node before them."""
+        parent_of, num_more = self._parent_of, self._num_more
+        self._leaves.remove(leaf)
+        node = parent_of.pop(leaf)
+        while node is not None and node not in num_more:
+            if node in self._is_committed or node in self._num_holders or node in self._order:
+                self._leaves.add(node)
+                return node
+            node = parent_of.pop(node)
+        if node is not None:
+            num_more[node] -= 1
+            if not num_more[node]:
+                del num_more[node]
+        return node
+
+    # --- use -----------------------------------------------------------------------------------
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Make what there is of a prompt the youngest."""
+        self._append(self.deepest(keys, len(keys)))
+
+    def _append(self, key: bytes | None) -> None:
+        node = self._bearer(key)
+        if node is not None:
+            self._order[node] = None
+            self._order.move_to_end(node)
+
+    def _bearer(self, node: bytes | None) -> bytes | None:
+        """Who has the place of a node: a ghost has none, the chunk before it has it; None if somebody holds either."""
+        while node is not None and node not in self._is_committed and node not in self._num_holders:
+            node = self._parent_of[node]
+        return None if node in self._num_holders else node
+
+    def add(self, key: bytes) -> None:
+        """Let a key be a node that nobody held before it came into the pool."""
+        if key not in self._parent_of:
+            self._parent_of[key] = None
+            self._leaves.add(key)
+            self._append(key)
+
+    # --- leaving -------------------------------------------------------------------------------
+
+    def leaving(self, spare: bytes | None, stays: Callable[[bytes], bool] | None = None) -> Iterator[bytes]:
+        """Yield the chunks of the pool that may leave, in the order in which they do. Changes nothing.
+
+        Args:
+            spare: a node that stays, and so does all before it.
+            stays: whether a leaf is to come after all others. Default: none is.
+        """
+        walk = _Walk(spare, stays)
+        yield from self._leaving(self._order, walk)
+        if walk.put_off:
+            walk.stays = None
+            yield from self._leaving(walk.put_off, walk)
+
+    def _leaving(self, starts: Iterable[bytes], walk: _Walk) -> Iterator[bytes]:
+        parent_of, num_more, num_holders = self._parent_of, self._num_more, self._num_holders
+        order, leaves, is_committed = self._order, self._leaves, self._is_committed
+        num_left, passed, spare, stays = walk.num_left, walk.passed, walk.spare, walk.stays
+        for start in starts:
+            if num_left.get(start, 0 if start in leaves else 1):
+                passed.add(start)
+                continue
+            key = start
+            while key != spare and key not in num_holders:
+                if stays is not None and key in is_committed and stays(key):
+                    num_left[key] = 0
+                    walk.put_off.append(key)
+                    break
+                if key in is_committed:
+                    yield key
+                parent = parent_of[key]
+                if parent is None:
+                    break
+                if parent in num_more:
+                    num_left[parent] = num_left.get(parent, num_more[parent] + 1) - 1
+                    if num_left[parent]:
+                        break
+                if parent in order and parent not in passed:  # its own place comes later
+                    num_left[parent] = 0
+                    break
+                key = parent
+
+    def may_leave(self, keys: Sequence[bytes]) -> bool:
+        """Whether these are chunks of the pool that may leave, in this order: no chunk before those after it."""
+        num_left: dict[bytes, int] = {}
+        for key in keys:
+            is_idle = key in self._is_committed and key not in self._num_holders
+            if not is_idle or num_left.get(key, 0 if key in self._leaves else 1):
+                return False
+            num_left[key] = 1  # it does not leave twice
+            node = self._parent_of[key]
+            while node is not None:
+                num_left[node] = num_left.get(node, self._num_more.get(node, 0) + 1) - 1
+                if num_left[node] or node in self._is_committed or node in self._num_holders:
+                    break
+                node = self._parent_of[node]
+        return True
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Take out chunks that have left the pool, from the front of the queue.
+
+        What is before them takes their places. A node that is held, or has a child, stays as a ghost.
+        """
+        order, leaves, gone = self._order, self._leaves, set(keys)
+        num_places = sum(map(order.__contains__, gone))
+        front: dict[bytes, None] = {}
+        """Places that stay, or are taken over."""
+        while num_places:
+            first, _ = order.popitem(last=False)
+            num_places -= first in gone
+            node = self._bearer(self._cut(first) if first in leaves and first not in self._is_committed else first)
+            # Before children, a place is of use only if one of them may stay in front of it.
+            if node is not None and (node in leaves or front) and node not in order:
+                front.pop(node, None)
+                front[node] = None
+        for key in reversed(front):
+            order[key] = None
+            order.move_to_end(key, last=False)
+
+    def forget(self, key: bytes) -> None:
+        """Take out a chunk that the pool has lost, wherever its place is; what is before it takes that place."""
+        if key in self._num_holders or key not in self._parent_of:
+            return
+        has_place = key in self._order
+        later = list(takewhile(key.__ne__, reversed(self._order))) if has_place else []
+        """Places behind it, the last one first; mostly none, for it has just been used."""
+        self._order.pop(key, None)
+        node = self._bearer(self._cut(key) if key in self._leaves else key)
+        if has_place and node not in later:
+            self._append(node)
+            for other in reversed(later):
+                self._order.move_to_end(other)
