@@ -236,3 +236,10 @@ def interleave(tables: Sequence[Sequence[int]]) -> tuple[int, ...]:
         message = f"the block tables of {len(tables)} groups have {', '.join(map(str, map(len, tables)))} entries"
         raise ValueError(message)
     return tuple(block_id for row in zip(*tables, strict=True) for block_id in row)
+
+
+def keys_at(chunks: Sequence[int], keys: Sequence[bytes]) -> tuple[bytes, ...]:
+    """The keys of these chunks, of those that are known; a log may name others."""
+    if max(chunks, default=-1) >= len(keys):
+        chunks = [chunk for chunk in chunks if chunk < len(keys)]
+    return tuple(map(keys.__getitem__, chunks))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from collections.abc import Sequence as Sequence_
 
 import msgspec
 
@@ -79,13 +78,6 @@ class Copy(msgspec.Struct, gc=False):
     def life(self) -> tuple[str, int, int]:
         """What a decision about it begins with: request id, ordinal, generation."""
         return self.request_id, self.ordinal, self.generation
-
-
-def keys_at(chunks: Sequence_[int], keys: Sequence_[bytes]) -> tuple[bytes, ...]:
-    """The keys of these chunks, of those that are known; a log may name others."""
-    if max(chunks, default=-1) >= len(keys):
-        chunks = [chunk for chunk in chunks if chunk < len(keys)]
-    return tuple(map(keys.__getitem__, chunks))
 
 
 class LoadEnd(enum.StrEnum):

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.geometry import Geometry, keys_at
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections.base import Projection, Subject
-from kvledger.lifecycle.projections.copies import Copy, CopyKind, keys_at
+from kvledger.lifecycle.projections.copies import Copy, CopyKind
 from kvledger.lifecycle.projections.owed import Owed
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.tracker import RequestTracker

@@ -17,10 +17,10 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT
-from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.geometry import Geometry, keys_at
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections.base import Projection, Subject
-from kvledger.lifecycle.projections.copies import Copy, CopyKind, keys_at
+from kvledger.lifecycle.projections.copies import Copy, CopyKind
 from kvledger.lifecycle.projections.forest import Forest, Queue
 from kvledger.lifecycle.projections.jobs import Jobs
 from kvledger.lifecycle.projections.request_record import RequestRecord

@@ -7,7 +7,7 @@ import uuid
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from kvledger.storage.events.frames import Frame, FrameKind, check_append, encode_frame
+from kvledger.storage.events.frames import MAX_EVENTS, MAX_PAYLOAD_BYTES, Frame, FrameKind, check_append, encode_frame
 from kvledger.storage.events.segment_file import NO_PREVIOUS_HASH, decode_header, encode_header
 from kvledger.storage.events.store import AppendConflict, LogClosed
 
@@ -33,6 +33,8 @@ class MemoryEventStore:
         block = encode_header(log_id, 1, NO_PREVIOUS_HASH, header)
         self.header: Final = {**header, "log_id": log_id}
         self._frames: deque[Frame] = deque()
+        self._unhashed: deque[tuple[FrameKind, int, int, bytes]] = deque()
+        """Frames that nobody has read yet: (kind, first sequence, events, payload). A reader needs their hashes."""
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._next_sequence = 1
@@ -47,6 +49,7 @@ class MemoryEventStore:
     @property
     def head_hash(self) -> bytes:
         """The chain hash of the last frame, or of the header while the log is empty."""
+        self._hash()
         return self._head_hash
 
     def is_quick(self, num_payload_bytes: int) -> bool:  # noqa: ARG002 -- of every size
@@ -70,6 +73,7 @@ class MemoryEventStore:
 
     def read(self, from_sequence: int = 1) -> Iterator[Frame]:
         """Yield the frames in order; see `EventStore.read`."""
+        self._hash()
         wanted = takewhile(lambda frame: frame.next_sequence > from_sequence, reversed(self._frames))
         yield from reversed(tuple(wanted))
 
@@ -82,16 +86,23 @@ class MemoryEventStore:
         self._closed = True
 
     def _append(self, kind: FrameKind, payload: bytes, num_events: int) -> int:
-        check_append(num_events, len(payload))
+        if not 0 < num_events <= MAX_EVENTS or len(payload) > MAX_PAYLOAD_BYTES:
+            check_append(num_events, len(payload))
         first_sequence = self._next_sequence
-        _, chain_hash = encode_frame(kind, first_sequence, num_events, payload, self._head_hash)
-        self._frames.append(Frame(first_sequence, num_events, kind, payload, chain_hash))
+        self._unhashed.append((kind, first_sequence, num_events, payload))
         self._num_bytes += len(payload)
-        while self._max_bytes is not None and self._num_bytes > self._max_bytes and len(self._frames) > 1:
-            self._num_bytes -= len(self._frames.popleft().payload)
-        self._head_hash = chain_hash
         self._next_sequence += num_events
+        if self._max_bytes is not None and self._num_bytes > self._max_bytes:
+            self._hash()
+            while self._num_bytes > self._max_bytes and len(self._frames) > 1:
+                self._num_bytes -= len(self._frames.popleft().payload)
         return first_sequence
+
+    def _hash(self) -> None:
+        while self._unhashed:
+            kind, first_sequence, num_events, payload = self._unhashed.popleft()
+            _, self._head_hash = encode_frame(kind, first_sequence, num_events, payload, self._head_hash)
+            self._frames.append(Frame(first_sequence, num_events, kind, payload, self._head_hash))
 
     def _check_open(self) -> None:
         if self._closed:
