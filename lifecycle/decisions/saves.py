@@ -213,8 +213,6 @@ def plan_save(
     if pages[-1] >= len(source.block_ids):
         return TableTooShort(chunks[-1])
     num_lacking = len(pages) - pool.slots.num_free
-    if num_lacking <= 0:
-        return Save(chunks, pages)
     victims = pool.victims(num_lacking, request.keys, end_chunk)
     if victims.num_slots >= num_lacking:
         return Save(chunks, pages, victims.keys)
@@ -223,10 +221,11 @@ def plan_save(
         range(1, len(chunks)), num_slots, key=lambda end: len(_pages_to_copy(chunks[:end], missing, geometry))
     )
     declined = Declined(chunks[num_chunks], len(chunks) - num_chunks, e.POOL_FULL)
-    if num_chunks:
-        pages = _pages_to_copy(chunks[:num_chunks], missing, geometry)
-        victims = pool.victims(len(pages) - pool.slots.num_free, request.keys, end_chunk)
-    return Save(chunks[:num_chunks], pages, victims.keys, declined) if num_chunks else declined
+    if not num_chunks:
+        return declined
+    pages = _pages_to_copy(chunks[:num_chunks], missing, geometry)
+    victims = pool.victims(len(pages) - pool.slots.num_free, request.keys, end_chunk)
+    return Save(chunks[:num_chunks], pages, victims.keys, declined)
 
 
 def _pages_to_copy(chunks: Sequence[int], missing: Mapping[int, Sequence[int]], geometry: Geometry) -> Sequence[int]:
@@ -274,8 +273,6 @@ def plan_tail(
         return None
     pages: Sequence[int] = spanned if savable is None else [page for page in spanned if page in savable]
     num_lacking = len(pages) - pool.slots.num_free
-    if num_lacking <= 0:
-        return TailSave(first_token, num_tokens, pages)
     victims = pool.victims(num_lacking, request.keys, num_chunks)
     if victims.num_slots < num_lacking:
         return Declined(num_chunks, 1, e.POOL_FULL)

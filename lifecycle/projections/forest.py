@@ -29,9 +29,6 @@ class Queue:
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.order)
 
-    def __len__(self) -> int:
-        return len(self.order)
-
 
 class _Walk:
     """How far a look at what may leave has come."""
@@ -50,17 +47,17 @@ class _Walk:
 class Forest:
     """Nodes are the chunks of the pool, the ghosts, and whatever is before one of them."""
 
-    def __init__(self, parent_of: dict[bytes, bytes | None], queue: Queue, is_committed: Container[bytes]) -> None:
+    def __init__(self, parent_of: dict[bytes, bytes | None], queue: Queue, committed: Container[bytes]) -> None:
         """Take over what a log has led to; all three are changed by folds.
 
         Args:
             parent_of: node -> the node before it, each after its parent; None: the first chunk of a prompt.
             queue: the leaves that nobody holds, and nodes that were used after all their children.
-            is_committed: the keys of the chunks in the pool.
+            committed: the keys of the chunks in the pool.
         """
         self._parent_of = parent_of
         self._order = queue.order
-        self._is_committed = is_committed
+        self._committed = committed
         self._leaves = set(parent_of)
         self._num_more: dict[bytes, int] = {}
         """Node -> its children beyond the first; nodes with one child are left out, as nearly all are."""
@@ -68,9 +65,6 @@ class Forest:
         for parent in parent_of.values():
             if parent is not None:
                 self._add_child(parent)
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._parent_of
 
     def parent(self, key: bytes) -> bytes | None:
         """The key before it; None for the first one of a prompt, and for what is no node."""
@@ -141,7 +135,7 @@ class Forest:
             self._num_holders[key] = num_left
             return
         self._num_holders.pop(key, None)
-        is_ghost = key in self._leaves and key not in self._is_committed
+        is_ghost = key in self._leaves and key not in self._committed
         self._append(self._cut(key) if is_ghost else key)
 
     def _cut(self, leaf: bytes) -> bytes | None:
@@ -150,7 +144,7 @@ class Forest:
         self._leaves.remove(leaf)
         node = parent_of.pop(leaf)
         while node is not None and node not in num_more:
-            if node in self._is_committed or node in self._num_holders or node in self._order:
+            if node in self._committed or node in self._num_holders or node in self._order:
                 self._leaves.add(node)
                 return node
             node = parent_of.pop(node)
@@ -174,7 +168,7 @@ class Forest:
 
     def _bearer(self, node: bytes | None) -> bytes | None:
         """Who has the place of a node: a ghost has none, the chunk before it has it; None if somebody holds either."""
-        while node is not None and node not in self._is_committed and node not in self._num_holders:
+        while node is not None and node not in self._committed and node not in self._num_holders:
             node = self._parent_of[node]
         return None if node in self._num_holders else node
 
@@ -202,7 +196,7 @@ class Forest:
 
     def _leaving(self, starts: Iterable[bytes], walk: _Walk) -> Iterator[bytes]:
         parent_of, num_more, num_holders = self._parent_of, self._num_more, self._num_holders
-        order, leaves, is_committed = self._order, self._leaves, self._is_committed
+        order, leaves, committed = self._order, self._leaves, self._committed
         num_left, passed, spare, stays = walk.num_left, walk.passed, walk.spare, walk.stays
         for start in starts:
             if num_left.get(start, 0 if start in leaves else 1):
@@ -210,11 +204,11 @@ class Forest:
                 continue
             key = start
             while key != spare and key not in num_holders:
-                if stays is not None and key in is_committed and stays(key):
+                if stays is not None and key in committed and stays(key):
                     num_left[key] = 0
                     walk.put_off.append(key)
                     break
-                if key in is_committed:
+                if key in committed:
                     yield key
                 parent = parent_of[key]
                 if parent is None:
@@ -232,14 +226,14 @@ class Forest:
         """Whether these are chunks of the pool that may leave, in this order: no chunk before those after it."""
         num_left: dict[bytes, int] = {}
         for key in keys:
-            is_idle = key in self._is_committed and key not in self._num_holders
+            is_idle = key in self._committed and key not in self._num_holders
             if not is_idle or num_left.get(key, 0 if key in self._leaves else 1):
                 return False
             num_left[key] = 1  # it does not leave twice
             node = self._parent_of[key]
             while node is not None:
                 num_left[node] = num_left.get(node, self._num_more.get(node, 0) + 1) - 1
-                if num_left[node] or node in self._is_committed or node in self._num_holders:
+                if num_left[node] or node in self._committed or node in self._num_holders:
                     break
                 node = self._parent_of[node]
         return True
@@ -256,7 +250,7 @@ class Forest:
         while num_places:
             first, _ = order.popitem(last=False)
             num_places -= first in gone
-            node = self._bearer(self._cut(first) if first in leaves and first not in self._is_committed else first)
+            node = self._bearer(self._cut(first) if first in leaves and first not in self._committed else first)
             # Before children, a place is of use only if one of them may stay in front of it.
             if node is not None and (node in leaves or front) and node not in order:
                 front.pop(node, None)

@@ -307,7 +307,7 @@ class Pool(Projection):
         """The chunks to evict so that so many slots become free, or all that may leave if they are too few.
 
         Args:
-            num_slots: slots that are wanted beyond those that are free.
+            num_slots: slots that are wanted beyond those that are free; none leaves if that is not above 0.
             keys: of the request that saves; its own beginning is worth more than its end, so it stays.
             end_chunk: the chunk behind those that it has saved or saves.
         """

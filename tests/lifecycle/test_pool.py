@@ -104,40 +104,41 @@ def test_a_prefix_that_was_saved_piece_by_piece_loses_its_end_first_too() -> Non
     assert driver.all_of(e.ChunksEvicted)[0].keys == (keys[2],)
 
 
+FIRST, SECOND = keys_of("first", 2), keys_of("second", 2)
+
+
+def asked_for_the_first_of_two() -> Driver:
+    """A full pool of two prefixes; request `c` has arrived and asks for the one that was saved first."""
+    driver = Driver(chunk_size=16, num_slots=4)
+    driver.save_prefix("a", FIRST)
+    driver.save_prefix("b", SECOND)
+    driver.arrive("c", 33, FIRST)
+    return driver
+
+
 def test_a_load_makes_a_prefix_young_again() -> None:
     """The other one leaves first, its end before its beginning."""
-    driver = Driver(chunk_size=16, num_slots=4)
-    first, second = keys_of("first", 2), keys_of("second", 2)
-    driver.save_prefix("a", first)
-    driver.save_prefix("b", second)
-    driver.arrive("c", 33, first)
+    driver = asked_for_the_first_of_two()
     driver.lookup("c", 0, 33)
     driver.allocate("c", (1, 2, 3), 32)
     driver.settle_all()
-    assert leaving_order(driver, 4) == [second[1], second[0], first[1], first[0]]
+    assert leaving_order(driver, 4) == [SECOND[1], SECOND[0], FIRST[1], FIRST[0]]
 
 
 def test_a_lookup_that_promises_nothing_makes_nothing_young() -> None:
     """It changes nothing, also not an order."""
-    driver = Driver(chunk_size=16, num_slots=4)
-    driver.save_prefix("a", keys_of("first", 2))
-    driver.save_prefix("b", keys_of("second", 2))
+    driver = asked_for_the_first_of_two()
     before = committed(driver)
-    driver.arrive("c", 33, keys_of("first", 2))
     driver.lookup("c", 32, 33)
     assert committed(driver) == before
 
 
 def test_what_was_promised_and_is_not_claimed_is_young() -> None:
     """As a block of vLLM's that nobody holds any more: it comes to the end of the queue."""
-    driver = Driver(chunk_size=16, num_slots=4)
-    first, second = keys_of("first", 2), keys_of("second", 2)
-    driver.save_prefix("a", first)
-    driver.save_prefix("b", second)
-    driver.arrive("c", 33, first)
+    driver = asked_for_the_first_of_two()
     driver.lookup("c", 0, 33)
     driver.lookup("c", 32, 33)
-    assert committed(driver) == [second[1], second[0], first[1], first[0]]
+    assert committed(driver) == [SECOND[1], SECOND[0], FIRST[1], FIRST[0]]
 
 
 # --- pins ----------------------------------------------------------------------------------------

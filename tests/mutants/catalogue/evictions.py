@@ -71,8 +71,8 @@ def first_saved_first_evicted(touch: Touch) -> Sequence[Patch]:
     """Chunks are evicted in the order in which they were saved, however often they are used."""
 
     def as_saved(order: list[bytes], forest: Forest) -> Iterable[bytes]:
-        saved = [key for key in forest._is_committed if key in forest._order]  # type: ignore[attr-defined]
-        return [*saved, *(key for key in order if key not in forest._is_committed)]
+        saved = [key for key in forest._committed if key in forest._order]  # type: ignore[attr-defined]
+        return [*saved, *(key for key in order if key not in forest._committed)]
 
     return [in_another_order(touch, as_saved)]
 
