@@ -16,11 +16,11 @@ from gpu_check.machine import GIB, MIB, Machine, Mark
 from gpu_check.report import Found
 from kvledger.storage.kv import HostPool
 
-RUN_BYTES = (4 << 10, 32 << 10, 320 << 10, 2 << 20)
+RUN_BYTES = (4 << 10, 32 << 10, 64 << 10, 128 << 10, 320 << 10, 2 << 20)
 
 
 def bandwidth(machine: Machine) -> Found:
-    """Runs of 4, 32, 320 KiB and 2 MiB, against one pinned contiguous copy, one direction and both."""
+    """Runs of 4 KiB to 2 MiB, against one pinned contiguous copy, one direction and both."""
     figures = []
     for run_bytes in RUN_BYTES:
         num_layers = max(1, min(32, machine.moved_bytes // run_bytes // 8))

@@ -25,6 +25,8 @@ from kvledger.storage.kv.layout import BlockLayout
 
 pytestmark = pytest.mark.usefixtures("cuda")
 
+HOST_MEMORY_ALREADY_REGISTERED = 712
+"""`cudaErrorHostMemoryAlreadyRegistered`."""
 SOME_CYCLES = 50_000_000  # some 30 ms; a shorter wait would make the tests weaker, never wrong
 
 
@@ -90,7 +92,7 @@ def test_long_runs_of_a_pinned_pool_go_from_address_to_address(page_bytes: int, 
     layer = torch.zeros(4, page_bytes, dtype=torch.uint8, device="cuda")
     layout = describe_blocks({"layer": layer}, num_blocks=4)
     engine = CudaCopyEngine(layout, HostPool(2, layout.block_bytes, pin=pin), batched_copy=batched_copy())
-    assert {type(lane.mover) for lane in engine._lanes.values()} == {mover}
+    assert {type(each) for each in engine._movers.values()} == {mover}
 
 
 @pytest.mark.parametrize("is_batched", [False, True], ids=["staged", "batched"])
@@ -131,14 +133,25 @@ def test_pending_copies_that_share_the_staging_memory_do_not_mix() -> None:
 
 
 def test_cuda_tensors_get_the_cuda_engine_and_a_pinned_pool() -> None:
-    """Pinning registers the allocation itself, and closing gives it back."""
+    """Pinning registers the allocation itself, and closing gives it back.
+
+    The driver is asked, by registering again: torch 2.11 says of no registered memory that it is pinned.
+    """
     layout = describe_blocks({"layer": torch.zeros(4, 8, device="cuda")}, num_blocks=4)
     pool = HostPool(2, layout.block_bytes, pin=True)
     assert isinstance(make_copy_engine(layout, pool), CudaCopyEngine)
     assert pool.is_pinned
-    assert pool.buffer.is_pinned()
+    buffer = pool.buffer
+    assert _register(buffer) == HOST_MEMORY_ALREADY_REGISTERED
     pool.close()
     assert not pool.is_pinned
+    assert _register(buffer) == 0
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+
+def _register(memory: torch.Tensor) -> int:
+    """Page-lock it; returns CUDA's error code."""
+    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
 
 
 def test_a_save_waits_for_what_the_current_stream_was_given() -> None:
