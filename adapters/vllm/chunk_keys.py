@@ -88,6 +88,8 @@ class ChunkKeySource:
         step = self._hashes_per_chunk
         hashes = request.block_hashes[(first_chunk + 1) * step - 1 :: step]
         if not versions.has_prompt_embeds(request):
+            if not versions.has_unhashed_inputs(request):
+                return tuple([bytes(block_hash)[:KEY_BYTES] for block_hash in hashes])
             return tuple([key_of_hash(request, block_hash) for block_hash in hashes])
         keys = []
         previous = parent or versions.root_hash()

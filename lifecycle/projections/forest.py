@@ -15,6 +15,7 @@ of a preempted request. It keeps what is before it, and goes when nobody holds i
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import chain, takewhile
@@ -80,14 +81,12 @@ class Forest:
 
     def deepest(self, keys: Sequence[bytes], end: int) -> bytes | None:
         """The last of the first `end` keys of a prompt that is a node; None if none is."""
-        first, end = 0, min(end, len(keys))
-        while first < end:  # what is before a node is a node
-            middle = (first + end) // 2
-            if keys[middle] in self._parent_of:
-                first = middle + 1
-            else:
-                end = middle
-        return keys[first - 1] if first else None
+        num_nodes = self._num_nodes(keys, min(end, len(keys)))
+        return keys[num_nodes - 1] if num_nodes else None
+
+    def _num_nodes(self, keys: Sequence[bytes], end: int) -> int:
+        """How many of the first `end` keys of a prompt are nodes. They come first: what is before a node is a node."""
+        return bisect_left(keys, 1, 0, end, key=lambda key: key not in self._parent_of)
 
     # --- holding -------------------------------------------------------------------------------
 
@@ -110,9 +109,7 @@ class Forest:
     def _grow(self, keys: Sequence[bytes], end: int) -> None:
         """Let the first `end` keys be nodes. A key keeps the parent that it got first, so no log makes a circle."""
         parent_of = self._parent_of
-        first = end - 1
-        while first and keys[first - 1] not in parent_of:
-            first -= 1
+        first = self._num_nodes(keys, end - 1)
         parent = keys[first - 1] if first else None
         new = dict.fromkeys(keys[first:end])
         new[keys[end - 1]] = new.pop(keys[end - 1])  # the last one, also in a log that names a key twice
@@ -141,10 +138,11 @@ class Forest:
     def _cut(self, leaf: bytes) -> bytes | None:
         """Take out a leaf, and the ghosts before it that nothing keeps; returns the node before them."""
         parent_of, num_more = self._parent_of, self._num_more
+        committed, num_holders, order = self._committed, self._num_holders, self._order
         self._leaves.remove(leaf)
         node = parent_of.pop(leaf)
         while node is not None and node not in num_more:
-            if node in self._committed or node in self._num_holders or node in self._order:
+            if node in committed or node in num_holders or node in order:
                 self._leaves.add(node)
                 return node
             node = parent_of.pop(node)
@@ -182,17 +180,18 @@ class Forest:
     # --- leaving -------------------------------------------------------------------------------
 
     def leaving(self, spare: bytes | None, stays: Callable[[bytes], bool] | None = None) -> Iterator[bytes]:
-        """Yield the chunks of the pool that may leave, in the order in which they do. Changes nothing.
+        """The chunks of the pool that may leave, in the order in which they do. Changes nothing.
 
         Args:
             spare: a node that stays, and so does all before it.
             stays: whether a leaf is to come after all others. Default: none is.
         """
         walk = _Walk(spare, stays)
-        yield from self._leaving(self._order, walk)
-        if walk.put_off:
-            walk.stays = None
-            yield from self._leaving(walk.put_off, walk)
+        return chain(self._leaving(self._order, walk), self._put_off(walk))
+
+    def _put_off(self, walk: _Walk) -> Iterator[bytes]:
+        walk.stays = None
+        yield from self._leaving(walk.put_off, walk)
 
     def _leaving(self, starts: Iterable[bytes], walk: _Walk) -> Iterator[bytes]:
         parent_of, num_more, num_holders = self._parent_of, self._num_more, self._num_holders

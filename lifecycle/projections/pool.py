@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from typing import TypeVar
 
 import msgspec
 
@@ -27,6 +28,7 @@ from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.ranges import Count, JobId, NumSlots, Ordinal
 
+_T = TypeVar("_T")
 _MANY = 4
 """Slots from which on it pays to ask whether they are those that come next."""
 
@@ -148,7 +150,7 @@ class HostSlots(Projection):
     def release(self, slots: Sequence[int], *, failed: bool = False) -> None:
         """Drop a reference from each slot; the last one frees it. `failed`: it was held for a save that failed."""
         references, free = self.state.references, self.state.failed if failed else self.state.free
-        if len(slots) >= _MANY and len({*slots}) == len(slots) and {*map(references.get, slots)} == {1}:
+        if len(slots) >= _MANY and _have_count_1(references, slots):
             deque(map(references.__delitem__, slots), 0)
             free.extend(slots)
             return
@@ -325,7 +327,11 @@ class Pool(Projection):
             if not more:
                 break
             victims += more
-            for slot in _unpacked(b"".join(map(self.state.committed.__getitem__, more))):
+            slots = _unpacked(b"".join(map(self.state.committed.__getitem__, more)))
+            if _have_count_1(references, slots):
+                num_freed += len(slots)
+                continue
+            for slot in slots:
                 num_references = references.get(slot, 0)
                 if num_references > 1:
                     num_left[slot] = num_references = num_left.get(slot, num_references) - 1
@@ -591,7 +597,15 @@ def _count_up(counts: dict[bytes, int], keys: Sequence[bytes]) -> None:
             counts[key] = 1
 
 
-def _count_down(counts: dict[bytes, int], keys: Iterable[bytes]) -> None:
+def _have_count_1(counts: Mapping[_T, int], keys: Sequence[_T]) -> bool:
+    """Whether each of the keys is named once and counted once."""
+    return len({*keys}) == len(keys) and {*map(counts.get, keys)} == {1}
+
+
+def _count_down(counts: dict[bytes, int], keys: Sequence[bytes]) -> None:
+    if _have_count_1(counts, keys):
+        deque(map(counts.__delitem__, keys), 0)
+        return
     for key in keys:
         count = counts.pop(key, 1)  # mostly it was the only one
         if count > 1:
