@@ -197,15 +197,13 @@ class Geometry:
             return None
         return tuple([slot_of_page[page] for page in pages])
 
-    def slots_of_pages(self, pages: range, slots_by_chunk: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """The slot with the longest image of each page, given the slots of every chunk from the first one on."""
-        num_chunks = len(slots_by_chunk)
-        if self.chunks_share_blocks:
-            places = (self.place_of(page, num_chunks) for page in pages)
-            return tuple([slots_by_chunk[chunk][place] for chunk, place in places])
-        first_chunk, first = divmod(pages.start, self.pages_per_chunk)
-        slots = [slot for slots in slots_by_chunk[first_chunk:] for slot in slots]
-        return tuple(slots[first : first + len(pages)])
+    def slots_of_pages(self, pages: range, slots: tuple[int, ...]) -> tuple[int, ...]:
+        """The slot with the longest image of each page, given the slots of all chunks from the first one on."""
+        if not self.chunks_share_blocks:
+            return slots[pages.start : pages.stop]
+        num_chunks = len(slots) // self.pages_per_chunk
+        places = (self.place_of(page, num_chunks) for page in pages)
+        return tuple([slots[chunk * self.pages_per_chunk + place] for chunk, place in places])
 
 
 def _is_run(numbers: Sequence[int]) -> bool:

@@ -83,8 +83,8 @@ def _slots_of_chunks(
     """The slot of each page among the chunks of the first `end_token` tokens; None if one of them is not stored."""
     geometry, pool = projections.geometry, projections.pool
     num_chunks = geometry.num_chunks_touched(end_token)
-    slots_by_chunk = [slots for key in request.keys[:num_chunks] if (slots := pool.get(key)) is not None]
-    return geometry.slots_of_pages(pages, slots_by_chunk) if len(slots_by_chunk) == num_chunks else None
+    slots = pool.slots_of(request.keys[:num_chunks]) if num_chunks <= len(request.keys) else None
+    return None if slots is None else geometry.slots_of_pages(pages, slots)
 
 
 def _slots_with_windows(

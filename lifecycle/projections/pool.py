@@ -271,6 +271,13 @@ class Pool(Projection):
         packed = self.state.committed.get(key)
         return None if packed is None else self._packing.unpack(packed)
 
+    def slots_of(self, keys: Sequence[bytes]) -> tuple[int, ...] | None:
+        """The slots of these chunks, one after the other; None if one of the chunks cannot be looked up."""
+        committed = self.state.committed
+        if not all(map(committed.__contains__, keys)):
+            return None
+        return _unpacked(b"".join(map(committed.__getitem__, keys)))
+
     @property
     def promised(self) -> Mapping[str, Sequence[bytes]]:
         """Request id -> the chunks that its pending answer promised, from the first one on."""
