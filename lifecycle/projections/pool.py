@@ -120,8 +120,7 @@ class HostSlots(Projection):
             del free[-num_slots:]
             self.state.num_touched += num_untouched
             del self.state.failed[: num_more - num_untouched]
-            for slot in slots:
-                references[slot] = 1
+            references.update(dict.fromkeys(slots, 1))
             return
         for slot in slots:
             if slot in references:
