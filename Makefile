@@ -24,7 +24,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: setup ## watch a preempted request recover, and read its log
-	$(python) -m kvledger.adapters.demo
+	$(python) -m kvledger.adapters.lab.demo
 
 setup: ## create .venv from the lock and install kvledger in it
 	@requirements/install.sh
@@ -49,7 +49,7 @@ lmcache: setup ## install LMCache in .venv-lmcache, and record it in real vLLM
 vllm-next: python := .venv-vllm-0.33/bin/python
 vllm-next: setup ## run the tests of the adapter, the recorder, worlds and mutants on vLLM 0.33 (no real models: it has no CPU build)
 	@requirements/overlay.sh vllm-0.33
-	$(pytest) -m "not long" $(addprefix tests/,adapters/vllm adapters/recorder adapters/conformance adapters/repro sim mutants e2e) $(ARGS)
+	$(pytest) -m "not long" $(addprefix tests/,adapters/vllm adapters/recorder adapters/lab/conformance adapters/lab/repro sim mutants e2e) $(ARGS)
 
 check: setup ## lint, formatting, types, import contracts
 	$(python) -m ruff check .

@@ -20,7 +20,7 @@ from kvledger.lifecycle import (
 
 ENTRY_POINTS = "kvledger.extensions"
 """The group in which a package names its extensions."""
-_RECORDER = "kvledger.adapters.recorder.extension:Recorder"
+_RECORDER = "kvledger.adapters.recorded.extension:Recorder"
 """Of logs that a recorder has written; no connector loads it by itself."""
 
 

@@ -27,11 +27,11 @@ from unittest import mock
 
 import pydantic
 
-from kvledger.adapters.cli.commands import COMMANDS
-from kvledger.adapters.cli.parser import build_parser
-from kvledger.adapters.conformance import obligations
-from kvledger.adapters.conformance.scenarios import SCENARIOS
-from kvledger.adapters.recorder.rules import RULES as RECORDER_RULES
+from kvledger.adapters.lab.conformance import obligations
+from kvledger.adapters.lab.conformance.scenarios import SCENARIOS
+from kvledger.adapters.recorded.rules import RULES as RECORDER_RULES
+from kvledger.adapters.tools.cli.commands import COMMANDS
+from kvledger.adapters.tools.cli.parser import build_parser
 from kvledger.adapters.totals import DURATION_BOUNDS_NS
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.log_settings import LogSettings
@@ -387,7 +387,7 @@ def mutants_page() -> list[str]:
     lines += prose(
         """
         A mutant is the connector with one mistake that a KV connector has made, made again. It is driven by vLLM's real
-        scheduler with a simulated worker (`adapters/simulation/`), or by a random walk of the pure core where that
+        scheduler with a simulated worker (`adapters/lab/simulation/`), or by a random walk of the pure core where that
         reaches the mistake sooner or alone: several ranks, a session's next turns, allocations that take up less than
         was answered. The log that it leaves is read by the audit of `kvledger verify` with the mistake still switched
         on: in production one version writes and verifies.
@@ -472,7 +472,7 @@ ISSUES = {"vllm": "vllm-project/vllm", "LMCache": "LMCache/LMCache"}
 def contract_page() -> list[str]:
     """The obligations, the checks, the scenarios."""
     everything = obligations.OBLIGATIONS.values()
-    lines = heading("The contract of a connector", "adapters/conformance/obligations.py and scenarios.py")
+    lines = heading("The contract of a connector", "adapters/lab/conformance/obligations.py and scenarios.py")
     lines += prose(CONTRACT_INTRODUCTION)
     seen, checks = attribute_docs(obligations.Seen), attribute_docs(obligations.Check)
     lines += [f"- **{each.value}**: {seen[each.name]}" for each in obligations.Seen]
@@ -547,7 +547,10 @@ What `--help` prints. [The `kvledger` command](cli.md) says what is behind it, a
 
 def commands_page() -> list[str]:
     """The help of every command, as a terminal of 80 columns shows it."""
-    lines = [*heading("Command by command", "adapters/cli/commands.py and the commands"), *prose(COMMANDS_INTRODUCTION)]
+    lines = [
+        *heading("Command by command", "adapters/tools/cli/commands.py and the commands"),
+        *prose(COMMANDS_INTRODUCTION),
+    ]
     for name in ("", *COMMANDS):
         lines += [
             f"## `kvledger{' ' * bool(name)}{name}`",

@@ -19,10 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvledger.adapters import vllm_plugin
-from kvledger.adapters.recorder import payloads
+from kvledger.adapters.recorded import payloads
+from kvledger.adapters.recorded.extension import Recorder
 from kvledger.adapters.recorder.description import described
 from kvledger.adapters.recorder.ends import Keepers, WorkerEnds
-from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.forwarding import forwards_everything
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.page_digests import AskedPages, RecordedPages, taken_out

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvledger.adapters.recorded.payloads import RecordingStarted
 from kvledger.adapters.recorder.options import recorded_options
-from kvledger.adapters.recorder.payloads import RecordingStarted
 from kvledger.adapters.vllm import versions
 
 if TYPE_CHECKING:

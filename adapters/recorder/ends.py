@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from kvledger.adapters.recorder import payloads
+from kvledger.adapters.recorded import payloads
 from kvledger.adapters.vllm.journal import Fallback, guarded
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import described, logged_request_id

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.recorded.extension import Recorder
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, described, raise_if_unstoppable, without_secrets

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvledger.adapters.recorder import decoders, payloads
+from kvledger.adapters.recorded import payloads
+from kvledger.adapters.recorder import decoders
 from kvledger.adapters.vllm.journal import Fallback, guarded
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.worker_side import describe_pages

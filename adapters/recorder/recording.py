@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
 import msgspec
 
-from kvledger.adapters.recorder import decoders, payloads
+from kvledger.adapters.recorded import payloads
+from kvledger.adapters.recorder import decoders
 from kvledger.adapters.recorder.ends import children_of, name_of
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.place import Place

@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from kvledger.adapters.recorder import decoders, payloads
+from kvledger.adapters.recorded import payloads
+from kvledger.adapters.recorder import decoders
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.page_digests import CopiedPages, FoundDigests
 from kvledger.adapters.vllm.digests import is_chosen

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kvledger.adapters.recorder import payloads
+from kvledger.adapters.recorded import payloads
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.vllm.journal import Fallback, guarded
 from kvledger.lifecycle import logged_request_id, raise_if_unstoppable

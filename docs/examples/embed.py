@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from kvledger.adapters.logs.log import open_log
-from kvledger.adapters.reasons import Accounts
+from kvledger.adapters.tools.logs.log import open_log
+from kvledger.adapters.tools.reasons import Accounts
 from kvledger.lifecycle import Channel, Core, Ledger, LedgerConfiguration, Scheduled, StepEncoder, log_header
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from kvledger.adapters.export.axis import Axis
-from kvledger.adapters.export.reading import read_trace
-from kvledger.adapters.export.reasons import Reasons
-from kvledger.adapters.export.shown import Request, Shown
-from kvledger.adapters.logs.log import open_log
-from kvledger.adapters.logs.selection import Selection
-from kvledger.adapters.logs.visible import remark
+from kvledger.adapters.tools.export.axis import Axis
+from kvledger.adapters.tools.export.reading import read_trace
+from kvledger.adapters.tools.export.reasons import Reasons
+from kvledger.adapters.tools.export.shown import Request, Shown
+from kvledger.adapters.tools.logs.log import open_log
+from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.logs.visible import remark
 from kvledger.adapters.units import duration, plural, size
 
 WIDTH, LEFT, RIGHT, TOP, LANE, BAR = 900, 104, 876, 78, 32, 14

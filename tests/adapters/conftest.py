@@ -11,7 +11,7 @@ import pytest
 from lifecycle_driver import Driver
 from stored_logs import tell_story, write_log
 
-from kvledger.adapters.cli.main import main
+from kvledger.adapters.tools.cli.main import main
 from kvledger.lifecycle.projections.jobs import Jobs
 
 
@@ -24,7 +24,7 @@ def story() -> Driver:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model without its weights: 2 layers, 2 heads of 32 numbers."""
-    from kvledger.adapters.demo.model import make_model
+    from kvledger.adapters.lab.demo.model import make_model
 
     directory = tmp_path_factory.mktemp("models") / "tiny"
     make_model(directory)

@@ -24,9 +24,9 @@ import attrs
 import psutil
 from processes import ENDING_WITH_ITS_PARENT, started
 
-from kvledger.adapters.demo.engine import ENVIRONMENT
-from kvledger.adapters.demo.recompute_counter import RecomputeCounter
-from kvledger.adapters.logs.log import open_log
+from kvledger.adapters.lab.demo.engine import ENVIRONMENT
+from kvledger.adapters.lab.demo.recompute_counter import RecomputeCounter
+from kvledger.adapters.tools.logs.log import open_log
 from kvledger.lifecycle.events import LoadIssued
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -198,7 +198,7 @@ def _transfer(contender: Contender, folder: Path) -> Iterator[dict[str, Any] | N
         case "none":
             yield None
         case "kvledger" | "watched":
-            from kvledger.adapters.demo.workload import connector
+            from kvledger.adapters.lab.demo.workload import connector
 
             settings = {"offer": "auto", "host_bytes": contender.host_bytes, **dict(contender.settings)}
             watched = {"kv_connector": "WatchedConnector", "kv_connector_module_path": "benchmarks.watched_connector"}
@@ -281,7 +281,7 @@ def _watched_scheduler(llm: Any) -> Iterator[RecomputeCounter]:
     if core is None:
         yield counter
         return
-    from kvledger.adapters.demo.engine import settle
+    from kvledger.adapters.lab.demo.engine import settle
 
     unwatched = core.scheduler.schedule
     counter.watch(core.scheduler)

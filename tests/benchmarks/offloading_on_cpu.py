@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from kvledger.adapters.simulation.connectors import TensorWorker
+from kvledger.adapters.lab.simulation.connectors import TensorWorker
 
 
 class TensorOffloadingSpec(CPUOffloadingSpec):

@@ -33,9 +33,9 @@ from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
-from kvledger.adapters.simulation.engine import kv_cache_config, vllm_config
-from kvledger.adapters.simulation.hashed_model import block_bytes
+from kvledger.adapters.lab.simulation.connectors import KVLEDGER_TRANSFER
+from kvledger.adapters.lab.simulation.engine import kv_cache_config, vllm_config
+from kvledger.adapters.lab.simulation.hashed_model import block_bytes
 from kvledger.adapters.vllm.metadata import JobReport, PageJob, StepJobs, WorkerReports
 from kvledger.storage.events.segment_bytes import num_written_bytes
 

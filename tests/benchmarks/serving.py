@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.engine_process import MODEL_SIZES, Ask, Contender, EngineProcess, Served, Token, engine_process
 from benchmarks.figures import Cases, Figure, compared
 
-from kvledger.adapters.demo.model import FIRST_ORDINARY_TOKEN, VOCABULARY_SIZE, make_model
+from kvledger.adapters.lab.demo.model import FIRST_ORDINARY_TOKEN, VOCABULARY_SIZE, make_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LMCACHE_PYTHON = REPOSITORY / ".venv-lmcache" / "bin" / "python"

@@ -25,8 +25,8 @@ import attrs
 from benchmarks.figures import Cases, Figure, compared
 from benchmarks.served import Load, Server, ours
 
-from kvledger.adapters.logs.log import StoredLog, open_log
-from kvledger.adapters.logs.snapshots import write_snapshots
+from kvledger.adapters.tools.logs.log import StoredLog, open_log
+from kvledger.adapters.tools.logs.snapshots import write_snapshots
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import EventDecoder
@@ -151,7 +151,7 @@ class Seconds(NamedTuple):
 
 def seconds_of(*arguments: str, environment: Mapping[str, str] | None = None) -> Seconds:
     """Run `kvledger` with these arguments, as a person gives it. Raises where its exit code is not 0."""
-    command = [sys.executable, "-m", "kvledger.adapters.cli.main", *arguments]
+    command = [sys.executable, "-m", "kvledger.adapters.tools.cli.main", *arguments]
     before = os.times()
     subprocess.run(command, stdout=subprocess.DEVNULL, env={**os.environ, **(environment or {})}, check=True)
     after = os.times()

@@ -19,8 +19,8 @@ PROMISED = {
 }
 """Modules, as `kvledger.lifecycle` says."""
 PROMISED_OF_ADAPTERS = {
-    "kvledger.adapters.logs.log.open_log",
-    "kvledger.adapters.reasons.Accounts",
+    "kvledger.adapters.tools.logs.log.open_log",
+    "kvledger.adapters.tools.reasons.Accounts",
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvledger.adapters.cli.parser import build_parser
+from kvledger.adapters.tools.cli.parser import build_parser
 from kvledger.lifecycle import Core, RequestState
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvledger.adapters.reasons import OfferFate, Reason
+from kvledger.adapters.tools.reasons import OfferFate, Reason
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reasons.md"
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from kvledger.adapters.logs.log import open_log
+from kvledger.adapters.tools.logs.log import open_log
 from kvledger.lifecycle.audit import Audit
 
 

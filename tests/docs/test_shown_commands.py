@@ -19,9 +19,9 @@ from lifecycle_driver import Driver, keys_of
 from shown_commands import RUN_ELSEWHERE, Block, blocks_of, runs_elsewhere, words_of
 from stored_logs import write_log
 
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.demo.model import TINY, VOCABULARY_SIZE
-from kvledger.adapters.exit_codes import ExitCode
+from kvledger.adapters.lab.demo.model import TINY, VOCABULARY_SIZE
+from kvledger.adapters.tools.cli.main import main
+from kvledger.adapters.tools.exit_codes import ExitCode
 from kvledger.lifecycle import Core, Turn, handlers
 from kvledger.lifecycle import events as e
 

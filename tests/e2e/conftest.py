@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from e2e.engines import AMPLE, Reference
-from kvledger.adapters.demo.engine import ENVIRONMENT, running_engine
-from kvledger.adapters.demo.model import make_model
+from kvledger.adapters.lab.demo.engine import ENVIRONMENT, running_engine
+from kvledger.adapters.lab.demo.model import make_model
 
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)

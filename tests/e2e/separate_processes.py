@@ -9,8 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from kvledger.adapters.demo.engine import generate, start
-from kvledger.adapters.demo.workload import Workload, connector
+from kvledger.adapters.lab.demo.engine import generate, start
+from kvledger.adapters.lab.demo.workload import Workload, connector
 
 PATIENCE_S = 600.0
 """vLLM kills an engine core that has not ended after 5 s, before its last words where the machine is slow."""

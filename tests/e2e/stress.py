@@ -25,9 +25,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from e2e.engines import ReadLog, read_sound_log
-from kvledger.adapters.demo.engine import ENVIRONMENT, sampling, settle, start
-from kvledger.adapters.demo.model import FIRST_ORDINARY_TOKEN, VOCABULARY_SIZE, make_model
-from kvledger.adapters.demo.workload import Workload, connector
+from kvledger.adapters.lab.demo.engine import ENVIRONMENT, sampling, settle, start
+from kvledger.adapters.lab.demo.model import FIRST_ORDINARY_TOKEN, VOCABULARY_SIZE, make_model
+from kvledger.adapters.lab.demo.workload import Workload, connector
 
 MAX_TOKENS = 60
 BLOCK_SIZE = 32

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from e2e.engines import Reference, read_sound_log
-from kvledger.adapters.demo.engine import RunningEngine, running_engine, sampling
-from kvledger.adapters.demo.workload import Workload
+from kvledger.adapters.lab.demo.engine import RunningEngine, running_engine, sampling
+from kvledger.adapters.lab.demo.workload import Workload
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.vllm

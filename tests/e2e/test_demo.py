@@ -11,11 +11,11 @@ import pytest
 from processes import finished
 
 from e2e.engines import read_sound_log
-from kvledger.adapters.demo.__main__ import failures_of
-from kvledger.adapters.demo.recompute_counter import RecomputeCounter
+from kvledger.adapters.lab.demo.__main__ import failures_of
+from kvledger.adapters.lab.demo.recompute_counter import RecomputeCounter
 from kvledger.adapters.totals import Figures
 
-DEMO = [sys.executable, "-m", "kvledger.adapters.demo"]
+DEMO = [sys.executable, "-m", "kvledger.adapters.lab.demo"]
 GOOD = {
     "logged": Figures(num_preemptions=2, num_tokens_recovered=96, num_tokens_recomputed=4),
     "measured": RecomputeCounter(num_preemptions=2, num_tokens_lost=100, num_tokens_recomputed=4),

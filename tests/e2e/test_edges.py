@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from e2e.engines import Reference, read_sound_log
-from kvledger.adapters.demo.engine import running_engine, sampling, start
-from kvledger.adapters.demo.recompute_counter import RecomputeCounter
-from kvledger.adapters.demo.workload import Workload, connector
+from kvledger.adapters.lab.demo.engine import running_engine, sampling, start
+from kvledger.adapters.lab.demo.recompute_counter import RecomputeCounter
+from kvledger.adapters.lab.demo.workload import Workload, connector
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.vllm

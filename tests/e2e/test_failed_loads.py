@@ -18,9 +18,9 @@ from sim.broken_copies import break_copies
 from sim.slow_copies import SlowCopies, slow_down
 
 from e2e.engines import Reference, keep_two_steps_in_flight, read_sound_log
-from kvledger.adapters.demo.engine import RunningEngine, generate, running_engine, sampling, settle
-from kvledger.adapters.demo.model import FIRST_ORDINARY_TOKEN, VOCABULARY_SIZE
-from kvledger.adapters.demo.workload import Workload
+from kvledger.adapters.lab.demo.engine import RunningEngine, generate, running_engine, sampling, settle
+from kvledger.adapters.lab.demo.model import FIRST_ORDINARY_TOKEN, VOCABULARY_SIZE
+from kvledger.adapters.lab.demo.workload import Workload
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.vllm

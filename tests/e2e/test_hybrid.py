@@ -9,9 +9,9 @@ import attrs
 import pytest
 
 from e2e.engines import AMPLE, read_sound_log
-from kvledger.adapters.demo.engine import running_engine
-from kvledger.adapters.demo.model import VOCABULARY_SIZE
-from kvledger.adapters.demo.workload import Workload
+from kvledger.adapters.lab.demo.engine import running_engine
+from kvledger.adapters.lab.demo.model import VOCABULARY_SIZE
+from kvledger.adapters.lab.demo.workload import Workload
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT
 

@@ -12,12 +12,12 @@ import pytest
 
 from e2e.engines import Reference
 from e2e.lmcache import Server, connector, running_server, uncompiled
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.demo.engine import generate, settle, start
-from kvledger.adapters.demo.workload import Workload
-from kvledger.adapters.logs.log import open_log
-from kvledger.adapters.recorder.extension import Recorder
-from kvledger.adapters.recorder.payloads import Transferred
+from kvledger.adapters.lab.demo.engine import generate, settle, start
+from kvledger.adapters.lab.demo.workload import Workload
+from kvledger.adapters.recorded.extension import Recorder
+from kvledger.adapters.recorded.payloads import Transferred
+from kvledger.adapters.tools.cli.main import main
+from kvledger.adapters.tools.logs.log import open_log
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 

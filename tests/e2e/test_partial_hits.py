@@ -11,9 +11,9 @@ import pytest
 
 from e2e.engines import ReadLog, read_sound_log
 from e2e.latent import YARN, make_latent_model
-from kvledger.adapters.demo.engine import RunningEngine, running_engine
-from kvledger.adapters.demo.model import FIRST_ORDINARY_TOKEN, VOCABULARY_SIZE
-from kvledger.adapters.demo.workload import Workload
+from kvledger.adapters.lab.demo.engine import RunningEngine, running_engine
+from kvledger.adapters.lab.demo.model import FIRST_ORDINARY_TOKEN, VOCABULARY_SIZE
+from kvledger.adapters.lab.demo.workload import Workload
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.vllm

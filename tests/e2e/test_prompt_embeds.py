@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from e2e.engines import AMPLE, read_sound_log
-from kvledger.adapters.demo.engine import sampling, start
-from kvledger.adapters.demo.workload import connector
+from kvledger.adapters.lab.demo.engine import sampling, start
+from kvledger.adapters.lab.demo.workload import connector
 
 pytestmark = pytest.mark.vllm
 

@@ -9,11 +9,11 @@ import pytest
 from lifecycle_driver.concerned import figures_of
 
 from e2e.engines import Reference, read_sound_log
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.demo.engine import generate, settle, start
-from kvledger.adapters.demo.workload import Workload, connector
-from kvledger.adapters.exit_codes import ExitCode
-from kvledger.adapters.logs.log import open_log
+from kvledger.adapters.lab.demo.engine import generate, settle, start
+from kvledger.adapters.lab.demo.workload import Workload, connector
+from kvledger.adapters.tools.cli.main import main
+from kvledger.adapters.tools.exit_codes import ExitCode
+from kvledger.adapters.tools.logs.log import open_log
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from e2e.engines import Reference, copy_nothing, keep_two_steps_in_flight, read_sound_log
-from kvledger.adapters.demo.engine import running_engine
-from kvledger.adapters.demo.workload import Workload
+from kvledger.adapters.lab.demo.engine import running_engine
+from kvledger.adapters.lab.demo.workload import Workload
 from kvledger.lifecycle import events as e
 from kvledger.storage.kv.cpu import CpuCopyEngine
 

@@ -16,7 +16,7 @@ from processes import finished
 
 from e2e.engines import Reference, read_sound_log
 from e2e.latent import YARN, make_latent_model
-from kvledger.adapters.demo.workload import Workload
+from kvledger.adapters.lab.demo.workload import Workload
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.vllm

@@ -31,9 +31,9 @@ from sim.subscriber import WHOLE_HASHES, Subscriber
 
 from e2e.engines import Reference, read_sound_log
 from e2e.feed import feed
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.demo.workload import Workload, connector
-from kvledger.adapters.logs.log import open_log
+from kvledger.adapters.lab.demo.workload import Workload, connector
+from kvledger.adapters.tools.cli.main import main
+from kvledger.adapters.tools.logs.log import open_log
 from kvledger.adapters.vllm.chunk_keys import KEY_BYTES
 from kvledger.lifecycle import events as e
 from kvledger.storage.events import HowEnded, read_ending

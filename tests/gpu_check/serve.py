@@ -11,10 +11,10 @@ from pathlib import Path
 def main(directory: Path, answer: Path) -> None:
     """Write what was seen to `answer`, as JSON."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from kvledger.adapters.demo.engine import ENVIRONMENT, running_engine
-    from kvledger.adapters.demo.model import make_model
-    from kvledger.adapters.demo.workload import Workload
-    from kvledger.adapters.logs.log import open_log
+    from kvledger.adapters.lab.demo.engine import ENVIRONMENT, running_engine
+    from kvledger.adapters.lab.demo.model import make_model
+    from kvledger.adapters.lab.demo.workload import Workload
+    from kvledger.adapters.tools.logs.log import open_log
     from kvledger.adapters.totals import Totals
 
     os.environ |= {**ENVIRONMENT, **os.environ}

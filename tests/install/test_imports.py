@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import finished
 
-from kvledger.adapters.cli.commands import COMMANDS
+from kvledger.adapters.tools.cli.commands import COMMANDS
 
 
 def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -53,10 +53,11 @@ def test_the_core_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
 def test_a_command_is_imported_when_it_is_chosen(tmp_path: Path) -> None:
     """The help of all commands needs none of them."""
     code = (
-        "import sys; from kvledger.adapters.cli.commands import COMMANDS; from kvledger.adapters.cli.main import main\n"
+        "import sys\nfrom kvledger.adapters.tools.cli.commands import COMMANDS\n"
+        "from kvledger.adapters.tools.cli.main import main\n"
         "for arguments in (['--help'], ['verify', '--help']):\n"
         "    assert main(arguments) == 0\n"
-        "    print('loaded', *(name for name in COMMANDS if f'kvledger.adapters.cli.{name}' in sys.modules))"
+        "    print('loaded', *(name for name in COMMANDS if f'kvledger.adapters.tools.cli.{name}' in sys.modules))"
     )
     ended = run(code, tmp_path)
     assert ended.returncode == 0, ended.stderr

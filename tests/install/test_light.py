@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from processes import finished
 
-from kvledger.adapters.cli.commands import COMMANDS as KVLEDGER_COMMANDS
+from kvledger.adapters.tools.cli.commands import COMMANDS as KVLEDGER_COMMANDS
 from kvledger.storage.extras import CONNECTOR, EXTRAS
 
 pytestmark = pytest.mark.xdist_group("light")
@@ -32,7 +32,7 @@ SOUND, RULE_BROKEN, DIVERGED, REFUSED = 0, 1, 3, 77
 
 COMMANDS = """
 import sys
-from kvledger.adapters.cli.main import main
+from kvledger.adapters.tools.cli.main import main
 
 log = sys.argv[1]
 handlers = ["--handlers", "save_when_preempted:SaveWhenPreempted"]
@@ -53,7 +53,7 @@ print("loaded", *sorted({name.partition(".")[0] for name in sys.modules}), file=
 """Every command that reads a log, in one process."""
 
 DRIVE_CONNECTOR = """
-from kvledger.adapters.repro import rerun
+from kvledger.adapters.lab.repro import rerun
 
 rerun(None)
 """
@@ -93,7 +93,8 @@ def test_no_command_that_reads_logs_loads_what_an_extra_brings(
 
 def test_the_core_and_stored_logs_are_imported(light_python: Path, tmp_path: Path) -> None:
     """An embedder of the core needs no engine."""
-    code = "import kvledger.lifecycle.audit, kvledger.storage.events, kvledger.adapters.repro, kvledger.adapters.export"
+    modules = ("lifecycle.audit", "storage.events", "adapters.lab.repro", "adapters.tools.export")
+    code = f"import {', '.join(f'kvledger.{module}' for module in modules)}"
     ended = run(light_python, "-c", code, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
 
@@ -168,7 +169,7 @@ def test_spans_name_the_extra(light_python: Path, example_log: Path, tmp_path: P
 def test_handlers_that_need_the_connector_say_so(light_python: Path, example_log: Path, tmp_path: Path) -> None:
     """A handler is any module's."""
     (tmp_path / "borrowed.py").write_text("from kvledger.adapters.vllm import KVLedgerConnector as Handler\n")
-    code = "import sys; from kvledger.adapters.cli.main import main; sys.exit(main())"
+    code = "import sys; from kvledger.adapters.tools.cli.main import main; sys.exit(main())"
     ended = run(light_python, "-c", code, "verify", example_log, "--handlers", "borrowed:Handler", cwd=tmp_path)
     assert ended.returncode not in (0, RULE_BROKEN)
     assert f"kvledger.adapters.vllm needs {INSTALL_CONNECTOR}" in ended.stderr
@@ -177,7 +178,7 @@ def test_handlers_that_need_the_connector_say_so(light_python: Path, example_log
 
 def test_the_demo_names_the_extra(light_python: Path, tmp_path: Path) -> None:
     """Before it starts an engine."""
-    ended = run(light_python, "-m", "kvledger.adapters.demo", cwd=tmp_path)
+    ended = run(light_python, "-m", "kvledger.adapters.lab.demo", cwd=tmp_path)
     assert ended.returncode == 1
     assert ended.stderr.replace("\n", " ").strip() == f"demo failed: the demo needs {INSTALL_CONNECTOR}"
     assert not list(tmp_path.iterdir())

@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 import attrs
 
-from kvledger.adapters.cli.commands import COMMANDS
-from kvledger.adapters.exit_codes import OF_EVERY_COMMAND, ExitCode
+from kvledger.adapters.tools.cli.commands import COMMANDS
+from kvledger.adapters.tools.exit_codes import OF_EVERY_COMMAND, ExitCode
 
 LINES: Mapping[str, Sequence[str]] = MappingProxyType(
     {

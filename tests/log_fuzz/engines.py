@@ -18,7 +18,7 @@ from sim.faults import CLIENT_FAULTS
 from sim.settings import draw
 from sim.world import World
 
-from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading
+from kvledger.adapters.lab.simulation.connectors import ConnectorSetup, Offloading
 
 WITHIN = {"load_mode": "sync", "save_mode": "sync", "max_silent_ms": 0, "digests": "off"}
 NEIGHBOUR = NamedConnector(

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import attrs
 
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.logs import index
+from kvledger.adapters.tools.cli.main import main
+from kvledger.adapters.tools.logs import index
 from log_fuzz.commands import Line
 from log_fuzz.commands import lines as every_line
 

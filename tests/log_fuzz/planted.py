@@ -12,7 +12,7 @@ from google_crc32c import value as crc32c
 from log_torture import reopened
 from stored_logs import tell_story, write_log
 
-from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.recorded.extension import Recorder
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import encode_events, vocabulary_header

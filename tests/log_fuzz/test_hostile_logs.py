@@ -18,9 +18,9 @@ from typing import Any
 import attrs
 import pytest
 
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.logs import index as index_module
-from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.recorded.extension import Recorder
+from kvledger.adapters.tools.cli.main import main
+from kvledger.adapters.tools.logs import index as index_module
 from kvledger.storage.events.segment_file import segment_paths
 from log_fuzz.commands import LINES, Line, lines
 from log_fuzz.mutations import put, texts_of

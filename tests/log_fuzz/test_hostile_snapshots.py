@@ -13,9 +13,9 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from kvledger.adapters.logs.log import StoredLog, open_log
-from kvledger.adapters.logs.snapshots import write_snapshots
-from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.recorded.extension import Recorder
+from kvledger.adapters.tools.logs.log import StoredLog, open_log
+from kvledger.adapters.tools.logs.snapshots import write_snapshots
 from kvledger.adapters.totals import State, Totals
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle.codec import EventDecoder

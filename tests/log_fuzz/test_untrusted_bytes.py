@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvledger.adapters.cli.commands import COMMANDS
+from kvledger.adapters.tools.cli.commands import COMMANDS
 from kvledger.storage.events import LogError
 from kvledger.storage.events.nats.tail import LogTail
 from log_fuzz.commands import LINES, NOT_READING, Line, lines

@@ -98,7 +98,7 @@ class Worlds:
         from sim.logs import read_end
         from sim.settings import draw
 
-        from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE, block_bytes
+        from kvledger.adapters.lab.simulation.hashed_model import BLOCK_SIZE, block_bytes
 
         connector = draw(random.Random(f"settings {seed}")).connector | dict(self.connector)
         if self.num_slots is not None:
@@ -128,7 +128,7 @@ class FailedLoads:
         from sim.broken_copies import break_copies
         from sim.logs import read_end
 
-        from kvledger.adapters.simulation.engine import SimulatedEngine
+        from kvledger.adapters.lab.simulation.engine import SimulatedEngine
 
         rng = random.Random(f"failed loads {seed}")
         policy = rng.choice(["fail", "recompute"])
@@ -217,7 +217,7 @@ def _unwatched_world() -> Iterator[None]:
     from sim.cached_blocks import CachedBlocks
     from sim.pages import PageWatch
 
-    from kvledger.adapters.simulation.hashed_model import HashedModel
+    from kvledger.adapters.lab.simulation.hashed_model import HashedModel
 
     with (
         _replaced(CachedBlocks, "look", lambda *_: None),

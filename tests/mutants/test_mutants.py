@@ -13,7 +13,7 @@ import pytest
 from hypothesis import Phase
 from lifecycle_driver.moves import explore
 
-from kvledger.adapters.cli.main import main
+from kvledger.adapters.tools.cli.main import main
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.codec import encode_events, vocabulary_header
 from kvledger.lifecycle.replay import SequencedEvent

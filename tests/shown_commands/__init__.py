@@ -21,18 +21,18 @@ REST = re.compile(r"\s+#|\s\|\s|\s>\s")
 """What stands behind a command: a remark, a pipe, a file."""
 
 RUN_ELSEWHERE = {
-    r"kvledger (ship|.*nats://)": "needs a NATS server: tests/adapters/cli/test_ship.py has one",
-    r"kvledger export .*http://": "needs a receiver of spans: tests/adapters/export/test_otlp.py has one",
-    r"kvledger repro .*--(connector|run-recorded)": "needs a log of a recorder: tests/adapters/repro has some",
-    r"kvledger conformance ": "plays vLLM's scheduler for minutes: tests/adapters/conformance",
+    r"kvledger (ship|.*nats://)": "needs a NATS server: tests/adapters/tools/cli/test_ship.py has one",
+    r"kvledger export .*http://": "needs a receiver of spans: tests/adapters/tools/export/test_otlp.py has one",
+    r"kvledger repro .*--(connector|run-recorded)": "needs a log of a recorder: tests/adapters/lab/repro has some",
+    r"kvledger conformance ": "plays vLLM's scheduler for minutes: tests/adapters/lab/conformance",
     r"python3 -m venv |\. ": "makes an environment, or enters one: tests/install makes one",
     r"pip install ": "needs an index of packages: tests/install makes the wheel and installs it",
-    r"pytest ": "runs a test that a command above it has written: tests/adapters/repro",
+    r"pytest ": "runs a test that a command above it has written: tests/adapters/lab/repro",
     r"make ": "its targets are in the Makefile: test_generated_pages.py looks",
     r"vllm serve ": "starts a server: tests/e2e/test_serving.py, and test_readme.py reads its JSON object",
     r"export [A-Z_]+=": "says where the logs are: the tests have KVLEDGER_LOG=LOG",
     r"nats ": "is the client of NATS, not ours",
-    r"trace_processor_shell ": "is Perfetto's: tests/adapters/export has it",
+    r"trace_processor_shell ": "is Perfetto's: tests/adapters/tools/export has it",
 }
 """What a command begins with → why it is not run here."""
 

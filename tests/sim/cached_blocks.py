@@ -13,7 +13,7 @@ import numpy as np
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
 if TYPE_CHECKING:
-    from kvledger.adapters.simulation.engine import SimulatedEngine
+    from kvledger.adapters.lab.simulation.engine import SimulatedEngine
     from sim.world import Life
 
 

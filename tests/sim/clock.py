@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvledger.adapters.simulation.clock import SimulatedClock
+from kvledger.adapters.lab.simulation.clock import SimulatedClock
 
 
 class VirtualClock(SimulatedClock):

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from kvledger.adapters.simulation.connectors import (
+from kvledger.adapters.lab.simulation.connectors import (
     KVLEDGER,
     KVLEDGER_TRANSFER,
     ConnectorSetup,

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import attrs
 
-from kvledger.adapters.simulation.engine import SimulatedEngine
-from kvledger.adapters.simulation.hashed_model import block_bytes
-from kvledger.adapters.simulation.tiny_model import VOCABULARY_SIZE
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.hashed_model import block_bytes
+from kvledger.adapters.lab.simulation.tiny_model import VOCABULARY_SIZE
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e

@@ -23,7 +23,7 @@ from typing import Any
 import attrs
 import torch
 
-from kvledger.adapters.simulation.connectors import ConnectorSetup
+from kvledger.adapters.lab.simulation.connectors import ConnectorSetup
 
 Key = tuple[str, tuple[int, ...]]
 """(salt, all tokens up to the end of a chunk)."""

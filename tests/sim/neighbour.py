@@ -19,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvledger.adapters.simulation.expected import chained_hash
-from kvledger.adapters.simulation.hashed_model import marks
+from kvledger.adapters.lab.simulation.expected import chained_hash
+from kvledger.adapters.lab.simulation.hashed_model import marks
 
 
 @attrs.frozen(slots=False)

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from kvledger.adapters.simulation.expected import Expected
-from kvledger.adapters.simulation.hashed_model import NUM_LAYERS
+from kvledger.adapters.lab.simulation.expected import Expected
+from kvledger.adapters.lab.simulation.hashed_model import NUM_LAYERS
 from kvledger.lifecycle import Ready
 from kvledger.lifecycle import events as e
 from kvledger.storage.kv import CopyResult
 
 if TYPE_CHECKING:
-    from kvledger.adapters.simulation.engine import SimulatedEngine
+    from kvledger.adapters.lab.simulation.engine import SimulatedEngine
     from sim.copies import Copies
 
 Pages = dict[tuple[int, int], torch.Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.recorded.extension import Recorder
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import attrs
 
-from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE, block_bytes
+from kvledger.adapters.lab.simulation.hashed_model import BLOCK_SIZE, block_bytes
 from sim.connectors import WithNeighbour
 
 MAX_MODEL_LEN = 160

@@ -26,10 +26,10 @@ from lifecycle_driver.invariants import num_entries
 from rich.console import Console
 from rich.progress import Progress
 
-from kvledger.adapters.simulation.engine import SimulatedEngine
-from kvledger.adapters.simulation.expected import Expected
-from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE, block_bytes
-from kvledger.adapters.simulation.tiny_model import VOCABULARY_SIZE
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.expected import Expected
+from kvledger.adapters.lab.simulation.hashed_model import BLOCK_SIZE, block_bytes
+from kvledger.adapters.lab.simulation.tiny_model import VOCABULARY_SIZE
 from kvledger.adapters.vllm import KVLedgerConnector
 from sim.checks.nothing_left import check_slots, left_entries
 from sim.clock import VirtualClock

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvledger.adapters.simulation.engine import SimulatedEngine
-from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE, block_bytes
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.hashed_model import BLOCK_SIZE, block_bytes
 
 _NUM_BLOCKS = 24
 """Of the device, one of them nobody's; two requests fit to their ends, and just as many blocks into the host pool."""

@@ -27,8 +27,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import attrs
 
 if TYPE_CHECKING:
-    from kvledger.adapters.simulation.connectors import ConnectorSetup
-    from kvledger.adapters.simulation.engine import SimulatedEngine
+    from kvledger.adapters.lab.simulation.connectors import ConnectorSetup
+    from kvledger.adapters.lab.simulation.engine import SimulatedEngine
 
 WITHIN = {"load_mode": "sync", "save_mode": "sync", "max_silent_ms": 0}
 """Of kvledger as the wrapped one: how many steps an asynchronous copy takes is not fixed."""
@@ -37,7 +37,7 @@ WINDOWS = ((0, 48), (48, 0), (0, 64), (17, 0), (0, 32, 80))
 
 def connectors() -> Mapping[str, Callable[[], ConnectorSetup]]:
     """Name -> how to make who is recorded."""
-    from kvledger.adapters.simulation.connectors import KVLEDGER, Offloading, SimpleCPU
+    from kvledger.adapters.lab.simulation.connectors import KVLEDGER, Offloading, SimpleCPU
     from sim.connectors import Example, Several
     from sim.lmcache_mp import LMCacheMP
 
@@ -138,8 +138,8 @@ def broken_in(engine: SimulatedEngine) -> Iterator[str]:
 
 def live_sessions(seed: int, inner: ConnectorSetup, *, is_recorded: bool) -> Lived:
     """Streaming sessions of two or three turns, and others who say the same from the beginning, in a small pool."""
-    from kvledger.adapters.simulation.engine import SimulatedEngine
-    from kvledger.adapters.simulation.hashed_model import block_bytes
+    from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+    from kvledger.adapters.lab.simulation.hashed_model import block_bytes
     from sim.connectors import Recorded
 
     rng = random.Random(f"sessions {seed}")

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from vllm.v1.request import RequestStatus
 
-from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE, CorruptKV, block_bytes
+from kvledger.adapters.lab.simulation.hashed_model import BLOCK_SIZE, CorruptKV, block_bytes
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
 from kvledger.storage.events import segment_file

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvledger.adapters.logs.log import open_log
-from kvledger.adapters.simulation.engine import SimulatedEngine
-from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE, block_bytes
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.hashed_model import BLOCK_SIZE, block_bytes
+from kvledger.adapters.tools.logs.log import open_log
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from processes import finished
 
-from kvledger.adapters.simulation.engine import SimulatedEngine
-from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE, block_bytes
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.hashed_model import BLOCK_SIZE, block_bytes
 from sim.checks import CHECKS
 from sim.faults import FAULTS
 from sim.run import transcript

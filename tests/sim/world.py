@@ -18,11 +18,11 @@ import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvledger.adapters.simulation.connectors import KVLEDGER, ConnectorSetup
-from kvledger.adapters.simulation.engine import SimulatedEngine
-from kvledger.adapters.simulation.expected import Expected
-from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE
-from kvledger.adapters.simulation.tiny_model import VOCABULARY_SIZE
+from kvledger.adapters.lab.simulation.connectors import KVLEDGER, ConnectorSetup
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.expected import Expected
+from kvledger.adapters.lab.simulation.hashed_model import BLOCK_SIZE
+from kvledger.adapters.lab.simulation.tiny_model import VOCABULARY_SIZE
 from kvledger.adapters.vllm import KVLedgerConnector, configuration
 from kvledger.adapters.vllm.metadata import WorkerReports
 from sim.cached_blocks import CachedBlocks

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from kvledger.adapters.recorded.payloads import MetadataSeen, Transferred
 from kvledger.adapters.recorder.decoders import example, lmcache_mp, nixl, offloading, simple_cpu
-from kvledger.adapters.recorder.payloads import MetadataSeen, Transferred
 from kvledger.lifecycle import logged_request_id
 
 Copies = Iterator[tuple[str, Transferred]]

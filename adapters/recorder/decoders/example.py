@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvledger.adapters.recorder.payloads import STEP, Transferred
+from kvledger.adapters.recorded.payloads import STEP, Transferred
 
 
 def copies(metadata: Any, block_size: int) -> Iterator[tuple[str, Transferred]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvledger.adapters.recorder.payloads import Transferred
+from kvledger.adapters.recorded.payloads import Transferred
 
 
 def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvledger.adapters.recorder.payloads import REQUEST, STEP, Transferred
+from kvledger.adapters.recorded.payloads import REQUEST, STEP, Transferred
 
 
 def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvledger.adapters.recorder.payloads import JOB, Transferred
+from kvledger.adapters.recorded.payloads import JOB, Transferred
 
 
 def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]:

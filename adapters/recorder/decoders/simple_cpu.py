@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvledger.adapters.recorder.payloads import JOB, REQUEST, Transferred
+from kvledger.adapters.recorded.payloads import JOB, REQUEST, Transferred
 
 
 def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]:

@@ -2,7 +2,7 @@
 
 Needs the NATS client, which the extra `nats` brings. Nothing of this runs in a serving process.
 
-- `Shipper` ships the logs of a directory; `ship` (in `kvledger.adapters.cli`) is its command.
+- `Shipper` ships the logs of a directory; `ship` (in `kvledger.adapters.tools.cli`) is its command.
 - `mirror` makes files of a stream's logs, `logs_in_stream` lists them.
 """
 

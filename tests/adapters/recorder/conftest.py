@@ -10,9 +10,9 @@ from sim.connectors import Recorded
 from sim.recorded import recordings
 from sim.witness import PlainWitness
 
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading
-from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.connectors import ConnectorSetup, Offloading
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+from kvledger.adapters.tools.cli.main import main
 
 
 @pytest.fixture

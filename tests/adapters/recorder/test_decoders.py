@@ -10,8 +10,9 @@ from sim.connectors import Example, NamedConnector, Recorded, Several
 from sim.recorded import audited, events_of, said_in
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
 
-from kvledger.adapters.recorder.extension import Recorder
-from kvledger.adapters.recorder.payloads import (
+from kvledger.adapters.lab.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
+from kvledger.adapters.recorded.extension import Recorder
+from kvledger.adapters.recorded.payloads import (
     EndReturned,
     Transferred,
     TransferredFor,
@@ -19,7 +20,6 @@ from kvledger.adapters.recorder.payloads import (
     TransfersEnded,
     Undecoded,
 )
-from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

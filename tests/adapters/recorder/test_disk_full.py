@@ -14,9 +14,9 @@ from log_torture.mounts import fill, run_on_small_disk
 from sim.connectors import Recorded
 from sim.recorded import recordings
 
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.simulation.connectors import Offloading
-from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.connectors import Offloading
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+from kvledger.adapters.tools.cli.main import main
 
 pytestmark = pytest.mark.scheduler
 

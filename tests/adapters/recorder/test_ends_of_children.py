@@ -13,9 +13,9 @@ from sim.connectors import NamedConnector, Recorded, Several
 from sim.recorded import audited, recordings, said_in
 from sim.slow_copies import SlowCopies
 
-from kvledger.adapters.recorder import payloads
-from kvledger.adapters.simulation.connectors import KVLEDGER, ConnectorSetup, Offloading, SimpleCPU
-from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.connectors import KVLEDGER, ConnectorSetup, Offloading, SimpleCPU
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+from kvledger.adapters.recorded import payloads
 
 pytestmark = pytest.mark.scheduler
 

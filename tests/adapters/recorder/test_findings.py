@@ -14,11 +14,11 @@ from sim.connectors import Example, NamedConnector, Recorded, Several
 from sim.recorded import audited, events_of, said_in
 from sim.versions import mended_in_0_33
 
-from kvledger.adapters.recorder.payloads import LookupReturned, TransferredFor
-from kvledger.adapters.repro import record, rerun
-from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
-from kvledger.adapters.simulation.engine import SimulatedEngine
-from kvledger.adapters.simulation.hashed_model import CorruptKV, block_bytes
+from kvledger.adapters.lab.repro import record, rerun
+from kvledger.adapters.lab.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.hashed_model import CorruptKV, block_bytes
+from kvledger.adapters.recorded.payloads import LookupReturned, TransferredFor
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

@@ -15,13 +15,13 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from kvledger.adapters.lab.simulation.connectors import Offloading
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+from kvledger.adapters.recorded.payloads import CHILD
 from kvledger.adapters.recorder import KVLedgerRecorder, KVLedgerRecorderHMA
 from kvledger.adapters.recorder.forwarding import NOT_FORWARDED, forwards_everything, public_names
 from kvledger.adapters.recorder.page_digests import RecordedReports
-from kvledger.adapters.recorder.payloads import CHILD
 from kvledger.adapters.recorder.stats import RecordedPromMetrics
-from kvledger.adapters.simulation.connectors import Offloading
-from kvledger.adapters.simulation.engine import SimulatedEngine
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

@@ -15,9 +15,9 @@ from sim.connectors import Example, NamedConnector, Recorded, Several
 from sim.recorded import audited, said_in
 from vllm.v1.request import RequestStatus
 
-from kvledger.adapters.recorder.payloads import Transferred
-from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
-from kvledger.adapters.simulation.hashed_model import CorruptKV
+from kvledger.adapters.lab.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
+from kvledger.adapters.lab.simulation.hashed_model import CorruptKV
+from kvledger.adapters.recorded.payloads import Transferred
 
 pytestmark = pytest.mark.scheduler
 

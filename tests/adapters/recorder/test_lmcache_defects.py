@@ -15,8 +15,8 @@ from sim.lmcache_mp import LMCacheMP
 from sim.recorded import audited, said_in
 from vllm.v1.request import RequestStatus
 
+from kvledger.adapters.recorded.payloads import LookupReturned, Transferred
 from kvledger.adapters.recorder import KVLedgerRecorder
-from kvledger.adapters.recorder.payloads import LookupReturned, Transferred
 
 pytestmark = pytest.mark.scheduler
 

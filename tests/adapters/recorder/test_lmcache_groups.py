@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvledger.adapters.recorded.payloads import Transferred
 from kvledger.adapters.recorder import decoders
-from kvledger.adapters.recorder.payloads import Transferred
 
 BLOCK_SIZE = 16
 STORE, RETRIEVE = "STORE", "RETRIEVE"

@@ -14,11 +14,11 @@ from sim.crowd import serve_crowd
 from sim.recorded import CORE, audited, events_of, recordings
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kvledger.adapters.logs.log import open_log
-from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.lab.simulation.connectors import KVLEDGER, ConnectorSetup, Offloading, SimpleCPU
+from kvledger.adapters.recorded.extension import Recorder
+from kvledger.adapters.recorded.payloads import ReportedToVLLM
 from kvledger.adapters.recorder.page_digests import AskedPages, CopiedPages, RecordedPages
-from kvledger.adapters.recorder.payloads import ReportedToVLLM
-from kvledger.adapters.simulation.connectors import KVLEDGER, ConnectorSetup, Offloading, SimpleCPU
+from kvledger.adapters.tools.logs.log import open_log
 from kvledger.lifecycle import cut_request_id, logged_request_id
 from kvledger.lifecycle import events as e
 

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim.connectors import NamedConnector, Recorded, Several
 
-from kvledger.adapters.cli import conformance
-from kvledger.adapters.cli.main import main
+from kvledger.adapters.lab.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
 from kvledger.adapters.recorder import options as options_module
 from kvledger.adapters.recorder.options import is_recorded, recorded_options, without_unrecorded
-from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
-from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.tools.cli import conformance
+from kvledger.adapters.tools.cli.main import main
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 
 pytestmark = pytest.mark.scheduler

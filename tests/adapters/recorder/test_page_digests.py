@@ -15,9 +15,9 @@ from sim.lmcache_mp import SERVERS, LMCacheMP
 from sim.recorded import audited, events_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
+from kvledger.adapters.lab.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
+from kvledger.adapters.lab.simulation.hashed_model import HashedModel
 from kvledger.adapters.recorder.page_digests import CopiedPages, FoundDigests, RecordedReports
-from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
-from kvledger.adapters.simulation.hashed_model import HashedModel
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

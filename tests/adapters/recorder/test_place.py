@@ -9,9 +9,9 @@ import pytest
 from sim.connectors import Recorded, Several
 from sim.recorded import audited, events_of, recordings, said_in
 
-from kvledger.adapters.recorder import payloads
-from kvledger.adapters.recorder.extension import Recorder
-from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
+from kvledger.adapters.lab.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
+from kvledger.adapters.recorded import payloads
+from kvledger.adapters.recorded.extension import Recorder
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

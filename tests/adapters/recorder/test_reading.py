@@ -15,8 +15,8 @@ from sim.connectors import NamedConnector
 from sim.recorded import CORE, events_of
 from trace_importer import read_trace
 
-from kvledger.adapters.recorder.rules import LEFT_OUT
-from kvledger.adapters.simulation.hashed_model import block_bytes
+from kvledger.adapters.lab.simulation.hashed_model import block_bytes
+from kvledger.adapters.recorded.rules import LEFT_OUT
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import vocabulary_header

@@ -19,8 +19,8 @@ from sim.recorded import audited, events_of, recordings, said_in
 from sim.settings import draw
 from sim.world import World
 
-from kvledger.adapters.recorder.payloads import LookupReturned, Transferred
-from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
+from kvledger.adapters.lab.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
+from kvledger.adapters.recorded.payloads import LookupReturned, Transferred
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

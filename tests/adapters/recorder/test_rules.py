@@ -11,10 +11,10 @@ import pytest
 from sim.connectors import NamedConnector, Recorded, Several
 from sim.recorded import audited, events_of, payloads_in
 
-from kvledger.adapters.recorder.extension import Recorder
-from kvledger.adapters.recorder.payloads import EndReturned, LookupReturned, ReportedToVLLM, Sent, Transferred
-from kvledger.adapters.recorder.rules.ends import MAX_SILENT_NS
-from kvledger.adapters.simulation.connectors import Offloading
+from kvledger.adapters.lab.simulation.connectors import Offloading
+from kvledger.adapters.recorded.extension import Recorder
+from kvledger.adapters.recorded.payloads import EndReturned, LookupReturned, ReportedToVLLM, Sent, Transferred
+from kvledger.adapters.recorded.rules.ends import MAX_SILENT_NS
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

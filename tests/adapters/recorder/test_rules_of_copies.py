@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from sim.recorded import audited, events_of, payloads_in
 
-from kvledger.adapters.recorder.extension import Recorder
-from kvledger.adapters.recorder.payloads import JOB, Transferred, TransferredFor, TransfersAwaited, TransfersEnded
-from kvledger.adapters.simulation.connectors import Offloading, SimpleCPU
+from kvledger.adapters.lab.simulation.connectors import Offloading, SimpleCPU
+from kvledger.adapters.recorded.extension import Recorder
+from kvledger.adapters.recorded.payloads import JOB, Transferred, TransferredFor, TransfersAwaited, TransfersEnded
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

@@ -17,7 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
+from kvledger.adapters.lab.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
 
 pytestmark = pytest.mark.scheduler
 

@@ -16,9 +16,9 @@ from processes import started
 from sim.connectors import NamedConnector
 from sim.recorded import events_of
 
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.logs.under_way import last_under_way
-from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.recorded.extension import Recorder
+from kvledger.adapters.tools.cli.main import main
+from kvledger.adapters.tools.logs.under_way import last_under_way
 from kvledger.lifecycle import Core
 
 pytestmark = pytest.mark.scheduler

@@ -16,14 +16,14 @@ from sim.connectors import NamedConnector, Recorded, Several
 from sim.witness import PlainWitness
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.logs.log import open_log
-from kvledger.adapters.logs.workers import logs_of_workers
-from kvledger.adapters.recorder import payloads
-from kvledger.adapters.recorder.payloads import payload_of
+from kvledger.adapters.lab.simulation.connectors import Offloading
+from kvledger.adapters.lab.simulation.hashed_model import layer_names
+from kvledger.adapters.recorded import payloads
+from kvledger.adapters.recorded.payloads import payload_of
 from kvledger.adapters.recorder.worker_recording import carries_work
-from kvledger.adapters.simulation.connectors import Offloading
-from kvledger.adapters.simulation.hashed_model import layer_names
+from kvledger.adapters.tools.cli.main import main
+from kvledger.adapters.tools.logs.log import open_log
+from kvledger.adapters.tools.logs.workers import logs_of_workers
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

@@ -13,8 +13,8 @@ from sim.slow_copies import delay
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvledger.adapters.simulation.engine import SimulatedEngine
-from kvledger.adapters.simulation.expected import chained_hash, next_token
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.expected import chained_hash, next_token
 from kvledger.lifecycle import Core, LedgerConfiguration, Replay
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import EventDecoder

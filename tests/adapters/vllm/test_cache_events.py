@@ -15,8 +15,8 @@ from sim.subscriber import WHOLE_HASHES, Subscriber, assert_told
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
-from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.connectors import KVLEDGER_TRANSFER
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

@@ -14,9 +14,9 @@ import attrs
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
-from kvledger.adapters.simulation.engine import kv_cache_config, vllm_config
-from kvledger.adapters.simulation.hashed_model import block_bytes
+from kvledger.adapters.lab.simulation.connectors import KVLEDGER_TRANSFER
+from kvledger.adapters.lab.simulation.engine import kv_cache_config, vllm_config
+from kvledger.adapters.lab.simulation.hashed_model import block_bytes
 from kvledger.adapters.units import size, written_size
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.configuration import ConnectorSettings

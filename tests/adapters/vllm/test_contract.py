@@ -20,8 +20,8 @@ from sim.modes import transfers_sync_and_async
 from sim.reported import note_reports
 from sim.slow_copies import delay
 
-from kvledger.adapters.cli.main import main
 from kvledger.adapters.core import composed_core
+from kvledger.adapters.tools.cli.main import main
 from kvledger.adapters.vllm.journal import breach_of_answer
 from kvledger.lifecycle import StateHandler
 from kvledger.lifecycle import events as e

@@ -16,7 +16,7 @@ from lifecycle_driver import play_seed
 from log_torture.mounts import fill, run_on_small_disk
 from log_torture.verdict import assert_readable
 
-from kvledger.adapters.cli.main import main
+from kvledger.adapters.tools.cli.main import main
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import OpenedLog, open_event_log
 from kvledger.lifecycle import ConfigurationError, Core, Ledger, LedgerConfiguration

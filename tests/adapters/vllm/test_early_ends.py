@@ -13,10 +13,10 @@ import pytest
 from sim.connectors import NamedConnector, Several
 from sim.slow_copies import SlowCopies
 
-from kvledger.adapters.logs.log import open_log
-from kvledger.adapters.simulation.connectors import KVLEDGER
-from kvledger.adapters.simulation.engine import SimulatedEngine
-from kvledger.adapters.simulation.expected import Expected
+from kvledger.adapters.lab.simulation.connectors import KVLEDGER
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.expected import Expected
+from kvledger.adapters.tools.logs.log import open_log
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit

@@ -12,7 +12,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import RequestStatus
 
-from kvledger.adapters.simulation import engine as sim_engine
+from kvledger.adapters.lab.simulation import engine as sim_engine
 from kvledger.lifecycle import RequestState
 from kvledger.lifecycle import events as e
 

@@ -16,7 +16,7 @@ import pytest
 from sim.broken_copies import break_copies
 from sim.slow_copies import slow_down
 
-from kvledger.adapters.simulation.hashed_model import HashedModel
+from kvledger.adapters.lab.simulation.hashed_model import HashedModel
 from kvledger.adapters.vllm.connector import KVLedgerConnector
 from kvledger.adapters.vllm.edge import Edge
 from kvledger.adapters.vllm.journal import Journal

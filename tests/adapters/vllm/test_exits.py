@@ -21,9 +21,9 @@ from starvation_guard import StarvationGuard, StarvingRequests, Watching
 
 import kvledger.adapters.recorder
 import kvledger.adapters.vllm
-from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.recorder import page_digests, recording, worker_recording
 from kvledger.adapters.recorder.connector import KVLedgerRecorder
+from kvledger.adapters.tools.logs.log import open_log
 from kvledger.adapters.vllm import scheduler_side
 from kvledger.adapters.vllm.async_copies import AsyncCopies
 from kvledger.adapters.vllm.connector import KVLedgerConnector

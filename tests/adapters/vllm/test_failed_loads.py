@@ -13,7 +13,7 @@ import pytest
 from sim.broken_copies import break_copies
 from sim.slow_copies import slow_down
 
-from kvledger.adapters.simulation.hashed_model import CorruptKV
+from kvledger.adapters.lab.simulation.hashed_model import CorruptKV
 from kvledger.adapters.vllm.async_copies import AsyncCopies
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.lifecycle import events as e

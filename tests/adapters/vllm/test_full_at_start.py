@@ -14,8 +14,8 @@ from log_torture.mounts import fill, run_on_small_disk
 from log_torture.verdict import assert_readable
 from processes import run_and_kill
 
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.exit_codes import ExitCode
+from kvledger.adapters.tools.cli.main import main
+from kvledger.adapters.tools.exit_codes import ExitCode
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import OpenedLog, open_event_log
 from kvledger.adapters.vllm.journal import Journal

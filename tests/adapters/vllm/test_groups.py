@@ -20,9 +20,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
-from kvledger.adapters.simulation.engine import kv_cache_config, vllm_config
-from kvledger.adapters.simulation.hashed_model import block_bytes
+from kvledger.adapters.lab.simulation.connectors import KVLEDGER_TRANSFER
+from kvledger.adapters.lab.simulation.engine import kv_cache_config, vllm_config
+from kvledger.adapters.lab.simulation.hashed_model import block_bytes
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.groups import describe_groups
 from kvledger.lifecycle import events as e

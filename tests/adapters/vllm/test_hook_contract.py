@@ -9,7 +9,7 @@ from sim.modes import runners
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import RequestStatus
 
-from kvledger.adapters.simulation import expected
+from kvledger.adapters.lab.simulation import expected
 from kvledger.adapters.vllm import versions
 from kvledger.lifecycle import RequestState
 from kvledger.lifecycle import events as e

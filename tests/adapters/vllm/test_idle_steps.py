@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sim.slow_copies import slow_down
 
-from kvledger.adapters.simulation.clock import SimulatedClock
+from kvledger.adapters.lab.simulation.clock import SimulatedClock
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.lifecycle import events as e
 

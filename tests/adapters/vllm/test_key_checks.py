@@ -15,8 +15,8 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.simulation.hashed_model import CorruptKV
+from kvledger.adapters.lab.simulation.hashed_model import CorruptKV
+from kvledger.adapters.tools.cli.main import main
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.observe import KeyChecks

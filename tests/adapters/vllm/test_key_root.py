@@ -17,7 +17,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from kvledger.adapters.simulation.engine import kv_cache_config, vllm_config
+from kvledger.adapters.lab.simulation.engine import kv_cache_config, vllm_config
 from kvledger.adapters.vllm import KVLedgerConnector, versions
 from kvledger.adapters.vllm.chunk_keys import KEY_BYTES, ChunkKeySource
 from kvledger.lifecycle import ConfigurationError

@@ -12,8 +12,8 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
-from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
-from kvledger.adapters.simulation.engine import allocate, vllm_config
+from kvledger.adapters.lab.simulation.connectors import KVLEDGER_TRANSFER
+from kvledger.adapters.lab.simulation.engine import allocate, vllm_config
 from kvledger.adapters.vllm.worker_side import describe_pages
 from kvledger.storage.kv import BlockLayout, HostPool, make_copy_engine
 

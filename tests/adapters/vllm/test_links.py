@@ -16,7 +16,7 @@ from lifecycle_driver import Driver
 from planted_files import FOREIGN, KINDS, plant
 from stored_logs import serve_many, write_log
 
-from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import WorkerOfLog, open_event_log
 from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration

@@ -15,7 +15,7 @@ import pytest
 from log_torture.mounts import fill, run_on_small_disk
 from processes import run_and_kill
 
-from kvledger.adapters.cli.main import main
+from kvledger.adapters.tools.cli.main import main
 from kvledger.adapters.vllm import event_log
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import OpenedLog, open_event_log

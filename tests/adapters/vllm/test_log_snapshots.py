@@ -11,11 +11,11 @@ import attrs
 import pytest
 from lifecycle_driver import play_seed
 
-from kvledger.adapters.cli.main import main
 from kvledger.adapters.core import composed_core
-from kvledger.adapters.exit_codes import CommandFailed
-from kvledger.adapters.logs.log import open_log
-from kvledger.adapters.logs.snapshots import write_snapshots
+from kvledger.adapters.tools.cli.main import main
+from kvledger.adapters.tools.exit_codes import CommandFailed
+from kvledger.adapters.tools.logs.log import open_log
+from kvledger.adapters.tools.logs.snapshots import write_snapshots
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import open_event_log
 from kvledger.adapters.vllm.journal import Journal

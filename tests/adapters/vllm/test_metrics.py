@@ -14,9 +14,9 @@ from prometheus_client import REGISTRY
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
-from kvledger.adapters.logs.log import open_log
-from kvledger.adapters.simulation.clock import SimulatedClock
-from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
+from kvledger.adapters.lab.simulation.clock import SimulatedClock
+from kvledger.adapters.lab.simulation.connectors import KVLEDGER_TRANSFER
+from kvledger.adapters.tools.logs.log import open_log
 from kvledger.adapters.totals import DURATION_BOUNDS_NS, Totals
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.metric_names import COUNTERS, GAUGES, HISTOGRAMS, LAST_WRITTEN, PREFIX

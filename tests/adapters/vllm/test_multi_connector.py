@@ -13,7 +13,7 @@ import pytest
 from sim.broken_copies import break_copies
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
+from kvledger.adapters.lab.simulation.connectors import KVLEDGER_TRANSFER
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvledger.adapters.simulation.hashed_model import HashedModel
+from kvledger.adapters.lab.simulation.hashed_model import HashedModel
 from kvledger.adapters.vllm.metadata import StepJobs
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e

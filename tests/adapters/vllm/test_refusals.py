@@ -19,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvledger.adapters import vllm_plugin
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.simulation.engine import kv_cache_config, vllm_config
+from kvledger.adapters.lab.simulation.engine import kv_cache_config, vllm_config
+from kvledger.adapters.tools.cli.main import main
 from kvledger.adapters.vllm import versions
 from kvledger.lifecycle import ConfigurationError
 

@@ -16,8 +16,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
-from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
-from kvledger.adapters.simulation.engine import kv_cache_config, vllm_config
+from kvledger.adapters.lab.simulation.connectors import KVLEDGER_TRANSFER
+from kvledger.adapters.lab.simulation.engine import kv_cache_config, vllm_config
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.reusable_prefixes import unusable_prefixes
 from kvledger.adapters.vllm.without_weights import ModelOptions, configured

@@ -16,7 +16,7 @@ import torch
 from sim.slow_copies import slow_down
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
 
-from kvledger.adapters.simulation.engine import allocate, vllm_config
+from kvledger.adapters.lab.simulation.engine import allocate, vllm_config
 from kvledger.adapters.vllm import versions
 from kvledger.lifecycle import events as e
 

@@ -15,9 +15,9 @@ from sim.connectors import NoConnector
 from sim.slow_copies import delay, slow_down
 from vllm.sampling_params import SamplingParams
 
-from kvledger.adapters.simulation.connectors import KVLEDGER, Offloading
-from kvledger.adapters.simulation.engine import SimulatedEngine
-from kvledger.adapters.simulation.hashed_model import block_bytes
+from kvledger.adapters.lab.simulation.connectors import KVLEDGER, Offloading
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.hashed_model import block_bytes
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
 )
 
-from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
-from kvledger.adapters.simulation.engine import allocate, vllm_config
+from kvledger.adapters.lab.simulation.connectors import KVLEDGER_TRANSFER
+from kvledger.adapters.lab.simulation.engine import allocate, vllm_config
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.groups import describe_groups
 from kvledger.adapters.vllm.metadata import WorkerStart

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from lifecycle_driver import play_seed
 
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.logs.log import open_log
+from kvledger.adapters.tools.cli.main import main
+from kvledger.adapters.tools.logs.log import open_log
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.journal import Journal

@@ -13,11 +13,11 @@ import pytest
 from sim.connectors import Recorded
 from sim.recorded import events_of, recordings
 
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.logs.log import open_log
-from kvledger.adapters.simulation.connectors import Offloading
-from kvledger.adapters.simulation.engine import SimulatedEngine
-from kvledger.adapters.simulation.hashed_model import block_bytes
+from kvledger.adapters.lab.simulation.connectors import Offloading
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.hashed_model import block_bytes
+from kvledger.adapters.tools.cli.main import main
+from kvledger.adapters.tools.logs.log import open_log
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

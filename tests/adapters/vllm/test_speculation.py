@@ -15,10 +15,10 @@ import pytest
 from vllm.config import SpeculativeConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-from kvledger.adapters.simulation import engine as sim_engine
-from kvledger.adapters.simulation.expected import chained_hash, next_token
-from kvledger.adapters.simulation.hashed_model import HashedModel
-from kvledger.adapters.simulation.tiny_model import VOCABULARY_SIZE
+from kvledger.adapters.lab.simulation import engine as sim_engine
+from kvledger.adapters.lab.simulation.expected import chained_hash, next_token
+from kvledger.adapters.lab.simulation.hashed_model import HashedModel
+from kvledger.adapters.lab.simulation.tiny_model import VOCABULARY_SIZE
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

@@ -9,8 +9,8 @@ import pytest
 from sim.starving import live
 from starvation_guard import StarvationGuard, Starving, StarvingKept
 
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.logs.log import open_log
+from kvledger.adapters.tools.cli.main import main
+from kvledger.adapters.tools.logs.log import open_log
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit

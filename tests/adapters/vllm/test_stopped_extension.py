@@ -11,8 +11,8 @@ import pytest
 from sim.starving import live
 from starvation_guard import StarvationGuard, Starving, StarvingKept, StarvingRequests, Watching
 
-from kvledger.adapters.cli.main import main
-from kvledger.adapters.logs.log import open_log
+from kvledger.adapters.tools.cli.main import main
+from kvledger.adapters.tools.logs.log import open_log
 from kvledger.lifecycle import Core, Extension, ProjectionSpec, RequestState, StateHandler, Turn
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
@@ -155,7 +155,7 @@ def test_a_stopped_extension_is_named_whatever_else_is_said_of_the_log(
     log, _ = lived(tmp_path / "logs", FragileHandler)
     plain, _ = lived(tmp_path / "plain")
     guard = ("--extensions", f"{FragileHandler.__module__}:{FragileHandler.__name__}")
-    monkeypatch.setattr("kvledger.adapters.cli.verify.MIN_BYTES", 1)
+    monkeypatch.setattr("kvledger.adapters.tools.cli.verify.MIN_BYTES", 1)
     for options in ((), guard, ("--jobs", "2"), ("--lenient",)):
         capsys.readouterr()
         assert main(["verify", str(log), "--json", *options]) == 6, options

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from processes import finished, forked
 
-from kvledger.adapters.simulation import engine
-from kvledger.adapters.simulation.tiny_model import tiny_configuration
+from kvledger.adapters.lab.simulation import engine
+from kvledger.adapters.lab.simulation.tiny_model import tiny_configuration
 
 pytestmark = pytest.mark.scheduler
 
@@ -41,7 +41,7 @@ def test_the_folder_of_a_process_is_removed_when_it_ends_and_not_by_its_children
     """A forked process uses its parent's."""
     code = (
         "import os, sys\n"
-        "from kvledger.adapters.simulation.tiny_model import tiny_configuration\n"
+        "from kvledger.adapters.lab.simulation.tiny_model import tiny_configuration\n"
         "folder = tiny_configuration()\n"
         "if not os.fork(): sys.exit()\n"
         "os.wait()\n"

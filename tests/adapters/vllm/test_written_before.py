@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from processes import killed_on_failure
 
-from kvledger.adapters.logs.log import open_log
-from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.lab.simulation.engine import SimulatedEngine
+from kvledger.adapters.tools.logs.log import open_log
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

@@ -146,7 +146,7 @@ def test_a_shipper_killed_at_random_points_is_gone_on_with(
 ) -> None:
     """`kill -9` of the process; the next one finds its place in the stream, there is nothing else to find it in."""
     log = write_log(tmp_path / "log", chance, 4_000, segment_bytes=300_000)
-    command = [sys.executable, "-m", "kvledger.adapters.cli.main", "ship", str(log), "--to", server.url]
+    command = [sys.executable, "-m", "kvledger.adapters.tools.cli.main", "ship", str(log), "--to", server.url]
     before = set(tmp_path.rglob("*"))
     num_killed_in_the_middle = 0
     while num_killed_in_the_middle < 2:
@@ -177,7 +177,7 @@ def test_a_shipper_that_is_told_to_stop_ships_the_rest_and_says_how_it_stands(
 ) -> None:
     """SIGTERM, as systemd and Kubernetes send it; exit code 0 because nothing is left."""
     log = write_log(tmp_path / "log", chance, 100)
-    command = [sys.executable, "-m", "kvledger.adapters.cli.main", "ship", str(log), "--to", server.url]
+    command = [sys.executable, "-m", "kvledger.adapters.tools.cli.main", "ship", str(log), "--to", server.url]
     with started(
         [*command, "--create-stream", "--follow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -198,7 +198,16 @@ def test_a_shipper_that_is_stopped_without_a_server_says_that_something_is_left(
     """Exit code 75: the same command later."""
     log = write_log(tmp_path / "log", chance, 10)
     server.kill()
-    command = [sys.executable, "-m", "kvledger.adapters.cli.main", "ship", str(log), "--to", server.url, "--follow"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvledger.adapters.tools.cli.main",
+        "ship",
+        str(log),
+        "--to",
+        server.url,
+        "--follow",
+    ]
     with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         line = process.stderr.readline()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvledger.adapters.simulation.hashed_model import block_bytes
+from kvledger.adapters.lab.simulation.hashed_model import block_bytes
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

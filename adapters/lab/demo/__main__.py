@@ -1,0 +1,145 @@
+"""`python -m kvledger.adapters.lab.demo`: the same requests without a connector and with ours, and what differs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import attrs
+from rich.console import Console
+
+from kvledger.adapters.lab.demo.engine import ENVIRONMENT, running_engine
+from kvledger.adapters.lab.demo.model import make_model
+from kvledger.adapters.lab.demo.recompute_counter import RecomputeCounter
+from kvledger.adapters.lab.demo.workload import Workload
+from kvledger.adapters.tools.cli.main import main as kvledger
+from kvledger.adapters.tools.logs.log import open_log
+from kvledger.adapters.totals import Figures, Totals
+from kvledger.lifecycle import __version__
+from kvledger.lifecycle import events as e
+from kvledger.storage.extras import CONNECTOR, require
+
+DIRECTORY = Path("build/demo")
+
+
+def main() -> int:
+    """Run the demo; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m kvledger.adapters.lab.demo", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")
+    parser.add_argument("--directory", type=Path, default=DIRECTORY, help="where to write (default: %(default)s)")
+    arguments = parser.parse_args()
+    progress = Console(stderr=True, highlight=False)
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", **ENVIRONMENT, **os.environ}
+    try:
+        require("the demo", *CONNECTOR)
+    except ModuleNotFoundError as error:
+        failures = [str(error)]
+    else:
+        failures = _run(Workload(seed=arguments.seed), arguments.directory, progress)
+    for reason in failures:
+        progress.print(f"demo failed: {reason}", style="red", markup=False, soft_wrap=True)
+    return 1 if failures else 0
+
+
+def _run(workload: Workload, directory: Path, progress: Console) -> list[str]:
+    model, log_dir = directory / "model", directory / "logs"
+    shutil.rmtree(log_dir, ignore_errors=True)
+    progress.print(
+        f"{workload.num_requests} requests and {workload.num_blocks} KV blocks of {workload.block_size} tokens: too "
+        "few for all, so vLLM takes blocks away from some.\n"
+        "Prefix caching is off: what comes back can only come from the connector's host memory.",
+        soft_wrap=True,
+    )
+    make_model(model)
+    progress.print("without connector …")
+    with running_engine(model, workload) as engine:
+        plain, plain_outputs = engine.counter, engine.generate(workload.prompts(), workload.max_tokens)
+    progress.print("with kvledger …")
+    with running_engine(model, workload, log_dir.absolute()) as engine:
+        ours, outputs = engine.counter, engine.generate(workload.prompts(), workload.max_tokens)
+    (log_path,) = log_dir.iterdir()
+    logged, request_to_show = _read(log_path)
+    # Flushed, so that the words stay in order where both streams go to one place.
+    if request_to_show:
+        print("\nTimeline of a preempted request", flush=True)
+        kvledger(["show", str(log_path), request_to_show])
+    print("\nThe whole log, checked", flush=True)
+    verify_exit_code = kvledger(["verify", str(log_path)])
+    are_equal = outputs == plain_outputs
+    failures = failures_of(logged, ours, outputs_equal=are_equal, verify_exit_code=verify_exit_code)
+    counts = attrs.filters.include(int)
+    report = {
+        "failures": failures,
+        "kvledger_version": __version__,
+        "outputs_equal": are_equal,
+        "verify_exit_code": verify_exit_code,
+        "log_path": str(log_path),
+        "with_connector": attrs.asdict(ours, filter=counts),
+        "without_connector": attrs.asdict(plain, filter=counts),
+        "logged": attrs.asdict(logged),
+        "workload": attrs.asdict(workload),
+    }
+    report_path = directory / "report.json"
+    report_path.write_text(json.dumps(report, indent=2) + "\n")
+    print(
+        f"""
+What came back after {logged.num_preemptions} preemptions, in tokens (from the log)
+  recovered    {logged.num_tokens_recovered:>6}  copied back from host memory
+  retained     {logged.num_tokens_retained:>6}  still in vLLM's own prefix cache
+  recomputed   {logged.num_tokens_recomputed:>6}  computed before a preemption and again after it
+
+Measured at vLLM's scheduler, not from the log    no connector   kvledger
+  preemptions                                     {plain.num_preemptions:>12} {ours.num_preemptions:>10}
+  tokens that lost their blocks                   {plain.num_tokens_lost:>12} {ours.num_tokens_lost:>10}
+  tokens computed a second time                   {plain.num_tokens_recomputed:>12} {ours.num_tokens_recomputed:>10}
+  outputs                                         {"equal" if are_equal else "DIFFERENT":>23}
+
+Look further
+  .venv/bin/kvledger show {log_path}
+  .venv/bin/kvledger verify {log_path}
+  .venv/bin/kvledger replay {log_path}
+  {report_path}   these figures for programs""",
+        flush=True,
+    )
+    return failures
+
+
+def _read(log_path: Path) -> tuple[Figures, str]:
+    """The figures of a log, and the preempted request that had most to lose; "" where none was preempted."""
+    log = open_log(log_path)
+    projections = log.core.new_projections(log.configuration)
+    totals = Totals(projections)
+    most_settled, request_id = -1, ""
+    for sequence, event in log.trusted_events():
+        projections.fold(event, sequence)
+        if isinstance(event, e.RequestPreempted) and event.num_settled_tokens > most_settled:
+            most_settled, request_id = event.num_settled_tokens, event.request_id
+    return totals.figures, request_id
+
+
+def failures_of(
+    logged: Figures, measured: RecomputeCounter, *, outputs_equal: bool, verify_exit_code: int
+) -> list[str]:
+    """Why a run with the connector shows nothing, or shows something wrong; empty when all is well."""
+    found = []
+    if not logged.num_preemptions:
+        found.append("nothing was preempted: the pool of KV blocks was large enough for all requests")
+    elif not logged.num_tokens_recovered:
+        found.append(f"nothing was recovered after {logged.num_preemptions} preemptions; `kvledger show` says why")
+    if not outputs_equal:
+        found.append("the outputs differ from those of the run without a connector: wrong KV was read")
+    if verify_exit_code:
+        found.append(f"`kvledger verify` ended with {verify_exit_code}: see its words above")
+    for name in ("num_preemptions", "num_tokens_recomputed"):
+        in_log, seen = getattr(logged, name), getattr(measured, name)
+        if in_log != seen:
+            found.append(f"the log counts {name} {in_log}, vLLM's scheduler was seen to do {seen}")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

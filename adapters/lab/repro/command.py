@@ -1,0 +1,425 @@
+"""`kvledger repro`: an incident as a test, and a log next to it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import shlex
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import attrs
+
+from kvledger.adapters.lab.repro.calls import end_of_call, hook_calls
+from kvledger.adapters.lab.repro.chosen import Chosen
+from kvledger.adapters.lab.repro.core import CoreRun
+from kvledger.adapters.lab.repro.incidents import Findings, find_incidents
+from kvledger.adapters.lab.repro.outcome import NEVER_EXCUSED, Trouble
+from kvledger.adapters.lab.repro.recording import NotRerunnable, Recording, record
+from kvledger.adapters.lab.repro.reduce import Reduced, reduce
+from kvledger.adapters.lab.repro.rerun import rerun
+from kvledger.adapters.lab.repro.run_once import Ended, TestRun, run_once
+from kvledger.adapters.lab.repro.write import ANSWERS_TEST, Description, log_bytes, test_source, with_numbered_keys
+from kvledger.adapters.tools.cli.finding import selected_one
+from kvledger.adapters.tools.cli.options import add_handlers, add_request, json_object
+from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.cli.target import open_target
+from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.logs.sources import start_of
+from kvledger.adapters.units import plural
+from kvledger.lifecycle import SequencedEvent
+
+_MAX_EVENTS = 2_000_000
+"""They are held in memory, and tried again and again."""
+_MAX_EVENTS_OF_A_CALL = 20_000
+_MAX_NAMED = 10
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What only this command has."""
+    add_request(parser)
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        default=Path("test_incident.py"),
+        help="the test to write (default: test_incident.py); the log that it runs again is written next to it",
+    )
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists, and the log next to it")
+    parser.add_argument("--core", action="store_true", help="drive the core alone: no vLLM, milliseconds")
+    parser.add_argument("--pin", action="store_true", help="pin the answers that the request got, whatever went wrong")
+    add_handlers(parser)
+    of_recorder = parser.add_argument_group("a recorder's log")
+    which = of_recorder.add_mutually_exclusive_group()
+    which.add_argument(
+        "--connector",
+        metavar="MODULE:CLASS",
+        default="",
+        help="run this connector, or the one that vLLM registers under this name",
+    )
+    which.add_argument(
+        "--run-recorded",
+        action="store_true",
+        help="run the connector that the log names, which imports its module: only for logs that you trust",
+    )
+    of_recorder.add_argument(
+        "--extra-config",
+        metavar="JSON",
+        type=json_object,
+        default={},
+        help="keys of its kv_connector_extra_config. Paths, addresses and names of code are not taken from a log",
+    )
+    parser.add_argument("--all", action="store_true", help="keep requests that have nothing to do with it")
+    parser.add_argument("--no-run", action="store_true", help="do not run the test after writing it")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Write a test and its log."""
+    if arguments.output.suffix != ".py":
+        raise CommandFailed(f"{arguments.output} is no Python file; name one such as test_incident.py")
+    log, selection = selected_one(arguments, output)
+    if log.worker_rank is not None:
+        scheduler = start_of(log.path).scheduler
+        remedy = (
+            f"give the scheduler's log: {scheduler}"
+            if scheduler is not None
+            else "no scheduler's log of that engine is in the same directory: its start failed before the scheduler "
+            "was made, and there is no request to run again"
+        )
+        raise CommandFailed(f"{log.path} is worker {log.worker_rank}'s log of its calls; {remedy}")
+    if arguments.pin and selection.request_id is None:
+        raise CommandFailed("--pin needs a REQUEST: whose answers are to be pinned?")
+    findings = _look(log, selection, output)
+    incidents = [found for found in findings.incidents if found.sequence >= selection.first_sequence]
+    incident = None if arguments.pin or not incidents else incidents[0]
+    if incident is None and not arguments.pin:
+        raise CommandFailed(_nothing(log, selection, findings))
+    try:
+        written = _made(log, arguments, selection, incident, findings, output)
+    except NotRerunnable as error:
+        raise CommandFailed(f"{log.path} cannot be run again: {error}") from error
+    log_path = arguments.output.with_suffix(".kvlog")
+    with contextlib.ExitStack() as stack:  # both files or none
+        for path, content in ((arguments.output, written.source), (log_path, written.log_content)):
+            stack.enter_context(open_target(path, overwrite=arguments.force)).write(content)
+    for later in incidents[1:] if incident else ():
+        output.remark(f"{later.rule} was broken later, at event {later.sequence}: --since {later.sequence} takes that")
+    if output.is_json:
+        fields = {
+            "test": str(arguments.output),
+            "log": str(log_path),
+            "incident": incident and attrs.asdict(incident, filter=attrs.filters.exclude("hook")),
+            "num_events": written.num_events,
+            "num_requests_left_out": written.reduced.num_left_out,
+            "recurs": written.reduced.recurs,
+            "runs": [attrs.asdict(each) for each in written.runs],
+        }
+        output.record("repro", fields)
+    else:
+        num_left_out = written.reduced.num_left_out
+        left_out = f", {plural(num_left_out, 'request')} left out" if num_left_out else ""
+        output.remark(f"wrote {arguments.output} and {log_path}, {plural(written.num_events, 'event')}{left_out}")
+    exit_code, text = _verdict(written, log)
+    output.remark(text)
+    return exit_code
+
+
+def _made(
+    log: StoredLog,
+    arguments: argparse.Namespace,
+    selection: Selection,
+    incident: Trouble | None,
+    findings: Findings,
+    output: Output,
+) -> _Written:
+    """Both files in memory, after the test was run once unless that is not wanted.
+
+    Raises:
+        NotRerunnable: there can be no test, and why.
+    """
+    recording, events = _recorded(log, selection, incident, output)
+    chosen = _chosen(recording, arguments, output)
+    about = Description(
+        incident=incident,
+        request_id=selection.request_id or "",
+        excused=() if incident is None else _excused(findings, incident),
+        wrapped="" if recording.wrapped is None else chosen.name(recording.wrapped.kv_transfer),
+        chosen=chosen,
+        on_core=arguments.core,
+        handlers=arguments.handlers,
+        origin=f"kvledger {log.header.get('kvledger_version', 'unknown')} with vLLM "
+        f"{log.header.get('vllm_version', 'unknown')}",
+        command=_command(arguments),
+        remarks=(),
+    )
+    with output.progress(log, "leaving out what is not needed"):
+        reduced = _reduced(log, recording, arguments, about, selection)
+    written = _written(log, recording, events, reduced, about)
+    if arguments.no_run:
+        return written
+    with output.progress(log, "running the test once"):
+        return _tried(written, arguments.output, log, recording, events)
+
+
+def _chosen(recording: Recording, arguments: argparse.Namespace, output: Output) -> Chosen:
+    """What the user says of a recorder's log, before any code runs that the log names.
+
+    Raises:
+        NotRerunnable: it is a recorder's and nothing is said, or it is none.
+    """
+    chosen = Chosen(arguments.connector, arguments.extra_config, arguments.run_recorded)
+    if recording.wrapped is None:
+        if not chosen.is_empty:
+            raise NotRerunnable(
+                "it is a log of kvledger's own connector; leave out --connector, --extra-config and --run-recorded, "
+                "which are for a recorder's log"
+            )
+        return chosen
+    recorded = recording.wrapped.kv_transfer
+    chosen.transfer(recorded, ("--connector MODULE:CLASS", "--run-recorded"))
+    left_out = chosen.left_out(recorded)
+    if left_out:
+        output.remark(
+            f"options that are not taken from a log, since they may be paths, addresses or code: {left_out}; give "
+            "those that matter with --extra-config"
+        )
+    return chosen
+
+
+@attrs.frozen
+class _Written:
+    """Both files, and what came of running the test."""
+
+    about: Description
+    reduced: Reduced
+    num_events: int
+    source: bytes
+    log_content: bytes
+    runs: Sequence[TestRun] = ()
+    """Empty where it was not run."""
+
+    @property
+    def ended(self) -> Ended | None:
+        """How the test ended: of several, those of the incident count. None where it was not run."""
+        of_incident = [run for run in self.runs if run.name != ANSWERS_TEST or self.about.incident is None]
+        ends = {run.ended for run in of_incident}
+        return next((ended for ended in (Ended.FAILED, Ended.NOT_RUN, Ended.PASSED) if ended in ends), None)
+
+
+def _written(
+    log: StoredLog, recording: Recording, events: Sequence[SequencedEvent], reduced: Reduced, about: Description
+) -> _Written:
+    kept = events if reduced.events is None else reduced.events
+    about = attrs.evolve(about, remarks=list(_remarks(log, about, recording, reduced)))
+    content = log_bytes(log.core, recording.configuration, log.header, kept)
+    return _Written(about, reduced, len(kept), test_source(about), content)
+
+
+def _tried(
+    written: _Written, path: Path, log: StoredLog, recording: Recording, events: Sequence[SequencedEvent]
+) -> _Written:
+    """Run the test as its reader will. Where it passes without what was left out, it is written with that.
+
+    A trial shares modules and classes with those before it, and the test does not: a memory there decides otherwise.
+    """
+    runs = _run(written, path)
+    written = attrs.evolve(written, runs=runs)
+    if written.reduced.events is not None and written.about.incident is not None and written.ended is Ended.PASSED:
+        whole = Reduced(None, written.reduced.recurs, other_answers=written.reduced.other_answers)
+        written = _written(log, recording, events, whole, written.about)
+        written = attrs.evolve(written, runs=_run(written, path))
+    is_same_run = written.about.on_core or recording.wrapped is not None
+    if is_same_run and written.ended in {Ended.PASSED, Ended.FAILED}:
+        recurs = (written.ended is Ended.FAILED) is (written.about.incident is not None)
+        known = attrs.evolve(written.reduced, recurs=recurs)
+        written = attrs.evolve(_written(log, recording, events, known, written.about), runs=written.runs)
+    return written
+
+
+def _run(written: _Written, path: Path) -> list[TestRun]:
+    with tempfile.TemporaryDirectory() as folder:
+        test = Path(folder) / path.name
+        test.write_bytes(written.source)
+        test.with_suffix(".kvlog").write_bytes(written.log_content)
+        return run_once(test)
+
+
+def _verdict(written: _Written, log: StoredLog) -> tuple[ExitCode, str]:
+    """The exit code, and in words what the test was seen to do."""
+    is_pin, ended = written.about.incident is None, written.ended
+    text = next((run.text for run in written.runs if run.ended is ended), "")
+    if ended is None:
+        return ExitCode.SOUND, "the test was not run; run it before you rely on it"
+    if ended is Ended.NOT_RUN:
+        return ExitCode.NOT_VERIFIED, f"the test could not be run here: {text}; run it where that is mended"
+    if ended is Ended.FAILED:
+        if is_pin:
+            return ExitCode.DIVERGED, f"the test was run once and fails here already: {text}"
+        return ExitCode.SOUND, "the test was run once and fails, as it should"
+    if is_pin:
+        return ExitCode.SOUND, "the test was run once and passes"
+    reason = "what is installed here does not have the bug, or the log does not have its cause"
+    remedy = "run the test where the bug is"
+    if not written.about.wrapped and not written.about.handlers and _has_other_handlers(log):
+        reason, remedy = "the engine had other state handlers", "name those that are your own with --handlers"
+    return ExitCode.DIVERGED, f"the test was run once and passes, so it does not show the incident: {reason}; {remedy}"
+
+
+def _has_other_handlers(log: StoredLog) -> bool:
+    ours = log.core.handler_fingerprint()
+    return bool(log.header.get("handler_fingerprint", ours) != ours)
+
+
+def _look(log: StoredLog, selection: Selection, output: Output) -> Findings:
+    """What went wrong in the selected part."""
+    with output.progress(log, "looking for the incident"):
+        # What is behind it is read all the same, for the log's damage.
+        events = (entry for entry in log.trusted_events() if not selection.is_over(entry[0]))
+        findings = find_incidents(log.configuration, with_numbered_keys(events), selection.request_id, log.core)
+    if log.begins_late or not log.num_events:
+        reason = f"it begins with event {log.first_sequence}" if log.num_events else "it holds no event"
+        message = (
+            f"{log.path}: nothing can be run again: {reason}; give the whole log directory, or a log that was not cut "
+            "by retention"
+        )
+        has_damage = bool(log.damage) and not log.num_events
+        raise CommandFailed(message, ExitCode.DAMAGED if has_damage else ExitCode.NOTHING_CHECKED)
+    if selection.first_sequence > log.last_sequence:
+        message = (
+            f"{log.path}: nothing can be run again: it ends with event {log.last_sequence}, before the selected part"
+        )
+        raise CommandFailed(message, ExitCode.NOTHING_CHECKED)
+    if log.skipped:
+        message = f"{log.path} has events that are not known here ({', '.join(log.skipped)}): use a newer kvledger"
+        raise CommandFailed(message)
+    for damage in log.damage:
+        output.remark(str(damage))
+    if log.trusted_sequence < log.last_sequence:
+        output.remark(f"only events up to {log.trusted_sequence} can be run again; the next ones are missing")
+    return findings
+
+
+def _nothing(log: StoredLog, selection: Selection, findings: Findings) -> str:
+    request_id = selection.request_id
+    if not findings.is_known:
+        return f"{request_id} is not in the part of {log.path} that can be run again (events 1–{log.trusted_sequence})"
+    whose = "in this log" if request_id is None else f"for {request_id}"
+    message = f"no rule was broken and no hook failed {whose}"
+    others = [name for name, _ in findings.others.most_common(_MAX_NAMED) if name]
+    if others:
+        message += f"; something did with {', '.join(others)}"
+    elif findings.others:
+        message += "; something did that belongs to no request: leave REQUEST out"
+    if findings.has_diverged:
+        message += "; today's code decides otherwise than the log, see `kvledger verify`"
+    return f"{message}. To pin the answers that a request got: --pin"
+
+
+def _recorded(
+    log: StoredLog, selection: Selection, incident: Trouble | None, output: Output
+) -> tuple[Recording, list[SequencedEvent]]:
+    """Everything up to the end of the call in which it happened, or of the selected part."""
+    end = selection.last_sequence or log.trusted_sequence
+    if incident is not None:
+        end = min(end, incident.sequence + _MAX_EVENTS_OF_A_CALL)
+    if end > _MAX_EVENTS:
+        raise NotRerunnable(
+            f"the incident is {end} events into it, and a test takes {_MAX_EVENTS} at most: give a log that begins "
+            "nearer to it, or an earlier incident with --until"
+        )
+    with output.progress(log, "reading"):
+        numbered = with_numbered_keys(log.trusted_events())
+        events = list(itertools.takewhile(lambda entry: entry[0] <= end, numbered))
+    recording = record(log.configuration, events)
+    if incident is None:
+        return recording, events
+    lost = next((event for sequence, event in _left_over(recording) if sequence == incident.sequence), None)
+    if lost is not None:
+        raise NotRerunnable(
+            f"{incident.detail}, in event {incident.sequence}, before anything was recorded of the call, so it "
+            "cannot be made again; correct it where the error says it was raised"
+        )
+    end = end_of_call(recording.observations, incident.sequence)
+    behind = next((sequence for sequence, _ in recording.observations if sequence > end), events[-1][0] + 1)
+    events = [entry for entry in events if entry[0] < behind]
+    return record(log.configuration, events), events
+
+
+def _left_over(recording: Recording) -> Iterable[SequencedEvent]:
+    return hook_calls(recording.observations)[1]
+
+
+def _reduced(
+    log: StoredLog, recording: Recording, arguments: argparse.Namespace, about: Description, selection: Selection
+) -> Reduced:
+    is_wrapped, incident = recording.wrapped is not None, about.incident
+    if is_wrapped and arguments.core:
+        raise NotRerunnable(f"--core is for kvledger's own logs, and {about.wrapped} decides itself")
+    if arguments.all:
+        return Reduced(None, recurs=None)
+    reduced = reduce(
+        recording,
+        (lambda some: rerun(some, handlers=about.handlers, **attrs.asdict(about.chosen)))
+        if is_wrapped
+        else lambda some: CoreRun(some, log.core).run(),
+        rule="" if incident is None else incident.rule,
+        request_id=selection.request_id or ("" if incident is None else incident.request_id),
+        leaves_out_calls=is_wrapped or arguments.core,
+    )
+    if is_wrapped and not reduced.recurs and reduced.other_answers:
+        raise NotRerunnable(
+            f"{reduced.other_answers[0]}. {about.wrapped} answers from what no recording has: files of its "
+            "workers, another process, what an engine before has left. Record it from its first call, with nothing "
+            "stored; --all writes the test nevertheless"
+        )
+    return reduced
+
+
+def _excused(findings: Findings, incident: Trouble) -> set[str]:
+    before = {rule for rule, sequence in findings.first_breaches.items() if sequence <= incident.sequence}
+    return (before & NEVER_EXCUSED) - {incident.rule}
+
+
+def _remarks(log: StoredLog, about: Description, recording: Recording, reduced: Reduced) -> Iterator[str]:
+    incident, who = about.incident, about.wrapped or "the core"
+    if reduced.recurs is False and incident is not None:
+        yield (
+            f"{who[0].upper()}{who[1:]}, run again with what is installed here, does not go wrong: it was mended, or "
+            "the cause is not in the log. So nothing was left out."
+            if recording.wrapped is not None
+            else "With this kvledger the core alone does not break the rule: it was mended, or the fault is in what "
+            "the adapter makes of hook calls. So nothing was left out."
+        )
+    elif reduced.num_left_out:
+        yield (
+            f"Left out: {plural(reduced.num_left_out, 'request')}, without which {who} still does the same. Event "
+            "numbers of the log next to this file differ from those above."
+        )
+    yield "Chunk keys have numbers in the place of hashes."
+    if recording.wrapped is None and not about.handlers and _has_other_handlers(log):
+        yield "The engine had other state handlers: where they are your own, name them with --handlers."
+    left_over = [f"event {sequence}, {event.id}" for sequence, event in _left_over(recording)]
+    if left_over:
+        yield f"Of these nothing can be made again: {_few(left_over)}."
+
+
+def _few(things: Sequence[str]) -> str:
+    return "; ".join(things[:_MAX_NAMED]) + (f"; and {len(things) - _MAX_NAMED} more" if things[_MAX_NAMED:] else "")
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    words = ["kvledger", "repro", str(arguments.log)]
+    words += [arguments.request] if arguments.request else []
+    words += ["-o", str(arguments.output)]
+    words += [word for name in arguments.handlers for word in ("--handlers", name)]
+    words += ["--connector", arguments.connector] if arguments.connector else []
+    words += ["--extra-config", json.dumps(arguments.extra_config)] if arguments.extra_config else []
+    options = {"core": "core", "pin": "pin", "all": "all", "run_recorded": "run-recorded"}
+    words += [f"--{option}" for name, option in options.items() if getattr(arguments, name)]
+    return shlex.join(words)

@@ -1,0 +1,379 @@
+"""The scheduler's half of a real connector without an engine: one method per hook, vLLM's objects from plain values.
+
+It must not know how a recording is played; see `hooks.py` for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, DeviceConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request, RequestStatus
+
+from kvledger.adapters.core import composed_core
+from kvledger.adapters.lab.repro import vllm_objects
+from kvledger.adapters.lab.repro.outcome import RECENT_BYTES, Written
+from kvledger.adapters.lab.repro.recording import NotRerunnable
+from kvledger.adapters.lab.repro.vllm_objects import Step, tables
+from kvledger.adapters.lab.simulation.engine import vllm_config
+from kvledger.adapters.lab.simulation.tiny_model import MAX_MODEL_LEN
+from kvledger.adapters.recorded.extension import Recorder
+from kvledger.adapters.recorded.payloads import RecordingStarted, ReportedBy, WorkersReported
+from kvledger.adapters.recorder.connector import KVLedgerRecorder, KVLedgerRecorderHMA
+from kvledger.adapters.recorder.page_digests import enveloped
+from kvledger.adapters.recorder.wrapped import wrapped_class
+from kvledger.adapters.tools.logs.visible import visible
+from kvledger.adapters.vllm import KVLedgerConnector, versions
+from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
+from kvledger.adapters.vllm.edge import Edge
+from kvledger.adapters.vllm.event_log import OpenedLog
+from kvledger.adapters.vllm.metadata import JobReport, StepJobs
+from kvledger.adapters.vllm.scheduler_side import SchedulerSide
+from kvledger.adapters.vllm.transfer import accepted
+from kvledger.adapters.vllm.without_weights import in_words
+from kvledger.lifecycle import Core, LedgerConfiguration, SequencedEvent, log_header, raise_if_unstoppable
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import EventDecoder
+from kvledger.storage.events import MemoryEventStore
+
+
+class SchedulerHalf:
+    """The hooks, the requests that they read, and the log that they write."""
+
+    def __init__(self, configuration: LedgerConfiguration, core: Core) -> None:
+        self.configuration = configuration
+        self.core = core
+        """With which its log is read."""
+        self.now_ns = 0
+        """The time that the connector reads from its clock."""
+        self.requests: dict[str, Request] = {}
+        """By id; what the connector reads of them is set before a hook is called."""
+        self._cache = CacheConfig(block_size=configuration.block_size)
+        hash_function = get_hash_fn_by_name(self._cache.prefix_caching_hash_algo)
+        init_none_hash(hash_function)
+        self._block_hasher = get_request_block_hasher(configuration.block_size, hash_function)
+        self._is_closed = False
+        self.connector: Any
+        self._written: Written
+
+    def _commit(self) -> None:
+        """Write what waits for a frame."""
+        raise NotImplementedError
+
+    def take_events(self) -> list[SequencedEvent]:
+        """The events that the connector wrote since the last call; what waits for a frame is committed first."""
+        if not self._is_closed:
+            self._commit()
+        return self._written.take()
+
+    # --- hooks ----------------------------------------------------------------------------------
+
+    def on_new_request(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """A request with this prompt was accepted."""
+        self.accept(request_id, token_ids)
+        self.connector.on_new_request(self.requests[request_id])
+
+    def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Ask what can be loaded."""
+        answer: tuple[int | None, bool] = self.connector.get_num_new_matched_tokens(
+            self.requests[request_id], num_computed_tokens
+        )
+        return answer
+
+    def update_state_after_alloc(self, request_id: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Give blocks: the whole flat table."""
+        blocks = vllm_objects.kv_cache_blocks(block_ids, len(self.configuration.windows))
+        self.connector.update_state_after_alloc(self.requests[request_id], blocks, num_external_tokens)
+
+    def build_connector_meta(self, step: Step) -> StepJobs:
+        """One engine step; returns its jobs."""
+        output = vllm_objects.scheduler_output(step, self.requests, len(self.configuration.windows))
+        jobs: StepJobs = self.connector.build_connector_meta(output)
+        return jobs
+
+    def request_finished(self, request_id: str, status: str, block_ids: Sequence[int]) -> None:
+        """A request ends."""
+        request = self.requests[request_id]
+        request.status = RequestStatus[status]
+        groups = tables(block_ids, len(self.configuration.windows))
+        if hasattr(self.connector, "request_finished_all_groups"):
+            self.connector.request_finished_all_groups(request, groups)
+        else:
+            self.connector.request_finished(request, groups[0])
+
+    def shutdown(self) -> None:
+        """The engine stops."""
+        self.connector.shutdown()
+        self._is_closed = True
+
+    # --- what requests look like ---------------------------------------------------------------------
+
+    def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Let there be a request with this prompt, without a call of the connector."""
+        self.requests[request_id] = Request(
+            request_id=request_id,
+            prompt_token_ids=list(token_ids),
+            sampling_params=SamplingParams(max_tokens=1, temperature=0),
+            pooling_params=None,
+            arrival_time=0.0,
+            block_hasher=self._block_hasher,
+        )
+
+    def set_tokens(self, request_id: str, first: int, token_ids: Sequence[int]) -> None:
+        """Let a request have these tokens from `first` on, and hash its blocks again from there, as vLLM does."""
+        request = self.requests[request_id]
+        outputs: list[int] = request._output_token_ids  # noqa: SLF001 -- as vLLM's scheduler cuts a session
+        tokens: list[int] = request._all_token_ids  # noqa: SLF001
+        del outputs[max(0, len(outputs) - (len(tokens) - first)) :]
+        del tokens[first:]
+        del request.block_hashes[first // self.configuration.block_size :]
+        request.append_output_token_ids(list(token_ids))
+
+
+class _Connector(KVLedgerConnector):
+    """With the scheduler's half of a log's configuration, which no configuration of vLLM has to lead to."""
+
+    def __init__(self, scheduler_side: SchedulerSide) -> None:
+        self._scheduler_side, self._worker_side = scheduler_side, None
+        self._edge = Edge(scheduler_side.journal)
+
+
+class ConnectorUnderTest(SchedulerHalf):
+    """Of `KVLedgerConnector`.
+
+    Args:
+        configuration: as in the header of a log.
+        speculates: whether the engine decodes speculatively.
+        zeroes_new_blocks: whether the worker zeroes new blocks.
+        handlers: state handlers of one's own, as "module:Class".
+    """
+
+    def __init__(
+        self,
+        configuration: LedgerConfiguration,
+        *,
+        speculates: bool = False,
+        zeroes_new_blocks: bool = False,
+        handlers: Sequence[str] = (),
+    ) -> None:
+        super().__init__(configuration, composed_core(handlers))
+        self.is_log_written = True
+        """What the connector is to think of its log; it is in memory, and has everything."""
+        config = VllmConfig(cache_config=self._cache, device_config=DeviceConfig("cpu"))
+        keys = ChunkKeySource(
+            chunk_size=configuration.chunk_size,
+            hash_block_size=configuration.block_size,
+            hash_tokens=versions.token_hasher(config),
+        )
+        store = MemoryEventStore(log_header(self.core, configuration), max_bytes=RECENT_BYTES)
+        self._written = Written(store, EventDecoder(self.core, store.header))
+        scheduler_side = SchedulerSide(
+            self.core,
+            configuration,
+            OpenedLog(store, None),
+            keys,
+            speculates=speculates,
+            zeroes_new_blocks=zeroes_new_blocks,
+            clock=lambda: self.now_ns,
+        )
+        scheduler_side.journal.is_behind = lambda: not self.is_log_written
+        self.connector = _Connector(scheduler_side)
+
+    def _commit(self) -> None:
+        self.connector.scheduler_side.journal.commit()
+
+    def note_reset(self) -> None:
+        """VLLM has reset its prefix cache, which the next hook notices."""
+        self.connector.scheduler_side.request_reader.note_reset()
+
+    def update_connector_output(
+        self,
+        reports: Iterable[e.TransferReported] = (),
+        load_errors: Iterable[int] = (),
+        reported: Iterable[int] = (),
+        steps: Iterable[e.StepReported] = (),
+    ) -> None:
+        """What the workers report; the requests, by ordinal, whose end they report to vLLM; and whose output it is."""
+        owed = self.connector.scheduler_side.journal.owed.state
+        finished = {owed.ends[ordinal].request_id for ordinal in reported if ordinal in owed.to_report}
+        received = finished & self.requests.keys()  # their load failed; of the others nothing is read any more
+        for request_id in received:
+            self.requests[request_id].status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        of_ranks: list[JobReport] = [of_rank for report in reports for of_rank in vllm_objects.job_reports(report)]
+        self.connector.update_connector_output(
+            vllm_objects.connector_output(
+                tuple(of_ranks), set(load_errors), finished - received, received, vllm_objects.step_reports(steps)
+            )
+        )
+        for request_id in received:
+            self.requests[request_id].status = RequestStatus.WAITING
+
+
+_RECORDERS = {of.__name__: of for of in (KVLedgerRecorder, KVLedgerRecorderHMA)}
+
+
+class WrappedUnderTest(SchedulerHalf):
+    """Of a recorder around a connector, in an engine as a log describes it.
+
+    Args:
+        configuration: as in the header of the log.
+        wrapped: the recorder and its engine.
+        transfer: of the connector, which is imported; no part of it may come from a log that `chosen.py` does not let
+            through.
+        handlers: state handlers of one's own, as "module:Class", for a connector of kvledger's.
+        speculates: whether the engine decodes speculatively.
+
+    Raises:
+        NotRerunnable: the connector cannot be made here.
+    """
+
+    def __init__(
+        self,
+        configuration: LedgerConfiguration,
+        wrapped: RecordingStarted,
+        transfer: Mapping[str, Any],
+        handlers: Sequence[str] = (),
+        *,
+        speculates: bool,
+    ) -> None:
+        super().__init__(configuration, Core.standard().extended(Recorder()))
+        self._num_ranks = wrapped.num_ranks
+        recorder = _RECORDERS.get(wrapped.recorder)
+        if recorder is None:
+            raise NotRerunnable(f"{visible(wrapped.recorder)} is no recorder of this kvledger; use the one it was of")
+        try:
+            transfer = _kept_in_memory(transfer, handlers)
+            config = vllm_config(
+                num_blocks=wrapped.num_blocks,
+                block_size=configuration.block_size,
+                max_num_seqs=wrapped.max_num_seqs,
+                max_num_batched_tokens=wrapped.max_num_batched_tokens,
+                max_model_len=min(wrapped.max_model_len, MAX_MODEL_LEN),
+                enable_prefix_caching=wrapped.enable_prefix_caching,
+                async_scheduling=False,
+                kv_transfer={
+                    "kv_connector": wrapped.recorder,
+                    "kv_connector_module_path": "kvledger.adapters.recorder",
+                    "kv_role": transfer["kv_role"],
+                    "kv_connector_extra_config": {
+                        "log_dir": None,
+                        "memory_log_bytes": RECENT_BYTES,
+                        "connector": transfer,
+                    },
+                },
+            )
+            # What vLLM would refuse without devices and a second model.
+            config.scheduler_config.async_scheduling = wrapped.async_scheduling
+            config.parallel_config.world_size = wrapped.num_ranks
+            if speculates:
+                speculation: Any = object()
+                config.speculative_config = speculation
+            with_clock = type(wrapped.recorder, (recorder,), {"clock": staticmethod(lambda: self.now_ns)})
+            cache = _cache_config(configuration, wrapped)
+            self.connector = with_clock(config, KVConnectorRole.SCHEDULER, cache)
+        except BaseException as error:
+            raise_if_unstoppable(error)
+            name, reason = visible(str(transfer["kv_connector"])), visible(in_words(error))
+            raise NotRerunnable(
+                f"{name} cannot be made here: {reason}; install what it needs, put its module on PYTHONPATH, or give "
+                "the options that are not taken from a log as its extra_config"
+            ) from error
+        self._refuse_blocks(self.connector.wrapped)
+        store = self.connector.recording.log.log.store
+        self._written = Written(store, EventDecoder(self.core, store.header))
+
+    def _refuse_blocks(self, wrapped: Any) -> None:  # noqa: ANN401 -- any connector
+        """One that is given vLLM's own blocks keeps and frees them: there are none here.
+
+        (`kv_connector/v1/base.py`, bind_gpu_block_pool, 0.32).
+        """
+        children = getattr(wrapped, "_connectors", ())
+        for child in children:
+            self._refuse_blocks(child)
+        if not children and "bind_gpu_block_pool" in vars(type(wrapped)):
+            raise NotRerunnable(
+                f"{type(wrapped).__name__} works on vLLM's own blocks, which no recording has; a world of the "
+                "simulated engine with its seed plays it again (kvledger.adapters.lab.simulation)"
+            )
+
+    def _commit(self) -> None:
+        self.connector.recording.log.commit()
+
+    def workers_report(
+        self, reported: WorkersReported, completed: Iterable[str], ends: tuple[ReportedBy, ...] = ()
+    ) -> None:
+        """Pass on what the workers reported.
+
+        Args:
+            reported: requests and blocks.
+            completed: today's names of the copies that they completed.
+            ends: the same requests by the connector that reported them.
+        """
+        by_all = dict.fromkeys(completed, self._num_ranks)
+        output = vllm_objects.workers_output(reported, by_all, self.connector.wrapped)
+        output.kv_connector_worker_meta = enveloped(output.kv_connector_worker_meta, (), ends)
+        self.connector.update_connector_output(output)
+
+
+def _kept_in_memory(transfer: Mapping[str, Any], handlers: Sequence[str]) -> dict[str, Any]:
+    """The same with kvledger's own logs in memory, unless the user says otherwise, and with these handlers.
+
+    Each class is looked up, and refused if it is none of a connector; `MultiConnector` would call what it finds.
+
+    Raises:
+        ConfigurationError: it is no class of a connector, or vLLM refuses its configuration.
+        Exception: whatever importing it raises.
+    """
+    found: type[Any] = wrapped_class(accepted(transfer))
+    options = dict(transfer.get("kv_connector_extra_config") or {})
+    if issubclass(found, KVLedgerConnector | KVLedgerRecorder):
+        options.setdefault("log_dir", None)
+    if issubclass(found, KVLedgerConnector) and handlers:
+        options.setdefault("handlers", list(handlers))
+    if issubclass(found, KVLedgerRecorder) and isinstance(options.get("connector"), Mapping):
+        options["connector"] = _kept_in_memory(options["connector"], handlers)
+    if issubclass(found, MultiConnector) and isinstance(options.get("connectors"), list):
+        options["connectors"] = [_kept_in_memory(child, handlers) for child in options["connectors"]]
+    return {**transfer, "kv_connector_extra_config": options}
+
+
+def _cache_config(configuration: LedgerConfiguration, wrapped: RecordingStarted) -> KVCacheConfig:
+    """With the blocks of the recorded engine."""
+    num_blocks = max(1, wrapped.num_blocks)
+    head_size = max(2, wrapped.block_bytes // configuration.block_size) // 2
+    sizes: dict[str, Any] = {
+        "block_size": configuration.block_size,
+        "num_kv_heads": 1,
+        "head_size": head_size,
+        "dtype": torch.uint8,
+    }
+    specs = [
+        SlidingWindowSpec(sliding_window=window, **sizes) if window else FullAttentionSpec(**sizes)
+        for window in configuration.windows
+    ]
+    names = [f"layer {number}" for number in range(len(specs))]
+    tensors = [
+        KVCacheTensor(
+            size=wrapped.block_bytes * num_blocks,
+            layers=[name],
+            layer_stride=wrapped.block_bytes,
+            block_stride=wrapped.block_bytes,
+        )
+        for name in names
+    ]
+    groups = [KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)

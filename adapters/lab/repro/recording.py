@@ -1,0 +1,235 @@
+"""What a log says about an incident: observations, and what later ones refer to of decisions.
+
+It knows events only, those of the recorder among them. The decisions themselves are not in it: the code under test
+makes its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import attrs
+import msgspec
+
+from kvledger.adapters.recorded.extension import Recorder
+from kvledger.adapters.recorded.payloads import (
+    CHILD,
+    RecordingStarted,
+    ReportedBy,
+    Transferred,
+    TransferredFor,
+    TransfersEnded,
+    WorkersReported,
+)
+from kvledger.adapters.tools.logs.log import open_log
+from kvledger.lifecycle import LedgerConfiguration, SequencedEvent
+from kvledger.lifecycle import events as e
+
+_Event = TypeVar("_Event", bound=e.Event)
+_Payload = TypeVar("_Payload")
+JOB_ISSUED = (e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
+
+
+class NotRerunnable(ValueError):
+    """A log, or a part of one, that cannot be run again; the message says why."""
+
+
+class Job(NamedTuple):
+    """Why a copy was issued."""
+
+    cause: int
+    """Sequence number of the observation that led to it."""
+    request_id: str
+    ordinal: int
+
+
+@attrs.frozen
+class Recording:
+    """A log's observations up to an incident."""
+
+    configuration: LedgerConfiguration
+    observations: tuple[SequencedEvent, ...]
+    jobs: Mapping[int, Job] = attrs.field(factory=dict)
+    """By job id. Those of the code under test differ where it decides otherwise, or where requests were left out."""
+    answers: Mapping[int, int | None] = attrs.field(factory=dict)
+    """Sequence number of a lookup -> tokens that were answered, None where it was to be asked again; lookups that are
+    not here got none."""
+    wrapped: RecordingStarted | None = None
+    """The connector that a recorder was around, and its engine; None where the log is kvledger's own."""
+    copies: Mapping[str, tuple[str, bool, int]] = attrs.field(factory=dict)
+    """A wrapped connector's name for a copy that its workers completed -> (request, whether it is a load, how many of
+    these the request had before). Names differ where other requests are left out."""
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the engine decoded speculatively: more than one token was scheduled beyond the known ones."""
+        return any(
+            scheduled > 1 and computed + scheduled > known
+            for _, event in self.observations
+            if isinstance(event, e.StepScheduled)
+            for _, computed, scheduled, known in event.advanced
+        )
+
+    @property
+    def zeroes_new_blocks(self) -> bool:
+        """Whether the worker zeroed new blocks before the forward; every end says so."""
+        return any(
+            event.blocks_zeroed
+            for _, event in self.observations
+            if isinstance(event, e.RequestPreempted | e.RequestFinished)
+        )
+
+
+def read_recording(path: Path) -> Recording:
+    """The recording of a log.
+
+    Raises:
+        NotRerunnable: the log is not whole.
+        CommandFailed: it cannot be read.
+    """
+    log = open_log(path)
+    recording = record(log.configuration, log.trusted_events())
+    if log.damage:
+        raise NotRerunnable(f"{path} is not whole: {log.damage[0].detail}; write it anew with `kvledger repro`")
+    return recording
+
+
+_MAX_TOKENS = 1 << 23
+"""Of all requests of a recording together; each is made, in 36 bytes."""
+
+
+def _check_tokens(events: Iterable[SequencedEvent]) -> None:
+    """Refuse a recording whose requests have more tokens than can be made; a log may say any number."""
+    num_tokens: dict[object, int] = {}
+    num_all_tokens = 0
+    ordinals: dict[str, int] = {}
+    for sequence, event in events:
+        rows: list[tuple[object, int]] = []
+        if isinstance(event, e.RequestArrived):
+            ordinals[event.request_id] = event.ordinal
+            rows = [(event.ordinal, event.num_prompt_tokens)]
+        elif isinstance(event, e.StepScheduled):
+            rows = [(ordinal, max(start + count, known)) for ordinal, start, count, known in event.advanced]
+        elif isinstance(event, e.LookupRequested | e.RequestPreempted | e.SessionContinued | e.RequestFinished):
+            rows = [(ordinals.get(event.request_id, event.request_id), event.num_tokens)]
+        for whose, count in rows:
+            num_more = count - num_tokens.get(whose, 0)
+            if num_more > 0:
+                num_tokens[whose] = count
+                num_all_tokens += num_more
+        if num_all_tokens > _MAX_TOKENS:
+            raise NotRerunnable(
+                f"its requests have more than {_MAX_TOKENS:,} tokens by event {sequence}, and all of them would have "
+                "to be made; give a log with fewer or shorter requests, or an earlier incident with --until"
+            )
+
+
+_DONE_AGAIN = (e.EffectsDelivered, e.ExtensionObserved, e.HookFailed, e.LogNote, e.TransferReported, e.ExtensionNoted)
+"""What a recorder writes of what the wrapped connector did, and of its workers where they are not quoted."""
+
+
+def record(configuration: LedgerConfiguration, events: Iterable[SequencedEvent]) -> Recording:
+    """A recording of these events of a log, decisions included, in order and without a gap.
+
+    Raises:
+        NotRerunnable: a recorder's log lacks what the workers did, or the requests have too many tokens.
+    """
+    events = list(events)
+    _check_tokens(events)
+    wrapped = next((found for _, event in events if (found := _payload(event, RecordingStarted)) is not None), None)
+    observations: list[SequencedEvent] = []
+    ordinals: dict[str, int] = {}
+    asked: dict[str, int] = {}
+    jobs: dict[int, Job] = {}
+    answers: dict[int, int | None] = {}
+    copies: dict[str, tuple[str, bool, int]] = {}
+    counts: Counter[tuple[str, bool]] = Counter()
+    for sequence, event in events:
+        if isinstance(event, e.RequestArrived):
+            ordinals[event.request_id] = event.ordinal
+        elif isinstance(event, e.LookupRequested):
+            asked[event.request_id] = sequence
+        elif isinstance(event, e.LookupAnswered | e.LookupDeferred):
+            answer = event.num_external_tokens if isinstance(event, e.LookupAnswered) else None
+            if answer != 0 and event.request_id in asked:
+                answers[asked[event.request_id]] = answer
+        elif isinstance(event, JOB_ISSUED):
+            jobs[event.job_id] = Job(event.cause, event.request_id, ordinals.get(event.request_id, -1))
+        copy = transferred(event)
+        if copy is not None and copy[1].job not in copies:
+            request_id, is_load = copy[0], copy[1].is_load
+            copies[copy[1].job] = (request_id, is_load, counts[request_id, is_load])
+            counts[request_id, is_load] += 1
+        if event.is_decision or isinstance(event, e.PagesDigested):  # what pages held cannot be made again
+            continue
+        if wrapped is None or not isinstance(event, _DONE_AGAIN) or _is_of_workers(sequence, event):
+            observations.append((sequence, event))
+    completed = {job for _, event in observations for job in ended_transfers(event)}
+    copies = {job: copy for job, copy in copies.items() if job in completed}
+    return Recording(configuration, tuple(observations), jobs, answers, wrapped, copies)
+
+
+def _is_of_workers(sequence: int, event: e.Event) -> bool:
+    """Whether a recorder's event quotes the workers, who are not made again."""
+    if isinstance(event, e.LogNote) and event.text.startswith(CHILD):
+        raise NotRerunnable(
+            "the recorder stood inside of MultiConnector, whose other children's reports are in its log as well; "
+            "put the recorder around MultiConnector, or around the connector alone"
+        )
+    reported = reported_by_workers(event)
+    if reported is not None and reported.unread:
+        raise NotRerunnable(
+            f"what the workers reported in event {sequence} is not known: {reported.unread}; add its decoder to "
+            "kvledger.adapters.recorder.decoders, and the way back to kvledger.adapters.lab.repro.vllm_objects"
+        )
+    return reported is not None or ends_of_connector(event) is not None or bool(ended_transfers(event))
+
+
+def changed(event: _Event, **fields: object) -> _Event:
+    """The event with other values in some fields."""
+    return msgspec.structs.replace(event, **fields)
+
+
+def of_jobs(report: e.TransferReported, names: Mapping[int, int]) -> e.TransferReported | None:
+    """What a report says of these jobs, by the ids that they have now; None where that is nothing."""
+    pairs = zip(report.job_ids, report.num_bytes, strict=True)
+    kept = [(names[job_id], num_bytes) for job_id, num_bytes in pairs if job_id in names]
+    if not kept:
+        return None
+    job_ids, num_bytes = zip(*kept, strict=True)
+    return changed(report, job_ids=job_ids, num_bytes=num_bytes)
+
+
+def ended_transfers(event: e.Event) -> tuple[str, ...]:
+    """The copies of a recorded connector that an event says are completed."""
+    ended = _payload(event, TransfersEnded)
+    return () if ended is None else ended.jobs
+
+
+def reported_by_workers(event: e.Event) -> WorkersReported | None:
+    """What an event says that the workers of a recorded connector reported; None of any other event."""
+    return _payload(event, WorkersReported)
+
+
+def ends_of_connector(event: e.Event) -> ReportedBy | None:
+    """Which ends an event says that one connector's worker reported; None of any other event."""
+    return _payload(event, ReportedBy)
+
+
+def transferred(event: e.Event) -> tuple[str, Transferred] | None:
+    """(request, copy) where an event is about a copy of a wrapped connector."""
+    copy = _payload(event, Transferred)
+    if copy is not None and isinstance(event, e.ExtensionObserved):
+        return event.request_id, copy
+    of_ended = _payload(event, TransferredFor)
+    return None if of_ended is None else (of_ended.request_id, of_ended.copy)
+
+
+def _payload(event: e.Event, kind: type[_Payload]) -> _Payload | None:
+    if not isinstance(event, e.ExtensionObserved | e.ExtensionNoted) or event.extension != Recorder.name:
+        return None
+    payload = Recorder.payload_of(event)
+    return payload if type(payload) is kind else None

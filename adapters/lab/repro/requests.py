@@ -1,0 +1,180 @@
+"""Lets the requests that the connector reads look as they did when a recorded call read them.
+
+A hook reads more of a request than it records. What it read is worked out here: tokens from chunk keys, known tokens
+and tokens in flight from what was settled, the rest from what the scheduler is known to have known.
+
+A key stands for a chunk and everything before it, so the tokens of a chunk are drawn from its key: equal keys give
+equal tokens, and thus equal block hashes. The keys that come of them differ from the recorded ones, one for one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from vllm.v1.request import Request
+
+from kvledger.adapters.lab.repro.calls import HookCall
+from kvledger.adapters.lab.repro.connector import SchedulerHalf
+from kvledger.adapters.lab.repro.recording import Recording
+from kvledger.adapters.lab.repro.scheduler import Incarnation, ScheduledTokens, SchedulerModel
+from kvledger.lifecycle import events as e
+
+
+class LiveRequests:
+    """Writes into the requests of a connector under test."""
+
+    def __init__(self, recording: Recording, connector: SchedulerHalf, record: SchedulerModel) -> None:
+        self._chunk_size = recording.configuration.chunk_size
+        self._speculates = recording.speculates
+        self._has_windows = any(recording.configuration.windows)
+        self._requests = connector.requests
+        self._connector = connector
+        self._record = record
+        self._ahead = recording.wrapped is not None
+        """Whether keys count from the first moment on: a recorder notices them later than its wrapped connector."""
+        self._keys_of_turns = _keys_of_turns(recording)
+        self._rewritten: dict[int, int] = {}
+        """Ordinal -> the first chunk whose tokens are other ones since they were last written."""
+
+    def incarnation(self, request_id: str) -> Incarnation | None:
+        """The incarnation of a request that the connector knows."""
+        return self._record.get(request_id) if request_id in self._requests else None
+
+    def request(self, incarnation: Incarnation) -> Request:
+        """VLLM's own object."""
+        return self._requests[incarnation.request_id]
+
+    def prompt(self, incarnation: Incarnation) -> list[int]:
+        """The tokens with which a request arrives, as the keys say that are observed later."""
+        keys = self._keys_of_turn(incarnation)
+        if self._ahead:
+            incarnation.keys = keys
+        return token_ids(str(incarnation.ordinal), keys, range(incarnation.num_prompt_tokens), self._chunk_size)
+
+    def _keys_of_turn(self, incarnation: Incarnation) -> list[bytes]:
+        """All keys that are observed of it until its next turn, as a list of its own."""
+        turns = self._keys_of_turns.get(incarnation.ordinal)
+        return list(turns.pop(0)) if turns else []
+
+    def notice(self, call: HookCall) -> None:
+        """As when the call noticed keys and preemptions."""
+        for event in call.noticed(e.ChunkKeysObserved):
+            incarnation = self._record.get(event.request_id)
+            if incarnation is not None and not self._ahead:
+                self._rewrite(incarnation, min(len(incarnation.keys), event.first_chunk))
+                incarnation.keys[event.first_chunk :] = event.keys
+        for preemption in call.noticed(e.RequestPreempted):
+            incarnation = self.incarnation(preemption.request_id)
+            if incarnation is not None:
+                self._preempt(incarnation, preemption)
+
+    def next_turn(self, incarnation: Incarnation, event: e.SessionContinued) -> None:
+        """As when a streaming session goes on; keys behind the cut are the new turn's, as the call has noticed them."""
+        keys = self._keys_of_turn(incarnation) if self._ahead else incarnation.keys[:]
+        self._record.continued(incarnation, event, self._chunk_size)
+        incarnation.keys = keys
+        self._rewrite(incarnation, event.num_computed_tokens // self._chunk_size)
+        request = self.request(incarnation)
+        request.num_computed_tokens = event.num_computed_tokens
+        request.num_prompt_tokens = event.num_prompt_tokens
+        self.write_tokens(incarnation, event.num_tokens)
+
+    def take_back(self, rollbacks: Iterable[e.TokensRolledBack]) -> None:
+        """As when vLLM has taken back what followed a failed load."""
+        rolled_back = {event.request_id: event.num_computed_tokens for event in rollbacks}
+        for incarnation in self._record:
+            if incarnation.request_id in rolled_back:
+                self._record.rolled_back(incarnation, rolled_back[incarnation.request_id])
+            if incarnation.request_id in self._requests:
+                self._requests[incarnation.request_id].num_computed_tokens = self._record.num_computed_tokens(
+                    incarnation
+                )
+
+    def prepare(self, part: ScheduledTokens, settled: e.SettledTokens | None) -> None:
+        """As when a step was built, which said so much of its settled tokens, or nothing."""
+        incarnation, request = part.incarnation, self.request(part.incarnation)
+        request.num_computed_tokens = part.num_computed_tokens
+        request.num_in_flight_tokens = self._record.num_tokens_in_flight(incarnation)
+        if settled is not None and settled.num_in_flight_tokens != e.NOT_RECORDED:
+            request.num_in_flight_tokens = settled.num_in_flight_tokens
+        elif settled is not None and not self._has_windows:
+            request.num_in_flight_tokens = max(0, part.num_computed_tokens - settled.num_settled_tokens)
+        estimated = self._as_keyed(incarnation, self._record.num_known_tokens(incarnation))
+        self.write_tokens(incarnation, estimated if part.num_tokens is None else part.num_tokens)
+
+    def end(self, incarnation: Incarnation, event: e.RequestFinished) -> None:
+        """As when it ended."""
+        request = self.request(incarnation)
+        self.write_tokens(incarnation, event.num_tokens)
+        request.num_in_flight_tokens = 0 if self._speculates else self._record.num_tokens_in_flight(incarnation)
+        request.num_computed_tokens = min(event.num_settled_tokens, self._record.num_computed_tokens(incarnation))
+        if event.num_in_flight_tokens != e.NOT_RECORDED:
+            request.num_in_flight_tokens = event.num_in_flight_tokens
+        if event.num_computed_tokens != e.NOT_RECORDED:
+            request.num_computed_tokens = event.num_computed_tokens
+
+    def write_tokens(self, incarnation: Incarnation, num_tokens: int) -> None:
+        """Let it have so many tokens, those of the chunks whose keys are known."""
+        request = self.request(incarnation)
+        first = min(
+            num_tokens, request.num_tokens, self._rewritten.pop(incarnation.ordinal, num_tokens) * self._chunk_size
+        )
+        if first == num_tokens == request.num_tokens:
+            return
+        tokens = token_ids(str(incarnation.ordinal), incarnation.keys, range(first, num_tokens), self._chunk_size)
+        self._connector.set_tokens(incarnation.request_id, first, tokens)
+
+    def _rewrite(self, incarnation: Incarnation, first_chunk: int) -> None:
+        self._rewritten[incarnation.ordinal] = min(self._rewritten.get(incarnation.ordinal, first_chunk), first_chunk)
+
+    def _preempt(self, incarnation: Incarnation, event: e.RequestPreempted) -> None:
+        request = self.request(incarnation)
+        request.num_in_flight_tokens = 0
+        if self._speculates:
+            written = min(self._record.num_computed_tokens(incarnation), event.num_tokens - 1)
+            request.num_in_flight_tokens = max(0, written - event.num_settled_tokens)
+        if event.num_in_flight_tokens != e.NOT_RECORDED:
+            request.num_in_flight_tokens = event.num_in_flight_tokens
+        self._record.preempted(incarnation, event)
+        request.num_preemptions = incarnation.num_preemptions
+        request.num_computed_tokens = 0
+        self.write_tokens(incarnation, event.num_tokens)
+
+    def _as_keyed(self, incarnation: Incarnation, num_tokens: int) -> int:
+        """As many tokens as agree with the chunks whose keys are known."""
+        if self._ahead:
+            return num_tokens
+        least = len(incarnation.keys) * self._chunk_size
+        return max(least, min(num_tokens, least + self._chunk_size - 1))
+
+
+def _keys_of_turns(recording: Recording) -> dict[int, list[list[bytes]]]:
+    """By ordinal, for each turn of its session the keys that were observed until the next one."""
+    ordinals: dict[str, int] = {}
+    found: dict[int, list[list[bytes]]] = {}
+    for _, event in recording.observations:
+        if isinstance(event, e.RequestArrived):
+            ordinals[event.request_id] = event.ordinal
+            found[event.ordinal] = [[]]
+            continue
+        turns = found.get(ordinals.get(getattr(event, "request_id", ""), -1))
+        if turns is None:
+            continue
+        if isinstance(event, e.SessionContinued):
+            turns.append(turns[-1][: event.num_computed_tokens // recording.configuration.chunk_size])
+        elif isinstance(event, e.ChunkKeysObserved):
+            turns[-1][event.first_chunk :] = event.keys
+    return found
+
+
+def token_ids(owner: str, keys: Sequence[bytes], positions: range, chunk_size: int) -> list[int]:
+    """The tokens at these positions of a request with these keys; where no key is known, nobody else has them."""
+    found: list[int] = []
+    for chunk in range(positions.start // chunk_size, -(-positions.stop // chunk_size)):
+        seed = b"chunk " + keys[chunk] if chunk < len(keys) else f"nobody else's {owner} {chunk}".encode()
+        first = max(positions.start - chunk * chunk_size, 0)
+        end = min(positions.stop - chunk * chunk_size, chunk_size)
+        stream = hashlib.shake_128(seed).digest(2 * end)
+        found += [int.from_bytes(stream[2 * place : 2 * place + 2], "little") for place in range(first, end)]
+    return found

@@ -1,0 +1,62 @@
+"""Runs a recording again: on the core, or through the hooks of the connector that it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvledger.adapters.core import composed_core
+from kvledger.adapters.lab.repro.chosen import Chosen
+from kvledger.adapters.lab.repro.core import CoreRun
+from kvledger.adapters.lab.repro.outcome import Rerun
+from kvledger.adapters.lab.repro.recording import NotRerunnable, Recording, read_recording
+from kvledger.storage.extras import CONNECTOR, require
+
+
+def rerun(
+    recording: Recording | Path,
+    *,
+    handlers: Sequence[str] = (),
+    connector: str = "",
+    extra_config: Mapping[str, Any] | None = None,
+    run_recorded: bool = False,
+) -> Rerun:
+    """Make the recorded hook calls again, to kvledger's connector or to one in the place of that in a recorder.
+
+    Which connector a recorder's log is about is code that the log names. It is only run if the caller names it as
+    well, or accepts what the log names. Paths, addresses and further names of code are never taken from a log.
+
+    Args:
+        recording: what was seen, or a log with it.
+        handlers: state handlers of one's own, as "module:Class", if the engine had any.
+        connector: of a recorder's log, the connector to make the calls to: "module:Class", or the name of one that
+            vLLM registers.
+        extra_config: keys of that connector's `kv_connector_extra_config`, which override those of the log.
+        run_recorded: import the modules and classes that a recorder's log names.
+
+    Raises:
+        NotRerunnable: the log is not whole, it is a recorder's and the caller has not said which connector to run, or
+            that connector cannot be made here.
+        ModuleNotFoundError: vLLM is not here.
+    """
+    require("driving the real connector", *CONNECTOR)
+    from kvledger.adapters.lab.repro.hooks import LedgerRun  # noqa: PLC0415 -- vLLM is imported only if it is driven
+    from kvledger.adapters.lab.repro.wrapped import WrappedRun  # noqa: PLC0415 -- as above
+
+    recording = recording if isinstance(recording, Recording) else read_recording(recording)
+    chosen = Chosen(connector, extra_config or {}, run_recorded)
+    if recording.wrapped is not None:
+        return WrappedRun(recording, recording.wrapped, chosen, handlers).run()
+    if not chosen.is_empty:
+        raise NotRerunnable(
+            "the log is of kvledger's own connector; leave out connector, extra_config and run_recorded, which are for "
+            "a recorder's log"
+        )
+    return LedgerRun(recording, handlers).run()
+
+
+def rerun_core(recording: Recording | Path, *, handlers: Sequence[str] = ()) -> Rerun:
+    """Give the recorded observations to a new ledger; `recording` and `handlers` as of `rerun`."""
+    recording = recording if isinstance(recording, Recording) else read_recording(recording)
+    return CoreRun(recording, composed_core(handlers)).run()

@@ -1,0 +1,111 @@
+"""Makes recorded calls again, one by one, also where the code under test decides otherwise than the recorded code did.
+
+The scheduler and the workers that were recorded reacted to the decisions of their time. Where today's answer is
+smaller, the scheduler loads less; reports go to the jobs that were issued for the same reason now; jobs that were
+not issued are not reported, and jobs that are new are reported as done. It knows events and a recording only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from kvledger.adapters.lab.repro.calls import HookCall, hook_calls
+from kvledger.adapters.lab.repro.outcome import Rerun
+from kvledger.adapters.lab.repro.recording import Recording, changed, of_jobs
+from kvledger.lifecycle import CopyMoments, Core
+from kvledger.lifecycle import events as e
+
+
+class Run:
+    """One rerun of a recording."""
+
+    def __init__(self, recording: Recording, core: Core) -> None:
+        self._recording = recording
+        self._outcome = Rerun(recording.configuration, core)
+        self._waiting: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for job_id, job in sorted(recording.jobs.items()):
+            self._waiting[job.cause, job.request_id].append(job_id)
+        self._present: dict[int, int] = {}
+        self._unrecorded: list[int] = []
+        self._overdue: list[int] = []
+        self._shortfall: dict[str, int] = {}
+        self._deliveries: dict[int, int] = {}
+        """Recorded `EffectsDelivered` to the workers -> the one that is now what it was; sequence numbers."""
+
+    def run(self) -> Rerun:
+        """All calls, then the audit's last look."""
+        calls, left_over = hook_calls(self._recording.observations)
+        self._outcome.left_out += [f"event {sequence} ({event.id})" for sequence, event in left_over]
+        hook, sequence = "the start", 1
+        for call in calls:
+            hook, sequence = call.hook, call.sequence
+            if not self._make(call):
+                break
+        self._outcome.finish(hook, sequence)
+        return self._outcome
+
+    def _make(self, call: HookCall) -> bool:
+        """Make a call, and take what it wrote; returns whether the engine goes on."""
+        raise NotImplementedError
+
+    # --- where something else is decided ----------------------------------------------------------------
+
+    def _answered(self, request_id: str, sequence: int, num_external_tokens: int | None) -> None:
+        """The code under test answered the lookup that was recorded with this sequence number; None: ask again."""
+        recorded = self._recording.answers.get(sequence, 0)
+        if num_external_tokens != recorded:
+            self._outcome.other_answers.append(
+                f"{request_id} is answered {num_external_tokens} tokens in the lookup of event {sequence}, "
+                f"not {recorded}"
+            )
+        self._shortfall[request_id] = max(0, (recorded or 0) - (num_external_tokens or 0))
+
+    def _loadable(self, event: e.BlocksAllocated) -> int:
+        """How many of the recorded external tokens the scheduler can load."""
+        return max(0, event.num_external_tokens - self._shortfall.pop(event.request_id, 0))
+
+    def _issued(self, job: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, recorded_cause: int) -> None:
+        """A job was issued, after the observation that was recorded with this sequence number."""
+        waiting = self._waiting.get((recorded_cause, job.request_id))
+        if waiting:
+            self._present[waiting.pop(0)] = job.job_id
+        else:
+            self._unrecorded.append(job.job_id)
+
+    def _job(self, recorded_job_id: int) -> int | None:
+        """The job that is now what that one was; None where there is none."""
+        if recorded_job_id not in self._recording.jobs:
+            return recorded_job_id  # nobody had issued it then, either
+        return self._present.get(recorded_job_id)
+
+    def _of_present_jobs(self, report: e.TransferReported) -> e.TransferReported | None:
+        """The report of the jobs that are now what its own were; None where there are none."""
+        present = {job_id: self._job(job_id) for job_id in report.job_ids}
+        left = of_jobs(report, {job_id: now for job_id, now in present.items() if now is not None})
+        return None if left is None else changed(left, moments=self._present_moments(report))
+
+    def _present_moments(self, report: e.TransferReported) -> tuple[int, ...]:
+        """When the copy would begin and end now; empty if that is not known."""
+        moments = CopyMoments.of_fields(report.moments)
+        if moments is None:
+            return ()
+        began, ended = (moment._replace(delivered=self._deliveries.get(moment.delivered, 0)) for moment in moments)
+        return CopyMoments(began, ended).as_fields() if began.delivered and ended.delivered else ()
+
+    def _present_output(self, step: e.StepReported) -> e.StepReported | None:
+        """The output of the step that is now what that one was; None if there is none.
+
+        Jobs that were not issued then are reported later, see `_overdue_reports`.
+        """
+        delivered = self._deliveries.get(step.delivered)
+        if delivered is None:
+            return None
+        under_way = [now for job_id in step.under_way if (now := self._job(job_id)) is not None]
+        return changed(step, delivered=delivered, under_way=(*under_way, *self._overdue, *self._unrecorded))
+
+    def _overdue_reports(self, time_ns: int) -> list[e.TransferReported]:
+        """Reports of jobs that were not issued then: they are done one step after they were handed out."""
+        ranks = range(self._recording.configuration.num_ranks)
+        reports = [e.TransferReported.by(ranks, job_id, time_ns) for job_id in self._overdue]
+        self._overdue, self._unrecorded = self._unrecorded, []
+        return reports

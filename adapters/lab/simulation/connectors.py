@@ -1,0 +1,221 @@
+"""How a connector is set up in the simulated engine: its configuration, and what its worker needs to run on a CPU.
+
+Of vLLM's own connectors everything is vLLM's but the last call of their workers, the copy itself, which wants a CUDA
+device. In its place the same bytes are copied between CPU tensors, at once or some questions later.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
+from unittest import mock
+
+import attrs
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
+from vllm.v1.simple_kv_offload import worker as simple_worker
+
+from kvledger.adapters.lab.simulation.hashed_model import BLOCK_SIZE, block_bytes
+
+KVLEDGER_TRANSFER: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "kv_connector": "KVLedgerConnector",
+        "kv_connector_module_path": "kvledger.adapters.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+)
+
+
+@attrs.frozen
+class ConnectorSetup:
+    """kvledger, with a configuration of its own and a worker that needs nothing done to it."""
+
+    name: str = "KVLedgerConnector"
+
+    def kv_transfer(self, extra_config: dict[str, Any], kv_transfer: dict[str, Any]) -> dict[str, Any] | None:
+        """The `kv_transfer_config` for a world drawn for kvledger with `extra_config`.
+
+        Unless that says otherwise, every load is offered: what computing costs here is nothing that a clock can tell.
+        And each chunk is saved when it has settled, because simulated requests are shorter than a usual interval.
+        """
+        extra_config = {"offer": "always", "save_interval_tokens": 0, **extra_config}
+        return {**KVLEDGER_TRANSFER, **kv_transfer, "kv_connector_extra_config": extra_config}
+
+    def make_worker(self, connector_class: Any, config: Any, kv_cache_config: Any) -> KVConnectorBase_V1:
+        """The worker side, as vLLM makes it."""
+        worker: KVConnectorBase_V1 = connector_class(config, KVConnectorRole.WORKER, kv_cache_config)
+        return worker
+
+    def prepared(self, worker: KVConnectorBase_V1) -> KVConnectorBase_V1:
+        """The same, before the KV caches are registered."""
+        return worker
+
+
+KVLEDGER = ConnectorSetup()
+
+
+def other_transfer(name: str, kv_transfer: Mapping[str, Any], extra_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The `kv_transfer_config` of another connector."""
+    return {"kv_connector": name, "kv_role": "kv_both", **kv_transfer, "kv_connector_extra_config": dict(extra_config)}
+
+
+class _Copy:
+    """A copy that moves no byte until it was asked so often whether it is done, or is waited for."""
+
+    def __init__(self, move: Callable[[], None], num_questions: int) -> None:
+        self._move: Callable[[], None] | None = move
+        self._num_questions = num_questions
+        if not num_questions:
+            self.synchronize()
+
+    def query(self) -> bool:
+        """Whether it is done, as a CUDA event says it."""
+        if self._move is not None:
+            self._num_questions -= 1
+            if self._num_questions < 0:
+                self.synchronize()
+        return self._move is None
+
+    def synchronize(self) -> None:
+        """Move the bytes now, if that has not been done."""
+        move, self._move = self._move, None
+        if move is not None:
+            move()
+
+
+@attrs.frozen
+class Offloading(ConnectorSetup):
+    """OffloadingConnector with as much host memory as kvledger, saving outputs as well as prompts."""
+
+    name: str = "OffloadingConnector"
+    num_questions: int = 0
+    """After how many a copy is done; 0: at once."""
+
+    def kv_transfer(self, extra_config: dict[str, Any], kv_transfer: dict[str, Any]) -> dict[str, Any]:
+        """Its unit is the block. It rounds a block up to a page of memory, so it gets such a page for each slot."""
+        num_slots = extra_config["host_bytes"] // block_bytes(BLOCK_SIZE)
+        extra = {"cpu_bytes_to_use": num_slots * mmap.PAGESIZE, "offload_prompt_only": False}
+        return other_transfer(self.name, kv_transfer, extra)
+
+    def prepared(self, worker: KVConnectorBase_V1) -> KVConnectorBase_V1:
+        """Let the copies happen on CPU tensors."""
+        side: Any = worker
+        spec = side.connector_worker.spec
+        spec.get_worker = lambda kv_caches: TensorWorker(kv_caches, spec.num_chunks, self.num_questions)
+        return worker
+
+
+class TensorWorker(OffloadingWorker):
+    """Copies pages between KV tensors and host tensors of one block each."""
+
+    def __init__(self, kv_caches: CanonicalKVCaches, num_chunks: int, num_questions: int) -> None:
+        self._device = [tensor.tensor for tensor in kv_caches.tensors]
+        self._host = [torch.zeros(num_chunks, tensor.shape[1], dtype=tensor.dtype) for tensor in self._device]
+        self._num_questions = num_questions
+        self._jobs: dict[int, _Copy] = {}
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        """Copy blocks to host pages."""
+        return self._copy(job_id, self._device, src_spec, self._host, dst_spec)
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        """Copy host pages to blocks."""
+        return self._copy(job_id, self._host, src_spec, self._device, dst_spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        """The jobs since the last call."""
+        finished = [job_id for job_id, copy in self._jobs.items() if copy.query()]
+        for job_id in finished:
+            del self._jobs[job_id]
+        return [TransferResult(job_id=job_id, success=True) for job_id in finished]
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Until these are done."""
+        for job_id, copy in self._jobs.items():
+            if job_id in job_ids:
+                copy.synchronize()
+
+    def _copy(
+        self, job_id: int, sources: list[torch.Tensor], source: Any, destinations: list[torch.Tensor], destination: Any
+    ) -> bool:
+        def move() -> None:
+            for source_tensor, destination_tensor in zip(sources, destinations, strict=True):
+                pages = source_tensor[torch.as_tensor(source.block_ids, dtype=torch.long)]
+                destination_tensor[torch.as_tensor(destination.block_ids, dtype=torch.long)] = pages
+
+        self._jobs[job_id] = _Copy(move, self._num_questions)
+        return True
+
+
+@attrs.frozen
+class SimpleCPU(ConnectorSetup):
+    """SimpleCPUOffloadConnector with as much host memory as kvledger."""
+
+    name: str = "SimpleCPUOffloadConnector"
+    is_lazy: bool = False
+    num_questions: int = 0
+    """After how many a copy is done; 0: at once."""
+
+    def kv_transfer(self, extra_config: dict[str, Any], kv_transfer: dict[str, Any]) -> dict[str, Any]:
+        """Its unit is the block."""
+        extra = {"cpu_bytes_to_use": extra_config["host_bytes"], "lazy_offload": self.is_lazy}
+        return other_transfer(self.name, kv_transfer, extra)
+
+    def prepared(self, worker: KVConnectorBase_V1) -> KVConnectorBase_V1:
+        """Let the copies happen on CPU tensors. Without a prefix cache the connector does nothing and has no worker."""
+        side: Any = worker
+        handler = side.worker_handler
+        if handler is None:
+            return worker
+        register, events = handler.register_kv_caches, mock.Mock()
+
+        def register_on_cpu(kv_caches: dict[str, torch.Tensor]) -> None:
+            stream = mock.Mock(priority_range=lambda: (0, 0))
+            with (
+                mock.patch.object(torch.cuda, "Stream", stream),
+                mock.patch.object(simple_worker, "DmaCopyBackend", partial(_TensorBackend, self.num_questions)),
+                mock.patch.object(simple_worker, "PIN_MEMORY", new=False),
+            ):
+                register(kv_caches)
+
+        def wait_for_save() -> None:
+            with mock.patch.object(torch.cuda, "current_stream", events):
+                type(handler).wait_for_save(handler)
+
+        handler._store_compute_done = events
+        handler.register_kv_caches, handler.wait_for_save = register_on_cpu, wait_for_save
+        return worker
+
+
+class _TensorBackend:
+    """In the place of `DmaCopyBackend`, between these tensors."""
+
+    def __init__(self, num_questions: int) -> None:
+        self._num_questions = num_questions
+
+    def init(self, device: dict[str, torch.Tensor], host: dict[str, torch.Tensor], *_streams: object) -> None:
+        """Learn the tensors."""
+        self._device, self._host = list(device.values()), list(host.values())
+
+    def launch_copy(
+        self,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        is_store: bool,
+        event_idx: int,
+        events_list: list[tuple[int, Any]],
+        **_wait: object,
+    ) -> None:
+        """Append an event, as `DmaCopyBackend` does when the copy is on its stream."""
+        sources, destinations = (self._device, self._host) if is_store else (self._host, self._device)
+
+        def move() -> None:
+            for source, destination in zip(sources, destinations, strict=True):
+                destination[list(dst_blocks)] = source[list(src_blocks)]
+
+        events_list.append((event_idx, _Copy(move, self._num_questions)))

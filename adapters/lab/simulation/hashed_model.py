@@ -1,0 +1,248 @@
+"""A worker whose KV is a hash of everything before it, so that wrong KV is seen and not merely wrong numbers.
+
+Every position's KV is the chained hash of all tokens up to it. Before a step computes anything, every position
+that the scheduler counts as computed must hold exactly that hash, in every layer. The next token is a
+function of the last hash, so that it does not matter when or how often it is computed.
+
+Wrong KV is an error the moment it is read, but for one case: a block whose load failed, or what was computed on top of
+one, in a step that was scheduled before the scheduler could know of the failure. There the model does what a real one
+does: it computes on, and both the KV that it writes and the token that it samples are wrong, so that the checks of
+pages, of vLLM's prefix cache and of outputs find where they are kept or delivered.
+
+With several groups of layers, as hybrid models have them, each group has a block table of its own over the same
+tensors, and writes a KV of its own. A group with a sliding window reads nothing before its window, where its table
+may name the null block or a block that belongs to another request by now.
+
+Verifies: contents of all blocks a scheduled request reads, after loads and before the forward.
+Does not verify: timing, streams, and anything a device would reorder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvledger.adapters.lab.simulation.expected import Expected, next_token
+from kvledger.adapters.lab.simulation.tiny_model import VOCABULARY_SIZE
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+NUM_LAYERS = 2
+"""Layers of one group; groups lie on the same tensors."""
+NULL_BLOCK = 0
+BLOCK_SIZE = 16
+"""Tokens of a block, by default."""
+
+
+class CorruptKV(AssertionError):
+    """A request would have read KV that does not belong to its tokens; `block_ids` hold it."""
+
+    def __init__(self, message: str, block_ids: frozenset[int] = frozenset()) -> None:
+        super().__init__(message)
+        self.block_ids = block_ids
+
+
+def block_bytes(block_size: int) -> int:
+    """Bytes of one block over all layers of `HashedModel`."""
+    return 2 * 8 * block_size * NUM_LAYERS
+
+
+def layer_names(num_groups: int = 1) -> tuple[tuple[str, ...], ...]:
+    """The names of the layers of each group."""
+    return tuple(
+        tuple(f"model.layers.{group * NUM_LAYERS + layer}.self_attn.attn" for layer in range(NUM_LAYERS))
+        for group in range(num_groups)
+    )
+
+
+def marks(number: int, layer: torch.Tensor) -> torch.Tensor:
+    """What is added to a position's hash in each place that the position has in the layer of this number in a group."""
+    _, num_heads, _, content = layer.shape
+    return torch.arange(num_heads * content).view(num_heads, content) * (number + 1)
+
+
+class _Sequence(Expected):
+    """A request as the model knows it: its tokens and their KV, and where that lies."""
+
+    def __init__(self, num_prompt_tokens: int, tokens: list[int], block_ids: list[list[int]], weights: int) -> None:
+        super().__init__(tokens, weights)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.block_ids = block_ids
+        """One table a group."""
+
+    def keep_outputs(self, num_output_tokens: int) -> None:
+        """Forget what was sampled by steps whose output the scheduler dropped; it will be sampled again."""
+        del self.tokens[self.num_prompt_tokens + num_output_tokens :]
+        del self.kv[len(self.tokens) :]
+
+
+class HashedModel:
+    """KV tensors and the forward pass over them. `windows` has one entry a group: tokens it sees, 0 for all.
+
+    `kv_caches` are the layers of a single group, as vLLM allocates them: [blocks, heads, tokens, content] each, in
+    numbers of eight bytes. Every head and every number of the content holds something of its own.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        windows: Sequence[int] = (0,),
+        kv_caches: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self._windows = windows
+        if kv_caches is None:
+            tensors = torch.zeros(NUM_LAYERS, num_blocks, 1, block_size, 2, dtype=torch.int64).unbind()
+            self._layer_names = layer_names(len(windows))
+            kv_caches = {
+                name: tensor for names in self._layer_names for name, tensor in zip(names, tensors, strict=True)
+            }
+        else:
+            self._layer_names = (tuple(kv_caches),)
+        self.kv_caches = dict(kv_caches)
+        # The same bytes, at a tenth of the cost of indexing.
+        self._kv = {name: tensor.view(torch.int64).numpy() for name, tensor in kv_caches.items()}
+        self._marks = {
+            name: marks(number, kv_caches[name]).numpy()
+            for names in self._layer_names
+            for number, name in enumerate(names)
+        }
+        self._sequences: dict[str, _Sequence] = {}
+        self.weights = 0
+        """Where every hash begins. Other weights, other KV: whatever was cached before is wrong then."""
+        self.num_positions_checked = 0
+
+    def update_states(self, scheduler_output: SchedulerOutput) -> None:
+        """Keep block tables as a model runner does, from what the scheduler sends."""
+        for request_id in scheduler_output.finished_req_ids:
+            self._sequences.pop(request_id, None)
+        for data in scheduler_output.scheduled_new_reqs:
+            tokens = list(data.prefill_token_ids or data.prompt_token_ids or ())
+            num_prompt_tokens = len(data.prompt_token_ids or ())
+            block_ids = [list(table) for table in data.block_ids]
+            self._sequences[data.req_id] = _Sequence(num_prompt_tokens, tokens, block_ids, self.weights)
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, entry, num_output_tokens in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_output_tokens, strict=True
+        ):
+            sequence = self._sequences[request_id]
+            if request_id in cached.resumed_req_ids:
+                tokens = list(cached.all_token_ids[request_id])
+                block_ids = [list(table) for table in entry] if entry else [[] for _ in self._windows]
+                num_prompt_tokens = sequence.num_prompt_tokens
+                self._sequences[request_id] = _Sequence(num_prompt_tokens, tokens, block_ids, self.weights)
+                continue
+            sequence.keep_outputs(num_output_tokens)
+            for table, added in zip(sequence.block_ids, entry or (), strict=False):
+                table.extend(added)
+
+    def forward(
+        self, scheduler_output: SchedulerOutput, excused_blocks: dict[int, int] | None = None
+    ) -> tuple[list[str], list[list[int]]]:
+        """Check what is read, write what is scheduled, sample where all known tokens are computed.
+
+        Within a layer all requests write before any reads, so a request may read what another one writes in this step.
+
+        Args:
+            scheduler_output: the step.
+            excused_blocks: blocks that are wrong without the scheduler's knowing yet -> the step in which their load
+                failed. What is computed on top of them is wrong as well and is added.
+
+        Raises:
+            CorruptKV: wrong KV is read from another block.
+        """
+        excused = {} if excused_blocks is None else excused_blocks
+        computed = {data.req_id: data.num_computed_tokens for data in scheduler_output.scheduled_new_reqs}
+        cached = scheduler_output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        sampled: dict[str, list[int]] = {}
+        left = list(scheduler_output.num_scheduled_tokens)
+        while left:
+            wrong: dict[str, CorruptKV] = {}
+            for request_id in left:
+                sequence = self._sequences[request_id]
+                first = computed[request_id]
+                last = first + scheduler_output.num_scheduled_tokens[request_id]
+                try:
+                    sampled[request_id] = self._compute(request_id, sequence, first, last)
+                except CorruptKV as error:
+                    wrong[request_id] = error
+            if len(wrong) == len(left):
+                for request_id, trouble in wrong.items():
+                    first = computed[request_id]
+                    last = first + scheduler_output.num_scheduled_tokens[request_id]
+                    sampled[request_id] = self._compute_on(trouble, self._sequences[request_id], first, last, excused)
+                break
+            left = list(wrong)
+        return list(scheduler_output.num_scheduled_tokens), [
+            sampled[request_id] for request_id in scheduler_output.num_scheduled_tokens
+        ]
+
+    def _compute(self, request_id: str, sequence: _Sequence, first: int, last: int, *, error: int = 0) -> list[int]:
+        """Write the KV of the positions from `first` to before `last`, and sample; `error` is added to both."""
+        num_known = len(sequence.tokens)
+        sequence.compute_to(last)
+        if not error:
+            self._check(request_id, sequence, first)
+        self._write(sequence, first, last, error)
+        if last < num_known:
+            return []
+        token = (next_token(sequence.kv[last - 1]) + error) % VOCABULARY_SIZE
+        if last == len(sequence.tokens):
+            sequence.tokens.append(token)
+        return [token]
+
+    def _compute_on(
+        self, trouble: CorruptKV, sequence: _Sequence, first: int, last: int, excused: dict[int, int]
+    ) -> list[int]:
+        """Compute on top of wrong KV that the scheduler could not know of."""
+        if not trouble.block_ids or not trouble.block_ids <= excused.keys():
+            raise trouble
+        step = min(excused[block_id] for block_id in trouble.block_ids)
+        for table in sequence.block_ids:
+            excused.update(dict.fromkeys(table[first // self.block_size : -(-last // self.block_size)], step))
+        return self._compute("", sequence, first, last, error=1)
+
+    def _slots(self, table: Sequence[int], first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        positions = np.arange(first, last)
+        return np.array(table)[positions // self.block_size], positions % self.block_size
+
+    def _check(self, request_id: str, sequence: _Sequence, num_computed_tokens: int) -> None:
+        for group, window in enumerate(self._windows):
+            # The next token sees itself and `window - 1` before it; tokens behind it see no further back.
+            first = max(0, num_computed_tokens - window + 1) if window else 0
+            if first < num_computed_tokens:
+                self._check_group(request_id, sequence, group, first, num_computed_tokens)
+
+    def _check_group(
+        self, request_id: str, sequence: _Sequence, group: int, first: int, num_computed_tokens: int
+    ) -> None:
+        blocks, offsets = self._slots(sequence.block_ids[group], first, num_computed_tokens)
+        expected = np.array(sequence.kv[first:num_computed_tokens], dtype=np.int64) + group
+        for layer in self._layer_names[group]:
+            read = self._kv[layer][blocks, :, offsets] != expected[:, None, None] + self._marks[layer]
+            is_wrong = read.any((1, 2)) | (blocks == NULL_BLOCK)
+            if is_wrong.any():
+                wrong = is_wrong.nonzero()[0]
+                position = first + int(wrong[0])
+                message = (
+                    f"{request_id} reads wrong KV in {layer}: {len(wrong)} of {num_computed_tokens - first} positions, "
+                    f"first at {position} in block {int(blocks[wrong[0]])}"
+                )
+                raise CorruptKV(message, frozenset(blocks[wrong].tolist()))
+        self.num_positions_checked += num_computed_tokens - first
+
+    def _write(self, sequence: _Sequence, first: int, last: int, error: int = 0) -> None:
+        values = error + np.array(sequence.kv[first:last], dtype=np.int64)
+        for group, table in enumerate(sequence.block_ids):
+            blocks, offsets = self._slots(table, first, last)
+            if bool((blocks == NULL_BLOCK).any()):
+                message = f"positions {first} to {last} of group {group} would be written into the null block"
+                raise CorruptKV(message)
+            for layer in self._layer_names[group]:
+                self._kv[layer][blocks, :, offsets] = (values + group)[:, None, None] + self._marks[layer]

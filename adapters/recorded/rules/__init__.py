@@ -1,0 +1,74 @@
+"""What a log of any connector is held against: the contract of vLLM's `KVConnectorBase_V1`, as far as it can be seen.
+
+Rules of the core whose names stand here as well are replaced: the core's judge kvledger's own copies and slots. Each
+rule follows what it needs by itself, from the log alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from kvledger.adapters.recorded.rules.answers import LastToken
+from kvledger.adapters.recorded.rules.complete import ChunkComplete, LoadComplete
+from kvledger.adapters.recorded.rules.copies import SrcBlockOwned, TableEq
+from kvledger.adapters.recorded.rules.ends import CompletionOnce, Liveness
+from kvledger.adapters.recorded.rules.exclusive import (
+    BlockReuseFenced,
+    LoadDstExclusive,
+    LoadXorStores,
+    SrcBlockStable,
+)
+from kvledger.adapters.recorded.rules.keys import SavedUnderKey
+from kvledger.adapters.recorded.rules.resumed import ResumeCoversOutput
+from kvledger.adapters.recorded.rules.saves import StoreContiguous
+from kvledger.lifecycle.audit import Checker
+
+_REPLACING = (
+    LastToken,
+    TableEq,
+    SrcBlockOwned,
+    LoadDstExclusive,
+    LoadXorStores,
+    SrcBlockStable,
+    BlockReuseFenced,
+    ChunkComplete,
+    CompletionOnce,
+    Liveness,
+    StoreContiguous,
+    ResumeCoversOutput,
+)
+"""Rules of the core, of a recorded connector's copies and answers."""
+_OWN = (LoadComplete, SavedUnderKey)
+"""Rules that the core does not have."""
+RULES: Mapping[str, type[Checker]] = MappingProxyType({checker.rule: checker for checker in (*_REPLACING, *_OWN)})
+
+_SLOTS = "where a recorded connector keeps what it saves is not in the log"
+_CHUNKS = "how a recorded connector cuts into chunks what it saves is not in the log"
+_HITS = "what a recorded connector could have answered is not in the log"
+_KEPT = (
+    "why a recorded connector keeps blocks is its own; that it lets go of them is under COMPLETION_ONCE and LIVENESS"
+)
+LEFT_OUT: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                *("LOADABLE_AFTER_COMMIT", "SLOT_EXCLUSIVE", "EVICT_IDLE_ONLY"),
+                *("HIT_PINNED", "PIN_BALANCE", "WAITING_KEPT", "EVICTION_ORDER", "GROUP_AGREEMENT"),
+            ),
+            _SLOTS,
+        ),
+        **dict.fromkeys(
+            ("CURSOR_LE_FRONTIER", "SETTLED_SAVED", "SAVE_INTERVAL", "RESET_EPOCH", "FAILED_LOAD_TAINT"),
+            _CHUNKS,
+        ),
+        **dict.fromkeys(("LONGEST_HIT", "DEFER_BOUNDED"), _HITS),
+        "LOOKUP_PURE": (
+            "between two lookups of a request a step lies, in which the connector may evict and other engines may "
+            "store, and neither is in the log; where asking has moved what is saved, STORE_CONTIGUOUS says so"
+        ),
+        **dict.fromkeys(("RELEASE_ALL", "DELAY_FREE_CONTRACT"), _KEPT),
+        **{checker.rule: "" for checker in _REPLACING},
+    }
+)
+"""Rule of the core -> why it cannot be checked; empty where a rule here has its name."""

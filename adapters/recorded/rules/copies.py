@@ -1,0 +1,91 @@
+"""Which blocks a copy reads or writes, where a decoder has read that from the connector's metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvledger.adapters.recorded.payloads import Transferred
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle import on
+from kvledger.lifecycle.audit import Checker, Model
+from kvledger.lifecycle.events import NULL_BLOCK
+
+
+class RuleOfTables(Checker):
+    """A rule that asks for the last block table of each life: a copy may read blocks that its request has just lost."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._num_groups = len(model.configuration.windows)
+        self._last: dict[int, Sequence[int]] = {}
+
+    @on(e.RequestPreempted, e.RequestFinished)
+    def _keep_table(self, _event: e.RequestEvent) -> None:
+        if self.moment.life is not None:
+            self._last[self.moment.life.ordinal] = tuple(self.tables.lost_by(self.moment.life))
+
+    @on(e.RequestReleased)
+    def _forget_table(self, event: e.RequestReleased) -> None:
+        self._last.pop(event.ordinal, None)
+
+    def table_of(self, copy: Transferred) -> Sequence[int] | None:
+        """The blocks of the copy's group, or of all, in token order; None where the life holds and has lost none."""
+        life = self.moment.life
+        table = None if life is None else self.tables.of(life.ordinal) or self._last.get(life.ordinal)
+        if not table:
+            return None
+        return table if copy.group < 0 else table[copy.group :: self._num_groups]
+
+
+class TableEq(RuleOfTables):
+    """TABLE_EQ: a copy's blocks stand in the request's table, in the order of the copy.
+
+    Verifies: the first block where the copy says that it stands, each other one behind the one before; what is stored
+    already may be left out between them (OffloadingConnector does so, 0.32).
+    Does not verify: copies of a connector without a decoder; blocks that a window has left; that nothing else is left
+    out.
+    """
+
+    rule = "TABLE_EQ"
+
+    @on(Transferred)
+    def _copied(self, copy: Transferred) -> None:
+        table = self.table_of(copy)
+        if table is None or copy.first_block < 0:
+            return
+        start = copy.first_block
+        for block_id, place in zip(copy.block_ids, copy.places(table), strict=False):
+            if place is None:
+                self.broken(_misplaced(copy, block_id, start, table))
+                return
+            start = place + 1
+
+
+class SrcBlockOwned(RuleOfTables):
+    """SRC_BLOCK_OWNED: a save reads blocks that its request holds, or has just lost.
+
+    Verifies: this for each block of each save that a decoder has read.
+    Does not verify: in which place the block stands (TABLE_EQ); what it holds; saves of which the metadata does not
+    say for whom they are.
+    """
+
+    rule = "SRC_BLOCK_OWNED"
+
+    @on(Transferred)
+    def _copied(self, copy: Transferred) -> None:
+        table = self.table_of(copy)
+        if table is None or copy.is_load:
+            return
+        own = {NULL_BLOCK, *table}
+        foreign = next((block for block in copy.block_ids if block not in own), None)
+        if foreign is not None:
+            self.broken(f"copy {copy.job} reads block {foreign}, which is not the request's")
+
+
+def _misplaced(copy: Transferred, block_id: int, start: int, table: Sequence[int]) -> str:
+    if start > copy.first_block:
+        return (
+            f"copy {copy.job} takes block {block_id} behind block {start - 1} of the request, where it does not stand"
+        )
+    stands = f"block {table[start]}" if start < len(table) else "nothing"
+    return f"copy {copy.job} takes block {block_id} for block {start} of the request, where {stands} stands"

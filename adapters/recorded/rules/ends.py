@@ -1,0 +1,190 @@
+"""The ends that vLLM waits for: of asynchronous loads, and of what its blocks are kept for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kvledger.adapters.recorded import payloads
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle import on
+from kvledger.lifecycle.audit import Checker, Model, Start
+
+MAX_SILENT_NS = 60 * 10**9
+"""After so long something that vLLM waits for counts as forgotten."""
+
+
+class RuleOfEnds(Checker):
+    """A rule about who is owed an end, by request id: vLLM knows it by nothing else."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.waiting: dict[str, tuple[int, int]] = {}
+        """Request id -> event that issued an asynchronous load, and its time."""
+        self.kept: dict[str, tuple[int, int]] = {}
+        """Request id -> event that said its blocks are kept, and its time."""
+
+    @on(e.LoadIssued)
+    def _issued(self, event: e.LoadIssued) -> None:
+        if event.is_async:
+            self.waiting[event.request_id] = self.moment.sequence, self.lives.time_ns
+
+    @on(payloads.EndReturned)
+    def _end_returned(self, answer: payloads.EndReturned) -> None:
+        if answer.keeps_blocks and self.moment.life is not None:
+            self.kept[self.moment.life.request_id] = self.moment.sequence, self.lives.time_ns
+
+
+class CompletionOnce(RuleOfEnds):
+    """COMPLETION_ONCE: each asynchronous load and each kept request is reported to vLLM once, and nothing else.
+
+    vLLM asserts that it knows whoever is named, and frees the blocks of who has ended
+    (`v1/core/sched/scheduler.py`, _update_from_kv_xfer_finished, 0.32).
+
+    Verifies: each id in `finished_recving` and `failed_recving` is of a request that waits for a load, each in
+    `finished_sending` of one whose blocks are kept; each of them once. A load that is reported of a request that has
+    ended frees its blocks, also those that were to be kept: nobody may name it after that. Under a `MultiConnector`:
+    the recorded child's own workers report only what it owes; if the `MultiConnector` is recorded, no child reports a
+    load that another one was chosen for, or kept blocks that it does not keep. A worker reports kept blocks once, also
+    where a `MultiConnector` waits for the end of another child that keeps them.
+    Does not verify: ends that were owed where the log does not begin at its beginning; that an end comes (LIVENESS).
+    """
+
+    rule = "COMPLETION_ONCE"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._ended: dict[tuple[str, bool], int] = {}
+        """(request id, whether it was kept) -> event by which vLLM had it, until the id arrives again."""
+        self._is_alone = True
+        self._is_from_beginning = True
+        self._chosen: dict[str, payloads.LoadChosen] = {}
+        """Request id → child of a recorded `MultiConnector` that loads for it."""
+        self._named: set[tuple[str, bool, int]] = set()
+        """(request id, whether of kept blocks, child) of ends that are not owed; reported once in a life."""
+        self._kept_by: dict[str, frozenset[int]] = {}
+        """Request id → children of a recorded `MultiConnector` that keep its blocks, as far as the log says so."""
+        self._reported_by_workers: dict[str, set[tuple[int, int]]] = {}
+        """Request id → (child, rank) of workers that have reported the end of its kept blocks, until vLLM has it."""
+        self._reporters: dict[tuple[str, bool], dict[str, None]] = {}
+        """(request id, whether of kept blocks) → classes of the children that have reported it in this output."""
+
+    def begin(self, _start: Start) -> None:
+        """What is owed from before is not known."""
+        self._is_alone = self._is_from_beginning = False
+
+    @on(e.LogNote)
+    def _noted(self, event: e.LogNote) -> None:
+        if event.text.startswith(payloads.CHILD):
+            self._is_alone = False
+
+    @on(e.RequestArrived)
+    def _arrived(self, event: e.RequestArrived) -> None:
+        for was_kept in (False, True):
+            self._ended.pop((event.request_id, was_kept), None)
+        self._chosen.pop(event.request_id, None)
+        self._kept_by.pop(event.request_id, None)
+        self._reported_by_workers.pop(event.request_id, None)
+        self._named = {named for named in self._named if named[0] != event.request_id} if self._named else self._named
+
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
+        if not self._is_alone:  # another child may load into them
+            self._ended.pop((event.request_id, False), None)
+
+    @on(payloads.EndReturned)
+    def _kept(self, answer: payloads.EndReturned) -> None:
+        if answer.kept_by and self.moment.life is not None:
+            self._kept_by[self.moment.life.request_id] = frozenset(answer.kept_by)
+
+    @on(payloads.LoadChosen)
+    def _load_chosen(self, chosen: payloads.LoadChosen) -> None:
+        if self.moment.life is not None:
+            self._chosen[self.moment.life.request_id] = chosen
+
+    @on(payloads.WorkersReported)
+    def _output_begins(self, _ends: payloads.WorkersReported) -> None:
+        self._reporters.clear()
+
+    @on(payloads.ReportedBy)
+    def _reported_by(self, ends: payloads.ReportedBy) -> None:
+        received = dict.fromkeys((*ends.finished_recving, *ends.failed_recving))
+        for ids, owed, was_kept in ((received, self.waiting, False), (ends.finished_sending, self.kept, True)):
+            for request_id in ids:
+                self._reporters.setdefault((request_id, was_kept), {})[ends.connector] = None
+                what = self._breach_of(request_id, ends, owed, was_kept=was_kept)
+                if was_kept:
+                    self._reported_by_workers.setdefault(request_id, set()).add((ends.child, ends.rank))
+                if what and (request_id, was_kept, ends.child) not in self._named:
+                    self._named.add((request_id, was_kept, ends.child))
+                    of = "blocks that are kept" if was_kept else "an asynchronous load"
+                    detail = f"{ends.connector} reports an end of {of} of {request_id!r}, {what}"
+                    self.broken(detail, owed.get(request_id, (0, 0))[0], request_id=request_id)
+
+    def _breach_of(
+        self, request_id: str, ends: payloads.ReportedBy, owed: Mapping[str, tuple[int, int]], *, was_kept: bool
+    ) -> str:
+        if was_kept and (ends.child, ends.rank) in self._reported_by_workers.get(request_id, ()):
+            return "a second time"
+        is_owed = request_id in owed or (request_id, was_kept) in self._ended or not self._is_from_beginning
+        if ends.child == payloads.OWN:
+            return "" if is_owed else "which it does not owe"
+        if was_kept and not is_owed:  # kvledger, if it is a child, removes it before vLLM gets it
+            return "which no child owes"
+        keepers = self._kept_by.get(request_id, frozenset()) if was_kept else frozenset()
+        if keepers and ends.child not in keepers:
+            return "which other children keep"
+        chosen = None if was_kept or request_id not in owed else self._chosen.get(request_id)
+        return "" if chosen is None or chosen.child == ends.child else f"which {chosen.connector} loads"
+
+    @on(payloads.ReportedToVLLM)
+    def _reported(self, ends: payloads.ReportedToVLLM) -> None:
+        self._check(dict.fromkeys((*ends.finished_recving, *ends.failed_recving)), ends.finished_sending)
+
+    def _check(self, received: Iterable[str], sent: Iterable[str]) -> None:
+        for request_id in sent:
+            self._kept_by.pop(request_id, None)
+            self._reported_by_workers.pop(request_id, None)
+        for request_id in self.kept.keys() & set(received) if self._is_alone else ():  # who has ended
+            del self.kept[request_id]
+            self._ended[request_id, True] = self.moment.sequence
+        for ids, owed, was_kept, what in (
+            (received, self.waiting, False, "an asynchronous load"),
+            (sent, self.kept, True, "blocks that are kept"),
+        ):
+            for request_id in ids:
+                known = owed.pop(request_id, None)
+                before = self._ended.get((request_id, was_kept), 0)
+                if known is not None:
+                    self._ended[request_id, was_kept] = self.moment.sequence
+                elif before or self._is_alone:
+                    again = "a second time" if before else "who is owed none"
+                    who = ", ".join(self._reporters.get((request_id, was_kept), ()))
+                    detail = f"vLLM gets an end of {what} of {request_id!r}, {again}{f', from {who}' if who else ''}"
+                    self.broken(detail, before, request_id=request_id)
+
+
+class Liveness(RuleOfEnds):
+    """LIVENESS: what vLLM waits for comes to its end.
+
+    Verifies: at each step, that no asynchronous load and no kept blocks have been without an end for a minute.
+    Does not verify: what was younger when the log ended; what an engine waits for that makes no steps any more.
+    """
+
+    rule = "LIVENESS"
+
+    @on(payloads.ReportedToVLLM)
+    def _reported(self, ends: payloads.ReportedToVLLM) -> None:
+        for request_id in (*ends.finished_recving, *ends.failed_recving):
+            self.waiting.pop(request_id, None)
+            self.kept.pop(request_id, None)  # it has ended, and vLLM frees it now
+        for request_id in ends.finished_sending:
+            self.kept.pop(request_id, None)
+
+    @on(e.StepScheduled)
+    def _step(self, event: e.StepScheduled) -> None:
+        for who, what in ((self.waiting, "its asynchronous load"), (self.kept, "what its blocks are kept for")):
+            for request_id, (sequence, time_ns) in list(who.items()):
+                if event.time_ns - time_ns > MAX_SILENT_NS:
+                    del who[request_id]
+                    detail = f"vLLM has waited for the end of {what} for {(event.time_ns - time_ns) // 10**9} s"
+                    self.broken(detail, sequence, request_id=request_id)

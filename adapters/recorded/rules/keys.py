@@ -1,0 +1,241 @@
+"""Under which keys a connector gives back what it has saved, where a decoder has read its copies."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from kvledger.adapters.recorded import payloads
+from kvledger.adapters.recorded.rules.copies import RuleOfTables
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle import on
+from kvledger.lifecycle.audit import Model, Start
+
+MAX_KEYS = 1 << 20
+"""After so many different ones it is no longer known what is saved."""
+MAX_PAGES = 1 << 16
+"""Saved pages whose digests are remembered; the oldest are forgotten first."""
+MAX_ENDED = 1 << 10
+"""Ended lives whose keys are remembered: a connector may save their blocks later."""
+_IN_OWN_MEMORY = frozenset({"SimpleCPUOffloadMetadata", "OffloadingConnectorMetadata"})
+"""Metadata of connectors whose store is made empty when the engine starts."""
+_OFFLOADING_SPECS = frozenset({None, "CPUOffloadingSpec"})
+
+_Image = tuple[int, int, int, int]
+"""(digest, block, group, rank)."""
+
+
+class _Saved(NamedTuple):
+    """Who saved a page first."""
+
+    key: bytes
+    request_id: str
+    sequence: int
+
+
+class SavedUnderKey(RuleOfTables):
+    """SAVED_UNDER_KEY: what a load brings was saved under the request's own keys.
+
+    A block's key stands for all tokens up to its end and for what else the KV depends on: the LoRA adapter, the media,
+    the cache salt. A connector that leaves one of them out gives a request the KV of another one.
+
+    Verifies: with digests, that no load brings bytes that were saved in this log under other keys, and under the
+    request's own keys by nobody. Without digests, that a connector whose store is empty when the engine starts
+    (`SimpleCPUOffloadConnector`; `OffloadingConnector` with `CPUOffloadingSpec`) loads no block that nobody has saved
+    under its key.
+    Does not verify: without digests, connectors whose store outlives the engine or is shared; with a store of that kind
+    and equal tokens of different salts, whether the bytes were saved under the request's keys before this log began;
+    turns of a session after the first; anything in a log that does not begin at its beginning.
+    """
+
+    rule = "SAVED_UNDER_KEY"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._block_size = model.configuration.block_size
+        self._knows_all = True
+        self._saved: set[bytes] = set()
+        """Keys of saved blocks."""
+        self._nameless: dict[int, set[int]] = {}
+        """Ordinal → saved blocks whose keys are not known yet."""
+        self._images: OrderedDict[_Image, _Saved] = OrderedDict()
+        self._unsaved: dict[int, frozenset[int]] = {}
+        """Ordinal → blocks of its last load whose keys nobody had saved when it was claimed."""
+        self._ended: OrderedDict[int, tuple[str, Sequence[bytes]]] = OrderedDict()
+        """Ordinal → request id and keys."""
+        self._last_ended: dict[str, int] = {}
+        """Request id → ordinal of its last life, if that is among the ended ones."""
+        self._continued: set[int] = set()
+        """Ordinals of sessions with another turn: the keys say nothing of what was saved before it."""
+        self._has_sessions = False
+        """Whether a session had another turn; then it is not known under which keys all that is saved was saved."""
+        self._options: Mapping[str, Any] = {}
+        self._is_in_own_memory: dict[str, bool] = {}
+        """Place of a connector, as in `MetadataSeen` → whether its store was empty when the log began."""
+
+    def begin(self, _start: Start) -> None:
+        """What was saved before is not known."""
+        self._knows_all = False
+
+    @on(payloads.RecordingStarted)
+    def _started(self, started: payloads.RecordingStarted) -> None:
+        self._options = started.kv_transfer
+
+    @on(payloads.MetadataSeen)
+    def _seen(self, seen: payloads.MetadataSeen) -> None:
+        is_in_own_memory = seen.metadata in _IN_OWN_MEMORY
+        if seen.metadata == "OffloadingConnectorMetadata":
+            is_in_own_memory = _spec_name(self._options, seen.place) in _OFFLOADING_SPECS
+        self._is_in_own_memory[seen.place] = is_in_own_memory
+
+    @on(payloads.Undecoded)
+    def _undecoded(self, _undecoded: payloads.Undecoded) -> None:
+        self._knows_all = False
+
+    # --- what is saved ------------------------------------------------------------------------
+
+    def _save(self, keys: Iterable[bytes]) -> None:
+        self._saved.update(keys)
+        if len(self._saved) > MAX_KEYS:
+            self._knows_all = False
+            self._saved.clear()
+
+    @on(payloads.Transferred)
+    def _copied(self, copy: payloads.Transferred) -> None:
+        life = self.moment.life
+        if not self._knows_all or life is None:
+            return
+        if copy.is_load:
+            self._judge_load(copy)
+            return
+        table = self.table_of(copy)
+        if table is None:
+            self._save(life.keys)
+            return
+        if copy.first_block >= 0 and None in copy.places(table):  # TABLE_EQ says so; what is saved is not known
+            self._knows_all = False
+            return
+        copied = frozenset(copy.block_ids)
+        num_groups = 1 if copy.group >= 0 else self._num_groups
+        blocks = {place // num_groups for place, block_id in enumerate(table) if block_id in copied}
+        self._save(life.keys[block] for block in blocks if block < len(life.keys))
+        nameless = {block for block in blocks if block >= len(life.keys)}
+        if nameless:
+            self._nameless.setdefault(life.ordinal, set()).update(nameless)
+
+    @on(payloads.TransferredFor)
+    def _copied_for(self, copied: payloads.TransferredFor) -> None:
+        if copied.copy.is_load or not self._knows_all:
+            return
+        life = self.lives.get(copied.request_id)
+        ended = self._ended.get(self._last_ended.get(copied.request_id, -1))
+        if life is None and ended is None:
+            self._knows_all = False  # of which tokens is not known
+        for keys in (() if life is None else life.keys, () if ended is None else ended[1]):
+            self._save(keys)
+
+    @on(e.ChunkKeysObserved)
+    def _named(self, event: e.ChunkKeysObserved) -> None:
+        life = self.moment.life
+        nameless = self._nameless.get(life.ordinal) if life is not None else None
+        if life is None or not nameless:
+            return
+        if event.first_chunk <= min(nameless):
+            self._save(life.keys[block] for block in nameless if block < len(life.keys))
+        self._nameless[life.ordinal] = {block for block in nameless if block >= len(life.keys)}
+
+    @on(e.SessionContinued)
+    def _session_continued(self, _event: e.SessionContinued) -> None:
+        if self.moment.life is not None:
+            self._has_sessions = True
+            self._continued.add(self.moment.life.ordinal)
+
+    @on(e.RequestReleased)
+    def _released(self, event: e.RequestReleased) -> None:
+        life = self.moment.life
+        if life is None or life.ordinal != event.ordinal:
+            return
+        self._nameless.pop(event.ordinal, None)
+        if event.ordinal in self._continued:  # what it saved before its last turn has no key any more
+            self._continued.discard(event.ordinal)
+            return
+        self._ended[event.ordinal] = event.request_id, life.keys
+        self._last_ended[event.request_id] = event.ordinal
+        if len(self._ended) > MAX_ENDED:
+            ordinal, (request_id, _) = self._ended.popitem(last=False)
+            self._unsaved.pop(ordinal, None)
+            if self._last_ended.get(request_id) == ordinal:
+                del self._last_ended[request_id]
+
+    # --- what is loaded -----------------------------------------------------------------------
+
+    @on(e.LoadIssued)
+    def _issued(self, event: e.LoadIssued) -> None:
+        life = self.moment.life
+        if not self._knows_all or life is None or event.ordinal in self._continued:
+            return
+        first, end = event.first_token // self._block_size, (event.first_token + event.num_tokens) // self._block_size
+        blocks = range(first, min(end, len(life.keys)))
+        # A key stands for everything before its block. So what lies before a saved block is a hole, and no other key's.
+        backwards = takewhile(lambda block: life.keys[block] not in self._saved, reversed(blocks))
+        unsaved = frozenset(backwards)
+        if unsaved:
+            self._unsaved[event.ordinal] = unsaved
+        else:
+            self._unsaved.pop(event.ordinal, None)
+
+    def _judge_load(self, copy: payloads.Transferred) -> None:
+        """Of a store that was empty when the log began."""
+        life = self.moment.life
+        unsaved = () if life is None else self._unsaved.get(life.ordinal, ())
+        head, is_child, _ = copy.job.rpartition("/")
+        if life is None or not unsaved or not self._is_in_own_memory.get(head + is_child, False):
+            return
+        # A running request may have saved them, of whose output the keys are not known yet.
+        unknown = {block for blocks in self._nameless.values() for block in blocks}
+        left = sorted(block for block in unsaved if block not in unknown)
+        if left and not self._has_sessions:
+            detail = f"load {copy.job} brings block {left[0]} of the request, which nobody has saved under its key"
+            del self._unsaved[life.ordinal]
+            self.broken(detail)
+
+    @on(e.PagesDigested)
+    def _digested(self, event: e.PagesDigested) -> None:
+        life = self.lives.of(event.ordinal)
+        _, keys = self._ended.get(event.ordinal, ("", ())) if life is None else (life.request_id, life.keys)
+        if not self._knows_all or event.ordinal in self._continued:
+            return
+        for block, digest in enumerate(event.digests, event.first_block):
+            image = digest, block, event.group, event.rank
+            if block >= len(keys):
+                break
+            if not event.is_load:
+                self._images.setdefault(image, _Saved(keys[block], event.request_id, self.moment.sequence))
+                if len(self._images) > MAX_PAGES:
+                    self._images.popitem(last=False)
+                continue
+            saved = self._images.get(image) if block in self._unsaved.get(event.ordinal, ()) else None
+            if saved is not None and saved.key != keys[block]:
+                del self._unsaved[event.ordinal]
+                detail = (
+                    f"block {block} of the request was loaded with the bytes that {saved.request_id!r} saved under "
+                    "another key, and nobody has saved it under the request's own: the connector's keys leave out what "
+                    "sets the two requests apart, such as the LoRA adapter, the media or the cache salt"
+                )
+                self.broken(detail, saved.sequence)
+                return
+
+
+def _spec_name(options: Mapping[str, Any], place: str) -> object:
+    """Where an OffloadingConnector at this place keeps what it saves; None: not given."""
+    extra = options.get("kv_connector_extra_config") or {}
+    if place:
+        children = extra.get("connectors") if isinstance(extra, Mapping) else None
+        number = int(place.strip("/")) if place.strip("/").isdigit() else -1
+        child = children[number] if isinstance(children, list | tuple) and 0 <= number < len(children) else None
+        if not isinstance(child, Mapping):
+            return "not recorded"
+        extra = child.get("kv_connector_extra_config") or {}
+    return extra.get("spec_name") if isinstance(extra, Mapping) else "not recorded"

@@ -1,0 +1,140 @@
+"""What is saved of a request, in which order, where a decoder has read that from the connector's metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+
+from kvledger.adapters.recorded import payloads
+from kvledger.adapters.recorded.rules.copies import RuleOfTables
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle import on
+from kvledger.lifecycle.audit import Model, Start
+
+MAX_KEYS = 1 << 20
+"""After so many different ones it is no longer known what is stored."""
+
+
+@attrs.define
+class _Account:
+    """What became of one life's blocks."""
+
+    num_blocks: int = 0
+    """From the first on, each of which is saved, or was when somebody looked."""
+    nameless: list[int] = attrs.field(factory=list)
+    """Places of saved blocks whose keys are not known yet."""
+    hits: list[int] = attrs.field(factory=list)
+    """Tokens that each answer since the last preemption said are there."""
+
+
+class StoreContiguous(RuleOfTables):
+    """STORE_CONTIGUOUS: what is saved of a request leaves no hole, for nobody gets behind one.
+
+    A matter of speed: right KV behind a hole is computed again by everybody, and nobody reads wrong KV.
+
+    Verifies: each block before the last one that a copy saves was saved for a request with the same tokens, was
+    loaded, or lay in a hit that was answered; once for each hole. If what lookups answered, added up, is where the copy
+    begins, the finding says that asking has moved it.
+    Does not verify: anything in a log that does not begin at its beginning, or after a copy of which the log does not
+    say of which tokens; groups with a window; whether what was stored is still there; that anything is saved at all.
+    """
+
+    rule = "STORE_CONTIGUOUS"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._accounts: dict[int, _Account] = {}
+        self._stored: set[bytes] = set()
+        self._knows_all = True
+        self._block_size = model.configuration.block_size
+        self._group = next((group for group, window in enumerate(model.configuration.windows) if not window), None)
+
+    def begin(self, _start: Start) -> None:
+        """What was saved before is not known."""
+        self._knows_all = False
+
+    def _account(self) -> _Account:
+        """Of the event's request; one that nobody keeps, where there is none."""
+        return (
+            _Account() if self.moment.life is None else self._accounts.setdefault(self.moment.life.ordinal, _Account())
+        )
+
+    @on(e.RequestPreempted)
+    def _preempted(self, _event: e.RequestPreempted) -> None:
+        self._account().hits.clear()
+
+    @on(e.SessionContinued)
+    def _continued(self, event: e.SessionContinued) -> None:
+        if self.moment.life is not None:  # other tokens follow
+            account, num_blocks = self._account(), event.num_computed_tokens // self._block_size
+            account.num_blocks = min(account.num_blocks, num_blocks)
+            account.nameless = [place for place in account.nameless if place < num_blocks]
+
+    @on(e.RequestReleased)
+    def _released(self, event: e.RequestReleased) -> None:
+        self._accounts.pop(event.ordinal, None)
+
+    @on(e.ChunkKeysObserved)
+    def _named(self, _event: e.ChunkKeysObserved) -> None:
+        life = self.moment.life
+        account = None if life is None else self._accounts.get(life.ordinal)
+        if life is not None and account is not None and account.nameless:
+            named = [place for place in account.nameless if place < len(life.keys)]
+            account.nameless = [place for place in account.nameless if place >= len(life.keys)]
+            self._store(life.keys[place] for place in named)
+
+    def _store(self, keys: Iterable[bytes]) -> None:
+        self._stored.update(keys)
+        if len(self._stored) > MAX_KEYS:
+            self._knows_all = False
+            self._stored.clear()
+
+    @on(payloads.LookupReturned)
+    def _answered(self, answer: payloads.LookupReturned) -> None:
+        if self._knows_all and self.moment.life is not None and answer.num_external_tokens:
+            hit = answer.num_computed_tokens + answer.num_external_tokens
+            self._account().hits.append(hit)
+            self._store(self.moment.life.keys[: hit // self._block_size])
+
+    @on(payloads.Undecoded)
+    def _undecoded(self, _undecoded: payloads.Undecoded) -> None:
+        self._knows_all = False
+
+    @on(payloads.TransferredFor)
+    def _copied_for(self, copied: payloads.TransferredFor) -> None:
+        life = self.lives.get(copied.request_id)
+        if not copied.copy.is_load and life is not None and copied.copy.first_block >= 0:
+            self._store(
+                life.keys[copied.copy.first_block :]
+            )  # its table is gone: all that may be saved counts as saved
+        elif not copied.copy.is_load:
+            self._knows_all = False
+
+    @on(payloads.Transferred)
+    def _copied(self, copy: payloads.Transferred) -> None:
+        self._knows_all &= copy.first_block >= 0
+        if self._knows_all and copy.group == self._group:
+            self._judge(copy)
+
+    def _judge(self, copy: payloads.Transferred) -> None:
+        life, table = self.moment.life, self.table_of(copy)
+        if life is None or table is None:
+            return
+        copied = [place for place in copy.places(table) if place is not None]
+        if len(copied) < len(copy.block_ids):  # TABLE_EQ says what is wrong with it
+            copied = list(range(copy.first_block, copy.first_block + len(copy.block_ids)))
+        account, keys = self._account(), life.keys
+        left_out = set(range(account.num_blocks, min(len(keys), copied[-1]))).difference(copied)
+        holes = () if copy.is_load else sorted(place for place in left_out if keys[place] not in self._stored)
+        account.num_blocks = max(account.num_blocks, copied[-1] + 1)
+        self._store(keys[place] for place in copied if place < len(keys))
+        account.nameless += [place for place in copied if place >= len(keys)]
+        if holes:
+            detail = (
+                f"copy {copy.job} saves from block {copied[0]} of the request on, but nobody has saved block "
+                f"{holes[0]}: what lies behind it is never found"
+            )
+            if len(account.hits) > 1 and sum(account.hits) // self._block_size == copied[0]:
+                detail += f"; {len(account.hits)} answers add up to where it begins, so asking has moved it"
+            self.broken(detail)

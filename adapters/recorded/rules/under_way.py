@@ -1,0 +1,147 @@
+"""Which copies are under way, and which blocks are given to be filled; what the rules about both have in common.
+
+A copy is under way from the metadata that hands it to the workers until the log has its end: by its job, by its
+request, or because its step is over (`payloads.ENDS`). One whose end no log shows is over at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import ClassVar, NamedTuple
+
+from kvledger.adapters.recorded import payloads
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle import on
+from kvledger.lifecycle.audit import Checker, Model
+from kvledger.lifecycle.events import NULL_BLOCK
+
+
+class Begun(NamedTuple):
+    """A copy, and when and for whom it began."""
+
+    sequence: int
+    request_id: str
+    ordinal: int
+    """Of the life; -1 where it is nobody's who still has the blocks."""
+    copy: payloads.Transferred
+
+    @property
+    def block_ids(self) -> frozenset[int]:
+        """Without those that stand for what a window does not see."""
+        return frozenset(self.copy.block_ids) - {NULL_BLOCK}
+
+
+class RuleOfCopies(Checker):
+    """A rule about copies that begin, or about blocks that are given while copies are under way."""
+
+    judges_loads: ClassVar[bool]
+    """Whether `begins` wants loads; else it wants saves."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._under_way: dict[str, list[Begun]] = {}
+        """Job -> its copies."""
+        self._awaited: frozenset[str] = frozenset()
+        """Jobs that are over before this step computes anything."""
+        self.given: dict[int, int] = {}
+        """Block -> ordinal of the life that is to fill it from this step on."""
+
+    # --- for the rules ------------------------------------------------------------------------
+
+    def begins(self, begun: Begun) -> None:
+        """A copy begins; the others are under way."""
+
+    def step_built(self) -> None:
+        """All copies of the step have begun, and `given` is complete."""
+
+    def under_way(self, *, loads: bool) -> Iterator[Begun]:
+        """Copies of one direction."""
+        return (begun for begun in chain(*self._under_way.values()) if begun.copy.is_load is loads)
+
+    def given_away(self, *, loads: bool) -> None:
+        """Is a block of such a copy given to somebody else?"""
+        for begun in self.under_way(loads=loads):
+            taken = {block for block in begun.block_ids if self.given.get(block, begun.ordinal) != begun.ordinal}
+            # What one request computes in a step others may share in that very step, and save behind it.
+            taken = taken and taken.difference(self.tables.of(begun.ordinal))
+            if taken:
+                what = f"load {begun.copy.job} still fills" if loads else f"save {begun.copy.job} still reads"
+                detail = f"block {min(taken)} is given away, which {what}"
+                self.broken(detail, begun.sequence, request_id=begun.request_id)
+
+    # --- what is under way --------------------------------------------------------------------
+
+    @on(payloads.Transferred)
+    def _copied(self, copy: payloads.Transferred) -> None:
+        life = self.moment.life
+        if life is not None:
+            self._begin(Begun(self.moment.sequence, life.request_id, life.ordinal, copy))
+
+    @on(payloads.TransferredFor)
+    def _copied_for(self, copied: payloads.TransferredFor) -> None:
+        self._begin(Begun(self.moment.sequence, copied.request_id, -1, copied.copy))
+
+    def _begin(self, begun: Begun) -> None:
+        if begun.copy.job not in self._awaited:
+            if begun.copy.is_load is self.judges_loads:
+                self.begins(begun)
+            if begun.copy.ends_with:
+                self._under_way.setdefault(begun.copy.job, []).append(begun)
+
+    @on(payloads.Returned)
+    def _returned(self, returned: payloads.Returned) -> None:
+        if returned.hook == "build_connector_meta":
+            if self.given and self._under_way:
+                self.step_built()
+            self.given.clear()
+
+    @on(payloads.TransfersAwaited)
+    def _are_awaited(self, awaited: payloads.TransfersAwaited) -> None:
+        self._awaited = frozenset(awaited.jobs)
+
+    @on(payloads.TransfersAwaited, payloads.TransfersEnded)
+    def _are_over(self, over: payloads.TransfersAwaited | payloads.TransfersEnded) -> None:
+        for job in over.jobs:
+            self._under_way.pop(job, None)
+
+    @on(payloads.ReportedToVLLM)
+    def _reported(self, ends: payloads.ReportedToVLLM) -> None:
+        self._end_of({*ends.finished_recving, *ends.failed_recving}, is_load=True)
+        self._end_of(set(ends.finished_sending), is_load=False)
+
+    def _end_of(self, request_ids: set[str], *, is_load: bool) -> None:
+        if request_ids:
+            self._end(
+                lambda begun: (
+                    begun.copy.ends_with == payloads.REQUEST
+                    and begun.copy.is_load is is_load
+                    and begun.request_id in request_ids
+                )
+            )
+
+    def _end(self, is_over: Callable[[Begun], bool]) -> None:
+        for job, copies in list(self._under_way.items()):
+            left = [begun for begun in copies if not is_over(begun)]
+            if left:
+                self._under_way[job] = left
+            else:
+                del self._under_way[job]
+
+    # --- what is given ------------------------------------------------------------------------
+
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
+        life = self.moment.life
+        if life is not None and life.num_old >= 0:
+            self.given.update(dict.fromkeys(event.block_ids[life.num_old :], life.ordinal))
+            self.given.pop(NULL_BLOCK, None)
+
+    @on(e.StepScheduled)
+    def _step(self, event: e.StepScheduled) -> None:
+        self._awaited = frozenset()
+        if self._under_way:
+            self._end(lambda begun: begun.copy.ends_with == payloads.STEP)
+        for ordinal, block_ids in event.extended:
+            self.given.update(dict.fromkeys(block_ids, ordinal))
+        self.given.pop(NULL_BLOCK, None)

@@ -1,0 +1,155 @@
+"""A recorder's events in English, with what else is known about them, and the call that a log ends in.
+
+Everything here follows from the log. It must not know vLLM, nor any connector.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from kvledger.adapters.recorded import payloads
+from kvledger.adapters.recorded.payloads import RecorderEvents, payload_of
+from kvledger.lifecycle import LedgerConfiguration, MissReason, SequencedEvent
+from kvledger.lifecycle import events as e
+
+SLOW_NS = 10 * 10**6
+"""A hook that takes longer is mentioned by itself; a whole step of a small model takes so long."""
+
+_MAX_NAMED = 8
+"""Blocks of a copy."""
+_CALLS: Mapping[type[e.Event], str] = MappingProxyType(
+    {
+        e.RequestArrived: "on_new_request",
+        e.LookupRequested: "get_num_new_matched_tokens",
+        e.BlocksAllocated: "update_state_after_alloc",
+        e.StepScheduled: "build_connector_meta",
+        e.RequestFinished: "request_finished",
+        e.CacheReset: "reset_cache",
+    }
+)
+"""Observation -> the hook that the wrapped connector is in from then on."""
+
+
+_WORDS: Mapping[type[msgspec.Struct], Callable[[Any], str]] = MappingProxyType(
+    {
+        payloads.LookupReturned: lambda answer: _slow("get_num_new_matched_tokens", answer.duration_ns),
+        payloads.Returned: lambda returned: _slow(returned.hook, returned.duration_ns),
+        payloads.EndReturned: lambda answer: (
+            "the connector keeps its blocks" if answer.keeps_blocks else _slow("request_finished", answer.duration_ns)
+        ),
+        payloads.Sent: lambda _: "the connector no longer needs its blocks, and vLLM frees them",
+        payloads.Transferred: lambda copy: f"the connector gives its workers a copy: {_copy(copy)}",
+        payloads.TransferredFor: lambda each: (
+            f"the connector gives its workers a copy for request {each.request_id}, which is over: {_copy(each.copy)}"
+        ),
+        payloads.TransfersEnded: lambda ended: f"the workers have done {', '.join(ended.jobs)}",
+        payloads.TransfersAwaited: lambda awaited: f"the workers finish {', '.join(awaited.jobs)} before this step",
+        payloads.WorkersReported: lambda ends: _ends("the workers report: ", ends),
+        payloads.ReportedBy: lambda ends: _ends(f"worker {ends.rank} of {ends.connector} reports: ", ends),
+        payloads.LoadChosen: lambda chosen: f"{chosen.connector} loads",
+        payloads.ReportedToVLLM: lambda ends: _ends("reported to vLLM: ", ends),
+    }
+)
+
+
+def _slow(hook: str, duration_ns: int) -> str:
+    return f"{hook} took {duration_ns / 1e6:.0f} ms" if duration_ns > SLOW_NS else ""
+
+
+def _copy(copy: payloads.Transferred) -> str:
+    num_blocks = len(copy.block_ids)
+    blocks = ", ".join(map(str, copy.block_ids[:_MAX_NAMED])) + ", …" * (num_blocks > _MAX_NAMED)
+    where = f"from block {copy.first_block} of its table on" if copy.first_block >= 0 else "of its table"
+    group = f" of group {copy.group}" * (copy.group > 0)
+    verb = "load" if copy.is_load else "save"
+    return f"{verb} {copy.job}, {num_blocks} block{'s' * (num_blocks != 1)} ({blocks}){group}, {where}"
+
+
+def _ends(who: str, ends: payloads.WorkersReported) -> str:
+    reports = (
+        ("blocks of {} are no longer needed", ends.finished_sending),
+        ("the load of {} has arrived", ends.finished_recving),
+        ("the load of {} has failed", ends.failed_recving),
+        ("blocks {} could not be filled", tuple(map(str, ends.invalid_block_ids))),
+    )
+    parts = [text.format(", ".join(which)) for text, which in reports if which]
+    return who + "; ".join(parts) if parts else ""
+
+
+def _saved(events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> tuple[int, str] | None:
+    """How many tokens the workers were given to save since the request arrived, and the same in words."""
+    num_blocks: Counter[int] = Counter()
+    last = 0
+    for sequence, event in events:
+        payload = payload_of(event) if isinstance(event, e.ExtensionObserved) else None
+        if isinstance(payload, payloads.Transferred) and not payload.is_load:
+            num_blocks[payload.group] += len(payload.block_ids)
+            last = sequence
+    if not num_blocks:
+        return None
+    most = max(num_blocks.values())
+    num_tokens = most * configuration.block_size
+    return num_tokens, f"{most} blocks of it to save ({num_tokens} tokens), the last at event {last}"
+
+
+class InWords(RecorderEvents):
+    """What the extension has for people."""
+
+    def words(self, payload: msgspec.Struct) -> str | None:
+        """An event of the recorder; "" where the decision that follows says the same."""
+        describe = _WORDS.get(type(payload))
+        return None if describe is None else describe(payload)
+
+    def evidence(self, events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> Iterator[str]:
+        """What the workers had been given: for an answer that leaves tokens to compute, for blocks that are kept."""
+        _, event = events[-1]
+        if isinstance(event, e.LookupAnswered) and event.miss_reason == MissReason.RECORDED:
+            saved = _saved(events, configuration)
+            num_offered = event.num_computed_tokens + event.num_external_tokens
+            if saved is not None and num_offered < min(saved[0], event.num_tokens - 1):
+                yield f"its workers had been given {saved[1]}; whether that is still there is not in the log"
+        elif isinstance(event, e.ExtensionObserved):
+            payload = payload_of(event)
+            if isinstance(payload, payloads.EndReturned) and payload.keeps_blocks:
+                saved = _saved(events, configuration)
+                yield "what for is not in the log" if saved is None else f"its workers had been given {saved[1]}"
+
+    def figures(self, payload: msgspec.Struct) -> Mapping[str, int]:
+        """Time in the connector's hooks, what it answered, and what it gave its workers to copy."""
+        match payload:
+            case payloads.LookupReturned():
+                num = payload.num_external_tokens
+                answer = "to ask again" if num is None else "with tokens" if num else "without tokens"
+                return {"get_num_new_matched_tokens_ns": payload.duration_ns, f"answers {answer}": 1}
+            case payloads.EndReturned():
+                kept = {"ended requests whose blocks are kept": 1} if payload.keeps_blocks else {}
+                return {"request_finished_ns": payload.duration_ns, **kept}
+            case payloads.Returned():
+                return {f"{payload.hook}_ns": payload.duration_ns}
+            case payloads.TransferredFor():
+                return self.figures(payload.copy)
+            case payloads.Transferred():
+                direction = "load" if payload.is_load else "save"
+                return {f"copies to {direction}": 1, f"blocks to {direction}": len(payload.block_ids)}
+        return {}
+
+    def under_way(self, event: e.Event) -> str | None:
+        """Which call the connector is in from here on; "" where it is in none, None where the event does not say."""
+        hook = _CALLS.get(type(event))
+        if hook is not None:
+            request_id = getattr(event, "request_id", "")
+            return f"in {hook} of request {request_id}" if request_id else f"in {hook}"
+        if isinstance(event, e.HookFailed | e.LogNote):
+            return ""
+        payload = payload_of(event) if isinstance(event, e.ExtensionEvent) else None
+        if isinstance(payload, payloads.Called):
+            step = "" if payload.step < 0 else f" of step {payload.step}"
+            return f"in {payload.hook}{f' for {payload.layer}' * bool(payload.layer)}{step}"
+        if type(payload) is payloads.WorkersReported:
+            return "in update_connector_output"
+        return "" if isinstance(payload, payloads.LookupReturned | payloads.EndReturned | payloads.Returned) else None

@@ -1,0 +1,315 @@
+"""`kvledger check`: what a configuration would do, before an engine starts.
+
+What is said of it is what the connector itself says when it starts. That needs vLLM, and is imported when it is asked
+for; nothing is loaded or allocated, and nothing is written that stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvledger.adapters.tools.cli.options import count
+from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.units import plural, size
+from kvledger.adapters.vllm_plugin import CONNECTORS, register
+from kvledger.lifecycle import ConfigurationError, Hidden, Refusal, raise_if_unstoppable
+from kvledger.storage.extras import CONNECTOR, require
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
+    from kvledger.adapters.vllm.configuration import ConnectorSettings
+    from kvledger.adapters.vllm.log_settings import LogSettings
+    from kvledger.adapters.vllm.plan import Plan
+
+_OURS = "KVLedgerConnector"
+_UNSUPPORTED = {
+    "--pipeline-parallel-size": "-pp",
+    "--decode-context-parallel-size": "-dcp",
+    "--prefill-context-parallel-size": "-pcp",
+}
+_PATH = re.compile(r"[^\s{}\[\]\"':@]{1,255}")
+"""What is shown of an argument that is no file; other texts may be a configuration with passwords."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What only this command has."""
+    parser.add_argument(
+        "configuration",
+        metavar="JSON",
+        help="the object of --kv-transfer-config, or its kv_connector_extra_config alone; a file, or - for stdin. "
+        "vLLM is imported to judge it, which takes seconds",
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", type=Path, help="a model's directory: its config.json is read, no weights are"
+    )
+    parser.add_argument("--block-size", metavar="N", type=count, help="as vLLM is given it")
+    parser.add_argument("--tensor-parallel-size", "-tp", metavar="N", type=count, default=1, help="as vLLM's; 1")
+    parser.add_argument("--data-parallel-size", "-dp", metavar="N", type=count, default=1, help="as vLLM's; 1")
+    for name, short in _UNSUPPORTED.items():
+        parser.add_argument(name, short, metavar="N", type=count, default=1, help="as vLLM's; only 1 is served")
+    parser.add_argument("--dtype", metavar="NAME", help="as vLLM is given it, such as bfloat16")
+    parser.add_argument("--kv-cache-dtype", metavar="NAME", help="as vLLM is given it, such as fp8")
+    parser.add_argument("--enforce-eager", action="store_true", help="as vLLM is given it")
+    parser.add_argument(
+        "--prefix-caching-hash-algo",
+        metavar="NAME",
+        choices=("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
+        help="as vLLM is given it; sha256",
+    )
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Say what each connector of kvledger in it would do."""
+    transfer = _transfer(_text(arguments.configuration))
+    require("kvledger check", *CONNECTOR)
+    register()  # a recorder may hold a connector of kvledger's by its name alone
+    logging.disable(logging.CRITICAL)  # what vLLM says of a configuration is not what is asked
+    try:
+        for part in _parts(transfer):
+            _check(part, transfer, arguments, output)
+    except ConfigurationError as error:
+        for refusal in error.refusals:
+            _show_refusal(refusal, output)
+        return ExitCode.REFUSED
+    finally:
+        logging.disable(logging.NOTSET)
+    return ExitCode.SOUND
+
+
+def _show_refusal(refusal: Refusal, output: Output) -> None:
+    if output.is_json:
+        output.record("refused", attrs.asdict(refusal))
+    else:
+        output.field("refused", str(refusal), "red")
+
+
+def _text(given: str) -> str:
+    if given == "-":
+        return sys.stdin.read()
+    if given.lstrip().startswith("{"):
+        return given
+    try:
+        return Path(given).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else "") or "it is no text"
+        shown = repr(given) if _PATH.fullmatch(given) else Hidden.of(given)
+        raise CommandFailed(
+            f"{shown}: neither a JSON object nor a file that can be read ({reason}); give one of the two"
+        ) from error
+
+
+def _transfer(text: str) -> dict[str, Any]:
+    """As vLLM is given it; where only the extra configuration is, what stands around it is added."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CommandFailed(f"this is no JSON ({error}); quote it with ' in a shell") from error
+    if not isinstance(given, dict):
+        raise CommandFailed(f"a JSON object is asked for, this is {type(given).__name__}")
+    if any(key.startswith("kv_") and key != "kv_cache_layout" for key in given):
+        return given
+    name = "KVLedgerRecorder" if "connector" in given else _OURS
+    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": given}
+
+
+def _parts(transfer: dict[str, Any]) -> list[KVTransferConfig]:
+    """What is kvledger's in it: itself, or children of a `MultiConnector`. Nothing is known of others."""
+    from kvledger.adapters.vllm.transfer import accepted, connectors
+
+    every = list(connectors(accepted(transfer)))
+    ours = [each for each in every if each.kv_connector in CONNECTORS]
+    if ours:
+        return ours
+    names = " and ".join(str(each.kv_connector) for each in every)
+    raise CommandFailed(
+        f"{names}: no connector of kvledger's, and not judged; to have one recorded name KVLedgerRecorder, and write "
+        'its object as "connector" in kv_connector_extra_config'
+    )
+
+
+def _check(transfer: KVTransferConfig, whole: dict[str, Any], arguments: argparse.Namespace, output: Output) -> None:
+    from kvledger.adapters.recorder.settings import accepted_recorder
+    from kvledger.adapters.recorder.wrapped import wrapped_transfer
+    from kvledger.adapters.vllm import versions
+    from kvledger.adapters.vllm.configuration import ConnectorSettings
+    from kvledger.adapters.vllm.key_secrecy import DEFAULT_ALGORITHM, refuse_weak_hash, why_guessable
+    from kvledger.adapters.vllm.transfer import connectors
+    from kvledger.adapters.vllm.without_weights import platform
+
+    output_of = _Shown(output, str(transfer.kv_connector))
+    algorithm = arguments.prefix_caching_hash_algo or DEFAULT_ALGORITHM
+    if transfer.kv_connector != _OURS:
+        for_hybrid_memory = transfer.kv_connector == "KVLedgerRecorderHMA"
+        of_recorder, wrapped = accepted_recorder(transfer, for_hybrid_memory=for_hybrid_memory)
+        of_recorder.refuse_few_segments(arguments.data_parallel_size * (1 + arguments.tensor_parallel_size))
+        inner = wrapped_transfer(transfer.kv_connector_extra_config, transfer)
+        ours = [each for each in connectors(inner, "connector") if each.kv_connector in CONNECTORS]
+        full_disk = of_recorder.refuse_log_dir()
+        output_of.recorder(of_recorder, wrapped.__name__)
+        output_of.keys(algorithm, why_guessable(algorithm))
+        if full_disk:
+            output_of.note(full_disk)
+        for each in ours:
+            _check(each, whole, arguments, output)
+        return
+    settings = ConnectorSettings.from_extra_config(transfer.kv_connector_extra_config)
+    settings.core()
+    versions.refuse_parallelism({name: getattr(arguments, name) for name in versions.UNSUPPORTED_PARALLELISM})
+    refuse_weak_hash(algorithm)
+    settings.refuse_few_segments(arguments.data_parallel_size)
+    full_disk = settings.refuse_log_dir()
+    settings.refuse_beyond_machine(arguments.tensor_parallel_size)
+    output_of.settings(settings)
+    output_of.keys(algorithm, why_guessable(algorithm))
+    if full_disk:
+        output_of.note(full_disk)
+    if arguments.model is None:
+        output_of.note("slots, tokens and bytes of a block are the model's: --model DIR says them")
+        return
+    planned = _planned(settings, whole, arguments)
+    output_of.plan(planned)
+    if arguments.block_size is None and not planned.groups.declined:
+        output_of.note(
+            f"blocks are as vLLM lays them out on this machine ({platform()}); for a server on another device run this "
+            "command there"
+        )
+
+
+def _planned(settings: ConnectorSettings, transfer: dict[str, Any], arguments: argparse.Namespace) -> Plan:
+    from kvledger.adapters.vllm.plan import plan
+    from kvledger.adapters.vllm.without_weights import ModelOptions, configured, in_words, kv_cache_of, platform
+
+    if not (arguments.model / "config.json").is_file():
+        raise CommandFailed(f"{arguments.model} has no config.json; name a model's directory, as Hugging Face has them")
+    options = ModelOptions(
+        block_size=arguments.block_size,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        data_parallel_size=arguments.data_parallel_size,
+        dtype=arguments.dtype,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        enforce_eager=arguments.enforce_eager,
+        prefix_caching_hash_algo=arguments.prefix_caching_hash_algo,
+    )
+    try:
+        vllm_config = configured(arguments.model, options, transfer)
+        kv_cache_config = kv_cache_of(vllm_config)
+    except ConfigurationError:
+        raise
+    except BaseException as error:
+        raise_if_unstoppable(error)
+        reason = f"vLLM makes no KV cache for {arguments.model} on this machine ({platform()}): {in_words(error)}"
+        remedy = "if that is for want of a device or a package, ask where the server will run"
+        raise ConfigurationError(Refusal(reason, remedy)) from error
+    planned = plan(vllm_config, kv_cache_config, settings)
+    planned.refuse_beyond_memory()
+    return planned
+
+
+class _Shown:
+    """One connector's part, for people or for programs."""
+
+    def __init__(self, output: Output, name: str) -> None:
+        self._output = output
+        self._name = name
+
+    def settings(self, settings: LogSettings) -> None:
+        """What every key comes to."""
+        if self._output.is_json:
+            from kvledger.adapters.recorder.options import recorded_options
+
+            every = settings.model_dump(mode="json")
+            if isinstance(every.get("connector"), dict):
+                every["connector"] = recorded_options(every["connector"])
+            self._output.record("settings", {"kv_connector": self._name, "kv_connector_extra_config": every})
+            return
+        self._output.field("connector", self._name, "bold")
+        self._output.field("log", _log_text(settings))
+
+    def recorder(self, settings: LogSettings, wrapped: str) -> None:
+        """It keeps no KV cache: there is no more to say."""
+        self.settings(settings)
+        self.note(f"records {wrapped}, which is asked and answers as without it")
+
+    def note(self, text: str) -> None:
+        """What is good to know."""
+        if self._output.is_json:
+            self._output.record("note", {"connector": self._name, "text": text})
+        else:
+            self._output.field("note", text)
+
+    def keys(self, algorithm: str, why_guessable: str) -> None:
+        """How chunk keys are made, and why a reader of the log could guess prompts by them."""
+        if self._output.is_json:
+            why = why_guessable or None
+            self._output.record("keys", {"connector": self._name, "algorithm": algorithm, "guessable": why})
+        elif why_guessable:
+            self._output.field("keys", f"{algorithm}; here {why_guessable}", "yellow")
+        else:
+            self._output.field("keys", f"{algorithm}, from the seed in PYTHONHASHSEED")
+
+    def plan(self, planned: Plan) -> None:
+        """What comes of it with the model."""
+        figures = _figures(planned)
+        if self._output.is_json:
+            self._output.record("plan", {"connector": self._name, "declined": planned.groups.declined, **figures})
+            return
+        for reason in planned.groups.declined:
+            self._output.field("declined", f"{reason}; requests run as without a connector", "yellow")
+        if planned.groups.declined:
+            return
+        times = Counter(planned.configuration.windows)
+        sees = ", ".join(
+            (f"the last {window}" if window else "all") + (f" ({number} of them)" if number > 1 else "")
+            for window, number in times.items()
+        )
+        self._output.field(
+            "blocks",
+            f"{figures['block_size']} tokens, in {plural(figures['num_groups'], 'group')} of layers that see: {sees}",
+        )
+        self._output.field("chunks", f"{figures['chunk_size']} tokens")
+        self._output.field(
+            "pool",
+            f"{size(figures['host_bytes'])}, {plural(figures['num_slots'], 'slot')} a pool, "
+            f"{plural(figures['num_tokens'], 'token')}",
+        )
+        ranks = plural(figures["num_ranks"], "rank")
+        shared = "one pool for all of them" if planned.shares_pool else plural(planned.num_pools, "pool")
+        self._output.field("a pool", f"{size(figures['bytes_a_pool'])}, {figures['bytes_a_token']} bytes a token")
+        self._output.field("ranks", f"{ranks}, {shared}")
+
+
+def _figures(planned: Plan) -> dict[str, int]:
+    """Bytes, tokens and slots; of all ranks together where nothing else is said."""
+    configuration = planned.configuration
+    num_groups = len(configuration.windows)
+    return {
+        "block_size": configuration.block_size,
+        "chunk_size": configuration.chunk_size,
+        "num_groups": num_groups,
+        "num_ranks": configuration.num_ranks,
+        "num_pools": planned.num_pools,
+        "host_bytes": planned.settings.pool_bytes,
+        "num_slots": configuration.num_slots,
+        "num_tokens": configuration.num_slots // num_groups * configuration.block_size,
+        "bytes_a_pool": configuration.num_slots * planned.block_bytes,
+        "bytes_a_token": planned.block_bytes * num_groups // configuration.block_size,
+    }
+
+
+def _log_text(settings: LogSettings) -> str:
+    if settings.log_dir is None:
+        return f"in memory, the newest {size(settings.memory_log_bytes)}"
+    limit = "without limit" if settings.max_log_bytes is None else f"at most {size(settings.max_log_bytes)}"
+    survives = "machine, but for the last moments" if settings.durability == "disk" else "process, not a power cut"
+    return f"{settings.log_dir.absolute()}, {limit}, survives the {survives}"

@@ -1,0 +1,218 @@
+"""What is said of each command before its module is imported: one line, its exit codes, two examples.
+
+`--help`, docs/commands.md and the tests that run the examples read it here. It must not know how a command works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import attrs
+
+from kvledger.adapters.tools.exit_codes import VERDICTS, ExitCode
+
+_UNREADABLE = "it cannot be read: damaged all through, forbidden, or written by a newer kvledger"
+_DAMAGED_TOO = "shown, also of a log that is damaged: stderr says so, `kvledger verify` judges"
+_NOTHING = "nothing could be checked: no event is selected, or what came before is missing and no snapshot is there"
+
+
+@attrs.frozen
+class Command:
+    """What is said of a command."""
+
+    help: str
+    exit_codes: Mapping[ExitCode, str]
+    """Those of the command itself, with what each means here; `kvledger.adapters.tools.exit_codes` has those of all."""
+    examples: Mapping[str, str]
+    """What somebody wants -> the line that does it."""
+    is_reading: bool = True
+    """Whether it takes a LOG to read, and the options for that."""
+    judges_workers: bool = False
+    """Whether `--newest` also reads the logs of the start's workers, and not the scheduler's alone."""
+
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "ls": Command(
+            "list the logs of a directory, and how each ended",
+            {
+                ExitCode.SOUND: "listed, also where one is damaged",
+                ExitCode.DAMAGED: "one of them cannot be read at all",
+                ExitCode.NOTHING_CHECKED: "one holds no event, or has lost its beginning and has no snapshot",
+            },
+            {
+                "the newest first": "kvledger ls logs",
+                "how the last one ended, for a script": "kvledger ls logs --json | head -n 1 | jq -r .end",
+            },
+            is_reading=False,
+        ),
+        "verify": Command(
+            "check a log in every way",
+            {code: VERDICTS[code] for code in sorted(VERDICTS)},
+            {
+                "every log of a log_dir": "kvledger verify logs",
+                "the verdict on the last start, for a script": "kvledger verify logs --newest --json | tail -n 1",
+            },
+            judges_workers=True,
+        ),
+        "show": Command(
+            "show a log, or the timeline of a request",
+            {ExitCode.SOUND: _DAMAGED_TOO, ExitCode.DAMAGED: _UNREADABLE, ExitCode.NOTHING_CHECKED: _NOTHING},
+            {
+                "what happened since the last start": "kvledger show logs --newest",
+                "the life of one request": "kvledger show logs chat-17",
+            },
+        ),
+        "why": Command(
+            "say why a request was preempted, missed the cache, computed again",
+            {
+                ExitCode.SOUND: _DAMAGED_TOO,
+                ExitCode.DAMAGED: _UNREADABLE,
+                ExitCode.DIVERGED: "the reasons do not add up, which is a mistake in kvledger",
+                ExitCode.NOTHING_CHECKED: _NOTHING,
+            },
+            {
+                "why one request waited and computed again": "kvledger why logs chat-17",
+                "its causes from event 10 on, for a program": "kvledger why logs chat-17 --since 10 --json",
+            },
+        ),
+        "stats": Command(
+            "sum up what the cache did, with a reason for every missed and recomputed token",
+            {
+                ExitCode.SOUND: _DAMAGED_TOO,
+                ExitCode.DAMAGED: _UNREADABLE,
+                ExitCode.DIVERGED: "the reasons do not add up, which is a mistake in kvledger",
+                ExitCode.NOTHING_CHECKED: _NOTHING,
+            },
+            {
+                "each log, and all together": "kvledger stats logs",
+                "one log from a moment on": "kvledger stats logs --newest --since 20ms",
+            },
+        ),
+        "replay": Command(
+            "fold a log and decide again",
+            {
+                ExitCode.SOUND: "today's code decides as the log does; with --diff: the same events",
+                ExitCode.DAMAGED: "damaged or unreadable",
+                ExitCode.DIVERGED: "a decision differs, or an event cannot be folded; with --diff: an event differs",
+                ExitCode.NOTHING_CHECKED: _NOTHING,
+            },
+            {
+                "a request as it stood at event 42": "kvledger replay logs/2026-01-05 chat-17 --until 42",
+                "where a second run went another way": "kvledger replay logs/2026-01-05 --diff logs/2026-01-06",
+            },
+        ),
+        "export": Command(
+            "write a log as a trace for Perfetto, a page for a ticket, tables, or spans for OpenTelemetry",
+            {
+                ExitCode.SOUND: "written, also of a log that is damaged",
+                ExitCode.DAMAGED: _UNREADABLE,
+                ExitCode.NOTHING_CHECKED: f"written, but of one log {_NOTHING}",
+                ExitCode.TRY_AGAIN: "--otlp: the endpoint cannot be reached, or takes nothing now",
+                ExitCode.REFUSED: "--otlp: the endpoint refused the spans, or some of them",
+            },
+            {
+                "a page for a ticket": "kvledger export logs/2026-01-05 --html -o incident.html",
+                "a line for each request": "kvledger export --csv logs/2026-01-05 > requests.csv",
+            },
+        ),
+        "core": Command(
+            "show states, handlers, extensions, rules and tables: of this installation, or of a log",
+            {ExitCode.SOUND: "shown", ExitCode.DAMAGED: _UNREADABLE},
+            {
+                "what a connector would be made of here": "kvledger core",
+                "what a log was written with": "kvledger core logs/2026-01-05",
+            },
+            is_reading=False,
+        ),
+        "ship": Command(
+            "copy logs into a NATS JetStream stream",
+            {
+                ExitCode.SOUND: "everything is in the stream",
+                ExitCode.DAMAGED: "a log is damaged; what stands before that is in the stream",
+                ExitCode.TRY_AGAIN: "not everything is shipped: the same command later goes on",
+                ExitCode.REFUSED: "the server refused",
+            },
+            {
+                "from now on": "kvledger ship logs --to nats://nats.example/LOGS --follow",
+                "what is there": "kvledger ship --list nats://nats.example/LOGS",
+            },
+            is_reading=False,
+        ),
+        "repro": Command(
+            "write an incident as a test that drives the recorded hook calls into the connector",
+            {
+                ExitCode.SOUND: "written, and the test does what it should: it fails, and with --pin it passes",
+                ExitCode.DAMAGED: _UNREADABLE,
+                ExitCode.DIVERGED: "written, and the test does the opposite here",
+                ExitCode.NOTHING_CHECKED: "the log holds no event, or its beginning is missing",
+                ExitCode.NOT_VERIFIED: "written, and the test could not be run here",
+                ExitCode.USAGE: "wrong usage; or the log has no incident: --pin writes what it has; or it is a "
+                "recorder's, and no connector is named",
+            },
+            {
+                "the first incident of a log": "kvledger repro logs/2026-01-06 -o test_incident.py",
+                "the answers that a request got": "kvledger repro logs/2026-01-05 chat-17 --pin -o test_chat_17.py",
+            },
+        ),
+        "conformance": Command(
+            "hold a connector of vLLM's against what vLLM relies on",
+            {
+                ExitCode.SOUND: "no obligation is broken",
+                ExitCode.RULE_BROKEN: "one is, or a rule that none names",
+                ExitCode.NOTHING_CHECKED: "nothing could be checked: no run gave occasion to judge an obligation",
+            },
+            {
+                "a connector that vLLM registers": "kvledger conformance OffloadingConnector --seeds 5",
+                "one world again": 'kvledger conformance connector:Mine --only "world 17"',
+            },
+            is_reading=False,
+        ),
+        "check": Command(
+            "say what a configuration of vLLM's would do, before an engine starts",
+            {
+                ExitCode.SOUND: "an engine would start with it; a model may be declined, which is said",
+                ExitCode.REFUSED: "it would be refused, here and for the reason that is named",
+            },
+            {
+                "what a pool holds": 'kvledger check \'{"host_bytes": "1GiB"}\' --model models/llama',
+                "whether a key is right": "kvledger check '{\"chunk_size\": 32}' --json",
+            },
+            is_reading=False,
+        ),
+        "snapshot": Command(
+            "write the snapshots that a log lacks",
+            {
+                ExitCode.SOUND: "they are written, or none was missing",
+                ExitCode.DAMAGED: "damaged or unreadable",
+                ExitCode.DIVERGED: "an event cannot be folded",
+                ExitCode.NOTHING_CHECKED: "the log has lost its beginning and has no snapshot to begin with",
+            },
+            {
+                "before its oldest segments go": "kvledger snapshot logs/2026-01-05",
+                "of a log with handlers of its own": "kvledger snapshot logs/2026-01-05 --handlers handlers:Mine",
+            },
+            is_reading=False,
+        ),
+        "retire": Command(
+            "delete the oldest segments of logs that are at rest",
+            {ExitCode.SOUND: "done, or nothing to do", ExitCode.DAMAGED: _UNREADABLE},
+            {
+                "say what would go": "kvledger retire logs --max-bytes 2GiB --max-age 30d --dry-run",
+                "from cron": "kvledger retire logs --max-bytes 2GiB --max-age 30d",
+            },
+            is_reading=False,
+        ),
+        "completion": Command(
+            "print the script with which a shell completes commands, options, logs and requests",
+            {ExitCode.SOUND: "printed"},
+            {
+                "in ~/.bashrc, or with zsh in ~/.zshrc, behind compinit": 'eval "$(kvledger completion bash)"',
+                "with fish, once": "kvledger completion fish > ~/.config/fish/completions/kvledger.fish",
+            },
+            is_reading=False,
+        ),
+    }
+)
+"""By name, in the order of the help text."""

@@ -1,0 +1,84 @@
+"""`kvledger export --otlp`: logs as spans for OpenTelemetry, sent or written. It must not know what spans say."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvledger.adapters.tools.cli.finding import lives_in, selected
+from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.cli.target import open_target
+from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, gravest
+from kvledger.adapters.tools.export.reading import read_trace
+from kvledger.adapters.tools.export.request_sums import RequestSums
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.units import plural
+from kvledger.storage.extras import OTLP, require
+
+if TYPE_CHECKING:
+    from kvledger.adapters.tools.export.otlp_targets import SpanTarget
+
+
+def export_spans(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Send or write the spans of the selected part of each log.
+
+    Raises:
+        CommandFailed: OpenTelemetry is not installed, the target cannot be used, or does not take them.
+    """
+    require("kvledger export --otlp", *OTLP)
+    from kvledger.adapters.tools.export.otlp_targets import SpanEndpoint, SpanFile, is_endpoint  # noqa: PLC0415 - half a second
+
+    name: str = arguments.otlp
+    path = None if name == "-" else Path(name)
+    with contextlib.ExitStack() as stack:
+        target: SpanTarget
+        if is_endpoint(name):
+            target = stack.enter_context(contextlib.closing(SpanEndpoint(name)))
+        elif output.is_json and path is None:
+            raise CommandFailed("--json lists what was written, so name a file: --otlp FILE")
+        else:
+            target = SpanFile(name, stack.enter_context(open_target(path, overwrite=arguments.force)))
+        logs = list(selected(arguments, output))
+        num_spans = sum(_export(log, selection, target, output) for log, selection in logs)
+    if target.num_rejected:
+        num_taken = num_spans - target.num_rejected
+        output.remark(f"{target.name} took {num_taken} of {plural(num_spans, 'span')}: {target.why_rejected}")
+    if output.is_json:
+        rejected = {"num_rejected": target.num_rejected}
+        output.record("export", {"target": target.name, "num_spans": num_spans, **rejected, "num_logs": len(logs)})
+    elif path is not None:
+        verb = "sent to" if target.is_endpoint else "wrote"
+        output.remark(f"{verb} {target.name}: {plural(num_spans, 'span')} of {plural(len(logs), 'log')}")
+    code = coverage_of_all(logs, output)
+    return ExitCode.REFUSED if target.num_rejected else code
+
+
+def coverage_of_all(logs: Sequence[tuple[StoredLog, Selection]], output: Output) -> ExitCode:
+    """Name each exported log of which nothing is known in the selected part; returns the gravest exit code."""
+    return gravest(
+        output.coverage_of(log, selection, is_found=lives_in(log, selection, output)) for log, selection in logs
+    )
+
+
+def _export(log: StoredLog, selection: Selection, target: SpanTarget, output: Output) -> int:
+    """How many spans it was."""
+    from kvledger.adapters.tools.export.otlp import LogSpans  # noqa: PLC0415
+    from kvledger.adapters.tools.export.otlp_targets import Batches  # noqa: PLC0415
+
+    opened_at = log.header.get("opened_at_unix_ns")
+    if not isinstance(opened_at, int):
+        raise CommandFailed(
+            f"{log.path}: its header does not say when it was opened, and spans need a time of day; --perfetto does not"
+        )
+    batches = Batches(target)
+    sums = RequestSums(log, selection)
+    spans = LogSpans(log, opened_at, sums, batches.add)
+    with output.progress(log, "exporting"):
+        read = read_trace(log, selection, spans, output.remark, also=sums.take)
+        spans.end(read.now_ns)
+        batches.flush()
+    return batches.num_spans

@@ -1,0 +1,74 @@
+"""`kvledger show --follow`: a log line by line, as long as somebody writes it."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvledger.adapters.tools.cli.feed import Feed, Line, follow
+from kvledger.adapters.tools.cli.output import Output, show_ending
+from kvledger.adapters.tools.exit_codes import ExitCode
+from kvledger.adapters.tools.logs.clock import Clock
+from kvledger.adapters.tools.logs.describe import state_change, unfoldable_text
+from kvledger.adapters.tools.logs.ending import under_way_text
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.observation import observations
+from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.logs.under_way import UnderWay
+from kvledger.adapters.units import milliseconds
+
+
+def show_following(log: StoredLog, selection: Selection, output: Output) -> ExitCode:
+    """Print what happens, and how the log ended once nobody writes it any more."""
+    feed, clock = Feed(log.core, log.configuration), Clock(log.header)
+    before = shown = None
+    for batch in follow(log, output):
+        if batch is not None:
+            for observation in observations(batch.numbered()):
+                try:
+                    lines = list(feed.take(observation))
+                except Exception as error:  # noqa: BLE001 -- forged, or behind a gap; what was shown is worth it
+                    output.remark(unfoldable_text(observation.sequence, observation.event, error))
+                    return output.coverage_of(log, selection)
+                for line in lines:
+                    if selection.is_over(line.first_sequence):
+                        return ExitCode.SOUND
+                    if selection.holds(line.first_sequence) and selection.request_id in {None, line.request_id}:
+                        _show_line(output, line, clock)
+            log.last_events = tuple(batch.numbered())
+            continue
+        # A call lasts less than two looks, but where it hangs.
+        if feed.under_way not in {None, shown} and feed.under_way == before:
+            shown = feed.under_way
+            _show_under_way(output, log, shown, clock)
+        before = feed.under_way
+        output.flush()
+    log.look_at_end()
+    show_ending(output, log, feed.num_open_requests)
+    return output.coverage_of(log, selection)
+
+
+def _show_under_way(output: Output, log: StoredLog, call: UnderWay, clock: Clock) -> None:
+    if output.is_json:
+        output.record("under_way", {**attrs.asdict(call), "time_unix_ns": clock.unix_ns(call.time_ns)})
+        return
+    log.look_at_end()
+    at = _moment(output, clock, call.time_ns, call.sequence)
+    output.line(f"{at}{under_way_text(call, log)}", "yellow", indent=len(at))
+
+
+def _show_line(output: Output, line: Line, clock: Clock) -> None:
+    if output.is_json:
+        output.record("line", {**attrs.asdict(line), "time_unix_ns": clock.unix_ns(line.time_ns)})
+        return
+    states = state_change(line.state_before, line.state_after)
+    at = _moment(output, clock, line.time_ns, line.first_sequence)
+    text = f"{at}{line.request_id}  {states}  {line.text}"
+    output.line(text, "red" if line.num_broken else "", indent=len(at))
+
+
+def _moment(output: Output, clock: Clock, time_ns: int, sequence: int) -> str:
+    """What a line begins with; on another day than the one before, the date is a line of its own."""
+    if day := clock.new_day(time_ns):
+        output.line(f"{day} (UTC)", style="dim")
+    at = f"{milliseconds(time_ns):>12}  {sequence:>8}  "
+    return f"{clock.time_of_day(time_ns)}  {at}" if clock.is_known else at

@@ -1,0 +1,278 @@
+"""What part of a log was asked for: --since, --until and --request.
+
+A selection limits what is shown, never what is known: the state at a moment is made from everything before it, so
+commands read from the log's beginning and show only the events that are selected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime as dt
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from typing import Final, Literal
+
+import attrs
+
+from kvledger.adapters.core import composed_core, installed_extensions
+from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.tools.logs.index import index_for
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.units import read_duration_ns, read_size
+from kvledger.lifecycle import ConfigurationError, Core, SequencedEvent
+
+_NS_PER_S: Final = 1_000_000_000
+_NS_PER_DAY: Final = 86_400 * _NS_PER_S
+
+
+@attrs.frozen
+class Moment:
+    """A point in a log: an event number, a time since the log was opened, a date and time, or a time of day (UTC)."""
+
+    kind: Literal["event", "since_opening_ns", "unix_ns", "of_day_ns"]
+    value: int
+    text: str
+
+    @property
+    def last_ns(self) -> int:
+        """Its last nanosecond: 10:30:00.101 is printed for all of that millisecond, 10:30:00 for all of that second."""
+        if self.kind not in {"unix_ns", "of_day_ns"}:
+            return self.value
+        _, point, fraction = self.text.partition(".")
+        num_digits = sum(1 for _ in itertools.takewhile(str.isdecimal, fraction))
+        return self.value + (10 ** max(0, 9 - max(3, num_digits)) if point else _NS_PER_S) - 1
+
+
+def moment(text: str) -> Moment:
+    """`90211` (an event), `1.5s`, `1h30m` (since the log was opened), `2026-01-05T10:30:00Z` or `10:30:00.101` (UTC).
+
+    Raises:
+        argparse.ArgumentTypeError: it is none of them.
+    """
+    if text.isdecimal() and int(text) > 0:
+        return Moment("event", int(text), text)
+    value = read_duration_ns(text)
+    if value is not None:
+        return Moment("since_opening_ns", value, text)
+    is_of_day = text[2:3] == ":"
+    try:
+        at = dt.datetime.fromisoformat(f"1970-01-02T{text}" if is_of_day else text)
+    except ValueError:
+        message = (
+            f"{text!r} is no moment; give an event number (90211), a time since the log was opened (1.5s, 1h30m), "
+            "a date and time (2026-01-05T10:30:00Z) or a time of day (10:30:00.101)"
+        )
+        raise argparse.ArgumentTypeError(message) from None
+    if at.tzinfo is None:
+        at = at.replace(tzinfo=dt.UTC)
+    unix_ns = (at - dt.datetime(1970, 1, 1, tzinfo=dt.UTC)) // dt.timedelta(microseconds=1) * 1000
+    return Moment("of_day_ns", unix_ns % _NS_PER_DAY, text) if is_of_day else Moment("unix_ns", unix_ns, text)
+
+
+def add_handlers(parser: argparse.ArgumentParser) -> None:
+    """The option of the commands that decide again."""
+    parser.add_argument(
+        "--handlers",
+        metavar="MODULE:CLASS",
+        action="append",
+        default=[],
+        help="decide with this state handler in the place of its state's; may be repeated. PYTHONPATH says where it is",
+    )
+    parser.add_argument(
+        "--extensions",
+        metavar="MODULE:CLASS",
+        action="append",
+        default=[],
+        help="read with this extension, also where the log was written without; may be repeated",
+    )
+
+
+def chosen_core(arguments: argparse.Namespace, *, installed: bool = False) -> Core:
+    """The core to read a log with, and to decide with; with `installed`, as a connector would have it.
+
+    Raises:
+        CommandFailed: one cannot be imported, or is no state handler.
+    """
+    try:
+        return composed_core(
+            getattr(arguments, "handlers", ()),
+            (*(installed_extensions() if installed else ()), *getattr(arguments, "extensions", ())),
+        )
+    except ConfigurationError as error:
+        raise CommandFailed(f"--{error}") from error
+
+
+def count(text: str) -> int:
+    """How many, from 0 on.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no such number.
+    """
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """How many, from 1 on.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no such number.
+    """
+    number = count(text)
+    if not number:
+        raise argparse.ArgumentTypeError("0 is too few; give 1 or more")
+    return number
+
+
+def seconds(text: str) -> float:
+    """A duration in seconds.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    found = read_duration_ns(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a duration; give numbers with s, m, h, d or w, as in 30d or 1h30m"
+        )
+    return found / _NS_PER_S
+
+
+def num_bytes(text: str) -> int:
+    """A size in bytes.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    found = read_size(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; give bytes, or a number with K, M, G, T (powers of 1000) or KiB, MiB, GiB, TiB"
+        )
+    return found
+
+
+def json_object(text: str) -> dict[str, object]:
+    """An object of JSON, with numbers that JSON has. A refusal does not quote it: it may have a secret.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"this is no JSON ({error}); quote it with ' in a shell") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"a {type(value).__name__} is no JSON object")
+    return value
+
+
+def _finite(text: str) -> float:
+    """The number; Python reads three that JSON does not have, and too large ones as infinite."""
+    number = float(text)
+    if not math.isfinite(number):
+        message = f"{text} is no finite number"
+        raise ValueError(message)
+    return number
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that every command has."""
+    when = (
+        "an event number, a time since the log was opened (1.5s, 1h30m), a date and time, or a time of day, the first "
+        "such in the log (UTC unless it says so)"
+    )
+    parser.add_argument("--since", metavar="MOMENT", type=moment, help=f"leave out what came before: {when}")
+    parser.add_argument("--until", metavar="MOMENT", type=moment, help="leave out what came after")
+    parser.add_argument("--request", metavar="REQUEST", help="speak of this one only: its id or a unique part of it")
+    parser.add_argument(
+        "--lenient", action="store_true", help="skip and count events of a newer kvledger instead of refusing the log"
+    )
+    parser.add_argument(
+        "--trust-snapshots",
+        action="store_true",
+        help="begin a log that has lost its beginning from a snapshot, also where other code than this has folded it",
+    )
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """`REQUEST` as a second argument, which means the same as `--request`."""
+    # Without a default: it would overwrite what --request gave.
+    parser.add_argument(
+        "request", metavar="REQUEST", nargs="?", default=argparse.SUPPRESS, help="a request id or a unique part of it"
+    )
+
+
+def selection_of(
+    arguments: argparse.Namespace, log: StoredLog, output: Output, request_id: str | None = None
+) -> Selection:
+    """What the arguments select of `log`; `request_id` is the whole id that was found for the one asked for.
+
+    Raises:
+        CommandFailed: a time of day was given and the log does not know when it was opened, or nothing is selected.
+    """
+    since, until = arguments.since, arguments.until
+    if since is None and until is None:
+        return Selection(request_id=request_id)
+    first = since.value if since is not None and since.kind == "event" else 1
+    last = until.value if until is not None and until.kind == "event" else None
+    since_ns, until_ns = _since_opening_ns(since, log), _since_opening_ns(until, log, is_end=True)
+    with contextlib.ExitStack() as stack:
+        index = None if since_ns is None and until_ns is None else index_for(log, output)
+        if index is not None:
+            stack.enter_context(contextlib.closing(index))
+        if since_ns is not None:
+            found = _first_from(log.events() if index is None else index.events_around(since_ns), since_ns)
+            first, last = (first, 0) if found is None else (found, last)
+        if until_ns is not None and last is None:
+            last = _last_until(log.events() if index is None else index.events_around(until_ns), until_ns)
+    if last is not None and last < first:
+        asked = " ".join(f"--{name} {value.text}" for name, value in (("since", since), ("until", until)) if value)
+        # Where the second moment lies before the first, no log has an event between them.
+        is_reversed = since is not None and until is not None and since.kind == until.kind and until.value < since.value
+        message = f"{log.path}: {asked} selects no event"
+        raise CommandFailed(message, ExitCode.USAGE if is_reversed else ExitCode.NOTHING_CHECKED)
+    return Selection(first, last, request_id)
+
+
+def _since_opening_ns(asked: Moment | None, log: StoredLog, *, is_end: bool = False) -> int | None:
+    """`is_end`: its last nanosecond, not its first."""
+    if asked is None or asked.kind == "event":
+        return None
+    if asked.kind == "since_opening_ns":
+        return asked.value
+    opened_at = log.header.get("opened_at_unix_ns")
+    if not isinstance(opened_at, int):
+        message = (
+            f"{log.path}: its header does not say when it was opened; give {asked.text} as a time since then (90s)"
+        )
+        raise CommandFailed(message)
+    at_ns = (asked.last_ns if is_end else asked.value) - opened_at
+    if asked.kind == "unix_ns":
+        return at_ns
+    num_days = -(-(opened_at - asked.last_ns) // _NS_PER_DAY)  # to the first such time that the log has
+    return at_ns + num_days * _NS_PER_DAY
+
+
+def _first_from(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
+    """The first event at or after a time."""
+    for number, event in events:
+        at_ns = getattr(event, "time_ns", None)
+        if at_ns is not None and at_ns >= time_ns:
+            return number
+    return None
+
+
+def _last_until(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
+    """The last event that is not after a time, with the decisions made on it; None where that is the log's last."""
+    for number, event in events:
+        at_ns = getattr(event, "time_ns", None)
+        if at_ns is not None and at_ns > time_ns:
+            return number - 1
+    return None

@@ -1,0 +1,283 @@
+"""How results are shown: JSON lines for programs, rich text for people, the same text without colours for pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import attrs
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvledger.adapters.tools.cli.fitting import LEAST_PROSE, fitting
+from kvledger.adapters.tools.cli.streams import notice_reader
+from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, unreadable_text
+from kvledger.adapters.tools.logs.clock import Clock
+from kvledger.adapters.tools.logs.coverage import readable
+from kvledger.adapters.tools.logs.describe import event_fields
+from kvledger.adapters.tools.logs.ending import ending_text, under_way_text
+from kvledger.adapters.tools.logs.facts import figures_in_words
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.logs.under_way import last_under_way
+from kvledger.adapters.tools.logs.visible import remark, visible
+from kvledger.adapters.totals import Figures
+from kvledger.lifecycle.audit import Judgement
+from kvledger.storage.events import HowEnded
+
+_PIPED_WIDTH = 100_000
+"""Nothing is wrapped or cut for a program that reads."""
+_BYTES_PER_UPDATE = 1 << 18
+_BELOW = 4
+"""So far is text indented that has no room behind what it belongs to."""
+
+
+class Output:
+    """Writes to stdout, and remarks and progress to stderr; nothing that a log holds reaches a terminal unseen."""
+
+    def __init__(self, *, is_json: bool) -> None:
+        self.is_json = is_json
+        self.has_many_logs = False
+        """Whether the command is about several logs."""
+        self.failures: list[ExitCode] = []
+        """What went wrong with some of several logs; part of the command's exit code."""
+        is_terminal = sys.stdout.isatty()
+        self._console = Console(
+            file=sys.stdout,
+            width=None if is_terminal else _PIPED_WIDTH,
+            force_terminal=None if is_terminal else False,
+            no_color=None if is_terminal else True,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            soft_wrap=False,
+        )
+
+    def record(self, type_name: str, fields: Mapping[str, object]) -> None:
+        """One JSON line."""
+        line = msgspec.json.encode({"type": type_name, **fields}, enc_hook=str)
+        sys.stdout.write(visible(line.decode()) + "\n")
+
+    @property
+    def width(self) -> int | None:
+        """Columns of the terminal; None: it is none, and nothing is folded or left out."""
+        return self._console.width if self._console.is_terminal else None
+
+    def line(self, text: str = "", style: str = "", *, indent: int | None = None) -> None:
+        """One line for people; never interpreted as markup. Folded on a terminal, behind `indent` columns."""
+        if indent is None:
+            indent = len(text) - len(text.lstrip())
+        self._folded(Text(visible(text[:indent]), style), Text(visible(text[indent:]), style))
+
+    def raw(self, text: str) -> None:
+        """What a program reads: as it is."""
+        sys.stdout.write(text)
+
+    def field(self, name: str, value: str, style: str = "") -> None:
+        """A name and what stands behind it, aligned with its neighbours."""
+        self._folded(Text(f"{name:<11} ", "dim"), Text(visible(value), style))
+
+    def _folded(self, before: Text, text: Text) -> None:
+        indent, width = before.cell_len, self._console.width
+        if width - indent < min(LEAST_PROSE, width // 2):  # then it stands below
+            if before.plain.strip():
+                self._console.print(before)
+            before, indent = Text(" " * _BELOW), _BELOW
+        lines = text.wrap(self._console, max(1, width - indent))
+        for number, line in enumerate(lines or [text]):
+            line.rstrip()
+            self._console.print(Text.assemble(Text(" " * indent) if number else before, line))
+
+    def figures(
+        self, figures: Figures, *, has_own_copies: bool, num_deferrals: int | None = None, has_requests: bool = True
+    ) -> None:
+        """What the cache did, a field each; of a log that holds no requests, a worker's, only the faults."""
+        has_faults = figures.num_violations + figures.num_hook_failures > 0
+        lines = figures_in_words(figures, has_own_copies=has_own_copies, num_deferrals=num_deferrals)
+        for name, text in lines.items():
+            if not has_requests and name != "faults":
+                continue
+            self.field(name, text, "red" if name == "faults" and has_faults else "")
+
+    def table(
+        self,
+        columns: Mapping[str, str],
+        rows: Sequence[Sequence[str]],
+        *,
+        spare: Sequence[str] = (),
+        hidden: Sequence[str] = (),
+    ) -> None:
+        """Columns (name -> "left" or "right") but for the hidden ones, and rows of plain text.
+
+        Where a terminal is too narrow, columns of `spare` are left out, the first ones first, and a line says which.
+        """
+        possible = [name for name in columns if name not in hidden]
+        shown = fitting(columns, rows, possible, self.width, spare)
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for name in shown:
+            is_right = columns[name] == "right"
+            table.add_column(name, justify="right" if is_right else "left", overflow="fold", no_wrap=False)
+        places = [list(columns).index(name) for name in shown]
+        for row in rows:
+            table.add_row(*(Text(visible(row[place])) for place in places))
+        if self.width is None:
+            with self._console.capture() as capture:
+                self._console.print(table)
+            sys.stdout.writelines(line.rstrip() + "\n" for line in capture.get().splitlines())
+            return
+        self._console.print(table)
+        left_out = ", ".join(name for name in possible if name not in shown)
+        if left_out:
+            self.line(f"left out, for {self.width} columns are too few: {left_out}", "dim")
+
+    def flush(self) -> None:
+        """Let a program that reads have what was written so far, and notice when it has gone."""
+        sys.stdout.flush()
+        notice_reader()
+
+    @contextlib.contextmanager
+    def apart_from_others(self, path: Path) -> Iterator[None]:
+        """A log of many that cannot be read is named, and costs the exit code; the others are shown all the same."""
+        try:
+            yield
+        except (CommandFailed, OSError) as error:
+            exit_code = ExitCode.DAMAGED if isinstance(error, OSError) else error.exit_code
+            if not self.has_many_logs or exit_code not in {ExitCode.DAMAGED, ExitCode.NOTHING_CHECKED}:
+                raise
+            if exit_code is ExitCode.DAMAGED:
+                self.unreadable(path, error)
+            else:
+                self.nothing(path, str(error))
+
+    def unreadable(self, path: Path, error: Exception) -> None:
+        """Name a log that cannot be read; it costs the exit code."""
+        reason = unreadable_text(error) if isinstance(error, OSError) else str(error)
+        if self.is_json:
+            self.record("unreadable", {"path": str(path), "reason": reason})
+        self.remark(reason)
+        self.failures.append(ExitCode.DAMAGED)
+
+    def nothing(self, path: Path, reason: str) -> None:
+        """Name a log that the command can say nothing about, and why; it costs the exit code."""
+        self._nothing(path, reason)
+        self.failures.append(ExitCode.NOTHING_CHECKED)
+
+    def _nothing(self, path: Path, reason: str) -> None:
+        if self.is_json:
+            self.record("nothing_checked", {"path": str(path), "reason": reason})
+        self.remark(reason)
+
+    def coverage_of(self, log: StoredLog, selection: Selection, *, is_found: bool = True) -> ExitCode:
+        """Say if the state in the selected part of a log that was read is not known, so that nothing can be said of it.
+
+        `is_found`: whether the selected request lived in that part. Returns the exit code.
+        """
+        reason = readable(log, selection).why_nothing
+        if not reason and not is_found:
+            reason = f"{selection.request_id} has no event in the selected part"
+        if not reason:
+            return ExitCode.SOUND
+        self._nothing(log.path, f"{log.path}: nothing could be checked: {reason}")
+        return ExitCode.DAMAGED if log.damage and not log.num_events else ExitCode.NOTHING_CHECKED
+
+    def remark(self, text: str) -> None:
+        """Something the reader should know that is no result; goes to stderr."""
+        remark(text)
+
+    def damage_of(self, log: StoredLog) -> None:
+        """Remark on everything that is damaged in what was read of a log."""
+        for damage in log.damage:
+            self.remark(str(damage))
+
+    def waiting(self, what: str) -> contextlib.AbstractContextManager[object]:
+        """Show what is waited for, when stderr is a terminal."""
+        return Console(file=sys.stderr).status(what) if sys.stderr.isatty() else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def progress(self, log: StoredLog, what: str) -> Iterator[None]:
+        """Show how much of the log is read, when stderr is a terminal."""
+        if not sys.stderr.isatty():
+            yield
+            return
+        with progress_in_bytes() as progress:
+            task = progress.add_task(what, total=log.total_bytes())
+            unseen = 0
+
+            def read(num_bytes: int) -> None:
+                nonlocal unseen
+                unseen += num_bytes
+                if unseen >= _BYTES_PER_UPDATE:
+                    progress.advance(task, unseen)
+                    unseen = 0
+
+            log.on_bytes = read
+            try:
+                yield
+            finally:
+                log.on_bytes = None
+
+
+def progress_in_bytes() -> Progress:
+    """A bar on stderr that is gone when it is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(file=sys.stderr), transient=True)
+
+
+def show_title(output: Output, request_id: str, clock: Clock, time_ns: int) -> None:
+    """Whose timeline follows, and from what date and time on."""
+    at = clock.date_and_time(time_ns)
+    clock.new_day(time_ns)
+    output.line(f"{request_id}, {at}" if at else request_id, style="bold")
+
+
+def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
+    """Tell it, as a field of its own or as an object."""
+    ending = log.ending
+    call = None if ending.how is HowEnded.CLOSED else last_under_way(log.core, log.last_events)
+    if output.is_json:
+        missing = None if ending.missing is None else attrs.asdict(ending.missing)
+        output.record(
+            "end",
+            {
+                "path": str(log.path),
+                "end": ending.how.value,
+                "detail": ending.detail,
+                "missing": missing,
+                "num_open_requests": num_open,
+                "under_way": None if call is None else attrs.asdict(call),
+            },
+        )
+        return
+    style = {HowEnded.CLOSED: "", HowEnded.OPEN: ""}.get(ending.how, "yellow")
+    output.field("end", ending_text(ending, num_open), style if ending.missing is None else "red")
+    if call is not None:
+        output.field("then", under_way_text(call, log), "yellow")
+
+
+def show_divergences(output: Output, judgement: Judgement) -> None:
+    """Where the code here decides otherwise than the log."""
+    found, differences = judgement.decided.divergences, judgement.decided.reference_differences
+    unfoldable = judgement.unfoldable
+    if output.is_json:
+        for kind, divergences in (("divergence", found), ("reference_difference", differences)):
+            for each in divergences:
+                recorded, decided = event_fields(each.recorded), event_fields(each.decided)
+                output.record(kind, {"sequence": each.sequence, "recorded": recorded, "decided": decided})
+        if unfoldable is not None:
+            event, error = event_fields(unfoldable.event), unfoldable.error
+            output.record("unfoldable", {"sequence": unfoldable.sequence, "event": event, "error": error})
+        return
+    if unfoldable is not None:
+        output.field("decisions", str(unfoldable), "red")
+    elif found:
+        more = f" (and {found.num_found - 1} more, perhaps only because of this one)" if found.num_found > 1 else ""
+        output.field("decisions", f"diverged {found[0]}{more}", "red")
+    else:
+        output.field("decisions", "made again, all equal", "green")
+    if differences:
+        output.field("reference", f"differs {differences[0]}", "red")

@@ -1,0 +1,98 @@
+"""`kvledger retire`: keep logs at rest to a size and an age. The only command that takes anything from a log.
+
+Whole segments go, the oldest first, each recorded before it is deleted; `verify` then says what was retired, when and
+why, and that the rest follows from it. The snapshot from which the rest is read is made first, where it is missing and
+can be. A log that is being written is left to its writer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+
+from kvledger.adapters.tools.cli.default_log import LogArgument
+from kvledger.adapters.tools.cli.options import num_bytes, seconds
+from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.tools.logs.log import open_log
+from kvledger.adapters.tools.logs.snapshots import write_snapshots
+from kvledger.adapters.units import plural, size
+from kvledger.storage.events import LogError, Retirement, retire, retire_logs
+from kvledger.storage.events.files import RefusedFile, directories_in
+from kvledger.storage.events.retention import Trouble, ignore
+from kvledger.storage.events.segment_file import segment_paths
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument(
+        "log", action=LogArgument, type=Path, help="a log directory, or a directory of logs (all of them)"
+    )
+    parser.add_argument("--max-bytes", metavar="SIZE", type=num_bytes, help="what may stay, such as 2GiB")
+    parser.add_argument("--max-age", metavar="AGE", type=seconds, help="how long ago a segment may be written, as 30d")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be retired, and delete nothing")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Retire, and say what."""
+    if arguments.max_bytes is None and arguments.max_age is None:
+        raise CommandFailed("give --max-bytes, --max-age or both; without a limit everything stays")
+    try:
+        retired = _retire(arguments.log, arguments, output)
+    except RefusedFile as error:
+        raise CommandFailed(str(error), ExitCode.DAMAGED) from error
+    except (LogError, OSError) as error:
+        raise CommandFailed(f"{arguments.log}: {error}", ExitCode.DAMAGED) from error
+    if output.is_json:
+        for each in retired:
+            output.record("retirement", {**attrs.asdict(each), "dry_run": arguments.dry_run})
+        return ExitCode.SOUND
+    for each in retired:
+        events = f"events {each.first_sequence} to {each.last_sequence}"
+        lost = "" if each.is_rest_verifiable or arguments.dry_run else "; what follows is no longer verifiable"
+        output.line(f"{each.log}/{each.segment}: {events}, {size(each.num_bytes)}, by {each.reason}{lost}")
+    freed = size(sum(each.num_bytes for each in retired))
+    verb = "would be retired" if arguments.dry_run else "retired"
+    output.line(f"{plural(len(retired), 'segment')} {verb}, {freed}")
+    return ExitCode.SOUND
+
+
+def _retire(log: Path, arguments: argparse.Namespace, output: Output) -> list[Retirement]:
+    is_log = log.is_dir() and bool(segment_paths(log))
+    if not is_log and not (log.is_dir() and any(map(segment_paths, directories_in(log)))):
+        raise CommandFailed(f"{log}: give a log directory, or a directory of logs")
+    limits = {"max_bytes": arguments.max_bytes, "max_age_seconds": arguments.max_age}
+
+    def name(error: OSError | LogError) -> None:
+        output.unreadable(Path(str(getattr(error, "filename", None) or log)), error)
+
+    def retire_now(*, dry_run: bool, on_trouble: Trouble = name) -> list[Retirement]:
+        if is_log:
+            return retire(log, **limits, dry_run=dry_run)
+        return retire_logs(log, **limits, dry_run=dry_run, on_trouble=on_trouble)
+
+    def plan() -> list[Retirement]:
+        return retire_now(dry_run=True, on_trouble=ignore)
+
+    if not arguments.dry_run:
+        _make_snapshots(lambda each: log if is_log else log / each.log, plan)
+    return retire_now(dry_run=arguments.dry_run)
+
+
+def _make_snapshots(directory_of: Callable[[Retirement], Path], plan: Callable[[], list[Retirement]]) -> None:
+    """Make the snapshots from which what stays is read, where they are missing; they count towards the limits."""
+    tried: set[tuple[str, str]] = set()
+    while True:
+        last = {each.log: each for each in plan()}.values()  # of each log that goes in part or altogether
+        lacking = [each for each in last if not each.is_rest_verifiable and (each.log, each.segment) not in tried]
+        if not lacking:
+            return
+        for each in lacking:
+            tried.add((each.log, each.segment))
+            # Without it the segment goes all the same, and its entry says what that costs.
+            with contextlib.suppress(CommandFailed, LogError, OSError):
+                write_snapshots(open_log(directory_of(each)), each.last_sequence + 1)

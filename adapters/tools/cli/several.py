@@ -1,0 +1,92 @@
+"""A command on several logs in several processes: each prints into a text of its own, written in the logs' order.
+
+What is written is what one process would have written. A process that is killed costs the other logs nothing. It must
+not know what the command does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import attrs
+
+from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.exit_codes import ExitCode
+from kvledger.adapters.tools.logs.processes import ProcessLost, separate_processes
+from kvledger.storage.events.files import num_bytes_of
+from kvledger.storage.events.segment_file import segment_paths
+
+OnLogs = Callable[[argparse.Namespace, Output], list[ExitCode]]
+"""The command on `arguments.logs`; the exit code of each that can be read."""
+OnLost = Callable[[Path, str, Output], ExitCode]
+"""Reports a log whose process was killed each time that it was tried, and why; returns the log's exit code."""
+
+
+@attrs.frozen
+class Printed:
+    """What the command printed about one log."""
+
+    out: str
+    err: str
+    codes: list[ExitCode]
+    failures: list[ExitCode]
+
+
+def side_by_side(command: OnLogs, arguments: argparse.Namespace, output: Output, *, on_lost: OnLost) -> list[ExitCode]:
+    """Run it on each of `arguments.logs`, on `arguments.jobs` of them at a time, and print everything."""
+    num_logs = len(arguments.logs)
+    jobs_each = max(1, arguments.jobs // num_logs)
+    codes: list[ExitCode] = []
+    with separate_processes(min(arguments.jobs, num_logs)) as others:
+        begun: dict[Path, Future[Printed]] = {}
+        for path in sorted(arguments.logs, key=num_bytes, reverse=True):  # what takes longest is begun first
+            of_one = argparse.Namespace(**{**vars(arguments), "logs": [path], "jobs": jobs_each})
+            begun[path] = others.submit(_printed, command, of_one, is_terminal=sys.stdout.isatty())
+        for number, path in enumerate(arguments.logs, 1):
+            try:
+                with output.waiting(f"log {number} of {num_logs}"):
+                    printed = begun[path].result()
+            except ProcessLost as lost:
+                if codes and not output.is_json:
+                    output.line()
+                codes.append(on_lost(path, str(lost), output))
+                continue
+            # Each text begins with the line that parts it from the one before.
+            sys.stdout.write(printed.out if codes else printed.out.removeprefix("\n"))
+            sys.stderr.write(printed.err)
+            codes += printed.codes
+            output.failures += printed.failures
+    return codes
+
+
+def num_bytes(path: Path) -> int:
+    """The size of a log; 0 where it cannot be looked at, which whoever opens it says."""
+    try:
+        return sum(map(num_bytes_of, segment_paths(path) if path.is_dir() else [path]))
+    except OSError:
+        return 0
+
+
+class _Text(io.StringIO):
+    """What stands in for stdout, and is a terminal where that is one."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+def _printed(command: OnLogs, arguments: argparse.Namespace, *, is_terminal: bool) -> Printed:
+    with redirect_stdout(_Text(is_terminal=is_terminal)) as out, redirect_stderr(io.StringIO()) as err:
+        output = Output(is_json=arguments.json)
+        output.has_many_logs = True
+        codes = command(arguments, output)
+    return Printed(out.getvalue(), err.getvalue(), codes, output.failures)

@@ -1,0 +1,177 @@
+"""`kvledger ship`: copies the logs of this machine into a NATS JetStream stream, and lists what a stream holds."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvledger.adapters.tools.cli.default_log import LogArgument
+from kvledger.adapters.tools.cli.options import num_bytes, seconds
+from kvledger.adapters.tools.cli.output import Output, progress_in_bytes
+from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.tools.logs.streams import StreamUrl, parse_address, shown_log, stream_errors
+from kvledger.adapters.units import plural, size
+
+if TYPE_CHECKING:
+    from kvledger.storage.events.nats import Shipper, ShippingReport
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Its arguments; who may ship is said in the environment, as for every command that reads a stream."""
+    parser.add_argument(
+        "log", action=LogArgument, unless="list", type=Path, help="a log directory, or a directory of logs"
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--to", metavar="URL", type=StreamUrl, help="nats://host[:port][/STREAM]; tls:// insists on encryption"
+    )
+    where.add_argument("--list", metavar="URL", type=StreamUrl, help="list the logs of a stream instead")
+    parser.add_argument("--follow", action="store_true", help="keep shipping until stopped; include new logs")
+    parser.add_argument("--label", help="the second-last part of the subjects; default: this host's name")
+    parser.add_argument(
+        "--give-up-after", metavar="DURATION", type=seconds, default=60.0, help="without --follow; default: 60s"
+    )
+    new = parser.add_argument_group("a stream that is missing")
+    new.add_argument("--create-stream", action="store_true", help="make it, as the other options here say")
+    new.add_argument("--replicas", metavar="N", type=int, default=1, help="1, 3 or 5; default: 1")
+    new.add_argument("--max-age", metavar="DURATION", type=seconds, default=0.0, help="how long to keep: 30d")
+    new.add_argument("--max-bytes", metavar="SIZE", type=num_bytes, default=0, help="how much to keep: 500GiB")
+    new.add_argument(
+        "--discard",
+        choices=("new", "old"),
+        default="new",
+        help="what a full stream drops; default: new (shippers wait)",
+    )
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Ship, or list."""
+    if arguments.list is not None:
+        return _list(arguments.list, output)
+    if arguments.to is None:
+        raise CommandFailed("ship: --to URL is missing, or --list URL; give nats://host")
+    if arguments.log.is_file():
+        message = f"{arguments.log}: a segment alone cannot be shipped; give its directory"
+        raise CommandFailed(message)
+    if not arguments.log.exists() and not arguments.follow:
+        raise CommandFailed(f"{shown_log(arguments.log)}: there is nothing; give a directory")
+    address = parse_address(arguments.to)
+    from kvledger.storage.events.nats import Access, Shipper, label_of, new_stream  # noqa: PLC0415 - a fifth of a second
+
+    new = new_stream(
+        num_replicas=arguments.replicas,
+        max_age_s=arguments.max_age,
+        max_bytes=arguments.max_bytes,
+        keeps_newest=arguments.discard == "old",
+    )
+    shipper = Shipper(
+        arguments.log,
+        attrs.evolve(address, log_id=None),
+        Access.from_environment(),
+        label_of(arguments.label or socket.gethostname()),
+        follow=arguments.follow,
+        new_stream=new if arguments.create_stream else None,
+        give_up_after_s=arguments.give_up_after,
+        on_remark=lambda log, text: output.remark(text if log is None else f"{log.directory}: {text}"),
+    )
+    with stream_errors():
+        report = _ship_with_progress(shipper) if sys.stderr.isatty() else asyncio.run(_ship(shipper))
+    exit_code = _exit_code(report)
+    _show(report, exit_code, output)
+    return exit_code
+
+
+async def _ship(shipper: Shipper) -> ShippingReport:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # not the main thread
+            loop.add_signal_handler(number, shipper.stop)
+    return await shipper.run()
+
+
+def _ship_with_progress(shipper: Shipper) -> ShippingReport:
+    with progress_in_bytes() as progress:
+        task = progress.add_task("shipping", total=None)
+
+        def update() -> None:
+            shipped = sum(log.num_bytes for log in shipper.logs.values())
+            progress.update(task, completed=shipped, total=shipped + shipper.report().num_bytes_behind)
+
+        shipper.on_progress = update
+        return asyncio.run(_ship(shipper))
+
+
+def _exit_code(report: ShippingReport) -> ExitCode:
+    if report.is_damaged:
+        return ExitCode.DAMAGED
+    if report.is_refused:
+        return ExitCode.REFUSED
+    return ExitCode.SOUND if report.is_complete else ExitCode.TRY_AGAIN
+
+
+def _show(report: ShippingReport, exit_code: ExitCode, output: Output) -> None:
+    for log in report.logs:
+        next_sequence = 1 if log.last is None else log.last.next_sequence
+        if output.is_json:
+            fields = {
+                "path": str(log.directory),
+                "log_id": log.log_id,
+                "subject": log.subject,
+                "num_frames": log.num_frames,
+                "num_bytes": log.num_bytes,
+                "last_sequence": next_sequence - 1,
+                "head_hash": "" if log.last is None else log.last.chain_hash.hex(),
+                "lost": [[first, last] for first, last in log.lost.items()],
+                "problem": log.problem,
+            }
+            output.record("shipped", fields)
+        else:
+            new = f"{plural(log.num_frames, 'frame')}, {size(log.num_bytes)} new; up to event {next_sequence - 1}"
+            output.field(log.log_id[:12] or "?", f"{log.directory}: {new}{'; stopped' if log.problem else ''}")
+    if output.is_json:
+        summary = {
+            "exit_code": exit_code.value,
+            "is_complete": report.is_complete,
+            "num_bytes_behind": report.num_bytes_behind,
+        }
+        output.record("shipping", summary)
+    elif report.num_bytes_behind:
+        output.remark(f"{size(report.num_bytes_behind)} are not shipped yet; the next run continues there")
+
+
+def _list(url: StreamUrl, output: Output) -> ExitCode:
+    address = parse_address(url)
+    from kvledger.storage.events.nats import logs_in_stream  # noqa: PLC0415
+
+    with stream_errors():
+        logs = logs_in_stream(address)
+    rows = []
+    for log in logs:
+        header = {} if log.header is None else log.header.header
+        first = 0 if log.header is None else log.header.first_sequence
+        last = 0 if log.last is None else log.last.next_sequence - 1
+        if output.is_json:
+            fields = {
+                "log_id": log.log_id,
+                "label": log.label,
+                "subject": log.subject,
+                "num_messages": log.num_messages,
+                "first_sequence": first or None,
+                "last_sequence": last or None,
+                "opened_at_unix_ns": header.get("opened_at_unix_ns"),
+                "head_hash": None if log.last is None else log.last.chain_hash.hex(),
+            }
+            output.record("log_in_stream", fields)
+        events = f"{first}-{last}" if first else f"…-{last}"
+        rows.append([log.log_id, log.label, events, str(log.num_messages)])
+    if not output.is_json:
+        output.table({"log": "left", "label": "left", "events": "right", "messages": "right"}, rows)
+    return ExitCode.SOUND

@@ -1,0 +1,314 @@
+"""`kvledger show`: what is in a log, and the timeline of one request in it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from kvledger.adapters.tools.cli.finding import selected, selected_one
+from kvledger.adapters.tools.cli.fitting import cut_short, needed
+from kvledger.adapters.tools.cli.following import show_following
+from kvledger.adapters.tools.cli.options import add_request, count
+from kvledger.adapters.tools.cli.output import Output, show_ending, show_title
+from kvledger.adapters.tools.exit_codes import ExitCode, gravest
+from kvledger.adapters.tools.logs.clock import Clock
+from kvledger.adapters.tools.logs.coverage import readable
+from kvledger.adapters.tools.logs.describe import plain, state_change, unfoldable_text
+from kvledger.adapters.tools.logs.facts import UNKNOWN_TOTALS, facts_of
+from kvledger.adapters.tools.logs.index import index_for
+from kvledger.adapters.tools.logs.log import Batch, StoredLog
+from kvledger.adapters.tools.logs.observation import observations
+from kvledger.adapters.tools.logs.requests import Requests, RequestSummary
+from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.logs.timeline import Group, Timelines
+from kvledger.adapters.totals import Figures
+from kvledger.adapters.units import event_range, milliseconds, plural
+from kvledger.lifecycle import Projections
+
+_MAX_LISTED = 200
+_MAX_IN_FRAME = 4096
+"""So many events are looked at for what is under way at a log's end; one hook call writes fewer."""
+_COLUMNS = {
+    "request": "left",
+    "outcome": "left",
+    "UTC": "left",
+    "arrived ms": "right",
+    "took ms": "right",
+    "prompt": "right",
+    "tokens": "right",
+    "preempted": "right",
+    "lookups": "right",
+    "loaded": "right",
+    "saved chunks": "right",
+    "failures": "right",
+}
+_SPARE = ("lookups", "saved chunks", "arrived ms", "prompt", "tokens", "UTC")
+"""Left out first where a terminal is narrow."""
+_STATUS = "FINISHED_"
+"""How vLLM's names of what has ended begin."""
+
+
+@attrs.frozen
+class Listing:
+    """Which requests are listed."""
+
+    limit: int
+    """So many, the last ones; 0: all."""
+    only_failed: bool
+
+    def chosen(self, summaries: Sequence[RequestSummary]) -> Sequence[RequestSummary]:
+        """Those that may be listed."""
+        return [each for each in summaries if each.has_failed] if self.only_failed else summaries
+
+    def said(self, num_listed: int, summaries: Sequence[RequestSummary]) -> str:
+        """What is listed, where that is not every request."""
+        num_chosen = len(self.chosen(summaries))
+        which = f"{num_chosen} of {plural(len(summaries), 'request')} failed" if self.only_failed else ""
+        if num_listed == num_chosen:
+            return which
+        more = f"the last {num_listed} of {num_chosen}; --limit 0 lists all"
+        return f"{which}, {more}" if which else more
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What only this command has."""
+    add_request(parser)
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="keep printing new events, as long as somebody writes the log"
+    )
+    parser.add_argument(
+        "--limit",
+        metavar="N",
+        type=count,
+        default=_MAX_LISTED,
+        help="list the last N requests; 0: all of them",
+    )
+    parser.add_argument(
+        "--failed",
+        action="store_true",
+        help="list only requests that ended in an error or were quarantined, of which a load or a save failed, or that "
+        "broke a rule or made a hook fail",
+    )
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Show logs, or a request."""
+    if arguments.follow:
+        return show_following(*selected_one(arguments, output), output)
+    codes: list[ExitCode] = []
+    for log, selection in selected(arguments, output):
+        if codes and not output.is_json:
+            output.line()
+        with output.apart_from_others(log.path):
+            if selection.request_id is not None:
+                is_found = _show_request(log, selection, selection.request_id, output)
+            else:
+                _show_log(log, selection, Listing(arguments.limit, arguments.failed), output)
+                is_found = True
+            output.damage_of(log)
+            codes.append(output.coverage_of(log, selection, is_found=is_found))
+    return gravest(codes)
+
+
+# --- one request --------------------------------------------------------------------------------
+
+
+def _show_request(log: StoredLog, selection: Selection, request_id: str, output: Output) -> bool:
+    """Show its timeline; returns whether it has an event in the selected part."""
+    timelines = Timelines(log.core, log.configuration, [request_id])
+    index = index_for(log, output, request_id)
+    if index is not None and index.contents.is_whole:
+        with contextlib.closing(index):
+            for span in index.spans(request_id):  # what happened before and between makes no difference to it
+                events = index.events_between(span.first_sequence, span.last_sequence)
+                for observation in observations(event for event in events if not selection.is_over(event[0])):
+                    timelines.take(observation)
+            index.contents.copy_counts(log)
+    else:
+        with output.progress(log, "reading"):
+            _take_observations(log.batches(selection.last_sequence), timelines, output)
+    groups = [each for each in timelines.groups[request_id] if each.last_sequence >= selection.first_sequence]
+    _show_timeline(output, log, request_id, groups)
+    return bool(groups)
+
+
+def _take_observations(batches: Iterator[Batch], timelines: Timelines, output: Output) -> None:
+    for batch in batches:
+        if batch.gap is not None:
+            timelines.lose(batch.gap)
+        for observation in observations(batch.numbered()):
+            try:
+                timelines.take(observation)
+            except Exception as error:  # noqa: BLE001 -- what was read before it is still worth showing
+                output.remark(unfoldable_text(observation.sequence, observation.event, error))
+                for _ in batches:  # to the end, for the log's figures and its damage
+                    pass
+                return
+
+
+def _show_timeline(output: Output, log: StoredLog, request_id: str, groups: list[Group]) -> None:
+    clock = Clock(log.header)
+    if output.is_json:
+        for group in groups:
+            fields = attrs.asdict(group, filter=lambda attribute, _: attribute.name != "texts")
+            times = {"time_unix_ns": clock.unix_ns(group.time_ns), "until_unix_ns": clock.unix_ns(group.until_ns)}
+            output.record("group", {"request_id": request_id, **fields, **times, "text": group.text})
+        return
+    show_title(output, request_id, clock, groups[0].time_ns if groups else 0)
+    columns = {"UTC": "left", "ms": "right", "events": "right", "state": "left", "what happened": "left"}
+    rows = []
+    for group in groups:
+        if day := clock.new_day(group.time_ns):
+            rows.append([day, *[""] * (len(columns) - 1)])
+        rows.append(
+            [
+                clock.time_of_day(group.time_ns),
+                milliseconds(group.time_ns),
+                event_range(group.first_sequence, group.last_sequence),
+                state_change(group.state_before, group.state_after),
+                group.text,
+            ]
+        )
+    output.table(columns, rows, spare=("ms",), hidden=() if clock.is_known else ("UTC",))
+
+
+# --- the whole log ------------------------------------------------------------------------------
+
+
+def _start(log: StoredLog, output: Output) -> Projections:
+    """The state where the log can be folded from: nothing, or what its first snapshot holds."""
+    start = log.start()
+    for remark in log.start_remarks:
+        output.remark(remark)
+    if start is not None:
+        output.remark(f"what came before event {log.start_sequence + 1} is known from a snapshot only")
+    return start or log.core.new_projections(log.configuration)
+
+
+def _show_log(log: StoredLog, selection: Selection, listing: Listing, output: Output) -> None:
+    index = index_for(log, output) if selection.last_sequence is None else None
+    if index is not None:
+        with contextlib.closing(index):
+            contents = index.contents
+            contents.copy_counts(log)
+            log.judge_ending(contents.last_sequence, contents.head_hash)
+            first = max(1, contents.last_sequence - _MAX_IN_FRAME)
+            log.last_events = tuple(index.events_between(first, contents.last_sequence))
+            summaries = list(index.summaries(selection.first_sequence))
+            figures = _known_figures(contents.figures, output)
+            _show_summary(output, log, selection, summaries, figures, contents.last_time_ns, listing)
+        return
+    ended: list[RequestSummary] = []
+    requests = Requests(ended.append)
+    projections = _start(log, output) if log.header else None
+    totals = None if projections is None else log.totals(projections)
+
+    events = log.events(selection.last_sequence)
+    with output.progress(log, "reading"):
+        for at, event in events:
+            requests.take(at, event)
+            if projections is not None and log.start_sequence < at <= log.trusted_sequence:
+                try:
+                    projections.fold(event, at)
+                except Exception as error:  # noqa: BLE001 -- behind a gap, or forged; what was read is worth showing
+                    output.remark(unfoldable_text(at, event, error))
+                    for _ in events:  # to the end, for the log's figures and its damage
+                        pass
+    if projections is not None:
+        requests.finish(projections)
+    summaries = sorted((*ended, *requests.current.values()), key=lambda summary: summary.first_sequence)
+    summaries = [summary for summary in summaries if summary.last_sequence >= selection.first_sequence]
+    figures = None if totals is None else _known_figures(totals.complete_figures, output)
+    time_ns = 0 if projections is None else projections.tracker.time_ns
+    _show_summary(output, log, selection, summaries, figures, time_ns, listing)
+
+
+def _known_figures(figures: Figures | None, output: Output) -> Figures | None:
+    """The same; says why if there are none."""
+    if figures is None:
+        output.remark(f"the totals of this log are {UNKNOWN_TOTALS}")
+    return figures
+
+
+def _show_summary(
+    output: Output,
+    log: StoredLog,
+    selection: Selection,
+    summaries: Sequence[RequestSummary],
+    figures: Figures | None,
+    duration_ns: int,
+    listing: Listing,
+) -> None:
+    """Without figures: of a log whose configuration or totals are lost, or at no event of which the state is known."""
+    why_nothing = readable(log, selection).why_nothing
+    figures = None if why_nothing else figures
+    clock = Clock(log.header)
+    outcomes = Counter(summary.outcome or "unknown" for summary in summaries)
+    num_open = sum(summary.finished_ns is None for summary in summaries)
+    if output.is_json:
+        output.record(
+            "log",
+            {
+                "path": str(log.path),
+                "header": plain(log.header),
+                "num_events": log.num_events,
+                "num_frames": log.num_frames,
+                "num_bytes": log.num_bytes,
+                "duration_ns": duration_ns,
+                "outcomes": dict(outcomes),
+                "figures": None if figures is None else attrs.asdict(figures),
+                "nothing_checked": why_nothing,
+            },
+        )
+        show_ending(output, log, None if why_nothing else num_open)
+        for summary in listing.chosen(summaries):
+            unix = {"arrived_unix_ns": summary.arrived_ns, "finished_unix_ns": summary.finished_ns}
+            times = {name: clock.unix_ns(time_ns) for name, time_ns in unix.items()}
+            output.record("request", {**attrs.asdict(summary), **times})
+        return
+    for name, text in facts_of(log, duration_ns).items():
+        output.field(name, text, "red" if name == "sizes" and not log.header else "")
+    show_ending(output, log, None if why_nothing else num_open)
+    output.field("requests", _requests(log, outcomes, why_nothing), "yellow" if why_nothing else "")
+    if figures is not None:
+        output.figures(figures, has_own_copies=not log.decides_elsewhere, has_requests=log.worker_rank is None)
+    if summaries:
+        output.line()
+        listed = listing.chosen(summaries)[-listing.limit :]
+        if said := listing.said(len(listed), summaries):
+            output.line(said, style="dim")
+        hidden = [*(["saved chunks"] if log.decides_elsewhere else []), *([] if clock.is_known else ["UTC"])]
+        rows = [_request_row(summary, clock) for summary in listed]
+        if output.width is not None and needed(_COLUMNS, rows) > output.width:
+            names = cut_short(summary.request_id for summary in summaries)
+            rows = [[names[name], *others] for name, *others in rows]
+        if rows:
+            output.table(_COLUMNS, rows, spare=_SPARE, hidden=hidden)
+
+
+def _requests(log: StoredLog, outcomes: Counter[str], why_nothing: str) -> str:
+    """How many requests there are and what became of them, in words."""
+    if why_nothing:
+        return f"{f'{outcomes.total()} in what is left; all: ' if outcomes else ''}not known: {why_nothing}"
+    if outcomes:
+        return f"{outcomes.total()}: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.most_common())}"
+    return "none" if log.worker_rank is None else "none in a worker's log; the scheduler's log has them"
+
+
+def _request_row(summary: RequestSummary, clock: Clock) -> list[str]:
+    took = "" if summary.finished_ns is None else milliseconds(summary.finished_ns - summary.arrived_ns)
+    counts = (
+        summary.num_prompt_tokens,
+        summary.num_tokens,
+        summary.num_preemptions,
+        summary.num_lookups,
+        summary.num_tokens_loaded,
+        summary.num_chunks_saved,
+        summary.num_failures,
+    )
+    arrived = (clock.time_of_day(summary.arrived_ns), milliseconds(summary.arrived_ns))
+    return [summary.request_id, summary.outcome.removeprefix(_STATUS), *arrived, took, *map(str, counts)]

@@ -1,0 +1,103 @@
+"""What the log folds to at one moment, for people and for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.logs.describe import plain
+from kvledger.adapters.tools.logs.facts import UNKNOWN_TOTALS
+from kvledger.adapters.totals import Totals
+from kvledger.adapters.units import plural
+from kvledger.lifecycle import Projections, RequestRecord, TrustRegion
+
+_COUNTS = ("generation", "computed", "tokens", "preempted", "blocks", "keys", "offered")
+
+
+def show_state(
+    output: Output, projections: Projections, totals: Totals, sequence: int, request_id: str | None = None
+) -> None:
+    """Print the whole state, or that of one request."""
+    records = [record for record in projections.tracker if request_id in {None, record.request_id}]
+    requests = [_request_fields(record, projections) for record in records]
+    if output.is_json:
+        if request_id is None:
+            counted = None if totals.complete_figures is None else plain(totals.state)
+            state = {"sequence": sequence, "projections": plain(projections.states()), "totals": counted}
+            output.record("state", state)
+        else:
+            for request in requests:
+                output.record("request_state", {"sequence": sequence, **request})
+        return
+    output.line(f"state after event {sequence}", style="bold")
+    if requests:
+        left, right = dict.fromkeys(("request", "state"), "left"), dict.fromkeys(_COUNTS, "right")
+        output.table({**left, **right, "jobs": "left"}, [_request_row(request) for request in requests])
+    else:
+        output.line("no request is known" if request_id is None else f"{request_id} is not known then")
+    if request_id is None:
+        _show_cache(output, projections)
+        _show_totals(output, totals)
+
+
+def _request_fields(record: RequestRecord, projections: Projections) -> dict[str, Any]:
+    request_id = record.request_id
+    pending = record.answer
+    return {
+        "request_id": request_id,
+        "ordinal": record.ordinal,
+        "state": record.path,
+        "state_since_ns": record.state_since_ns,
+        "generation": record.generation,
+        "num_computed_tokens": projections.tracker.num_computed_tokens(record),
+        "num_tokens": max(record.num_tokens, projections.tracker.num_computed_tokens(record)),
+        "num_prompt_tokens": record.num_prompt_tokens,
+        "num_preemptions": record.num_preemptions,
+        "quarantined": record.trust is TrustRegion.QUARANTINED,
+        "block_ids": list(record.block_ids or ()),
+        "lost_block_ids": list(record.lost_block_ids or ()),
+        "chunk_keys": [key.hex() for key in record.keys],
+        "num_chunks_handled": record.num_chunks_handled,
+        "pending_answer": None if pending is None else plain(pending),
+        "jobs": [
+            {"job_id": job.job_id, "kind": job.kind.value, "block_ids": list(job.block_ids), "slots": list(job.slots)}
+            for job in projections.jobs
+            if job.ordinal == record.ordinal
+        ],
+    }
+
+
+def _request_row(request: dict[str, Any]) -> list[str]:
+    pending, is_quarantined = request["pending_answer"], request["quarantined"]
+    counts = (
+        request["generation"],
+        request["num_computed_tokens"],
+        request["num_tokens"],
+        request["num_preemptions"],
+        len(request["block_ids"]),
+        len(request["chunk_keys"]),
+        "" if pending is None else pending["num_external_tokens"],
+    )
+    jobs = ", ".join(f"{job['kind']} {job['job_id']}" for job in request["jobs"])
+    state = f"{request['state']}{' (quarantined)' if is_quarantined else ''}"
+    return [request["request_id"], state, *map(str, counts), jobs]
+
+
+def _show_cache(output: Output, projections: Projections) -> None:
+    slots = projections.slots
+    output.field("host pool", f"{slots.num_slots - slots.num_free} of {slots.num_slots} slots in use")
+    output.field("chunks", f"{len(projections.pool)} can be loaded, reset epoch {projections.jobs.epoch}")
+    output.field("jobs", f"{plural(len(projections.jobs), 'job')} in flight")
+    for job in projections.jobs:
+        output.line(f"  {job.kind} {job.job_id} of {job.request_id}, {plural(len(job.block_ids), 'block')}")
+
+
+def _show_totals(output: Output, totals: Totals) -> None:
+    figures = totals.complete_figures
+    if figures is None:
+        output.field("totals", UNKNOWN_TOTALS)
+        return
+    counted = {name: value for name, value in attrs.asdict(figures).items() if value}
+    output.field("totals", ", ".join(f"{name} {value}" for name, value in counted.items()) or "nothing yet")

@@ -1,0 +1,241 @@
+"""`kvledger verify`: is this log what was written, does it keep the rules, and would today's code decide the same?"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import attrs
+
+from kvledger.adapters.tools.cli.finding import opened_log, selected
+from kvledger.adapters.tools.cli.options import add_handlers, positive
+from kvledger.adapters.tools.cli.output import Output, show_divergences, show_ending
+from kvledger.adapters.tools.cli.several import num_bytes, side_by_side
+from kvledger.adapters.tools.exit_codes import ExitCode, gravest
+from kvledger.adapters.tools.logs.describe import event_text, plain, violation_place
+from kvledger.adapters.tools.logs.log import StoredLog, open_log
+from kvledger.adapters.tools.logs.parts import verify_in_parts
+from kvledger.adapters.tools.logs.processes import num_cores, processes
+from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.logs.verification import Findings, Verification
+from kvledger.adapters.units import plural, size
+from kvledger.lifecycle.audit import Violation
+from kvledger.lifecycle.events import Event
+
+_MAX_SHOWN = 20
+"""Of each kind for people; programs get all that is kept."""
+_OBJECTS_PER_COLLECTION = 200_000
+MIN_BYTES = 4 << 20
+"""Of logs that are verified by several processes: of less, one is done before others have started."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What only this command has."""
+    parser.add_argument("-v", "--verbose", action="store_true", help="list the rules that a log cannot decide, and why")
+    parser.add_argument(
+        "--jobs", metavar="N", type=positive, default=num_cores(), help="processes to verify with; default: all cores"
+    )
+    add_handlers(parser)
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Verify each log; the exit code is that of the worst."""
+    is_split = arguments.jobs > 1 and sum(map(num_bytes, arguments.logs)) >= MIN_BYTES
+    if is_split and len(arguments.logs) > 1 and arguments.request is None:
+        codes = side_by_side(partial(_verify_each, follows=True), arguments, output, on_lost=_show_lost)
+    else:
+        codes = _verify_each(arguments, output)
+    if output.has_many_logs and not output.is_json:
+        every_code, num_logs = [*codes, *output.failures], len(arguments.logs)
+        words = {ExitCode.SOUND: "sound"}
+        words |= {ExitCode.NOTHING_CHECKED: "without anything to check", ExitCode.NOT_VERIFIED: "not verified"}
+        counts = [f"{every_code.count(code)} {word}" for code, word in words.items() if code in (*every_code, 0)]
+        num_unreadable = output.failures.count(ExitCode.DAMAGED)
+        counts += [f"{num_unreadable} unreadable"] if num_unreadable else []
+        style = "bold green" if every_code.count(ExitCode.SOUND) == num_logs else "bold red"
+        output.line()
+        output.field("logs", f"{num_logs}, {', '.join(counts)}", style)
+    return gravest(codes)
+
+
+def _verify_each(arguments: argparse.Namespace, output: Output, *, follows: bool = False) -> list[ExitCode]:
+    """Of each log that can be read; `follows`: what is printed of another one stands before it."""
+    codes: list[ExitCode] = []
+    for log, selection in selected(arguments, output):
+        if (codes or follows) and not output.is_json:
+            output.line()
+        with output.apart_from_others(log.path):
+            codes.append(_verify(log, selection, output, arguments))
+    return codes
+
+
+def _verify(log: StoredLog, selection: Selection, output: Output, arguments: argparse.Namespace) -> ExitCode:
+    with output.progress(log, "verifying"), _rare_collections():
+        findings = _findings(log, selection, arguments)
+    if output.is_json:
+        _show_json(output, log, findings)
+    else:
+        _show_text(output, log, findings, verbose=arguments.verbose)
+    return findings.exit_code
+
+
+def _show_lost(path: Path, reason: str, output: Output) -> ExitCode:
+    """Of a log that no process could verify to the end."""
+    remedy = "verify it alone, with --jobs 1 or on a machine with more memory"
+    if output.is_json:
+        output.record("log", {"path": str(path), "header": None})
+        code = ExitCode.NOT_VERIFIED
+        remarks = [f"{reason}: {remedy}"]
+        output.record("verdict", {"verdict": code.name.lower(), "exit_code": code.value, "remarks": remarks})
+    else:
+        output.field("log", str(path))
+        output.field("verdict", "not verified", "bold red")
+    output.remark(f"{path}: not verified: {reason}; {remedy}")
+    return ExitCode.NOT_VERIFIED
+
+
+def _findings(log: StoredLog, selection: Selection, arguments: argparse.Namespace) -> Findings:
+    found = None
+    if arguments.jobs > 1 and num_bytes(log.path) >= MIN_BYTES:
+        with processes(arguments.jobs - 1) as others:
+            found = verify_in_parts(log, selection, partial(opened_log, log.path, arguments), others, arguments.jobs)
+    if found is not None:
+        return found
+    verification = Verification(log, selection)
+    for batch in log.batches(selection.last_sequence):
+        verification.take(batch)
+    return verification.findings()
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Look for cyclic garbage seldom: an audit makes none, and what it keeps would be walked over again and again."""
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_PER_COLLECTION)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+def _show_json(output: Output, log: StoredLog, findings: Findings) -> None:
+    judgement, held = findings.judgement, findings.judgement.held
+    output.record("log", {"path": str(log.path), "header": plain(log.header)})
+    for damage in findings.damage:
+        output.record("damage", attrs.asdict(damage))
+    for violation in held.violations:
+        output.record("violation", attrs.asdict(violation))
+    show_divergences(output, judgement)
+    for rule, reason in {**held.not_judged, **log.core.not_checked}.items():
+        output.record("not_checked", {"rule": rule, "reason": reason})
+    show_ending(output, log, findings.end_state.num_open_requests)
+    output.record(
+        "verdict",
+        {
+            "verdict": findings.exit_code.name.lower(),
+            "exit_code": findings.exit_code.value,
+            "end": log.ending.how.value,
+            "num_events": log.num_events,
+            "num_events_checked": held.num_events,
+            "first_event_checked": findings.checked.first_sequence or None,
+            "last_event_checked": findings.checked.last_sequence or None,
+            "text": findings.verdict,
+            "num_frames": log.num_frames,
+            "num_bytes": log.num_bytes,
+            "head_hash": log.head_hash,
+            "num_skipped": dict(log.skipped),
+            "num_damage": len(findings.damage),
+            "num_violations": held.num_violations,
+            "num_divergences": judgement.decided.divergences.num_found,
+            "rules": judgement.judged if log.header else [],
+            "stopped_extensions": [attrs.asdict(each) for each in findings.stopped],
+            "remarks": findings.remarks,
+            "workers": findings.of_workers,
+        },
+    )
+
+
+def _show_text(output: Output, log: StoredLog, findings: Findings, *, verbose: bool) -> None:
+    judgement, held = findings.judgement, findings.judgement.held
+    output.field("log", str(log.path))
+    output.field("written by", log.written_by)
+    frames = f"in {plural(log.num_frames, 'frame')}, {size(log.num_bytes)}"
+    output.field("events", f"{log.num_events} {frames}")
+    num_damaged = len(findings.damage)
+    damaged = f"{plural(num_damaged, 'place')} damaged" if num_damaged else f"intact, head {log.head_hash}"
+    output.field("chain", damaged, "red" if num_damaged else "green")
+    for damage in findings.damage[:_MAX_SHOWN]:
+        output.line(f"  {damage}")
+    _show_more(output, num_damaged)
+    show_ending(output, log, findings.end_state.num_open_requests)
+    num_broken = len(held.num_violations)
+    rules = f"{len(judgement.judged)} checked over {plural(held.num_events, 'event')}, {num_broken or 'none'} broken"
+    is_checked = not findings.checked.why_nothing or num_broken > 0
+    output.field("rules", rules if is_checked else "not checked", _style(is_checked, num_broken))
+    evidence = _evidence(log, held.violations[:_MAX_SHOWN])
+    for violation in held.violations[:_MAX_SHOWN]:
+        _show_violation(output, violation, evidence)
+    _show_more(output, sum(held.num_violations.values()))
+    if is_checked or not judgement.is_sound:
+        show_divergences(output, judgement)
+    elif log.header:
+        output.field("decisions", "not made again", "yellow")
+    if verbose:
+        output.field("not checked", plural(len(log.core.not_checked), "rule"))
+        for rule, reason in log.core.not_checked.items():
+            output.line(f"  {rule}: {reason}")
+    else:
+        output.field(
+            "not checked", f"{plural(len(log.core.not_checked), 'rule')} that a log cannot decide; --verbose lists them"
+        )
+    for remark in findings.remarks:
+        output.field("note", remark, "yellow")
+    for trouble in findings.of_workers:
+        output.field("worker", trouble, "red")
+    verdict = findings.verdict
+    if findings.of_workers and findings.exit_code in {ExitCode.SOUND, ExitCode.END_MISSING}:
+        head, separator, part = verdict.partition("; ")
+        raised = f"but {plural(len(findings.of_workers), 'worker')} raised in a hook or did not return from it"
+        verdict = f"{head}, {raised}{separator}{part}"
+    is_well = not findings.exit_code and not findings.of_workers
+    output.field("verdict", verdict, "bold green" if is_well else "bold red")
+
+
+def _style(is_checked: bool, num_broken: int) -> str:  # noqa: FBT001
+    if num_broken:
+        return "red"
+    return "green" if is_checked else "yellow"
+
+
+def _show_more(output: Output, total: int) -> None:
+    if total > _MAX_SHOWN:
+        output.line(f"  … and {total - _MAX_SHOWN} more")
+
+
+def _show_violation(output: Output, violation: Violation, evidence: dict[int, Event]) -> None:
+    output.line(f"  {violation_place(violation)}", style="bold")
+    output.line(f"    {violation.detail}")
+    for sequence in dict.fromkeys((*violation.evidence, violation.sequence)):
+        if sequence in evidence:
+            output.line(f"    {sequence:>8}  {event_text(evidence[sequence])}", style="dim")
+
+
+def _evidence(log: StoredLog, violations: Collection[Violation]) -> dict[int, Event]:
+    """The events that the violations name, read again: keeping all events during the audit would cost memory."""
+    wanted = {sequence for violation in violations for sequence in (*violation.evidence, violation.sequence)}
+    if not wanted:
+        return {}
+    copy = open_log(log.path, log.core, lenient=True)  # what was refused has been refused before
+    found: dict[int, Event] = {}
+    for sequence, event in copy.events():
+        if sequence in wanted:
+            found[sequence] = event
+            if len(found) == len(wanted):
+                break
+    return found

@@ -1,0 +1,167 @@
+"""`kvledger why`: the chain of causes of one request, and a reason for every token that it missed or computed again."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import attrs
+
+from kvledger.adapters.tools.cli.finding import selected_one
+from kvledger.adapters.tools.cli.options import add_request
+from kvledger.adapters.tools.cli.output import Output, show_title
+from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, gravest
+from kvledger.adapters.tools.logs.clock import Clock
+from kvledger.adapters.tools.logs.explanation import (
+    Cause,
+    balance,
+    causes_of,
+    duplicated_text,
+    reason_text,
+    sums_by_reason,
+)
+from kvledger.adapters.tools.logs.histories import Histories, read_histories
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.reasons import LoadFate, RequestHistory, Sums
+from kvledger.adapters.units import event_range, milliseconds, plural
+from kvledger.lifecycle import events as e
+
+_MAX_LOOKUPS = 3
+"""Of the different answers that a waiting request got in a row, people are shown the last ones."""
+_ARRIVED = e.RequestArrived.id
+_Chain = tuple[RequestHistory, Sequence[Cause]]
+"""Of one incarnation."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What only this command has."""
+    add_request(parser)
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Explain one request."""
+    if arguments.request is None:
+        raise CommandFailed("name a request: its id or a unique part of it; `kvledger show` lists them")
+    log, selection = selected_one(arguments, output)
+    histories = read_histories(log, selection, selection.request_id or "", output)
+    chains = [
+        (
+            history,
+            [
+                cause
+                for cause in causes_of(history, histories, log.core, log.configuration)
+                if cause.last_sequence >= selection.first_sequence
+            ],
+        )
+        for history in histories.of_incarnations
+    ]
+    if output.is_json:
+        _show_json(output, chains, histories, log)
+    else:
+        arrived_ns = next((causes[0].time_ns for _, causes in chains if causes), 0)
+        clock = Clock(log.header)
+        show_title(output, selection.request_id or "", clock, arrived_ns)
+        _show_text(output, chains, clock)
+    output.damage_of(log)
+    code = output.coverage_of(log, selection, is_found=any(causes for _, causes in chains))
+    is_balanced = not any(history.sums.differences() for history in histories.of_incarnations)
+    return code if is_balanced else gravest([code, ExitCode.DIVERGED])
+
+
+# --- for programs -------------------------------------------------------------------------------
+
+
+def _show_json(output: Output, chains: Sequence[_Chain], histories: Histories, log: StoredLog) -> None:
+    clock = Clock(log.header)
+    for history, causes in chains:
+        whose = {"request_id": history.request_id, "ordinal": history.ordinal}
+        for cause in causes:
+            fields = attrs.asdict(cause, filter=lambda field, _: field.name not in {"spans", "reasons"})
+            times = {"time_unix_ns": clock.unix_ns(cause.time_ns), "until_unix_ns": clock.unix_ns(cause.until_ns)}
+            output.record("cause", {**whose, **fields, **times})
+            for span in cause.spans:
+                fields = {
+                    "of": cause.what,
+                    "sequence": cause.sequence,
+                    "reason": span.reason,
+                    "first_token": span.first_token,
+                    "num_tokens": span.num_tokens,
+                    "evidence": span.evidence,
+                    "text": reason_text([span], histories, log.configuration.chunk_size, cause.time_ns),
+                }
+                output.record("reason", {**whose, **fields})
+        output.record("total", {**whose, **total(history.sums), "num_left_out": history.num_left_out})
+
+
+def total(sums: Sums) -> dict[str, object]:
+    """The sums as a JSON object; every reason and fate that counts something is in it."""
+    return {
+        "num_admissions": sums.num_admissions,
+        "num_tokens_needed": sums.num_needed,
+        "num_tokens_retained": sums.num_retained,
+        "num_tokens_elsewhere": sums.num_elsewhere,
+        "num_tokens_loaded": sums.to_load[LoadFate.LOADED],
+        "num_tokens_missed": sums.num_missed(),
+        "missed": +sums.misses(),
+        "num_tokens_recomputed": sums.num_recomputed,
+        "recomputed": +sums.recomputed,
+        "computed_twice": +sums.computed_twice,
+        "num_tokens_offered": sums.num_offered,
+        "offered": +sums.offered,
+        "to_load": +sums.to_load,
+        "num_tokens_duplicated": sums.num_duplicated,
+        "duplicated": +sums.duplicated,
+        "differences": sums.differences(),
+    }
+
+
+# --- for people ---------------------------------------------------------------------------------
+
+
+def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock) -> None:
+    for number, (history, all_causes) in enumerate(chains, 1):
+        if len(chains) > 1:
+            output.line(f"incarnation {number} of {len(chains)}", style="bold")
+        causes = _without_many_lookups(all_causes)
+        events = [event_range(cause.sequence, cause.last_sequence) for cause in causes]
+        wide = max(map(len, events), default=0)
+        for cause, place in zip(causes, events, strict=True):
+            if day := clock.new_day(cause.time_ns):
+                output.line(day, style="dim")
+            at = f"{milliseconds(cause.time_ns):>10}  {place:>{wide}}  "
+            at = f"{clock.time_of_day(cause.time_ns)}  {at}" if clock.is_known else at
+            output.line(f"{at}{cause.text}", indent=len(at))
+            for reason in (*cause.reasons, *cause.notes):
+                output.line(f"{'':{len(at)}}  {reason}", style="dim")
+        num_hidden = len(all_causes) - len(causes)
+        if num_hidden:
+            output.line(
+                f"{plural(num_hidden, 'more lookup')} with other answers in between; --json has them", style="dim"
+            )
+        if history.num_left_out:
+            output.line(f"{history.num_left_out} more of its causes were not kept", style="dim")
+        output.line()
+        if all_causes and all_causes[0].what == _ARRIVED and not (history.lookups or history.admissions):
+            output.line("nobody asked what can be loaded for it, and it got no blocks: it only waited")
+            continue
+        show_total(output, history.sums, history.sums.differences())
+
+
+def _without_many_lookups(causes: Sequence[Cause]) -> list[Cause]:
+    is_lookup = [cause.what == "lookup" for cause in causes]
+    length = _MAX_LOOKUPS + 1
+    return [cause for at, cause in enumerate(causes) if is_lookup[at : at + length] != [True] * length]
+
+
+def show_total(output: Output, sums: Sums, differences: Sequence[str]) -> None:
+    """The table of tokens by reason, and whether it adds up."""
+    columns = {"reason": "left", "left to compute": "right", "computed again": "right", "what it means": "left"}
+    found = sums_by_reason(sums)
+    rows = [[reason.value, str(missed), str(again), reason.meaning] for reason, missed, again in found]
+    rows.append(["all", str(sum(missed for _, missed, _ in found)), str(sum(again for *_, again in found)), ""])
+    output.table(columns, rows)
+    output.line(balance(sums))
+    if sums.num_duplicated:
+        output.line(duplicated_text(sums))
+    for difference in differences:
+        output.line(f"THIS DOES NOT ADD UP, which is a fault of kvledger: {difference}", style="bold red")

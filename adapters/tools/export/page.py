@@ -1,0 +1,230 @@
+"""One page about the logs of a directory, for a ticket: complete in itself, safe whatever the logs hold.
+
+The templates say how it looks, and escape what stands in a log; here stands what is on it, and what is left out of logs
+that are too large for a page. The page allows nothing but its own style and its own script (which sorts a table), named
+by their hashes: text which got past the escaping could not run, and nothing can be fetched.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Sequence
+from importlib import resources
+
+import attrs
+import jinja2
+
+from kvledger.adapters.tools.export import reasons
+from kvledger.adapters.tools.export.axis import Axis
+from kvledger.adapters.tools.export.clock import PageClock
+from kvledger.adapters.tools.export.curves import HEIGHT, NUM_COLUMNS, curves
+from kvledger.adapters.tools.export.identifiers import Pieces, told_apart
+from kvledger.adapters.tools.export.part import Part, Reading
+from kvledger.adapters.tools.export.shown import MAX_REQUESTS, SLOTS, Request
+from kvledger.adapters.tools.export.timelines import RequestTimeline
+from kvledger.adapters.tools.export.tokens import Bar, after_preemptions, at_admissions
+from kvledger.adapters.tools.logs.describe import describe_core_event, state_change
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.progress import Progress
+from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.logs.visible import visible
+from kvledger.adapters.tools.reasons import BY_DESIGN, Sums
+from kvledger.adapters.units import duration, event_range, milliseconds, plural, ranges, size
+
+_MAX_TIMELINES = 60
+"""Requests that are shown event by event."""
+_WORK_OF_TIMELINES = 20_000_000
+"""Events times timelines: beyond that a page would take minutes, so fewer are shown."""
+_MAX_CAUSES = 400
+_MAX_FOLDS_NAMED = 8
+_NUMBERS = frozenset(
+    (
+        *("ms", "event", "events", "took", "left to compute", "computed again", "calls", "together", "each", "longest"),
+        *("time", "arrived", "opened (UTC)", "covers", "its end", "requests", "recovered", "retained"),
+        *("prompt", "output", "preempted", "loaded", "recomputed", "failures"),
+    )
+)
+"""Columns that are aligned to the right."""
+
+
+def write_page(logs: Sequence[tuple[StoredLog, Selection]], output: Progress) -> Iterator[str]:
+    """The page about the selected parts of these logs, piece by piece."""
+    readings = [Reading.of(log, selection, output) for log, selection in logs]
+    chosen = _chosen(readings)
+    parts = [
+        Part.of(reading, requests, _most_interesting(reading, requests, num_requests=sum(map(len, chosen))), output)
+        for reading, requests in zip(readings, chosen, strict=True)
+    ]
+    clock = PageClock(readings)
+    axis = Axis(
+        (clock.at(reading, first), clock.at(reading, last)) for reading in readings for first, last in reading.busy
+    )
+    entries = _entries(parts)
+    sums, style, script = _sums(readings), _resource("page.css"), _resource("page.js")
+    requested = logs[0][1].request_id
+    num_requests = sum(reading.shown.num_requests for reading in readings)
+    yield from _template().generate(
+        style=style,
+        style_hash=_hash(style),
+        script=script,
+        script_hash=_hash(script),
+        title=f"kvledger · {requested or _name_of(logs)}",
+        paths=[log.path for log, _ in logs],
+        parts=parts,
+        log_names=told_apart([part.name for part in parts]),
+        worst=max(parts, key=lambda part: ("good", "warn", "bad").index(part.verdict_style)),
+        num_findings=sum(len(part.findings) + part.num_findings_left_out for part in parts),
+        bars=list(_bars(readings, sums)),
+        **reasons.totals(sums),
+        max_causes=_MAX_CAUSES,
+        clock=clock,
+        axis=axis,
+        ticks=list(clock.labelled(axis)),
+        folds_are_named=len(axis.folds) <= _MAX_FOLDS_NAMED,
+        curves=[
+            curve
+            for curve in curves(axis, [_samples(reading, clock) for reading in readings])
+            if curve.name != SLOTS or not all(reading.log.decides_elsewhere for reading in readings)
+        ],
+        num_columns=NUM_COLUMNS,
+        curve_height=HEIGHT,
+        entries=entries,
+        entries_of={id(part): [entry for entry in entries if entry.part is part] for part in parts},
+        anchors={(id(entry.part), entry.name): entry.anchor for entry in reversed(entries)},
+        num_requests=num_requests,
+        num_unmarked=sum(entry.request.num_left_out for entry in entries),
+        decides_elsewhere=all(reading.log.decides_elsewhere for reading in readings),
+        opened_request=requested,
+    )
+
+
+# --- what is chosen -----------------------------------------------------------------------------
+
+
+def _chosen(readings: Sequence[Reading]) -> list[list[Request]]:
+    """Of each log the requests that are drawn, in the order of their arrival."""
+    everyone = [
+        (request.interest, index, request) for index, each in enumerate(readings) for request in each.shown.requests
+    ]
+    everyone.sort(key=lambda one: one[0], reverse=True)
+    kept = {id(request) for _, _, request in everyone[:MAX_REQUESTS]}
+    return [[request for request in each.shown.requests if id(request) in kept] for each in readings]
+
+
+def _most_interesting(reading: Reading, requests: Sequence[Request], num_requests: int) -> list[str]:
+    """The ids of those that are shown event by event; each log has its share of them."""
+    share = -(-_MAX_TIMELINES * len(requests) // max(1, num_requests))
+    allowed = max(1, min(share, _WORK_OF_TIMELINES // max(1, reading.log.num_events)))
+    by_interest = sorted(requests, key=lambda request: request.interest, reverse=True)
+    return list(dict.fromkeys(request.incarnation.request_id for request in by_interest))[:allowed]
+
+
+def _name_of(logs: Sequence[tuple[StoredLog, Selection]]) -> str:
+    first = logs[0][0].path
+    return first.name if len(logs) == 1 else f"{len(logs)} logs of {first.parent.name}"
+
+
+@attrs.frozen
+class _Entry:
+    """A request on the page."""
+
+    part: Part
+    request: Request
+    pieces: Pieces
+    anchor: str
+    """Unique on the page; its events stand there, or else its row."""
+    timeline: RequestTimeline | None
+    """None also where it is an incarnation of an id that is above."""
+    why: str
+    """Why its tokens were missed or computed again: those a cache could have spared."""
+
+    @property
+    def name(self) -> str:
+        """The id."""
+        return self.request.incarnation.request_id
+
+
+def _entries(parts: Sequence[Part]) -> list[_Entry]:
+    pieces = told_apart({request.incarnation.request_id for part in parts for request in part.requests})
+    entries: list[_Entry] = []
+    taken: set[str] = set()
+    for part in parts:
+        shown: set[str] = set()
+        for request in part.requests:
+            name = request.incarnation.request_id
+            anchor, number = f"request={visible(name)}", 1
+            while anchor in taken:
+                number += 1
+                anchor = f"request={visible(name)}&number={number}"
+            taken.add(anchor)
+            timeline = None if name in shown else part.timelines.get(name)
+            entries.append(_Entry(part, request, pieces[name], anchor, timeline, _why(request.sums)))
+            shown.add(name)
+    return entries
+
+
+def _why(sums: Sums | None) -> str:
+    if sums is None:
+        return ""
+    tokens = sums.misses() | sums.recomputed
+    return ", ".join(f"{reason} {count:,}" for reason, count in tokens.most_common() if reason not in BY_DESIGN)
+
+
+# --- sums ---------------------------------------------------------------------------------------
+
+
+def _samples(reading: Reading, clock: PageClock) -> list[tuple[int, tuple[int, ...]]]:
+    return [(clock.at(reading, time_ns), values) for time_ns, values in reading.shown.samples]
+
+
+def _sums(readings: Sequence[Reading]) -> Sums:
+    sums = Sums()
+    for reading in readings:
+        sums.add(reading.accounts.sums())
+    return sums
+
+
+def _bars(readings: Sequence[Reading], sums: Sums) -> Iterator[Bar]:
+    figures = [reading.figures for reading in readings if reading.figures is not None]
+    is_everything = all(reading.selection.is_everything for reading in readings)  # else they are of more than is shown
+    if is_everything and len(figures) == len(readings):
+        yield after_preemptions(figures)
+    if sums.num_admissions:
+        yield at_admissions(sums)
+
+
+# --- the template -------------------------------------------------------------------------------
+
+
+def _resource(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text("utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True,
+        finalize=_visible,
+        loader=jinja2.FunctionLoader(_resource),
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"ms": milliseconds, "duration": duration, "size": size, "plural": plural, "ranges": ranges}
+    environment.filters |= {"describe": describe_core_event, "number": "{:,}".format, "outcome": _outcome}
+    environment.globals |= {"event_range": event_range, "state_change": state_change, "numbers": _NUMBERS, "id": id}
+    return environment.get_template("page.html")
+
+
+def _visible(value: object) -> object:
+    """What is no markup yet, with each character that cannot be seen as its number: clients choose request ids."""
+    return value if hasattr(value, "__html__") else visible(str(value))
+
+
+def _outcome(outcome: str) -> str:
+    """`FINISHED_LENGTH_CAPPED` as `length capped`."""
+    return outcome.removeprefix("FINISHED_").replace("_", " ").lower()

@@ -1,0 +1,198 @@
+"""What a page says of one log: read once for the requests and the verdict, and once more for those that are shown.
+
+It must not know how a page looks, nor which other logs are on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import attrs
+
+from kvledger.adapters.tools.exit_codes import ExitCode
+from kvledger.adapters.tools.export import reasons
+from kvledger.adapters.tools.export.axis import Interval
+from kvledger.adapters.tools.export.findings import Finding, evidence, listed
+from kvledger.adapters.tools.export.reading import read_trace
+from kvledger.adapters.tools.export.shown import Request, Shown
+from kvledger.adapters.tools.export.spans import Instant
+from kvledger.adapters.tools.export.timelines import RequestTimeline, read_timelines
+from kvledger.adapters.tools.logs.clock import Clock
+from kvledger.adapters.tools.logs.ending import ending_text, sound_text
+from kvledger.adapters.tools.logs.explanation import Cause
+from kvledger.adapters.tools.logs.facts import UNKNOWN_TOTALS, facts_of, figures_in_words
+from kvledger.adapters.tools.logs.histories import Histories, NamedEvents, named_by
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.progress import Progress
+from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.logs.verification import Findings, Verification
+from kvledger.adapters.totals import Figures
+from kvledger.adapters.units import plural
+from kvledger.storage.events import HowEnded
+
+_VERDICTS = {
+    ExitCode.SOUND: (": every rule that a log can decide is kept", "good"),
+    ExitCode.RULE_BROKEN: ("a rule is broken", "bad"),
+    ExitCode.DAMAGED: ("the log is damaged", "bad"),
+    ExitCode.DIVERGED: ("today's code decides otherwise", "warn"),
+    ExitCode.END_MISSING: ("", "warn"),
+    ExitCode.EXTENSION_STOPPED: ("", "warn"),
+    ExitCode.NOTHING_CHECKED: ("nothing could be checked", "warn"),
+    ExitCode.NOT_VERIFIED: ("not verified", "warn"),
+}
+_ENDINGS = {
+    HowEnded.CLOSED: ("closed", "plain"),
+    HowEnded.CUT_OFF: ("killed", "warn"),
+    HowEnded.OPEN: ("still written", "plain"),
+    HowEnded.UNKNOWN: ("end not known", "warn"),
+}
+
+
+@attrs.frozen
+class Reading:
+    """A log that was read once: what to choose the requests from that are shown."""
+
+    log: StoredLog
+    selection: Selection
+    shown: Shown
+    accounts: reasons.Reasons
+    found: Findings
+    figures: Figures | None
+    """None: the snapshot from which the log begins has no totals."""
+    now_ns: int
+
+    @classmethod
+    def of(cls, log: StoredLog, selection: Selection, output: Progress) -> Reading:
+        """The selected part of the log."""
+        shown = Shown()
+        accounts = reasons.Reasons(log, selection, shown.explained)
+        verification = Verification(log, selection)
+        with output.progress(log, "reading"):
+            trace = read_trace(log, selection, shown, output.remark, verification=verification, also=accounts.take)
+        accounts.finish()
+        figures = trace.totals.complete_figures
+        return cls(log, selection, shown, accounts, verification.findings(), figures, trace.now_ns)
+
+    @property
+    def clock(self) -> Clock:
+        """Its times of day."""
+        return Clock(self.log.header)
+
+    @property
+    def busy(self) -> list[Interval]:
+        """The times to draw, since the log was opened; of one request its own, and a little around it."""
+        if self.selection.request_id is None:
+            return self.shown.busy or [(0, self.now_ns)]
+        states = [state for request in self.shown.requests for state in request.states]
+        if not states:
+            return [(0, self.now_ns)]
+        margin = (max(state.last_ns for state in states) - min(state.since_ns for state in states)) // 50
+        return [(max(0, state.since_ns - margin), min(self.now_ns, state.last_ns + margin)) for state in states]
+
+
+@attrs.frozen
+class Part:
+    """What is on the page of one log."""
+
+    reading: Reading
+    requests: Sequence[Request]
+    timelines: Mapping[str, RequestTimeline]
+    findings: Sequence[Finding]
+    num_findings_left_out: int
+    explanations: Sequence[Sequence[Cause]]
+    verdict: str
+    verdict_style: str
+    ending: str
+    """In a word or two; `facts` has the rest."""
+    ending_style: str
+    facts: Mapping[str, str]
+    figures: Mapping[str, str]
+    figures_of: str
+    checked: str
+    instants: Sequence[Instant]
+
+    @property
+    def name(self) -> str:
+        """Of the log's folder."""
+        return self.reading.log.path.name
+
+    @property
+    def shown(self) -> Shown:
+        """What was gathered."""
+        return self.reading.shown
+
+    @classmethod
+    def of(cls, reading: Reading, requests: Sequence[Request], request_ids: Collection[str], output: Progress) -> Part:
+        """With these requests of it, those with `request_ids` event by event."""
+        log, selection, shown, found = reading.log, reading.selection, reading.shown, reading.found
+        named = NamedEvents(evidence(found) | named_by(reading.accounts.histories))
+        with output.progress(log, "reading once more"):
+            timelines = read_timelines(log, selection, request_ids, named)
+        findings, num_findings_left_out = listed(found, named.events)
+        histories = Histories(reading.accounts.histories, named.events, named.names)
+        verdict, verdict_style = _VERDICTS[found.exit_code]
+        says_more = found.exit_code in {ExitCode.EXTENSION_STOPPED, ExitCode.NOTHING_CHECKED}
+        if found.checked.why_nothing or not found.checked.is_whole or says_more:
+            verdict = found.verdict
+        elif found.exit_code in {ExitCode.SOUND, ExitCode.END_MISSING}:
+            verdict = sound_text(log.ending) + verdict
+        ending, ending_style = _ENDINGS[log.ending.how] if log.ending.missing is None else ("end missing", "bad")
+        return cls(
+            reading=reading,
+            requests=requests,
+            timelines=timelines,
+            findings=findings,
+            num_findings_left_out=num_findings_left_out,
+            explanations=reasons.causes(log, selection, histories),
+            verdict=verdict,
+            verdict_style=verdict_style,
+            ending=ending,
+            ending_style=ending_style,
+            facts=_facts(reading),
+            figures=_figures(reading),
+            figures_of=_figures_of(selection),
+            checked=_checked(reading),
+            instants=sorted([*shown.troubles, *shown.others], key=lambda instant: instant.sequence),
+        )
+
+
+def _facts(reading: Reading) -> dict[str, str]:
+    log, selection = reading.log, reading.selection
+    last = min(selection.last_sequence or log.last_sequence, log.last_sequence)
+    part = "the whole log" if selection.is_everything else f"events {selection.first_sequence} to {last}"
+    if selection.request_id is not None:
+        part += f", request {selection.request_id} only"
+    facts = {**facts_of(log, reading.now_ns), "shown": part}
+    if log.head_hash:
+        facts["chain's head"] = log.head_hash
+    return facts | {"end": ending_text(log.ending, reading.found.end_state.num_open_requests)}
+
+
+def _figures_of(selection: Selection) -> str:
+    if selection.last_sequence is not None:
+        return f"All requests in figures, from the beginning to event {selection.last_sequence}"
+    return "The log in figures" if selection.is_everything else "The whole log in figures, all requests"
+
+
+def _figures(reading: Reading) -> dict[str, str]:
+    shown = reading.shown
+    outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in shown.outcomes.most_common())
+    requests = f"{shown.num_requests:,}: {outcomes}" if outcomes else "none"
+    why_nothing = reading.found.checked.why_nothing
+    if why_nothing:
+        return {"requests in this part": f"not known: {why_nothing}" if not outcomes else requests}
+    if reading.figures is None:
+        return {"requests in this part": requests, "all others": UNKNOWN_TOTALS}
+    has_own_copies = not reading.log.decides_elsewhere
+    return {"requests in this part": requests, **figures_in_words(reading.figures, has_own_copies=has_own_copies)}
+
+
+def _checked(reading: Reading) -> str:
+    judgement, why_nothing = reading.found.judgement, reading.found.checked.why_nothing
+    if why_nothing:
+        return f"Neither rules nor decisions could be checked: {why_nothing}."
+    return (
+        f"{len(judgement.judged)} rules were held against {plural(judgement.held.num_events, 'event')}, and every "
+        f"decision was made again; {len(reading.log.core.not_checked)} rules cannot be decided from a log: kvledger "
+        "verify --verbose lists them."
+    )

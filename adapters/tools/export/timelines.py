@@ -1,0 +1,49 @@
+"""Some requests event by event in words, in a second reading of a log."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import attrs
+
+from kvledger.adapters.tools.logs.histories import NamedEvents
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.observation import observations
+from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.logs.timeline import Group, Timelines
+
+_MAX_GROUPS = 500
+"""Of one request that are kept: its first and its last ones."""
+
+
+@attrs.frozen
+class RequestTimeline:
+    """All incarnations of one request id, in groups of events."""
+
+    groups: Sequence[Group]
+    num_left_out: int
+    """Groups between the first and the last ones."""
+
+
+def read_timelines(
+    log: StoredLog, selection: Selection, request_ids: Collection[str], named: NamedEvents
+) -> dict[str, RequestTimeline]:
+    """The timelines of these requests by id; `named` is shown the log, too."""
+    timelines = Timelines(log.core, log.configuration, request_ids)
+    is_foldable = True
+    for batch in log.batches(selection.last_sequence):
+        named.take(batch)
+        if batch.gap is not None:
+            timelines.lose(batch.gap)
+        try:
+            for observation in observations(batch.numbered()) if is_foldable else ():
+                timelines.take(observation)
+        except Exception:  # noqa: BLE001 -- the first reading has reported it
+            is_foldable = False
+    return {name: _shown(groups, selection) for name, groups in timelines.groups.items()}
+
+
+def _shown(all_groups: Sequence[Group], selection: Selection) -> RequestTimeline:
+    groups = [group for group in all_groups if group.last_sequence >= selection.first_sequence]
+    num_left_out = max(0, len(groups) - 2 * _MAX_GROUPS)
+    return RequestTimeline([*groups[:_MAX_GROUPS], *groups[-_MAX_GROUPS:]] if num_left_out else groups, num_left_out)

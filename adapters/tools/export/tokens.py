@@ -1,0 +1,73 @@
+"""Where tokens came from, as shares of a bar: after preemptions, and at all admissions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from kvledger.adapters.tools.reasons import BY_DESIGN, LoadFate, Reason, Sums
+from kvledger.adapters.totals import Figures
+
+
+@attrs.frozen
+class Share:
+    """Some of the tokens. `style` names a colour of the page."""
+
+    name: str
+    style: str
+    num_tokens: int
+
+
+@attrs.frozen
+class Bar:
+    """All of them."""
+
+    title: str
+    shares: Sequence[Share]
+
+    @property
+    def num_tokens(self) -> int:
+        """In all shares."""
+        return sum(share.num_tokens for share in self.shares)
+
+    def placed(self) -> Iterator[tuple[Share, float, float]]:
+        """Each share, where it begins, and how wide it is, in percent of the bar."""
+        begin = 0.0
+        for share in self.shares:
+            width = 100 * share.num_tokens / max(1, self.num_tokens)
+            yield share, begin, width
+            begin += width
+
+
+def after_preemptions(figures: Sequence[Figures]) -> Bar:
+    """Of what had been computed when requests were preempted."""
+    recovered = Share("recovered: copied back", "recovered", sum(each.num_tokens_recovered for each in figures))
+    retained = Share("retained in vLLM's cache", "retained", sum(each.num_tokens_retained for each in figures))
+    recomputed = Share("recomputed", "recomputed", sum(each.num_tokens_recomputed for each in figures))
+    num_preemptions = sum(each.num_preemptions for each in figures)
+    title = (
+        f"After {num_preemptions:,} preemption{'s' if num_preemptions != 1 else ''}"
+        if num_preemptions
+        else "No request was preempted"
+    )
+    bar = Bar(title, (recovered, retained, recomputed))
+    return bar if bar.num_tokens or not num_preemptions else Bar(f"{title} nothing had to come back", bar.shares)
+
+
+def at_admissions(sums: Sums) -> Bar:
+    """Of what requests needed whenever they were admitted, the first time or again."""
+    missed = sums.misses()
+    num_by_design = sum(missed[reason] for reason in BY_DESIGN)
+    recorded = missed[Reason.RECORDED]
+    shares = (
+        Share("loaded: copied in", "recovered", sums.to_load[LoadFate.LOADED]),
+        Share("still to be loaded", "coming", sums.to_load[LoadFate.UNDER_WAY]),
+        Share("in vLLM's cache", "retained", sums.num_retained),
+        Share("from elsewhere", "elsewhere", sums.num_elsewhere),
+        Share("computed: new", "computed", num_by_design),
+        Share("computed: not offered", "computed", recorded),
+        Share("computed: missed, see below", "recomputed", sum(missed.values()) - num_by_design - recorded),
+    )
+    title = "At the one admission" if sums.num_admissions == 1 else f"At all {sums.num_admissions:,} admissions"
+    return Bar(title, [share for share in shares if share.num_tokens])

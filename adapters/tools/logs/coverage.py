@@ -1,0 +1,144 @@
+"""Which part of a log a verdict or an answer covers, and the reason if it covers nothing.
+
+A reader must not say "sound" or "none" about events that nobody could check. It must not know a rule or a command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.lifecycle import Projections, SequencedEvent
+from kvledger.lifecycle import events as e
+from kvledger.storage.events import HowEnded
+
+
+@attrs.frozen
+class Coverage:
+    """The covered events of a log, as sequence numbers; both numbers are 0 if nothing is covered."""
+
+    first_sequence: int = 0
+    last_sequence: int = 0
+    why_nothing: str = ""
+    """Reason why nothing is covered; empty: something is."""
+    is_whole: bool = True
+    """Whether every event that the log ever held is covered."""
+
+    @property
+    def text(self) -> str:
+        """The covered events, in words."""
+        first, last = self.first_sequence, self.last_sequence
+        return f"event {first}" if first == last else f"events {first}–{last}"
+
+
+class RequestPresence:
+    """Whether a request lived in the selected part: from its first event to its release. Give it each event in order.
+
+    Most steps do not name the requests that they run, so its own events alone do not tell.
+    """
+
+    def __init__(self, selection: Selection, start: Projections | None = None) -> None:
+        self._selection = selection
+        self._is_alive = start is not None and start.tracker.get(selection.request_id or "") is not None
+        self.is_found = selection.request_id is None
+
+    def take(self, events: Iterable[SequencedEvent]) -> None:
+        """Take the next events."""
+        if self.is_found:
+            return
+        for sequence, event in events:
+            is_own = getattr(event, "request_id", None) == self._selection.request_id
+            if (self._is_alive or is_own) and self._selection.holds(sequence):
+                self.is_found = True
+                return
+            if is_own:
+                self._is_alive = not isinstance(event, e.RequestReleased)
+
+
+class ExtensionEvents:
+    """The events of extensions in what is read. Give it each event in order."""
+
+    def __init__(self) -> None:
+        self.num_events = 0
+        """Events that extensions recorded."""
+        self.stops: dict[int, e.ExtensionStopped] = {}
+        """Sequence number → event that stopped an extension."""
+
+    def take(self, events: Iterable[SequencedEvent]) -> None:
+        """Take the next events."""
+        for sequence, event in events:
+            if isinstance(event, e.ExtensionEvent):
+                self.num_events += 1
+            elif isinstance(event, e.ExtensionStopped):
+                self.stops[sequence] = event
+
+
+def readable(log: StoredLog, selection: Selection) -> Coverage:
+    """The selected events of a log that was read, if the state before them is known.
+
+    A log whose header is lost is damaged, which is said of it anyway: what it names is shown without any state.
+    """
+    if not log.header and log.num_events:
+        return Coverage(log.first_sequence, log.last_sequence, is_whole=False)
+    if log.begins_late and not log.start_sequence:
+        log.start()
+    return _covered(log, selection, max(1, log.first_sequence), log.last_sequence)
+
+
+def checked(log: StoredLog, selection: Selection, last_foldable: int | None, *, is_present: bool) -> Coverage:
+    """The selected events of a log that rules and decisions were held against, after it was read.
+
+    Args:
+        log: read with `start` called before.
+        selection: the part that was asked for.
+        last_foldable: the last event before the one that cannot be folded; None: all can be.
+        is_present: whether the selected request lived in that part; True without one.
+    """
+    last = log.trusted_sequence if last_foldable is None else min(last_foldable, log.trusted_sequence)
+    found = _covered(log, selection, log.start_sequence + 1, last)
+    if not found.why_nothing and not is_present:
+        return Coverage(
+            why_nothing=f"{selection.request_id} has no event in {found.text}, the part that can be checked"
+        )
+    return found
+
+
+def _covered(log: StoredLog, selection: Selection, first: int, last: int) -> Coverage:
+    why_nothing = _why_not_known(log)
+    if why_nothing:
+        return Coverage(why_nothing=why_nothing)
+    wanted_last = last if selection.last_sequence is None else min(last, selection.last_sequence)
+    covered = Coverage(max(first, selection.first_sequence, log.first_sequence), wanted_last)
+    if covered.first_sequence <= covered.last_sequence:
+        is_all = covered.first_sequence == 1 and covered.last_sequence == log.last_sequence
+        return attrs.evolve(covered, is_whole=is_all and selection.is_everything and not log.skipped)
+    if selection.first_sequence > log.last_sequence:
+        return Coverage(why_nothing=f"the log ends with event {log.last_sequence}, before the selected part")
+    if last < max(first, selection.first_sequence):
+        return Coverage(
+            why_nothing=f"events behind event {last} are missing, so the state in the selected part is not known"
+        )
+    return Coverage(
+        why_nothing=f"the selected part ends with event {selection.last_sequence}, and the state is known from event "
+        f"{max(first, log.first_sequence)} on"
+    )
+
+
+def _why_not_known(log: StoredLog) -> str:
+    """Reason why the state is known at no event of the log; empty: it is known somewhere."""
+    if not log.header:
+        return "no copy of the log's header is intact, and the configuration stood there"
+    if not log.num_events:
+        if log.damage:
+            return "no event of the log is intact"
+        is_open = log.ending.how is HowEnded.OPEN
+        return "the log holds no event" + (" yet" if is_open else "")
+    if log.begins_late and not log.start_sequence:
+        return (
+            f"the log begins with event {log.first_sequence}, and no usable snapshot holds the state before it; give "
+            "the whole log"
+        )
+    return ""

@@ -1,0 +1,411 @@
+"""Why the tokens of a request were computed, in English: a chain of causes in the order of the log.
+
+Each has its reasons; what the log does not record is called inferred.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from kvledger.adapters.tools.logs.describe import describe, describe_core_event, lookups_in_a_row
+from kvledger.adapters.tools.logs.histories import Histories, NamedEvent
+from kvledger.adapters.tools.reasons import (
+    BY_DESIGN,
+    Admission,
+    ChunkFact,
+    ChunkStatus,
+    LoadFate,
+    Lookup,
+    Reason,
+    Recomputation,
+    RequestHistory,
+    SharedLoad,
+    Span,
+    Sums,
+)
+from kvledger.adapters.tools.reasons.spans import joined
+from kvledger.adapters.units import duration, plural, ranges
+from kvledger.lifecycle import Core, LedgerConfiguration, suppressed
+from kvledger.lifecycle import events as e
+
+_PROVEN = frozenset(
+    {
+        Reason.UNSAVED,
+        Reason.EVICTED,
+        Reason.TAINTED,
+        Reason.RESET,
+        Reason.STALE,
+        Reason.LOAD_FAILED,
+        Reason.QUARANTINED,
+        Reason.NOT_CLAIMED,
+        Reason.NOT_DELIVERED,
+        Reason.HOOK_FAILED,
+        Reason.WITHHELD,
+        Reason.ROLLED_BACK,
+    }
+)
+"""Their evidence is more than the lookup itself."""
+_WITHOUT_CHUNKS = BY_DESIGN | {Reason.RECORDED}
+_SINCE_LOOKUP = frozenset({Reason.LOAD_FAILED, Reason.NOT_DELIVERED, Reason.ROLLED_BACK, Reason.UNKNOWN})
+"""What a lookup cannot know."""
+_MAX_PREFIXES = 3
+"""Duplicated prefixes that are named; --json has all."""
+_COMPUTED_AGAIN = {"recomputed": "", "computed_twice": " after a rollback"}
+_ONLY_IF_ANY = frozenset({"still to be loaded", "from elsewhere"})
+_WHY_DECLINED = {
+    e.POOL_FULL: "the host pool had no room",
+    e.UNFILLED: "a load had failed into blocks that it relies on",
+}
+
+
+@attrs.define
+class Cause:
+    """One link of the chain. Times in nanoseconds since the log was opened."""
+
+    what: str
+    """`lookup`, `admission`, `recomputed`, `computed_twice`, or the id of an event."""
+    sequence: int
+    last_sequence: int
+    time_ns: int
+    text: str
+    num_times: int = 1
+    until_ns: int = attrs.field(default=attrs.Factory(lambda cause: cause.time_ns, takes_self=True))
+    """Later than `time_ns` where it is several lookups."""
+    waited_ns: int = 0
+    """From the arrival to a first lookup."""
+    spans: tuple[Span, ...] = ()
+    """The tokens that it is about, with their reasons."""
+    reasons: list[str] = attrs.field(factory=list)
+    """Those worth a line, in words."""
+    evidence: tuple[int, ...] = ()
+    notes: list[str] = attrs.field(factory=list)
+    """What extensions add."""
+
+
+def causes_of(
+    history: RequestHistory, histories: Histories, core: Core, configuration: LedgerConfiguration
+) -> list[Cause]:
+    """The chain of one incarnation."""
+    return _Chain(history, histories, core, configuration).causes()
+
+
+def sums_by_reason(sums: Sums) -> list[tuple[Reason, int, int]]:
+    """Each reason that counts something, with its tokens left to compute and computed again; misses and most first."""
+    missed, again = sums.misses(), sums.recomputed + sums.computed_twice
+    found = [(reason, missed[reason], again[reason]) for reason in Reason if missed[reason] or again[reason]]
+    return sorted(found, key=lambda row: (row[0] in BY_DESIGN, -row[2], -row[1]))
+
+
+def balance(sums: Sums) -> str:
+    """Where the tokens that requests needed came from, as an equation."""
+    parts = {
+        "from vLLM's prefix cache": sums.num_retained,
+        "loaded": sums.to_load[LoadFate.LOADED],
+        "still to be loaded": sums.to_load[LoadFate.UNDER_WAY],
+        "from elsewhere": sums.num_elsewhere,
+        "left to compute": sums.misses().total(),
+    }
+    shown = [f"{count:,} {name}" for name, count in parts.items() if count or name not in _ONLY_IF_ANY]
+    return f"{sums.num_needed:,} tokens at {plural(sums.num_admissions, 'admission')} = {' + '.join(shown)}"
+
+
+def duplicated_text(sums: Sums) -> str:
+    """How many tokens were duplicated, and which prefixes they are of."""
+    prefixes = sums.duplicated.most_common(_MAX_PREFIXES)
+    named = [f"{plural(count, 'token')} of the prefix that ends with chunk {key}" for key, count in prefixes]
+    num_others = len(sums.duplicated) - len(prefixes)
+    others = [f"{num_others} more"] if num_others else []
+    return f"duplicated, loaded while another load brought them: {', '.join((*named, *others))}"
+
+
+@attrs.frozen
+class _Chain:
+    """Makes the causes of one incarnation."""
+
+    history: RequestHistory
+    histories: Histories
+    core: Core
+    configuration: LedgerConfiguration
+
+    def causes(self) -> list[Cause]:
+        """All of them, in the order of the log."""
+        causes = [
+            *self._happenings(),
+            *(self._lookup(lookup, is_first=not place) for place, lookup in enumerate(self.history.lookups)),
+            *map(self._admission, self.history.admissions),
+        ]
+        causes.sort(key=lambda cause: cause.last_sequence)
+        self._add_notes(causes)
+        # What has no words is said by another cause.
+        causes = [cause for cause in causes if cause.text or cause.notes]
+        return _merged(causes, [self._recomputed(again) for again in self.history.recomputations])
+
+    def _add_notes(self, causes: Sequence[Cause]) -> None:
+        """What extensions know besides."""
+        known: list[tuple[int, e.Event]] = []
+        for cause in causes:
+            named = self.histories.events.get(cause.last_sequence)
+            if named is None:
+                continue
+            known.append((named.sequence, named.event))
+            for extension in self.core.extensions:
+                with suppressed():  # somebody else's code; the causes stand without it
+                    cause.notes += extension.evidence(tuple(known), self.configuration)
+
+    # --- what happened to the request -------------------------------------------------------------
+
+    def _happenings(self) -> Iterator[Cause]:
+        events = [self.histories.events[at] for at in self.history.moments if at in self.histories.events]
+        for index, named in enumerate(events):
+            if not isinstance(named.event, e.StepScheduled):
+                yield self._happening(named, events[:index], events[index + 1 :])
+
+    def _happening(self, named: NamedEvent, before: Sequence[NamedEvent], after: Sequence[NamedEvent]) -> Cause:
+        event = named.event
+        text = describe(event, self.core)
+        text = text if isinstance(event, e.ExtensionEvent) else text or event.id
+        cause = Cause(event.id, named.sequence, named.sequence, named.time_ns, text)
+        if isinstance(event, e.RequestPreempted):
+            step = next((other for other in after if isinstance(other.event, e.StepScheduled)), None)
+            self._explain_preemption(cause, before, step)
+        elif isinstance(event, e.RequestQuarantined):
+            cause.evidence = (event.cause,)
+            broken = next((other for other in reversed(before) if isinstance(other.event, e.InvariantViolated)), None)
+            if broken is not None and getattr(broken.event, "cause", 0) == event.cause:
+                cause.evidence = (event.cause, broken.sequence)
+                cause.text += f", because rule {event.reason} was broken at event {event.cause}"
+            else:
+                cause.text += f", because of event {event.cause}"
+        elif event.is_decision:
+            cause.evidence = (getattr(event, "cause", 0),)
+        return cause
+
+    def _explain_preemption(self, cause: Cause, before: Sequence[NamedEvent], step: NamedEvent | None) -> None:
+        last = before[-1] if before else None
+        if last is not None and isinstance(last.event, e.CacheReset) and last.time_ns == cause.time_ns:
+            cause.evidence = (last.sequence,)
+            cause.text += f"; the cache was reset at event {last.sequence}: that this took its blocks is inferred"
+            return
+        if step is None or not isinstance(step.event, e.StepScheduled):
+            cause.text += "; the log does not have the step for which its blocks were taken"
+            return
+        cause.evidence = (step.sequence,)
+        event = step.event
+        # A request that is not listed decodes one token, so the step's sum gives how many there are.
+        steady = event.num_scheduled_tokens - sum(scheduled for _, _, scheduled, _ in event.advanced)
+        num_requests = len(event.advanced) + max(0, steady)
+        ran = f"{plural(num_requests, 'request')} ran {plural(event.num_scheduled_tokens, 'token')}"
+        others = [
+            f"{self.histories.names.get(ordinal) or f'number {ordinal}'} ({len(block_ids)})"
+            for ordinal, block_ids in event.extended
+            if ordinal != self.history.ordinal
+        ]
+        cause.text += f". In step {event.step} (event {step.sequence}) {ran}"
+        if others:
+            cause.text += (
+                f", and blocks went to {', '.join(others)}: vLLM takes a running request's blocks when another needs "
+                "one and none is free; that it was for these is inferred"
+            )
+        else:
+            cause.text += (
+                ", and nobody else got a block that the log records; a reset of the prefix cache, or a request that "
+                "was preempted itself, looks like this (inferred)"
+            )
+
+    # --- lookups, admissions, steps ---------------------------------------------------------------
+
+    def _lookup(self, lookup: Lookup, *, is_first: bool) -> Cause:
+        answered = self.histories.events.get(lookup.first_sequence)  # a later one may only say that it is repeated
+        text = "asked what can be loaded" if answered is None else describe(answered.event, self.core)
+        time_ns = 0 if answered is None else answered.time_ns
+        until_ns = max(time_ns, self.histories.time_ns(lookup.last_sequence) or 0)
+        arrived = self.histories.events.get(self.history.moments[0]) if is_first and self.history.moments else None
+        waited_ns = time_ns - arrived.time_ns if arrived and isinstance(arrived.event, e.RequestArrived) else 0
+        text += lookups_in_a_row(lookup.num_times, until_ns - time_ns, waited_ns)
+        if lookup.awaited is not None:
+            text += _awaited_text(lookup.awaited)
+        asked = lookup.first_sequence if answered is None else getattr(answered.event, "cause", 0)
+        cause = Cause("lookup", asked, lookup.last_sequence, time_ns, text, lookup.num_times)
+        cause.until_ns, cause.waited_ns, cause.spans = until_ns, waited_ns, lookup.spans
+        cause.reasons = self._texts(lookup.spans, time_ns)
+        return cause
+
+    def _admission(self, admission: Admission) -> Cause:
+        time_ns = self.histories.time_ns(admission.sequence) or 0
+        num_left = sum(span.num_tokens for span in admission.missed)
+        reset, of_retained = admission.reset_sequence, admission.num_retained_before_reset
+        retained = f"{admission.num_retained} of them from vLLM's prefix cache{_dated(of_retained, reset)}"
+        parts = [retained] if admission.num_retained else []
+        claimed = f"{admission.num_claimed} to be loaded{_dated(admission.num_before_reset, reset)}"
+        parts += [claimed] if admission.num_claimed else []
+        parts += [f"{admission.num_elsewhere} from elsewhere"] if admission.num_elsewhere else []
+        parts.append(f"{num_left} left to compute")
+        text = f"admitted with {plural(admission.num_tokens, 'token')}: {', '.join(parts)}"
+        cause = Cause("admission", admission.sequence, admission.sequence, time_ns, text, spans=admission.missed)
+        cause.evidence = tuple(filter(None, (admission.answer_sequence, admission.reset_sequence)))
+        answers = (lookup for lookup in self.history.lookups if lookup.last_sequence == admission.answer_sequence)
+        explained = {(span.end_token, span.reason) for lookup in answers for span in lookup.spans}
+        new = [span for span in admission.missed if (span.end_token, span.reason) not in explained]
+        cause.reasons = self._texts(new, time_ns)
+        if admission.duplicated is not None:
+            cause.reasons.append(self._duplicated_text(admission.duplicated))
+        return cause
+
+    def _duplicated_text(self, other: SharedLoad) -> str:
+        where = _where(other.first_token, other.end_token, self.configuration.chunk_size)
+        which = f"load {other.job_id} of {other.request_id} (event {other.sequence})"
+        return f"{where}: duplicated, because {which} was bringing them at the time"
+
+    def _recomputed(self, again: Recomputation) -> Cause:
+        time_ns = self.histories.time_ns(again.sequence) or 0
+        what = "computed_twice" if again.after_rollback else "recomputed"
+        cause = Cause(what, again.sequence, again.sequence, time_ns, "", spans=again.spans)
+        cause.reasons = self._texts([span for span in again.spans if span.reason in _SINCE_LOOKUP], time_ns)
+        return cause
+
+    def _texts(self, spans: Sequence[Span], before_ns: int) -> list[str]:
+        return [
+            reason_text(group, self.histories, self.configuration.chunk_size, before_ns) for group in _groups(spans)
+        ]
+
+
+def _dated(num_tokens: int, reset_sequence: int) -> str:
+    """How many of the tokens are older than a reset of vLLM's cache."""
+    if not num_tokens:
+        return ""
+    return (
+        f" ({num_tokens} of these from before a reset of vLLM's cache, event {reset_sequence}, "
+        "that spared the connector: right only if the weights have not changed since)"
+    )
+
+
+def _awaited_text(load: SharedLoad) -> str:
+    where = _where(load.first_token, load.end_token, None)
+    return f"; it waits, because load {load.job_id} of {load.request_id} (event {load.sequence}) brings {where} already"
+
+
+def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]:
+    """Both in order; steps that go on computing again are one."""
+    result: list[Cause] = []
+    for cause in sorted((*causes, *recomputed), key=lambda cause: cause.last_sequence):
+        last = result[-1] if result else None
+        if last is not None and cause.what == last.what and cause.what in _COMPUTED_AGAIN:
+            last.last_sequence = cause.last_sequence
+            last.num_times += 1
+            last.spans = joined((*last.spans, *cause.spans))
+            last.reasons += [reason for reason in cause.reasons if reason not in last.reasons]
+        else:
+            result.append(cause)
+    for cause in result:
+        if cause.what in _COMPUTED_AGAIN:
+            tokens: Counter[Reason] = Counter()
+            for span in cause.spans:
+                tokens[span.reason] += span.num_tokens
+            steps = "" if cause.num_times == 1 else f" in {plural(cause.num_times, 'step')}"
+            by_reason = ", ".join(f"{plural(count, 'token')} {reason}" for reason, count in tokens.items())
+            again = f"computed {plural(tokens.total(), 'token')} again{steps}"
+            cause.text = f"{again}{_COMPUTED_AGAIN[cause.what]}: {by_reason}"
+    return result
+
+
+# --- reasons ------------------------------------------------------------------------------------
+
+
+def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Neighbours with one reason that one and the same request or event led to."""
+    group: list[Span] = []
+    for span in spans:
+        if group and (group[-1].end_token != span.first_token or _whose(group[-1]) != _whose(span)):
+            yield group
+            group = []
+        group.append(span)
+    if group:
+        yield group
+
+
+def _whose(span: Span) -> tuple[object, ...]:
+    fact = span.fact
+    if span.reason is Reason.BEHIND_GAP or span.reason in BY_DESIGN:
+        return (span.reason,)
+    if fact is None:
+        return (span.reason, span.evidence)
+    return (span.reason, fact.status, fact.request_id, fact.cause, fact.detail, fact.earlier is None)
+
+
+def reason_text(spans: Sequence[Span], histories: Histories, chunk_size: int, before_ns: int | None) -> str:
+    """Why these tokens, which have one reason, were left to compute. `before_ns`: when they were missed."""
+    first, reason = spans[0], spans[0].reason
+    where = _where(first.first_token, spans[-1].end_token, None if reason in _WITHOUT_CHUNKS else chunk_size)
+    facts = [span.fact for span in spans if span.fact is not None]
+    if facts and reason is not Reason.BEHIND_GAP:
+        return f"{where}: {_fact_text(reason, facts, histories, before_ns)}"
+    if not first.evidence or reason not in _PROVEN:
+        return f"{where}: {reason.meaning}"
+    named = histories.events.get(first.evidence[0])
+    event = None if named is None else named.event
+    what = ""
+    if isinstance(event, e.LoadFailed | e.RequestQuarantined | e.InvariantViolated | e.HookFailed):
+        what = f": {describe_core_event(event)}"
+    proof = _when(first.evidence[:1], histories, before_ns).removeprefix(" at ")
+    return f"{where}: {reason.meaning} ({proof}{what})"
+
+
+def _where(first_token: int, end_token: int, chunk_size: int | None) -> str:
+    tokens = f"token {first_token}" if end_token == first_token + 1 else f"tokens {first_token}–{end_token - 1}"
+    if chunk_size is None:
+        return tokens
+    first, last = first_token // chunk_size, -(-end_token // chunk_size) - 1
+    return f"{tokens} (chunk {first})" if first == last else f"{tokens} (chunks {first}–{last})"
+
+
+def _fact_text(reason: Reason, facts: Sequence[ChunkFact], histories: Histories, before_ns: int | None) -> str:
+    fact = facts[0]
+    when = _when([one.sequence for one in facts], histories, before_ns)
+    who = _who(fact, histories)
+    if reason is Reason.EVICTED:
+        text = f"evicted for a save of {who}{when}"
+    elif reason is Reason.DECLINED:
+        text = f"not saved by {who}{when}, because {_WHY_DECLINED.get(fact.detail, fact.detail)}"
+    elif reason is Reason.SAVE_FAILED:
+        text = f"save {fact.job_id} by {who} failed{when}: {fact.detail}"
+    elif reason in {Reason.SAVING, Reason.DEFERRAL_EXHAUSTED}:
+        text = f"save {fact.job_id} by {who}, issued{when}, was still under way"
+        if reason is Reason.DEFERRAL_EXHAUSTED:
+            text += ", after the scheduler had waited as often as is allowed"
+    elif reason is Reason.UNSAVED:
+        text = f"known to {who}{when}, and no save had been issued"
+    else:
+        text = f"{reason.meaning}{when}"
+    return text + _earlier_text(fact.earlier, histories, before_ns)
+
+
+def _earlier_text(fact: ChunkFact | None, histories: Histories, before_ns: int | None) -> str:
+    if fact is None:
+        return ""
+    when = _when([fact.sequence], histories, before_ns)
+    if fact.status is ChunkStatus.SAVED:
+        return f"; it had been saved by {_who(fact, histories)}{when}"
+    if fact.status is ChunkStatus.SAVING:
+        return f"; save {fact.job_id} of {_who(fact, histories)} was under way{when}"
+    by = f" for a save of {_who(fact, histories)}" if fact.status is ChunkStatus.EVICTED else ""
+    return f"; before, it had been {fact.status}{by}{when}" + _earlier_text(fact.earlier, histories, before_ns)
+
+
+def _who(fact: ChunkFact, histories: Histories) -> str:
+    own = {(history.request_id, history.ordinal) for history in histories.of_incarnations}
+    is_own = (fact.request_id, fact.ordinal) in own
+    return "the request itself" if is_own else f"request {fact.request_id or '(not recorded)'}"
+
+
+def _when(sequences: Sequence[int], histories: Histories, before_ns: int | None) -> str:
+    numbers = sorted({number for number in sequences if number})
+    if not numbers:
+        return ""
+    at = f" at event {numbers[0]}" if len(numbers) == 1 else f" at events {ranges(numbers)}"
+    time_ns = histories.time_ns(numbers[-1])
+    if time_ns is None or before_ns is None or time_ns >= before_ns:
+        return at
+    return f"{at}, {duration(before_ns - time_ns)} before"

@@ -1,0 +1,73 @@
+"""What a log is and what it adds up to, in English, each line by its name: for the terminal and for the page."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.totals import Figures
+from kvledger.adapters.units import duration, plural, size
+from kvledger.lifecycle import LedgerConfiguration
+
+_NS_PER_S = 1_000_000_000
+
+
+def facts_of(log: StoredLog, duration_ns: int) -> dict[str, str]:
+    """Whose the log is, when it was opened, how long it goes, its sizes, and what was read of it."""
+    facts = {"log": str(log.path), "written by": log.written_by}
+    opened_at = log.header.get("opened_at_unix_ns")
+    if isinstance(opened_at, int):
+        opened = dt.datetime.fromtimestamp(opened_at / 1e9, tz=dt.UTC)
+        facts["opened"] = f"{opened:%Y-%m-%d %H:%M:%S} UTC, covers {duration(duration_ns)}"
+    if log.header:
+        facts |= _sizes(log.configuration, has_own_copies=not log.decides_elsewhere)
+    else:
+        facts["sizes"] = "not known: no copy of the log's header is intact"
+    facts["events"] = f"{log.num_events} in {plural(log.num_frames, 'frame')}, {size(log.num_bytes)}"
+    return facts
+
+
+def _sizes(configuration: LedgerConfiguration, *, has_own_copies: bool) -> dict[str, str]:
+    sizes = [f"block {configuration.block_size} tokens"]
+    if has_own_copies:
+        sizes += [f"chunk {configuration.chunk_size} tokens", plural(configuration.num_slots, "slot")]
+        sizes += [plural(configuration.num_ranks, "rank")]
+    facts = {"sizes": ", ".join(sizes)}
+    if len(configuration.windows) > 1:
+        seen = ", ".join("all tokens" if not tokens else f"{tokens} tokens" for tokens in configuration.windows)
+        facts["groups"] = f"{len(configuration.windows)}, which see {seen}"
+    if has_own_copies and configuration.max_hit_share < 1:
+        facts["hits"] = f"at most {configuration.max_hit_share:.0%} of the prompt"
+    return facts
+
+
+UNKNOWN_TOTALS = "not known: the snapshot from which the log begins has no totals of what came before"
+
+
+def figures_in_words(figures: Figures, *, has_own_copies: bool, num_deferrals: int | None = None) -> dict[str, str]:
+    """What the cache did. Without own copies, another connector's are not counted but for what was loaded."""
+    deferred = "" if num_deferrals is None else f", {plural(num_deferrals, 'deferral')}"
+    lines = {
+        "lookups": f"{figures.num_lookups} answered{deferred}; {plural(figures.num_tokens_offered, 'token')} offered",
+        "preempted": f"{plural(figures.num_preemptions, 'time')}; tokens recovered {figures.num_tokens_recovered}, "
+        f"retained {figures.num_tokens_retained}, recomputed {figures.num_tokens_recomputed}",
+    }
+    saved, loaded = plural(figures.num_chunks_saved, "chunk"), plural(figures.num_tokens_loaded, "token")
+    if has_own_copies:
+        lines |= {
+            "saved": f"{saved}, {_rate(figures.num_bytes_saved, figures.save_duration_ns)}",
+            "loaded": f"{loaded}, {_rate(figures.num_bytes_loaded, figures.load_duration_ns)}",
+            "not saved": f"{plural(figures.num_chunks_declined, 'chunk')} declined, "
+            f"{plural(figures.num_saves_failed, 'save')} failed",
+            "lost": f"{plural(figures.num_chunks_evicted, 'chunk')} evicted, {figures.num_chunks_tainted} tainted, "
+            f"{plural(figures.num_loads_failed, 'load')} failed",
+        }
+    else:
+        lines["loaded"] = loaded
+    broken, failed = plural(figures.num_violations, "rule"), plural(figures.num_hook_failures, "hook")
+    return lines | {"faults": f"{broken} broken, {failed} failed"}
+
+
+def _rate(num_bytes: int, duration_ns: int) -> str:
+    per_second = f" in {duration(duration_ns)} ({size(num_bytes * _NS_PER_S // duration_ns)}/s)" if duration_ns else ""
+    return size(num_bytes) + per_second

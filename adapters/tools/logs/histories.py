@@ -1,0 +1,115 @@
+"""The history of one request, and the events that it names.
+
+From the index of the log where there is one, else by reading the log twice: which events it names is known at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import attrs
+
+from kvledger.adapters.tools.logs.index import LogIndex, index_for
+from kvledger.adapters.tools.logs.log import Batch, StoredLog
+from kvledger.adapters.tools.logs.progress import Progress
+from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.reasons import Accounts, RequestHistory
+from kvledger.lifecycle import events as e
+
+
+@attrs.frozen
+class NamedEvent:
+    """An event that a history names. `time_ns` since the log was opened; a decision has that of its cause."""
+
+    sequence: int
+    event: e.Event
+    time_ns: int
+
+
+@attrs.frozen
+class Histories:
+    """Of all incarnations of one request id, with what they name."""
+
+    of_incarnations: Sequence[RequestHistory]
+    events: Mapping[int, NamedEvent]
+    names: Mapping[int, str]
+    """Ordinal -> request id, at least of the requests that got blocks when this one lost its own."""
+
+    def time_ns(self, sequence: int) -> int | None:
+        """When an event happened, if the log has it."""
+        named = self.events.get(sequence)
+        return None if named is None else named.time_ns
+
+
+def read_histories(log: StoredLog, selection: Selection, request_id: str, output: Progress) -> Histories:
+    """Those of a request, to the selection's end. What came before its beginning counts, too."""
+    index = index_for(log, output, request_id) if selection.last_sequence is None else None
+    if index is not None:
+        with contextlib.closing(index):
+            if index.contents.is_whole:
+                index.contents.copy_counts(log)
+                return _from_index(index, request_id)
+    with output.progress(log, "finding the reasons"):
+        histories: list[RequestHistory] = []
+        accounts = Accounts(log.configuration, request_id=request_id, on_end=histories.append, keeps_histories=True)
+        for batch in log.batches(selection.last_sequence):
+            if batch.gap is not None:
+                accounts.lose()
+            for sequence, event in batch.numbered():
+                accounts.take(sequence, event)
+        histories += accounts.histories
+    damage = tuple(log.damage)
+    named = NamedEvents(named_by(histories))
+    with output.progress(log, "finding the events"):
+        for batch in log.batches(max(named.numbers, default=0)):
+            named.take(batch)
+    log.damage[:] = damage  # the second reading ended before what is damaged behind the last event that is named
+    return Histories(histories, named.events, named.names)
+
+
+def _from_index(index: LogIndex, request_id: str) -> Histories:
+    histories = index.histories(request_id)
+    events = {number: NamedEvent(number, event, at_ns) for number, event, at_ns in index.named(named_by(histories))}
+    steps = (named.event for named in events.values() if isinstance(named.event, e.StepScheduled))
+    return Histories(
+        histories, events, {ordinal: index.request_of(ordinal) for step in steps for ordinal, _ in step.extended}
+    )
+
+
+@attrs.frozen
+class NamedEvents:
+    """Collects the events with these numbers; give it every batch."""
+
+    numbers: Collection[int]
+    events: dict[int, NamedEvent] = attrs.field(factory=dict)
+    names: dict[int, str] = attrs.field(factory=dict)
+    """Ordinal -> request id."""
+
+    def take(self, batch: Batch) -> None:
+        """Take up the next batch of the log."""
+        for sequence, event, time_ns in batch.timed():
+            if sequence in self.numbers:
+                self.events[sequence] = NamedEvent(sequence, event, time_ns)
+            if isinstance(event, e.RequestArrived):
+                self.names[event.ordinal] = event.request_id
+
+
+def named_by(histories: Iterable[RequestHistory]) -> set[int]:
+    """The numbers of all events that the histories name."""
+    named: set[int] = set()
+    for history in histories:
+        named.update(history.moments)
+        for lookup in history.lookups:
+            named.update((lookup.first_sequence, lookup.last_sequence))
+        for admission in history.admissions:
+            named.update((admission.sequence, admission.answer_sequence))
+        named.update(again.sequence for again in history.recomputations)
+        of_entries = (
+            *(lookup.spans for lookup in history.lookups),
+            *((*admission.spans, *admission.missed) for admission in history.admissions),
+            *(again.spans for again in history.recomputations),
+        )
+        named.update(number for spans in of_entries for span in spans for number in span.evidence)
+    named.discard(0)
+    return named

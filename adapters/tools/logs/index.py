@@ -1,0 +1,222 @@
+"""An index over one log: where each request lives in it, and what became of it.
+
+Built by one pass and continued when the log has grown, kept outside of the log in the user's cache folder, and worth
+nothing by itself: whoever deletes it, or has one of an older version, pays another pass. It must not judge a log, and
+nothing is ever only in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+
+from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.tools.logs.index_builder import BATCHES_PER_PLACE, earlier_contents, write_index
+from kvledger.adapters.tools.logs.index_file import Contents, index_path, unpacked
+from kvledger.adapters.tools.logs.log import Batch, StoredLog
+from kvledger.adapters.tools.logs.progress import Progress
+from kvledger.adapters.tools.logs.requests import RequestSummary
+from kvledger.adapters.tools.reasons import RequestHistory
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.untrusted import Undecodable, from_msgpack, msgpack_decoder
+from kvledger.storage.events.files import open_for_reading
+
+_Cell = TypeVar("_Cell")
+INDEX_FROM_BYTES = 32 << 20
+"""A smaller log is read in about a second."""
+
+
+@attrs.frozen
+class Span:
+    """The events of one life of a request: its own lie between these two, both included."""
+
+    ordinal: int
+    first_sequence: int
+    last_sequence: int
+
+
+class LogIndex:
+    """Answers without reading the log, or by reading little of it."""
+
+    def __init__(self, path: Path, log: StoredLog) -> None:
+        """Open the index at `path`.
+
+        Raises:
+            sqlite3.Error: it is no index.
+            Undecodable: likewise.
+            OSError: it cannot be read, or is no regular file.
+        """
+        os.close(open_for_reading(path))  # SQLite would follow a link and wait for a pipe
+        self._connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        self._log, self._path = log, path
+        try:
+            ((contents,),) = self._connection.execute("SELECT contents FROM log")
+            self.contents: Contents = from_msgpack(contents, Contents)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._connection.close()
+
+    def has_ended(self, part: str) -> bool:
+        """Whether there are requests that have this in their ids, and the end of each is in the index."""
+        ((num_lives, num_ended),) = self._rows(
+            "SELECT count(*), sum(has_ended) FROM lives WHERE instr(request_id, ?)", part
+        )
+        return bool(num_lives) and bool(num_lives == num_ended)
+
+    def request_ids(self, part: str) -> list[str]:
+        """The ids of requests that have this in them, in the order of their first arrival."""
+        rows = self._rows(
+            "SELECT request_id FROM lives WHERE instr(request_id, ?) GROUP BY request_id ORDER BY min(ordinal)", part
+        )
+        return [self._typed(request_id, str) for (request_id,) in rows]
+
+    def summaries(self, since_sequence: int = 1) -> Iterator[RequestSummary]:
+        """The lives that had not ended before `since_sequence`, in the order of arrival."""
+        rows = self._rows("SELECT summary FROM lives WHERE last_sequence >= ? ORDER BY first_sequence", since_sequence)
+        decode = msgpack_decoder(RequestSummary)
+        try:
+            for (summary,) in rows:
+                yield decode(summary)
+        except Undecodable as error:
+            raise self._damaged(error) from error
+
+    def spans(self, request_id: str) -> list[Span]:
+        """The lives of an id, in order."""
+        rows = self._rows(
+            "SELECT ordinal, first_sequence, last_sequence FROM lives WHERE request_id = ? ORDER BY first_sequence",
+            request_id,
+        )
+        return [Span(*(self._typed(each, int) for each in row)) for row in rows]
+
+    def request_of(self, ordinal: int) -> str:
+        """The id of the life with that ordinal, empty where it is not known."""
+        row = next(self._rows("SELECT request_id FROM lives WHERE ordinal = ?", ordinal), None)
+        return "" if row is None else str(row[0])
+
+    def histories(self, request_id: str) -> list[RequestHistory]:
+        """The histories of an id's lives, in the order in which they ended."""
+        rows = self._rows("SELECT story FROM stories WHERE request_id = ? ORDER BY rowid", request_id)
+        try:
+            return [unpacked(story, RequestHistory) for (story,) in rows]
+        except (zlib.error, TypeError, Undecodable) as error:
+            raise self._damaged(error) from error
+
+    def events_between(self, first_sequence: int, last_sequence: int) -> Iterator[tuple[int, e.Event]]:
+        """Every event from `first_sequence` to `last_sequence`, read from the log at once from there."""
+        for batch in self._batches_from("first_sequence", first_sequence):
+            for sequence, event in batch.numbered():
+                if sequence > last_sequence:
+                    return
+                if sequence >= first_sequence:
+                    yield sequence, event
+
+    def named(self, sequences: Iterable[int]) -> Iterator[tuple[int, e.Event, int]]:
+        """The events with these numbers, in order, each with its time; reads little besides them."""
+        wanted = sorted(sequences, reverse=True)
+        while wanted:
+            num_read, first = 0, wanted[-1]
+            for batch in self._batches_from("first_sequence", first):
+                num_read += 1
+                for sequence, event, time_ns in batch.timed():
+                    while wanted and wanted[-1] <= sequence:
+                        if wanted.pop() == sequence:
+                            num_read = 0
+                            yield sequence, event, time_ns
+                if not wanted or num_read > BATCHES_PER_PLACE:
+                    break
+            if wanted and wanted[-1] == first:
+                wanted.pop()  # it is not in the log
+
+    def events_around(self, time_ns: int) -> Iterator[tuple[int, e.Event]]:
+        """Every event from a place on that has all of `time_ns` (since the log was opened) and later behind it."""
+        for batch in self._batches_from("time_ns", time_ns - 1):
+            yield from batch.numbered()
+
+    def _batches_from(self, column: str, at_most: int) -> Iterator[Batch]:
+        query = f"SELECT segment, offset FROM places WHERE {column} <= ? ORDER BY first_sequence DESC LIMIT 1"  # noqa: S608 -- the column is ours
+        row = next(self._rows(query, at_most), None)
+        row = row or next(self._rows("SELECT segment, offset FROM places ORDER BY first_sequence"), None)
+        if row is None:
+            return iter(())
+        segment, offset = self._typed(row[0], str), self._typed(row[1], int)
+        if offset < 0 or segment not in {file.name for file in self._log.files()}:
+            raise self._damaged(f"it names byte {offset} of {segment}")
+        return self._log.batches_from(segment, offset)
+
+    def _rows(self, query: str, *values: object) -> Iterator[tuple[Any, ...]]:
+        """What a query finds.
+
+        Raises:
+            CommandFailed: the index is damaged.
+        """
+        try:
+            for row in self._connection.execute(query, values):  # noqa: UP028 -- that would close the cursor too late
+                yield row
+        except (sqlite3.Error, OverflowError) as error:
+            raise self._damaged(error) from error
+
+    def _typed(self, value: object, kind: type[_Cell]) -> _Cell:
+        if not isinstance(value, kind):
+            raise self._damaged(f"it has {value!r} where {kind.__name__} is expected")
+        return value
+
+    def _damaged(self, reason: object) -> CommandFailed:
+        text = f"{self._path}: this index is damaged ({reason}); remove it and run the command again"
+        return CommandFailed(text, ExitCode.DAMAGED)
+
+
+def index_for(log: StoredLog, output: Progress, request: str | None = None) -> LogIndex | None:
+    """The index of a log that is large enough to need one, built if need be; None where reading is quick.
+
+    For a question about one `request` (its id or a part of it) an index of the log as it was earlier will do, if it
+    has the end of each request that has this in its id: a log that is being written has no index of its own for long.
+    An index that cannot be written is no reason to answer nothing: then the log is read.
+    """
+    if log.is_smaller_than(INDEX_FROM_BYTES) or not log.header:
+        return None
+    index = open_index(log, request)
+    if index is not None:
+        return index
+    try:
+        what = "bringing the index up to date" if earlier_contents(log) is not None else "building an index, once"
+        with output.progress(log, what):
+            return build_index(log)
+    except (OSError, sqlite3.Error, OverflowError) as error:
+        output.remark(f"no index can be kept at {index_path(log)} ({error}); the whole log is read each time")
+        return None
+
+
+def open_index(log: StoredLog, request: str | None = None) -> LogIndex | None:
+    """The index of the log as it is now, if there is one, or one that knows all of a request; see `index_for`."""
+    try:
+        index = LogIndex(index_path(log), log)
+    except (sqlite3.Error, ValueError, OSError):
+        return None
+    with contextlib.suppress(CommandFailed, OSError):
+        if index.contents.describes(log):
+            return index
+        if request is not None and index.contents.describes_beginning(log) and index.has_ended(request):
+            return index
+    index.close()
+    return None
+
+
+def build_index(log: StoredLog) -> LogIndex:
+    """Make the index of the log as it is now, from its earlier one where that can be continued.
+
+    Raises:
+        OSError: the index cannot be written.
+    """
+    write_index(log)
+    return LogIndex(index_path(log), log)

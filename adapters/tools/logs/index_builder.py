@@ -1,0 +1,233 @@
+"""Writes the index of a log: all of it in one pass, or what was appended since an earlier one.
+
+An earlier index is continued where nothing is missing in the log and what follows is what its chain promised; else
+the log is read from its beginning. It must not answer anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from kvledger.adapters.tools.logs.index_file import (
+    INDEX_FORMAT,
+    SCHEMA,
+    Contents,
+    extent_of,
+    folded_by,
+    index_path,
+    log_id_of,
+    packed,
+    unpacked,
+)
+from kvledger.adapters.tools.logs.index_memory import (
+    IndexMemory,
+    memory_fingerprint,
+)
+from kvledger.adapters.tools.logs.log import Batch, StoredLog
+from kvledger.adapters.tools.logs.requests import Requests, RequestSummary
+from kvledger.adapters.tools.reasons import Accounts, RequestHistory
+from kvledger.adapters.totals import Totals
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.snapshots import capture, restore
+from kvledger.lifecycle.untrusted import from_msgpack
+from kvledger.storage.events.files import PRIVATE_DIRECTORY, make_directory, open_for_reading
+
+BATCHES_PER_PLACE = 64
+"""Frames between two places at which reading can begin."""
+
+
+def write_index(log: StoredLog) -> None:
+    """Write the index of the log as it is now, in place of an older one.
+
+    Raises:
+        OSError: the index cannot be written.
+    """
+    path = index_path(log)
+    make_directory(path.parent, durable=False, mode=PRIVATE_DIRECTORY)
+    descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".unfinished")
+    os.close(descriptor)
+    try:
+        earlier = earlier_contents(log)
+        if earlier is None or not _continue(log, earlier, path, unfinished):
+            Path(unfinished).write_bytes(b"")
+            with _opened(unfinished) as connection:
+                connection.executescript(SCHEMA)
+                connection.execute("BEGIN")
+                _Builder(log, connection).build()
+        Path(unfinished).replace(path)
+    except BaseException:
+        Path(unfinished).unlink(missing_ok=True)
+        raise
+
+
+def earlier_contents(log: StoredLog) -> Contents | None:
+    """What the index of the log as it was earlier says, if there is one that may be continued."""
+    try:
+        os.close(open_for_reading(index_path(log)))
+        with _opened(f"{index_path(log).absolute().as_uri()}?mode=ro") as connection:
+            ((stored, fingerprint),) = connection.execute("SELECT contents, fingerprint FROM log, memory")
+            contents: Contents = from_msgpack(stored, Contents)
+        is_foldable = contents.first_sequence == 1 and contents.trusted_sequence == contents.last_sequence
+        may_go_on = is_foldable and contents.is_whole and contents.describes_beginning(log)
+        return contents if may_go_on and fingerprint == memory_fingerprint(log.core, log.configuration) else None
+    except (OSError, sqlite3.Error, ValueError):
+        return None
+
+
+def _continue(log: StoredLog, contents: Contents, earlier: Path, unfinished: str) -> bool:
+    """Copy an earlier index and add what came since; False where that cannot be."""
+    try:
+        with os.fdopen(open_for_reading(earlier), "rb") as source, Path(unfinished).open("wb") as target:
+            shutil.copyfileobj(source, target)
+        with _opened(unfinished) as connection:
+            ((stored,),) = connection.execute("SELECT stored FROM memory")
+            connection.execute("BEGIN")
+            return _Builder(log, connection, contents, unpacked(stored, IndexMemory)).go_on()
+    except Exception:  # noqa: BLE001 -- whatever is wrong with an index, a new one is right
+        return False
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[sqlite3.Connection]:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None, uri=True)) as connection:
+        connection.execute("PRAGMA journal_mode=OFF")
+        connection.execute("PRAGMA synchronous=OFF")
+        yield connection
+        if connection.in_transaction:
+            connection.execute("COMMIT")
+
+
+class _Builder:
+    """Reads a log and writes as it goes; holds only the requests that are not released."""
+
+    def __init__(
+        self,
+        log: StoredLog,
+        connection: sqlite3.Connection,
+        earlier: Contents | None = None,
+        memory: IndexMemory | None = None,
+    ) -> None:
+        self._log = log
+        self._connection = connection
+        self._earlier = earlier
+        self._memory = IndexMemory() if memory is None else memory
+        if memory is None:
+            self._projections = log.start() or log.core.new_projections(log.configuration)
+            self._totals = log.totals(self._projections)
+        else:
+            self._projections = restore(log.core, memory.projections, log.configuration)
+            self._totals = Totals.continued(self._projections, memory.totals)
+        self._requests = Requests(self._write, self._memory.requests, self._memory.jobs)
+        self._accounts = Accounts(
+            log.configuration, on_end=self._write_story, keeps_histories=True, state=self._memory.accounts
+        )
+        self._is_foldable = True
+
+    def build(self) -> None:
+        """Read everything."""
+        extent = extent_of(self._log)
+        self._read(self._log.batches())
+        self._finish(extent)
+
+    def go_on(self) -> bool:
+        """Read what came since the earlier index; False where that is not whole, so that all must be read."""
+        earlier, log = self._earlier, self._log
+        if earlier is None:
+            return False
+        extent = extent_of(log)
+        self._connection.execute("DELETE FROM log")
+        self._connection.execute("DELETE FROM memory")
+        self._connection.execute("DELETE FROM stories WHERE NOT is_over")
+        if log.on_bytes is not None:
+            log.on_bytes(earlier.num_bytes)
+        self._read(log.batches_behind(earlier.last_sequence, earlier.head_hash))
+        if any(damage.kind != "torn_tail" for damage in log.damage):
+            return False
+        self._finish(extent)
+        return True
+
+    def _read(self, batches: Iterator[Batch]) -> None:
+        memory = self._memory
+        for batch in batches:
+            if memory.num_batches % BATCHES_PER_PLACE == 0:
+                memory.time_ns = max(memory.time_ns, self._projections.tracker.time_ns)
+                row = (batch.first_sequence, memory.time_ns, batch.segment, batch.offset)
+                self._connection.execute("INSERT INTO places VALUES (?, ?, ?, ?)", row)
+            memory.num_batches += 1
+            if batch.gap is not None:
+                self._accounts.lose()
+            for sequence, event in batch.numbered():
+                self._take(sequence, event)
+
+    def _finish(self, extent: tuple[str, str, int]) -> None:
+        self._remember()
+        self._requests.finish(self._projections)
+        for summary in self._requests.current.values():
+            self._write(summary)
+        for story in self._accounts.histories:
+            self._write_story(story, is_over=False)
+        self._connection.execute("INSERT INTO log VALUES (?)", (msgspec.msgpack.encode(self._contents(extent)),))
+
+    def _remember(self) -> None:
+        """Before what is open is written as if it were over."""
+        self._memory.projections = capture(self._projections) if self._is_foldable else b""
+        self._memory.totals = self._totals.stored()
+        row = (memory_fingerprint(self._log.core, self._log.configuration), packed(self._memory))
+        self._connection.execute("INSERT INTO memory VALUES (?, ?)", row)
+
+    def _contents(self, extent: tuple[str, str, int]) -> Contents:
+        log, earlier = self._log, self._earlier
+        num_bytes, num_frames, num_events = log.num_bytes, log.num_frames, log.num_events
+        first_sequence, last_sequence = log.first_sequence, log.last_sequence
+        if earlier is not None:
+            num_bytes, num_frames = num_bytes + earlier.num_bytes, num_frames + earlier.num_frames
+            num_events += earlier.num_events
+            first_sequence, last_sequence = earlier.first_sequence, max(last_sequence, earlier.last_sequence)
+        return Contents(
+            INDEX_FORMAT,
+            folded_by(self._log),
+            log_id_of(log),
+            extent,
+            log.head_hash,
+            num_bytes,
+            num_frames,
+            num_events,
+            first_sequence,
+            last_sequence,
+            log.trusted_sequence,
+            self._projections.tracker.time_ns,
+            self._totals.complete_figures,
+            tuple(log.damage),
+        )
+
+    def _take(self, sequence: int, event: e.Event) -> None:
+        self._requests.take(sequence, event)
+        self._accounts.take(sequence, event)
+        if self._is_foldable and self._log.start_sequence < sequence <= self._log.trusted_sequence:
+            try:
+                self._projections.fold(event, sequence)
+            except Exception:  # noqa: BLE001 -- a forged log; reading reports it, not the index
+                self._is_foldable = False
+
+    def _write_story(self, story: RequestHistory, *, is_over: bool = True) -> None:
+        row = (story.request_id, packed(story), is_over)
+        self._connection.execute("INSERT INTO stories VALUES (?, ?, ?)", row)
+
+    def _write(self, summary: RequestSummary) -> None:
+        row = (
+            summary.ordinal,
+            summary.request_id,
+            summary.first_sequence,
+            summary.last_sequence,
+            summary.finished_ns is not None,
+            msgspec.msgpack.encode(summary),
+        )
+        self._connection.execute("INSERT OR REPLACE INTO lives VALUES (?, ?, ?, ?, ?, ?)", row)

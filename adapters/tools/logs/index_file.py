@@ -1,0 +1,134 @@
+"""Where the index of a log is kept, and what it says about the log as a whole. It must not know requests or events."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import attrs
+import msgspec
+
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.totals import Figures
+from kvledger.lifecycle.untrusted import from_msgpack
+from kvledger.storage.events import Damage
+from kvledger.storage.events.segment_bytes import num_written_bytes
+
+INDEX_FORMAT = 14
+"""Grows with every change of what is in an index; another one is built anew."""
+
+SCHEMA = """
+CREATE TABLE log (contents BLOB NOT NULL);
+CREATE TABLE memory (fingerprint TEXT NOT NULL, stored BLOB NOT NULL);
+CREATE TABLE places (first_sequence INTEGER PRIMARY KEY, time_ns INTEGER NOT NULL, segment TEXT NOT NULL,
+                     offset INTEGER NOT NULL);
+CREATE TABLE lives (ordinal INTEGER PRIMARY KEY, request_id TEXT NOT NULL, first_sequence INTEGER NOT NULL,
+                    last_sequence INTEGER NOT NULL, has_ended INTEGER NOT NULL, summary BLOB NOT NULL);
+CREATE INDEX lives_by_id ON lives (request_id);
+CREATE TABLE stories (request_id TEXT NOT NULL, story BLOB NOT NULL, is_over INTEGER NOT NULL);
+CREATE INDEX stories_by_id ON stories (request_id);
+"""
+
+
+_Value = TypeVar("_Value")
+
+
+def packed(value: object) -> bytes:
+    """A value for the index; what it looks like may change with every version."""
+    return zlib.compress(msgspec.msgpack.encode(value), 1)
+
+
+def unpacked(stored: bytes, value_type: type[_Value]) -> _Value:
+    """The other way round.
+
+    Raises:
+        zlib.error: it is something else.
+        Undecodable: likewise.
+    """
+    return from_msgpack(zlib.decompress(stored), value_type, _counter)
+
+
+def _counter(counter_type: type, counts: dict[str, int]) -> Counter[Any]:
+    """What `msgspec` cannot decode by itself: counts by the members of an enumeration."""
+    (key_type,) = get_args(counter_type)
+    return Counter({key_type(key): count for key, count in counts.items()})
+
+
+@attrs.frozen
+class Contents:
+    """What an index says about the log as a whole, as it was when the index was built."""
+
+    index_format: int
+    folded_by: str
+    """Which code has made it, see `folded_by`."""
+    log_id: str
+    extent: tuple[str, str, int]
+    """The first segment, the last one, and the size of that in bytes, as it was written."""
+    head_hash: str
+    num_bytes: int
+    num_frames: int
+    num_events: int
+    first_sequence: int
+    last_sequence: int
+    trusted_sequence: int
+    last_time_ns: int
+    figures: Figures | None
+    """None: the snapshot from which folding begins has no totals."""
+    damage: tuple[Damage, ...]
+
+    def is_of(self, log: StoredLog) -> bool:
+        """Whether it is of this log, and made by this code."""
+        return (self.index_format, self.folded_by, self.log_id) == (INDEX_FORMAT, folded_by(log), log_id_of(log))
+
+    def describes(self, log: StoredLog) -> bool:
+        """Whether it is of this log as it is now."""
+        return self.is_of(log) and self.extent == extent_of(log)
+
+    def describes_beginning(self, log: StoredLog) -> bool:
+        """Whether it is of this log as it was earlier: appended to since, and nothing retired."""
+        first, last, num_bytes = self.extent
+        files = {file.name: file for file in log.files()}
+        if not self.is_of(log) or extent_of(log)[0] != first or last not in files:
+            return False
+        return num_written_bytes(files[last]) >= num_bytes
+
+    def copy_counts(self, log: StoredLog) -> None:
+        """Give the opened log the counts and the damage that a reading of it would have."""
+        log.num_events, log.num_frames, log.num_bytes = self.num_events, self.num_frames, self.num_bytes
+        log.first_sequence, log.last_sequence = self.first_sequence, self.last_sequence
+        log.trusted_sequence = self.trusted_sequence
+        log.damage[:] = self.damage
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no event is missing between the first and the last."""
+        return all(damage.kind == "torn_tail" for damage in self.damage)
+
+
+def folded_by(log: StoredLog) -> str:
+    """The code that reads the log; and whether it begins with what other code has folded."""
+    return f"{dict(log.core.code)}{' and others' * log.trusts_snapshots}"
+
+
+def index_path(log: StoredLog) -> Path:
+    """Where the log's index is kept: below `XDG_CACHE_HOME`, or ~/.cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    # Two copies of a log have one id, and may end at different places.
+    place = hashlib.blake2b(os.fsencode(log.path.absolute()), digest_size=4).hexdigest()
+    return Path(cache) / "kvledger" / "indexes" / f"{log_id_of(log)}-{place}.sqlite"
+
+
+def extent_of(log: StoredLog) -> tuple[str, str, int]:
+    """The first segment, the last one and its size: what changes when a log is appended to, or loses its oldest."""
+    files = log.files()
+    return files[0].name, files[-1].name, num_written_bytes(files[-1])
+
+
+def log_id_of(log: StoredLog) -> str:
+    """The log's identity, as far as it may stand in a file name."""
+    log_id = log.header.get("log_id")
+    return log_id if isinstance(log_id, str) and log_id.isalnum() else "unknown"

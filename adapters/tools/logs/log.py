@@ -1,0 +1,527 @@
+"""From a path to events: finds the log, decodes its frames, and keeps account of all that is damaged or lost.
+
+The only module above the event store that knows frames and segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import attrs
+
+from kvledger.adapters.core import available_extensions
+from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, unreadable_text
+from kvledger.adapters.totals import Totals
+from kvledger.adapters.units import plural
+from kvledger.lifecycle import Core, CoreError, LedgerConfiguration, Projections, SequencedEvent
+from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew, vocabulary_header
+from kvledger.lifecycle.events import Event, ExtensionEvent
+from kvledger.lifecycle.ranges import MAX_INT64, MAX_NS
+from kvledger.lifecycle.snapshots import SnapshotError, restore, state_fingerprint
+from kvledger.lifecycle.untrusted import Undecodable, converted, from_msgpack
+from kvledger.storage.events import (
+    Damage,
+    Frame,
+    FrameKind,
+    HowEnded,
+    LogEnding,
+    LogError,
+    LogReader,
+    Retirement,
+    find_snapshot,
+    is_being_written,
+    judge_ending,
+    read_ending,
+    read_log,
+)
+from kvledger.storage.events.files import refused_link
+from kvledger.storage.events.frames import frame_bytes, next_chain_hash
+from kvledger.storage.events.reader import frames_from
+from kvledger.storage.events.segment_bytes import num_written_bytes
+from kvledger.storage.events.segment_file import segment_paths
+
+BytesRead = Callable[[int], None]
+_NOT_READ = LogEnding(HowEnded.UNKNOWN, "the log was not read to its end")
+_NOT_ALL = LogEnding(HowEnded.UNKNOWN, "one segment alone was read")
+
+
+@attrs.frozen
+class Gap:
+    """Events that are not in the log, or cannot be read."""
+
+    first_sequence: int
+    last_sequence: int
+    is_in_snapshot: bool = False
+    """Whether the state from which folding begins already holds what is missing."""
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether the log's oldest events are missing: most often they were retired, or are in another segment."""
+        return self.first_sequence == 1
+
+    def __str__(self) -> str:
+        return f"events {self.first_sequence}–{self.last_sequence} are missing; what follows is described without them"
+
+
+@attrs.define
+class Batch:
+    """The events of one frame, and the place of the frame in the log."""
+
+    first_sequence: int
+    decoded: DecodedFrame
+    segment: str
+    offset: int
+    end_offset: int
+    chain_hash: bytes
+    """Of the frame."""
+    gap: Gap | None = None
+    """What is missing before it; None also where reading began in the midst of the log."""
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """The events alone."""
+        return self.decoded.events
+
+    @property
+    def last_sequence(self) -> int:
+        """Of the last event of the frame."""
+        return self.first_sequence + self.decoded.num_events - 1
+
+    def up_to(self, sequence: int) -> Batch:
+        """The same without the events behind that one."""
+        events = [event for at, event in self.numbered() if at <= sequence]
+        skipped = tuple(place for place in self.decoded.skipped if self.first_sequence + place <= sequence)
+        return attrs.evolve(self, decoded=DecodedFrame(events, skipped))
+
+    def numbered(self) -> Iterator[SequencedEvent]:
+        """The events with their numbers."""
+        return self.decoded.numbered(self.first_sequence)
+
+    def timed(self) -> Iterator[tuple[int, Event, int]]:
+        """The same with times in nanoseconds since the log was opened.
+
+        A decision has the time of the observation that it was made on, which stands before it in the frame.
+        """
+        times = (getattr(event, "time_ns", None) for event in self.events)
+        time_ns: int = next((time for time in times if time is not None), 0)
+        for sequence, event in self.numbered():
+            time_ns = getattr(event, "time_ns", time_ns)
+            yield sequence, event, time_ns
+
+
+@attrs.define
+class StoredLog:
+    """An opened log. `damage` and the counters are filled while events are read; each reading starts anew."""
+
+    path: Path
+    core: Core
+    """What it is read with."""
+    header: Mapping[str, object]
+    """Empty where no copy of it is intact: then events are decoded as this version writes them."""
+    _configuration: LedgerConfiguration | None
+    trusts_snapshots: bool = attrs.field(default=False, kw_only=True)
+    """Whether one is used that other code has folded."""
+    damage: list[Damage] = attrs.field(factory=list, init=False)
+    """Also `lost_events` (the writer could not write them, as the log says), `undecodable` (an intact frame that is not
+    what the header promises, or a payload that its extension cannot decode), `miscounted` (it holds another number of
+    events than it says).
+    """
+    num_bytes: int = attrs.field(default=0, init=False)
+    num_frames: int = attrs.field(default=0, init=False)
+    num_events: int = attrs.field(default=0, init=False)
+    first_sequence: int = attrs.field(default=0, init=False)
+    last_sequence: int = attrs.field(default=0, init=False)
+    trusted_sequence: int = attrs.field(default=0, init=False)
+    """The last event up to which none is missing, counted from the first of the log or from `start_sequence`."""
+    start_sequence: int = attrs.field(default=0, init=False)
+    """The event behind which the log can be folded, see `start`; 0: from its first."""
+    start_remarks: list[str] = attrs.field(factory=list, init=False)
+    """Why snapshots were passed over."""
+    _start_totals: bytes = attrs.field(default=b"", init=False)
+    """What the snapshot has of them from which folding begins."""
+    ending: LogEnding = attrs.field(default=_NOT_READ, init=False)
+    """How the log ended; known after a reading that came to its end."""
+    last_events: Sequence[SequencedEvent] = attrs.field(default=(), init=False)
+    """Those of the last frame that was read."""
+    on_bytes: BytesRead | None = attrs.field(default=None, init=False)
+    """Told the number of bytes of each frame, for whoever shows progress."""
+    _decoder: EventDecoder = attrs.field(alias="decoder")
+    _reader: LogReader = attrs.field(alias="reader")
+    _was_open: bool = attrs.field(init=False)
+    """Whether somebody was writing the log when reading began: what came to its end since, came too late to be read."""
+
+    def start(self) -> Projections | None:
+        """The state at the first place from which the log can be folded, if that is not its beginning.
+
+        Of a log whose oldest segments were retired: the earliest snapshot that fits the log and today's state, and was
+        folded by this code or is trusted all the same; None: there is none, or the log has its beginning. From here on,
+        what is trusted is what stands behind `start_sequence`. The projections are the caller's, who folds them on.
+        """
+        self.start_sequence, self.start_remarks, self._start_totals = 0, [], b""
+        if not self.header or not self.path.is_dir() or self._reader.first_sequence in {None, 1}:
+            return None
+        other_code = self.core.other_code(self.header)
+        if other_code and not self.trusts_snapshots:
+            self.start_remarks.append(
+                f"its snapshots were folded by other code than is here ({other_code}); "
+                "--trust-snapshots begins from one all the same"
+            )
+            return None
+        fingerprint = state_fingerprint(self.core, self.configuration)
+        found, self.start_remarks = find_snapshot(self.path, log_id=str(self.header["log_id"]), fingerprint=fingerprint)
+        if found is None:
+            return None
+        try:
+            projections = restore(self.core, found.state, self.configuration)
+        except SnapshotError as error:
+            self.start_remarks.append(str(error))
+            return None
+        self.start_sequence, self._start_totals = found.sequence, found.totals
+        return projections
+
+    def totals(self, projections: Projections) -> Totals:
+        """Totals that count what `projections` fold from here on. To be asked for after `start`, before the first fold.
+
+        They are not complete if folding begins at a snapshot that has none.
+        """
+        return Totals.continued(projections, self._start_totals) if self.start_sequence else Totals(projections)
+
+    @property
+    def configuration(self) -> LedgerConfiguration:
+        """The sizes and choices of the engine that wrote the log, without which nothing in it can be folded.
+
+        Raises:
+            CommandFailed: they stood in a header of which no copy is intact.
+        """
+        if self._configuration is None:
+            raise CommandFailed(
+                f"{self.path}: no copy of the log's header is intact, and the configuration stood there: without it "
+                "states, reasons and decisions cannot be shown; `kvledger verify` and `kvledger show` (without a "
+                "request) show what is left",
+                ExitCode.DAMAGED,
+            )
+        return self._configuration
+
+    @property
+    def worker_rank(self) -> int | None:
+        """Of a worker's log; None of a scheduler's."""
+        rank = self.header.get("worker_rank")
+        return rank if isinstance(rank, int) else None
+
+    @property
+    def written_by(self) -> str:
+        """The versions that wrote the log, and whose it is where it is not the scheduler's."""
+        header, rank = self.header, self.worker_rank
+        text = f"kvledger {header.get('kvledger_version', 'unknown')}, vLLM {header.get('vllm_version', 'unknown')}"
+        recorded = f", recording {header['connector']}" if header.get("connector") else ""
+        return text + recorded + ("" if rank is None else f", worker {rank} of engine {header.get('engine_id')}")
+
+    @property
+    def decides_elsewhere(self) -> bool:
+        """Whether another connector saves and loads: what kvledger would count of its own copies is not in the log."""
+        return any(extension.declaration().replaces for extension in self.core.extensions)
+
+    @property
+    def other_code_remarks(self) -> list[str]:
+        """That what was decided is decided again by other code, which is no divergence by itself."""
+        other = self.core.other_code(self.header) if self.header else ""
+        return [f"decided again by other code ({other}); a divergence may come from that"] if other else []
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Event id -> how many were skipped because this version does not know them; only with `lenient`."""
+        return self._decoder.num_skipped
+
+    @property
+    def begins_late(self) -> bool:
+        """Whether the first event is not in the log: a later segment alone, or a log whose oldest were retired."""
+        return self.first_sequence > 1
+
+    @property
+    def retired(self) -> Sequence[Retirement]:
+        """Segments that are gone and recorded as retired, which is no damage; known after reading."""
+        return self._reader.retired
+
+    @property
+    def head_hash(self) -> str:
+        """The chain hash (hex) of the last frame read; noted elsewhere, it makes a rewritten log detectable."""
+        return "" if self._reader.head_hash is None else self._reader.head_hash.hex()
+
+    @_was_open.default
+    def _look_for_writer(self) -> bool:
+        return is_being_written(self.path)
+
+    def judge_ending(self, last_sequence: int, head_hash: str) -> LogEnding:
+        """Judge how the log ended, whose last event and chain hash (hex; empty: not known) an earlier reading found."""
+        if not self.path.is_dir():
+            self.ending = _NOT_ALL
+        else:
+            log_id, head = self.header.get("log_id"), bytes.fromhex(head_hash) or None
+            self.ending = judge_ending(self.path, log_id, last_sequence + 1, head, was_open=self._was_open)
+        return self.ending
+
+    def has_ended(self) -> bool:
+        """Whether nobody writes the log any more, as far as its record says; a copy or a mirror may still grow."""
+        if is_being_written(self.path):
+            return False
+        ending = judge_ending(self.path, self.header.get("log_id"), 0, None, was_open=False)
+        return ending.how is not HowEnded.UNKNOWN
+
+    def look_at_end(self) -> LogEnding:
+        """Judge how the log ended, and read no more than its last segment for it."""
+        self.ending = read_ending(self.path) if self.path.is_dir() else _NOT_ALL
+        return self.ending
+
+    def files(self) -> list[Path]:
+        """The log's segments now, in order."""
+        return segment_paths(self.path) if self.path.is_dir() else [self.path]
+
+    def has_more_than(self, segment: str, offset: int) -> bool:
+        """Whether there are bytes behind that place."""
+        last = self.files()[-1]
+        return last.name > segment or num_written_bytes(last) > offset
+
+    def total_bytes(self) -> int:
+        """Bytes of the log's segments now, as they were written: what a reading takes."""
+        return sum(map(num_written_bytes, self.files()))
+
+    def is_smaller_than(self, num_bytes: int) -> bool:
+        """Whether a reading takes less than `num_bytes`; looks at no more files than it takes to tell."""
+        return all(total < num_bytes for total in accumulate(map(num_written_bytes, self.files())))
+
+    def events(self, until: int | None = None) -> Iterator[SequencedEvent]:
+        """Every event that can be read, in order, up to the event `until`."""
+        for batch in self.batches(until):
+            yield from batch.numbered()
+
+    def batches(self, until: int | None = None) -> Iterator[Batch]:
+        """The same, with the place of each frame, and with what is missing before it."""
+        return _up_to(until, self._intact())
+
+    def batches_behind(self, sequence: int, head_hash: str = "", *, until: int | None = None) -> Iterator[Batch]:
+        """The batches behind an event up to which an earlier reading found nothing missing. Counts these alone.
+
+        Args:
+            sequence: the number of that event, the last of its frame.
+            head_hash: the chain hash (hex) of that frame, where the next one follows from it; empty: a segment begins
+                there, whose header was compared.
+            until: the last event that is wanted.
+
+        Raises:
+            LogError: what stands behind it in the log does not follow from it.
+        """
+        return _up_to(until, self._intact(behind=sequence, head_hash=head_hash))
+
+    def batches_from(self, segment: str, offset: int) -> Iterator[Batch]:
+        """The batches from a place on that an earlier reading gave, as far as they can be read. Reports no damage."""
+        for frame, name, at in frames_from(self.path, segment, offset):
+            if frame.kind is FrameKind.EVENTS:
+                try:
+                    decoded = self._decoder.decode_frame(frame.payload)
+                except CodecError:
+                    continue
+                if decoded.num_events != frame.num_events:
+                    continue
+                yield Batch(frame.first_sequence, decoded, name, at, at + frame_bytes(frame), frame.chain_hash)
+
+    def trusted_events(self) -> Iterator[SequencedEvent]:
+        """The events from the log's first to the last before any is missing; reads (and checks) the rest too.
+
+        What comes after a gap cannot be folded: the state it starts from is not known.
+        """
+        for events in self.trusted_frames():
+            yield from events
+
+    def trusted_frames(self) -> Iterator[Iterable[SequencedEvent]]:
+        """The same, one frame's events at a time."""
+        for batch in self.batches():
+            if self.is_trusted:
+                yield batch.numbered()
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether what was just read can be folded: nothing is missing between it and the log's first or a snapshot."""
+        return self.start_sequence < self.last_sequence <= self.trusted_sequence
+
+    def _intact(self, *, behind: int = 0, head_hash: str = "") -> Iterator[Batch]:
+        self._reader.from_sequence = behind + 1
+        self.ending, self._was_open = _NOT_READ, is_being_written(self.path)
+        self.damage.clear()
+        self.num_bytes = self.num_frames = self.num_events = 0
+        self.first_sequence = self.last_sequence = 0
+        self.trusted_sequence = behind or self.start_sequence
+        self._decoder.num_skipped.clear()
+        num_taken, expected = 0, behind + 1
+        last: Batch | None = None
+        for frame in self._reader:
+            num_taken = self._take_damage(num_taken)
+            self._count(frame)
+            if frame.kind is FrameKind.GAP:
+                reason = frame.payload.decode(errors="replace")
+                detail = f"{plural(frame.num_events, 'event')} could not be written: {reason}"
+                self._report("lost_events", frame, detail)
+                continue
+            try:
+                decoded = self._decoder.decode_frame(frame.payload)
+            except CodecError as error:
+                self._report("undecodable", frame, str(error))
+                continue
+            if decoded.num_events != frame.num_events:
+                detail = f"the frame says it holds {plural(frame.num_events, 'event')} and holds {decoded.num_events}"
+                self._report("miscounted", frame, detail)
+                continue
+            self.num_events += decoded.num_events
+            if frame.first_sequence == self.trusted_sequence + 1:
+                self.trusted_sequence += frame.num_events
+            if last is None and head_hash and next_chain_hash(bytes.fromhex(head_hash), frame) != frame.chain_hash:
+                raise LogError(f"{self.path}: event {frame.first_sequence} does not follow from chain hash {head_hash}")
+            self._check_payloads(frame, decoded)
+            gap = None
+            if frame.first_sequence != expected:
+                last_missing = frame.first_sequence - 1
+                gap = Gap(expected, last_missing, is_in_snapshot=last_missing <= self.start_sequence)
+            expected = frame.next_sequence
+            segment, offset = self._reader.place
+            last = Batch(
+                frame.first_sequence, decoded, segment, offset, offset + frame_bytes(frame), frame.chain_hash, gap
+            )
+            yield last
+        if last is not None:
+            self.last_events = tuple(last.numbered())
+        self._take_damage(num_taken)
+        if self.judge_ending(self._reader.next_sequence - 1, self.head_hash).contradiction:
+            place, offset = self._reader.tail or (self.path, 0)
+            sequence, detail = self._reader.next_sequence - 1, self.ending.contradiction
+            self.damage.append(Damage("chain_broken", place.name, offset, sequence, detail, 0))
+
+    def _check_payloads(self, frame: Frame, decoded: DecodedFrame) -> None:
+        """Report what an extension that is here cannot decode of its own events; the rest of the frame is sound."""
+        if not self.core.extensions:
+            return
+        for sequence, event in decoded.numbered(frame.first_sequence):
+            if not isinstance(event, ExtensionEvent):
+                continue
+            for kind in filter(None, [extension.payload_type(event) for extension in self.core.extensions]):
+                try:
+                    from_msgpack(event.payload, kind)
+                except Undecodable as error:
+                    detail = f"event {sequence}: extension {event.extension} cannot decode its {event.name}: {error}"
+                    segment, offset = self._reader.place
+                    self.damage.append(Damage("undecodable", segment, offset, sequence, detail, 0))
+
+    def _count(self, frame: Frame) -> None:
+        num_bytes = frame_bytes(frame)
+        self.num_bytes += num_bytes
+        self.num_frames += 1
+        self.first_sequence = self.first_sequence or frame.first_sequence
+        self.last_sequence = frame.next_sequence - 1
+        if self.on_bytes is not None:
+            self.on_bytes(num_bytes)
+
+    def _report(self, kind: str, frame: Frame, detail: str) -> None:
+        segment, offset = self._reader.place
+        self.damage.append(Damage(kind, segment, offset, frame.first_sequence, detail, frame_bytes(frame)))
+
+    def _take_damage(self, num_taken: int) -> int:
+        self.damage += self._reader.damage[num_taken:]
+        return len(self._reader.damage)
+
+
+def _up_to(until: int | None, batches: Iterator[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        if until is None or batch.last_sequence <= until:
+            yield batch
+            continue
+        if batch.first_sequence <= until:
+            yield batch.up_to(until)
+        return
+
+
+def open_log(
+    path: Path, core: Core | None = None, *, lenient: bool = False, trusts_snapshots: bool = False
+) -> StoredLog:
+    """Open the log at `path`, which `sources.find_logs` has found, to be read with `core`; default: the standard one.
+
+    With `lenient`, events that this version does not know are skipped and counted; with `trusts_snapshots`, what other
+    code has folded is used where the log has lost its beginning.
+
+    Raises:
+        CommandFailed: it cannot be read, is no kvledger log, was written by a newer version, or is a symbolic link,
+            which `find_logs` resolves.
+    """
+    core = core or Core.standard()
+    try:
+        if path.is_symlink():
+            raise refused_link(path)
+        reader = read_log(path)
+        header: dict[str, object] = reader.header
+        if not header:
+            return _without_header(path, core, reader, lenient=lenient)
+        _check_numbers(header)
+        core = core.reading(header, available_extensions())
+        decoder = EventDecoder(core, header, lenient=lenient)
+        return StoredLog(
+            path,
+            core,
+            header,
+            _configuration(header),
+            trusts_snapshots=trusts_snapshots,
+            decoder=decoder,
+            reader=reader,
+        )
+    except OSError as error:
+        raise CommandFailed(f"{path}: {unreadable_text(error)}", ExitCode.DAMAGED) from error
+    except (LogError, CodecError, CoreError) as error:
+        hint = "; or skip what is not known with --lenient" if isinstance(error, SchemaTooNew) else ""
+        raise CommandFailed(f"{path}: {error}{hint}", ExitCode.DAMAGED) from error
+
+
+def _without_header(path: Path, core: Core, reader: LogReader, *, lenient: bool) -> StoredLog:
+    """A log of which no copy of a header is intact: its events, where they are encoded as today's are."""
+    decoder = EventDecoder(core, vocabulary_header(core), lenient=lenient)
+    why = "it holds no intact event"
+    for frame in reader:
+        if frame.kind is FrameKind.EVENTS:
+            try:
+                decoder.decode_frame(frame.payload)
+            except CodecError as error:
+                why = str(error)
+                break
+            return StoredLog(path, core, {}, None, decoder=decoder, reader=reader)
+    found = "; ".join(damage.detail for damage in reader.damage) or "it is empty"
+    message = f"{path}: no segment has a readable header, so its events cannot be decoded: {found}; {why}"
+    raise CommandFailed(message, ExitCode.DAMAGED)
+
+
+_NUMBERS_OF_HEADER: Mapping[str, tuple[int, int]] = {
+    "opened_at_unix_ns": (0, MAX_NS),
+    "process_id": (0, MAX_INT64),
+    "worker_rank": (0, MAX_INT64),
+}
+"""Key of a header → its least and its largest value."""
+
+
+def _check_numbers(header: Mapping[str, object]) -> None:
+    for name, (least, most) in _NUMBERS_OF_HEADER.items():
+        value = header.get(name)
+        if isinstance(value, int) and not least <= value <= most:
+            raise CodecError(f"the log's header has a {name} outside its range ({least} to {most}); it is damaged")
+
+
+def _configuration(header: Mapping[str, object]) -> LedgerConfiguration:
+    given = header.get("configuration")
+    if not isinstance(given, dict):
+        raise CodecError("the log's header has no configuration; it was not written by kvledger's connector")
+    known = {field.name for field in attrs.fields(LedgerConfiguration)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise CodecError(
+            f"the log's configuration has {', '.join(unknown)}, which this kvledger does not know; "
+            f"it was written by kvledger {header.get('kvledger_version', 'unknown')}: use that version or a later one"
+        )
+    try:
+        return converted(given, LedgerConfiguration)
+    except Undecodable as error:
+        raise CodecError(f"the log's configuration cannot be used: {error}") from error

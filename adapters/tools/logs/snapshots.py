@@ -1,0 +1,91 @@
+"""Makes the snapshots of a log: the state before each segment, folded from the log itself.
+
+For whoever writes a log, in a process beside it, and for whoever has one that lacks some. It must not know an engine.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.totals import Totals
+from kvledger.lifecycle import Projections
+from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.snapshots import SnapshotError, capture, restore, state_fingerprint
+from kvledger.storage.events import LogError, Snapshot, find_snapshot, segments_without_snapshot, write_snapshot
+from kvledger.storage.events.segment_file import first_sequence_of, read_header
+
+
+def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
+    """Write a snapshot next to each segment that lacks one, and return how many were written.
+
+    With `first_sequence`, only next to the segment that begins with that event.
+
+    Reads from the last snapshot before the first of these, or from the log's beginning; also a log that is being
+    written. One that is there is left as it is.
+
+    Raises:
+        CommandFailed: the state there cannot be known. What lies before that has its snapshots.
+        OSError: one cannot be written.
+    """
+    begins = ((first_sequence_of(segment) or 1, segment) for segment in segments_without_snapshot(log.path))
+    lacking = {begin - 1: segment for begin, segment in begins if first_sequence in {None, begin}}
+    if not lacking:
+        return 0
+    if not log.header:
+        raise CommandFailed(f"{log.path}: no copy of its header is intact, so nothing can be folded", ExitCode.DAMAGED)
+    other_code = log.core.other_code(log.header)
+    if other_code:  # whoever trusts a snapshot trusts the code that wrote the log
+        raise CommandFailed(
+            f"{log.path}: a snapshot is made by the code that wrote the log, here is other: {other_code}"
+        )
+    log_id, fingerprint = str(log.header["log_id"]), state_fingerprint(log.core, log.configuration)
+    begun, _ = find_snapshot(log.path, log_id=log_id, fingerprint=fingerprint, at_most=min(lacking), newest=True)
+    projections, batches = log.core.new_projections(log.configuration), log.batches()
+    totals = Totals(projections)
+    if begun is not None:
+        with suppress(SnapshotError):  # then from the log's beginning, if it is there
+            projections = restore(log.core, begun.state, log.configuration)
+            totals = Totals.continued(projections, begun.totals)
+            batches = log.batches_behind(begun.sequence)
+    num_written = 0
+    for batch in batches:
+        if log.damage or not log.is_trusted:
+            raise CommandFailed(
+                f"{log.path}: events before event {batch.first_sequence} are missing or damaged, so the state there is "
+                "not known",
+                ExitCode.DAMAGED if log.damage else ExitCode.NOTHING_CHECKED,
+            )
+        for sequence, event in batch.numbered():
+            _fold(projections, log, sequence, event)
+        segment = lacking.pop(batch.last_sequence, None)
+        if segment is not None:
+            chain_hash = _hash_before(segment)
+            state = capture(projections)
+            snapshot = Snapshot(log_id, batch.last_sequence, chain_hash, fingerprint, state, totals.stored())
+            write_snapshot(segment, snapshot)
+            num_written += 1
+        if not lacking:
+            break
+    return num_written
+
+
+def _fold(projections: Projections, log: StoredLog, sequence: int, event: Event) -> None:
+    try:
+        projections.fold(event, sequence)
+    except Exception as error:
+        raise CommandFailed(
+            f"{log.path}: event {sequence} ({event.id}) cannot be folded: {error!r}; no snapshot can be made of what "
+            "follows. `kvledger verify` says what is wrong before it",
+            ExitCode.DIVERGED,
+        ) from error
+
+
+def _hash_before(segment: Path) -> bytes:
+    """The chain hash (16 bytes) that a segment follows from. Raises `CommandFailed`."""
+    try:
+        return read_header(segment, any_copy=True).previous_head_hash
+    except LogError as error:
+        raise CommandFailed(f"{segment.parent}: {error}", ExitCode.DAMAGED) from error

@@ -1,0 +1,270 @@
+"""From the LOG argument to the logs it means: one log, one segment of it, all logs of a directory or of a stream.
+
+Every engine start writes a log directory of its own below `log_dir`, so a directory of logs is what an operator has.
+Which logs belong to one start, and which start is the newest, is decided here for all commands.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import attrs
+
+from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, unreadable_text
+from kvledger.adapters.tools.logs.streams import StreamUrl, mirrored_logs, shown_log
+from kvledger.adapters.tools.logs.visible import remark
+from kvledger.storage.events import LogError, read_log
+from kvledger.storage.events.files import RefusedFile, directories_in, links_in
+from kvledger.storage.events.reader import traces_of_log
+from kvledger.storage.events.retirements import RETIREMENTS_NAME
+from kvledger.storage.events.segment_file import segment_paths
+
+_MAX_NAMED = 10
+_DATA_PARALLEL = re.compile(r"_dp\d+$")
+
+
+@attrs.frozen
+class EngineStart:
+    """The logs that one engine start has left: the scheduler's, and those of its workers.
+
+    Only the recorder's workers write logs. A start that failed before the scheduler opened its log has only those.
+    """
+
+    scheduler: Path | None
+    workers: tuple[Path, ...]
+    """In the order of their opening."""
+    opened_at: int
+    """When the scheduler's log was opened, or else the first of the others, in nanoseconds since 1970."""
+    engine_id: str = ""
+    """vLLM's, with `_dpN` at its end for an engine of several with data parallelism; empty: the log does not say it."""
+    connector: str = ""
+    """The recorded one; empty: kvledger's own."""
+
+    @property
+    def logs(self) -> list[Path]:
+        """All of them, the scheduler's last."""
+        return [*self.workers, *([] if self.scheduler is None else [self.scheduler])]
+
+    @property
+    def main(self) -> Path:
+        """The scheduler's log, or the last of the workers' where there is none."""
+        return self.logs[-1]
+
+
+@attrs.frozen
+class _Log:
+    """What decides to which start a log belongs, from its header."""
+
+    path: Path
+    opened_at: int
+    header: Mapping[str, object]
+
+    @property
+    def rank(self) -> int | None:
+        rank = self.header.get("worker_rank")
+        return rank if isinstance(rank, int) else None
+
+    @property
+    def engine(self) -> tuple[str, str]:
+        """(engine id, recorded connector)."""
+        return str(self.header.get("engine_id") or ""), str(self.header.get("connector") or "")
+
+
+def find_logs(path: Path | StreamUrl, mirror: Path | None = None, *, newest: bool = False) -> list[Path]:
+    """The logs that `path` means: itself, or those in the directory, start by start, a start's scheduler log last.
+
+    The URL of a stream means its logs, of which a mirror is made first (in the directory `mirror`); with `newest` only
+    of the newest start, since that takes time. If `path` is a link, the paths returned are below what it leads to.
+
+    Raises:
+        CommandFailed: there is none.
+    """
+    if isinstance(path, StreamUrl):
+        return _by_start(mirrored_logs(path, mirror, newest=newest))
+    if path.is_symlink() and not path.exists():
+        error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        raise CommandFailed(unreadable_text(error), ExitCode.DAMAGED)
+    if not path.exists():
+        raise CommandFailed(
+            f"{shown_log(path)}: there is nothing; give a log directory or a *.kvlog file", ExitCode.USAGE
+        )
+    path = _without_link(path)
+    if not path.is_dir() or segment_paths(path) or _has_traces(path):
+        return [path]
+    # A link is listed, so that it is not left out silently: `open_log` refuses it.
+    links = [link for link in links_in(path) if link.name != RETIREMENTS_NAME]
+    logs = [*(child for child in directories_in(path) if _may_be_log(child)), *links]
+    if not logs:
+        message = f"{path}: holds no log, neither segments (*.kvlog) nor a folder with some; is it the log_dir?"
+        raise CommandFailed(message, ExitCode.USAGE)
+    return _by_start(logs)
+
+
+def _has_traces(directory: Path) -> bool:
+    """Whether a directory was a log whose segments are gone. A record that is no file costs the logs in it nothing."""
+    try:
+        return bool(traces_of_log(directory))
+    except RefusedFile as error:
+        remark(str(error))
+        return False
+
+
+def _without_link(path: Path) -> Path:
+    """What a path leads to that a user gave, which may be a link. A link that is found in a directory is refused.
+
+    Raises:
+        CommandFailed: it leads to something without a name, such as the pipe of a shell's `<(…)`.
+    """
+    real = path.resolve() if path.is_symlink() else path
+    if not real.exists():
+        message = f"{path}: leads to a pipe or a deleted file, which kvledger does not read; give a regular file"
+        raise CommandFailed(message, ExitCode.DAMAGED)
+    return real
+
+
+def _by_start(logs: Sequence[Path]) -> list[Path]:
+    return [path for start in engine_starts(logs) for path in start.logs]
+
+
+def engine_starts(logs: Iterable[Path]) -> list[EngineStart]:
+    """The engine starts of which these are the logs, the newest last. A log that cannot be read is one of its own."""
+    found = [_looked_at(path) for path in logs]
+    schedulers = [log for log in found if log.rank is None]
+    workers = sorted((log for log in found if log.rank is not None), key=_order)
+    starts = []
+    assigned: set[Path] = set()
+    for scheduler, its in _assigned(schedulers, workers):
+        paths = tuple(log.path for log in sorted(its, key=_order))
+        assigned.update(paths)
+        starts.append(EngineStart(scheduler.path, paths, scheduler.opened_at, *scheduler.engine))
+    left: dict[tuple[str, str], list[_Log]] = {}
+    for log in workers:  # the rest: of starts that failed, or whose scheduler's log is gone
+        if log.path in assigned:
+            continue
+        group = left.setdefault(log.engine, [])
+        if any(other.rank == log.rank for other in group):
+            starts.append(_without_scheduler(group))
+            group = left[log.engine] = []
+        group.append(log)
+    starts += map(_without_scheduler, left.values())
+    return sorted(starts, key=lambda start: (start.opened_at, start.main.name))
+
+
+def start_of(log: Path) -> EngineStart:
+    """The engine start that wrote this log, as far as its logs lie in the same directory."""
+    siblings = [path for path in directories_in(log.parent) if path != log]
+    return next(start for start in engine_starts([log, *siblings]) if log in start.logs)
+
+
+def workers_of(scheduler: Path) -> dict[int, Path]:
+    """Rank → log of each worker of the engine start whose scheduler wrote this log, from the same directory."""
+    own = start_of(scheduler)
+    ranks = {_looked_at(path).rank: path for path in own.workers if own.scheduler == scheduler}
+    return dict(sorted((rank or 0, path) for rank, path in ranks.items()))
+
+
+def started_with(start: EngineStart, starts: Sequence[EngineStart]) -> list[EngineStart]:
+    """The other starts that belong to the same start of a server: engines of data parallelism, children of a connector.
+
+    They share vLLM's engine id, but for the `_dpN` that tells engines of data parallelism apart (vLLM 0.32:
+    `vllm/v1/engine/core.py`).
+    """
+    if not start.engine_id:
+        return []
+
+    def whose(other: EngineStart) -> tuple[str, str]:
+        return other.engine_id, other.connector
+
+    before = [each.opened_at for each in starts if whose(each) == whose(start) and each.opened_at < start.opened_at]
+    newest: dict[tuple[str, str], EngineStart] = {}
+    for other in starts:
+        is_of_server = _DATA_PARALLEL.sub("", other.engine_id) == _DATA_PARALLEL.sub("", start.engine_id)
+        if is_of_server and whose(other) != whose(start) and other.opened_at > max(before, default=0):
+            newest[whose(other)] = other
+    return list(newest.values())
+
+
+def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
+    """The log that `asked` means for a command that reads one: the scheduler's log of the only engine start there.
+
+    Raises:
+        CommandFailed: there are several starts.
+    """
+    if len(logs) == 1:
+        return logs[0]
+    starts = [start.main for start in engine_starts(logs)]
+    if len(starts) == 1:
+        return starts[0]
+    named = ", ".join(map(str, starts[-_MAX_NAMED:]))
+    more = f" and {len(starts) - _MAX_NAMED} older ones" if len(starts) > _MAX_NAMED else ""
+    message = (
+        f"{asked} holds {len(starts)} logs (`kvledger ls` lists them); name one, the newest is the last: {named}{more}"
+    )
+    raise CommandFailed(message, ExitCode.USAGE)
+
+
+def _assigned(schedulers: Iterable[_Log], workers: Iterable[_Log]) -> Iterator[tuple[_Log, list[_Log]]]:
+    """Each scheduler's log with the logs of its workers: at most one of each rank, and no log twice.
+
+    The engine id and the connector have to be equal. An id that was configured serves every start: a worker belongs to
+    the scheduler of its own process, or else to the first one that was opened after it.
+    """
+    schedulers = list(schedulers)
+    pairs = []
+    for scheduler, worker in itertools.product(schedulers, workers):
+        if worker.engine == scheduler.engine and worker.engine[0]:
+            distance = worker.opened_at - scheduler.opened_at
+            process = worker.header.get("process_id")
+            is_same_process = process is not None and process == scheduler.header.get("process_id")
+            order = (not is_same_process, distance > 0 and not is_same_process, abs(distance))
+            pairs.append((order, scheduler, worker))
+    ranks: dict[Path, dict[int | None, _Log]] = {scheduler.path: {} for scheduler in schedulers}
+    taken: set[Path] = set()
+    for _, scheduler, worker in sorted(pairs, key=lambda pair: pair[0]):
+        if worker.path not in taken and worker.rank not in ranks[scheduler.path]:
+            ranks[scheduler.path][worker.rank] = worker
+            taken.add(worker.path)
+    for scheduler in schedulers:
+        yield scheduler, list(ranks[scheduler.path].values())
+
+
+def _without_scheduler(workers: Sequence[_Log]) -> EngineStart:
+    return EngineStart(None, tuple(log.path for log in workers), workers[0].opened_at, *workers[0].engine)
+
+
+def _order(log: _Log) -> tuple[int, str]:
+    return log.opened_at, log.path.name
+
+
+def _may_be_log(path: Path) -> bool:
+    """Whether a directory is a log, was one whose segments are gone, or cannot be looked at: opening it says why."""
+    try:
+        return bool(segment_paths(path) or traces_of_log(path))
+    except FileNotFoundError:
+        return False  # it vanished since its name was read: the last segment was retired
+    except OSError:
+        return True
+
+
+def _looked_at(log: Path) -> _Log:
+    if log.is_symlink():
+        return _Log(log, 0, {})  # never the newest
+    try:
+        header = read_log(log).header
+        opened_at = header.get("opened_at_unix_ns")
+        opened_at = opened_at if isinstance(opened_at, int) else segment_paths(log)[-1].lstat().st_mtime_ns
+        return _Log(log, opened_at, header)
+    except (LogError, OSError, IndexError):
+        return _Log(log, _modified_at(log), {})
+
+
+def _modified_at(log: Path) -> int:
+    try:
+        return log.lstat().st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,340 @@
+"""The audit of a stored log: all that is wrong with the selected part of it, and what could not be judged.
+
+For the terminal and for the page, which read the log themselves. It must not know how either shows it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import attrs
+
+from kvledger.adapters.tools.exit_codes import ExitCode
+from kvledger.adapters.tools.logs.coverage import Coverage, ExtensionEvents, RequestPresence, checked
+from kvledger.adapters.tools.logs.ending import num_open_requests, sound_text
+from kvledger.adapters.tools.logs.log import Batch, StoredLog
+from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.logs.sources import start_of
+from kvledger.adapters.tools.logs.workers import WorkerCalls, troubles_of_workers
+from kvledger.adapters.units import plural
+from kvledger.lifecycle import Extension, LedgerConfiguration, Projections
+from kvledger.lifecycle.audit import Audit, Judgement
+from kvledger.lifecycle.events import Event, ExtensionStopped
+from kvledger.storage.events import Damage, HowEnded, Retirement
+
+Around = Callable[[int, Event], None]
+
+_NO_CONFIGURATION = LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
+"""For the audit of a log whose configuration is lost: it is given no event."""
+_HEADER_LOST = (
+    "no copy of the log's header is intact, and the configuration stood there: events were decoded as this version "
+    "writes them, and neither rules nor decisions can be judged"
+)
+
+
+class Verification:
+    """Holds the rules against the selected part of a log, from its first event or its first snapshot to the first gap.
+
+    Begin one before the log is read, and give it every batch up to the end of the selection.
+    """
+
+    def __init__(self, log: StoredLog, selection: Selection) -> None:
+        self._log = log
+        self._selection = selection
+        start = log.start()
+        configuration = log.configuration if log.header else _NO_CONFIGURATION
+        self.audit = Audit(log.core, configuration, keeps=selection.concerns_violation, start=start)
+        self.audit.divergences.keeps = self.audit.reference_differences.keeps = selection.concerns
+        self._calls = None if log.worker_rank is None else WorkerCalls()
+        self._presence = RequestPresence(selection, start)
+        self._of_extensions = ExtensionEvents()
+
+    def take(self, batch: Batch, around: Around | None = None) -> bool:
+        """Take up the batch that was just read; False where it cannot be judged, because events before it are missing.
+
+        See `Audit.take_frame` for `around`.
+        """
+        if not self._log.header or not self._log.is_trusted:
+            return False
+        events = list(batch.numbered())
+        self._presence.take(events)
+        self._of_extensions.take(events)
+        self.audit.take_frame(events, around)
+        if self._calls is not None:
+            self._calls.take(events)
+        return True
+
+    def findings(self) -> Findings:
+        """All of them, when the log has been read."""
+        if not self._selection.is_over(self._log.last_sequence):
+            # Else a decision that the next event would show to be missing is still part of what was asked for.
+            self.audit.finish()
+        end_state = EndState.of(self.audit.projections)
+        return Findings.of(
+            self._log,
+            self._selection,
+            self.audit.judgement(),
+            end_state,
+            self._of_extensions,
+            self._calls,
+            is_present=self._presence.is_found,
+        )
+
+
+@attrs.frozen
+class EndState:
+    """What is reported of the state that the log folds to."""
+
+    num_open_requests: int | None
+    """That had arrived and not finished; None: nobody knows, because events before the end are missing."""
+    stopped_at: Mapping[str, int]
+    """Extension → the event that stopped it."""
+
+    @classmethod
+    def of(cls, projections: Projections) -> EndState:
+        """Of these."""
+        stopped_at = dict(projections.extensions.state.stopped)
+        return cls(num_open_requests(projections), stopped_at)
+
+
+@attrs.frozen
+class StoppedExtension:
+    """An extension whose code raised while the log was written, so that it took no part from there on."""
+
+    extension: str
+    version: int | None
+    """None: not known, since the event is not in the part that was read."""
+    sequence: int
+    """Of the event that stopped it."""
+    where: str
+    """The part of it that raised; empty: not known."""
+    error: str
+    """The class and the line of what was raised; empty: not known."""
+    rules: Sequence[str]
+    """Its rules, which were not checked from there on."""
+
+    @property
+    def text(self) -> str:
+        """All of this in words."""
+        name = f"extension {self.extension}{'' if self.version is None else f' {self.version}'}"
+        why = f", because {self.where} raised {self.error}" if self.where else ""
+        rules = f", and {_rules(self.rules)} not checked" if self.rules else ""
+        return (
+            f"{name} was stopped at event {self.sequence}{why}. From there on it took no part: what it would have "
+            f"decided or kept was not{rules}. Correct it, and start the engine again"
+        )
+
+
+def _rules(rules: Sequence[str]) -> str:
+    return f"its rule{'' if len(rules) == 1 else 's'} {', '.join(rules)} {'was' if len(rules) == 1 else 'were'}"
+
+
+@attrs.frozen
+class Findings:
+    """What is wrong with the selected part of a log."""
+
+    judgement: Judgement
+    end_state: EndState
+    damage: tuple[Damage, ...]
+    remarks: tuple[str, ...]
+    of_workers: tuple[str, ...]
+    """Where a worker failed or stayed; no fault of the log."""
+    exit_code: ExitCode
+    checked: Coverage
+    """The events that the verdict covers."""
+    verdict: str
+    """The verdict in words, with the part that it covers if that is not the whole log."""
+    stopped: Sequence[StoppedExtension] = ()
+
+    @classmethod
+    def of(
+        cls,
+        log: StoredLog,
+        selection: Selection,
+        judgement: Judgement,
+        end_state: EndState,
+        of_extensions: ExtensionEvents,
+        calls: WorkerCalls | None = None,
+        *,
+        is_present: bool,
+    ) -> Findings:
+        """Those of a log that was read to its end, and judged; of a worker's log, with the calls that it made.
+
+        `is_present`: whether the selected request lived in the selected part.
+        """
+        unfoldable = judgement.unfoldable
+        last_foldable = None if unfoldable is None else unfoldable.sequence - 1
+        covered = checked(log, selection, last_foldable, is_present=is_present)
+        damage = tuple(d for d in log.damage if d.sequence is None or selection.holds(d.sequence))
+        if damage:
+            exit_code = ExitCode.DAMAGED
+        elif judgement.held.num_violations:
+            exit_code = ExitCode.RULE_BROKEN
+        elif not judgement.is_sound:
+            exit_code = ExitCode.DIVERGED
+        elif log.skipped:
+            exit_code = ExitCode.NOT_VERIFIED
+        elif covered.why_nothing or _lacks_scheduler(log):
+            exit_code = ExitCode.NOTHING_CHECKED
+        elif log.ending.missing is not None:
+            exit_code = ExitCode.END_MISSING
+        elif end_state.stopped_at:
+            exit_code = ExitCode.EXTENSION_STOPPED
+        else:
+            exit_code = ExitCode.SOUND
+        stopped = tuple(_stopped(log, end_state, of_extensions.stops))
+        remarks = tuple(_remarks(log, selection, judgement, of_extensions, covered, stopped))
+        if log.trusted_sequence < log.last_sequence:
+            end_state = attrs.evolve(end_state, num_open_requests=None)
+        verdict = _verdict(log, selection, judgement, exit_code, covered)
+        of_workers = _of_workers(log, calls)
+        return cls(judgement, end_state, damage, remarks, of_workers, exit_code, covered, verdict, stopped)
+
+
+def _stopped(log: StoredLog, end_state: EndState, stops: Mapping[int, ExtensionStopped]) -> Iterator[StoppedExtension]:
+    rules_of = {extension.name: extension.declaration().rules for extension in log.core.extensions}
+    for name, sequence in end_state.stopped_at.items():
+        rules, event = tuple(rules_of.get(name, ())), stops.get(sequence)
+        if event is None:
+            yield StoppedExtension(name, None, sequence, "", "", rules)
+        else:
+            yield StoppedExtension(name, event.version, sequence, event.where, event.error, rules)
+
+
+def _lacks_scheduler(log: StoredLog) -> bool:
+    """Whether this is a worker's log, and the log of its engine's scheduler, which has the requests, is elsewhere."""
+    return log.worker_rank is not None and log.path.is_dir() and start_of(log.path).scheduler is None
+
+
+def _verdict(log: StoredLog, selection: Selection, judgement: Judgement, exit_code: ExitCode, covered: Coverage) -> str:
+    words = {
+        ExitCode.NOT_VERIFIED: "not verified: events that this version does not know were skipped",
+        ExitCode.NOTHING_CHECKED: "nothing could be checked",
+        ExitCode.EXTENSION_STOPPED: f"{sound_text(log.ending)}, but an extension was stopped",
+        ExitCode.END_MISSING: sound_text(log.ending),
+        ExitCode.SOUND: sound_text(log.ending),
+    }
+    verdict = words.get(exit_code, exit_code.name.lower().replace("_", " "))
+    is_rule_broken = exit_code is ExitCode.RULE_BROKEN
+    if log.worker_rank is not None and is_rule_broken and list(judgement.held.num_violations) == ["RECORDED"]:
+        verdict += f": a hook of worker {log.worker_rank} raised"
+    if exit_code is ExitCode.NOTHING_CHECKED and not covered.why_nothing:
+        verdict += f" but the calls of worker {log.worker_rank}"
+    if exit_code is ExitCode.NOTHING_CHECKED:
+        return verdict if log.ending.missing is None else f"{verdict}, and the log's end is missing"
+    if covered.why_nothing:
+        return f"{verdict}, and nothing could be checked"
+    part = "" if covered.is_whole else covered.text
+    if log.worker_rank is not None:
+        part = f"the calls of worker {log.worker_rank}{f' in {part}' if part else ''}"
+    elif selection.request_id is not None:
+        part = f"{part or covered.text} of {selection.request_id}"
+    verdict += f"; only {part} {'was' if part.startswith('event ') else 'were'} checked" if part else ""
+    unjudged = [f"rules of extension {extension.name}" for extension in log.core.absent]
+    unjudged += [f"rule {rule}" for rule in judgement.held.not_judged]
+    return f"{verdict}; not checked: {', '.join(unjudged)}" if unjudged else verdict
+
+
+def _of_workers(log: StoredLog, calls: WorkerCalls | None) -> tuple[str, ...]:
+    """What went wrong in workers: in the one whose log this is, or in those with logs in the same directory."""
+    if calls is None:
+        return tuple(f"worker {rank} {trouble}" for rank, trouble in troubles_of_workers(log).items())
+    trouble = calls.trouble(is_over=log.ending.how is not HowEnded.OPEN)
+    return (f"worker {log.worker_rank} {trouble}",) if trouble else ()
+
+
+def _remarks(
+    log: StoredLog,
+    selection: Selection,
+    judgement: Judgement,
+    of_extensions: ExtensionEvents,
+    covered: Coverage,
+    stopped: Sequence[StoppedExtension],
+) -> list[str]:
+    remarks = [each.text for each in stopped]
+    if not selection.is_everything:
+        end = "the end" if selection.last_sequence is None else f"event {selection.last_sequence}"
+        whose = "" if selection.request_id is None else f" that concerns {selection.request_id}"
+        remarks.append(f"only what was found from event {selection.first_sequence} to {end}{whose} is reported")
+    remarks += _retired(log.retired)
+    if _lacks_scheduler(log):
+        remarks.append(
+            "no log of this engine's scheduler is in the same directory: the engine start failed before its scheduler "
+            "was made, or that log is elsewhere; no request is in this log"
+        )
+    if log.skipped:
+        skipped = ", ".join(f"{count} {event_id}" for event_id, count in sorted(log.skipped.items()))
+        remarks.append(
+            f"events that this version does not know were skipped: {skipped}; what follows from them is missing, so "
+            "rules may seem broken that are not"
+        )
+    remarks += log.start_remarks
+    if log.start_sequence:
+        remarks.append(
+            f"rules and decisions were checked from event {log.start_sequence + 1} on, from a snapshot, whose state is "
+            "trusted"
+        )
+    if not log.header:
+        remarks.append(_HEADER_LOST)
+    is_told = log.header and (log.start_sequence > 0 or not log.begins_late)
+    if is_told and log.trusted_sequence < log.last_sequence and not selection.is_over(log.last_sequence):
+        remarks.append(
+            f"rules and decisions were checked up to event {log.trusted_sequence}; the next ones are missing"
+        )
+    if covered.why_nothing and log.header:
+        remarks.append(f"neither rules nor decisions could be checked: {covered.why_nothing}")
+    named = {rule for each in stopped for rule in each.rules}
+    remarks += _not_judged(log, judgement, of_extensions.num_events, named)
+    table = log.core.table_fingerprint()
+    if log.header.get("table_fingerprint", table) != table:
+        remarks.append("the log was written with another transition table; divergences may come from that")
+    used = log.core.handler_fingerprint()
+    written_with = log.header.get("handler_fingerprint", used)
+    if written_with != used and not log.core.absent:
+        remarks.append(
+            "the log was written with other handlers than were asked here, so divergences may come from that; "
+            f"name them with --handlers: it was written with {written_with}"
+        )
+    return remarks + log.other_code_remarks
+
+
+def _retired(retired: Sequence[Retirement]) -> list[str]:
+    """Which events of a log were retired, when and why; one remark for each reason in a row."""
+    remarks = []
+    for reason, run in itertools.groupby(retired, key=lambda each: each.reason):
+        segments = list(run)
+        first, last = segments[0], segments[-1]
+        at = dt.datetime.fromtimestamp(last.retired_at_unix_ns / 1e9, tz=dt.UTC)
+        how_many = f"{plural(len(segments), 'segment')}, the last at {at:%Y-%m-%dT%H:%M:%SZ}"
+        events = f"events {first.first_sequence}–{last.last_sequence}"
+        remarks.append(f"{events} were retired by {reason} ({how_many}); what is left follows from the recorded hash")
+    if retired and not retired[-1].is_rest_verifiable:
+        remarks.append(
+            f"{retired[-1].segment} was deleted before the snapshot of what follows existed, for want of room; without "
+            "that snapshot what follows is no longer verifiable, up to the next one"
+        )
+    return remarks
+
+
+def _not_judged(log: StoredLog, judgement: Judgement, num_events: int, named: Collection[str]) -> Iterator[str]:
+    """What could not be judged of extensions, but for the rules that are `named` already."""
+    for extension in log.core.absent:
+        yield _absence(extension, judgement, num_events)
+    for rule, reason in judgement.held.not_judged.items():
+        if rule in named and reason.startswith("its extension was stopped"):
+            continue
+        yield f"rule {rule} of an extension could not be judged, or not to the end: {reason}"
+
+
+def _absence(extension: Extension, judgement: Judgement, num_events: int) -> str:
+    declared = extension.declaration()
+    rules = f"; its rules {', '.join(declared.rules)} were not checked" if declared.rules else ""
+    return (
+        f"the log was written with extension {extension.name} {extension.version} ({declared.made_by}), which is not "
+        f"here. Its sub-states follow the rows in the header, {plural(num_events, 'event')} of extensions "
+        f"{'was' if num_events == 1 else 'were'} accepted{rules}. What was decided upon "
+        f"{plural(judgement.decided.num_unjudged, 'observation')} it may have influenced: that was not decided again. "
+        "Install it, or name it with --extensions"
+    )

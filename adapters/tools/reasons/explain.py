@@ -1,0 +1,252 @@
+"""From one answered lookup to the reason of every token that it leaves to compute.
+
+Pure: a function of the answer, of what is remembered of the request, and of the chunks' history at that moment.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import cached_property
+
+import attrs
+
+from kvledger.adapters.tools.reasons.chunk_history import ChunkFact, ChunkStatus
+from kvledger.adapters.tools.reasons.life import Life
+from kvledger.adapters.tools.reasons.memory import Memory
+from kvledger.adapters.tools.reasons.reason import Reason
+from kvledger.adapters.tools.reasons.spans import Span, joined
+from kvledger.lifecycle import LedgerConfiguration, MissReason
+from kvledger.lifecycle import events as e
+
+_GONE: dict[ChunkStatus, Reason] = {
+    ChunkStatus.SAVING: Reason.SAVING,
+    ChunkStatus.DECLINED: Reason.DECLINED,
+    ChunkStatus.SAVE_FAILED: Reason.SAVE_FAILED,
+    ChunkStatus.SAVED: Reason.BEHIND_GAP,
+    ChunkStatus.EVICTED: Reason.EVICTED,
+    ChunkStatus.TAINTED: Reason.TAINTED,
+    ChunkStatus.RESET: Reason.RESET,
+}
+_CUT: dict[str, Reason] = {MissReason.LIMITED: Reason.LIMITED, MissReason.SLOWER: Reason.SLOWER}
+"""Why less is offered than is there."""
+_OF_ALL: dict[str, Reason] = {
+    MissReason.QUARANTINED: Reason.QUARANTINED,
+    MissReason.LOAD_FAILED: Reason.LOAD_FAILED,
+}
+"""What makes the request compute whatever is there."""
+
+
+@attrs.define
+class Explainer:
+    """Gives reasons."""
+
+    configuration: LedgerConfiguration
+    memory: Memory
+
+    def explain(self, answer: e.LookupAnswered, sequence: int, life: Life) -> tuple[Span, ...]:
+        """The reasons of all tokens from the end of the offer to the last known one."""
+        last = answer.num_tokens - 1
+        offered_end = answer.num_computed_tokens + answer.num_external_tokens
+        hit_end = min(answer.num_hit_tokens, last)
+        of_last = Span(max(offered_end, last), answer.num_tokens, Reason.LAST_TOKEN, (sequence,))
+        if answer.miss_reason == MissReason.RECORDED:
+            return joined((Span(offered_end, last, Reason.RECORDED, (sequence,)), of_last))
+        behind = _Behind(self, life, sequence, answer)
+        return joined(
+            (
+                *self._cut(answer, sequence, life, offered_end, hit_end),
+                *behind.spans(max(offered_end, hit_end), last),
+                of_last,
+            )
+        )
+
+    def without_answer(
+        self, first_token: int, num_tokens: int, sequence: int, life: Life, *, reason: Reason
+    ) -> tuple[Span, ...]:
+        """The reasons where no lookup is in the log: `reason`, except for what no cache could have spared."""
+        last = num_tokens - 1
+        behind = _Behind(self, life, sequence, None, reason)
+        return joined(
+            (
+                *behind.spans(first_token, last),
+                Span(max(first_token, last), num_tokens, Reason.LAST_TOKEN, (sequence,)),
+            )
+        )
+
+    def _cut(
+        self, answer: e.LookupAnswered, sequence: int, life: Life, first_token: int, end_token: int
+    ) -> Iterator[Span]:
+        """Tokens that are hit and not offered."""
+        if answer.miss_reason in _OF_ALL:
+            evidence = life.quarantined if answer.miss_reason == MissReason.QUARANTINED else life.load_failed
+            yield Span(first_token, end_token, _OF_ALL[answer.miss_reason], (*evidence, sequence))
+        elif answer.miss_reason == MissReason.WINDOW:
+            limit = self._limit(life, end_token)
+            yield Span(first_token, min(limit, end_token), Reason.WINDOW, (sequence,))
+            yield Span(max(first_token, limit), end_token, Reason.LIMITED, (sequence,))
+        else:
+            yield Span(first_token, end_token, self._why_cut(answer), (sequence,))
+
+    def _limit(self, life: Life, end_token: int) -> int:
+        share = self.configuration.max_hit_share
+        return int(life.num_prompt_tokens * share) if share < 1 else end_token
+
+    def _why_cut(self, answer: e.LookupAnswered) -> Reason:
+        if answer.miss_reason in _CUT:
+            return _CUT[answer.miss_reason]
+        if answer.num_computed_tokens % self.configuration.block_size:
+            return Reason.UNALIGNED
+        if len(self.configuration.windows) > 1 and not answer.num_external_tokens:
+            return Reason.RIVAL_LOAD
+        return Reason.UNKNOWN
+
+
+@attrs.frozen
+class _Behind:
+    """What lies behind the hit, chunk by chunk."""
+
+    explainer: Explainer
+    life: Life
+    sequence: int
+    answer: e.LookupAnswered | None
+    instead: Reason | None = None
+
+    def spans(self, first_token: int, end_token: int) -> Iterator[Span]:
+        """The reasons of these tokens."""
+        at = first_token
+        num_tokens = end_token + 1 if self.answer is None else self.answer.num_tokens
+        while at < end_token:
+            end = min(end_token, *(bound for bound in self._bounds(at, num_tokens) if bound > at))
+            span = self._reason_of(at, end)
+            yield self._overruled(span)
+            at = end
+
+    def _bounds(self, at: int, num_tokens: int) -> tuple[int, ...]:
+        size = self.explainer.configuration.chunk_size
+        tail = self.life.tail
+        of_tail = () if tail is None else (tail.first_token, tail.end_token)
+        bounds = (self.life.mark, *of_tail)
+        end, end_of_whole = (at // size + 1) * size, num_tokens // size * size
+        if at // size in self.life.keys or end >= end_of_whole:
+            return (end, *bounds)
+        # Whole chunks without keys have one reason, and a log may count far more tokens than it has keys for.
+        place = bisect_right(self._keyed, at // size)
+        following = (self._keyed[place] * size,) if place < len(self._keyed) else ()
+        return (end_of_whole, *following, *bounds, *(bound // size * size for bound in bounds))
+
+    @cached_property
+    def _keyed(self) -> list[int]:
+        """Chunks whose keys are known, ascending."""
+        return sorted(self.life.keys)
+
+    def _overruled(self, span: Span) -> Span:
+        """What makes the request compute whatever is there goes over what was there."""
+        reason = self.instead
+        if self.answer is not None:
+            reason = _OF_ALL.get(self.answer.miss_reason)
+        was_computed = span.first_token < self.life.mark
+        if reason is None or (span.reason in {Reason.NEW, Reason.PARTIAL_CHUNK} and not was_computed):
+            return span
+        return Span(span.first_token, span.end_token, reason, (*self._evidence(reason), self.sequence))
+
+    def _evidence(self, reason: Reason) -> tuple[int, ...]:
+        if reason is Reason.QUARANTINED:
+            return self.life.quarantined
+        if reason is Reason.LOAD_FAILED:
+            return self.life.load_failed
+        if reason is Reason.HOOK_FAILED:
+            return (self.life.hook_failed,)
+        if reason is Reason.WITHHELD:
+            return (self.life.withheld,)
+        return ()
+
+    def _reason_of(self, first_token: int, end_token: int) -> Span:
+        life, size = self.life, self.explainer.configuration.chunk_size
+        chunk = first_token // size
+        tail = life.tail
+        if tail is not None and tail.first_token <= first_token < tail.end_token:
+            return self._from_fact(first_token, end_token, tail.fact)
+        key = life.keys.get(chunk)
+        if key is None:
+            return self._without_key(first_token, end_token)
+        fact = self.explainer.memory.chunks.get(key)
+        told = self._told_of(first_token)
+        if told == MissReason.SAVING:
+            return self._being_saved(first_token, end_token, fact)
+        span = self._from_fact(first_token, end_token, fact)
+        # Where events are lost, one of them may have been the save of the chunk.
+        may_be_lost = first_token >= life.mark or span.reason is Reason.UNSAVED
+        is_in_pool = span.reason in {Reason.BEHIND_GAP, Reason.SAVING, Reason.DEFERRAL_EXHAUSTED}
+        contradicts = told == MissReason.MISSING and is_in_pool
+        if contradicts or (may_be_lost and self._is_history_lost(fact)):
+            return Span(first_token, end_token, Reason.UNKNOWN, (self.sequence,))
+        return span
+
+    def _is_history_lost(self, fact: ChunkFact | None) -> bool:
+        """Whether no event is left that says what became of a chunk, though one may have said it."""
+        memory = self.explainer.memory
+        is_known = fact is not None and fact.status is not ChunkStatus.KNOWN
+        return not is_known and memory.state.is_blind and not memory.chunks.has_forgotten
+
+    def _without_key(self, first_token: int, end_token: int) -> Span:
+        life, size = self.life, self.explainer.configuration.chunk_size
+        num_tokens = end_token + 1 if self.answer is None else self.answer.num_tokens
+        if (first_token // size + 1) * size <= num_tokens:
+            reason = Reason.QUARANTINED if life.quarantined else Reason.NO_KEY
+            return Span(first_token, end_token, reason, (*life.quarantined, self.sequence))
+        if first_token < life.mark:
+            return self._never_saved(first_token, end_token, None)
+        return Span(first_token, end_token, Reason.PARTIAL_CHUNK, (self.sequence,))
+
+    def _told_of(self, first_token: int) -> str:
+        """What the answer says of the chunk: of the first one behind the hit why it is missing, of others nothing."""
+        size = self.explainer.configuration.chunk_size
+        is_first = self.answer is not None and first_token // size == self.answer.num_hit_tokens // size
+        return self.answer.miss_reason if self.answer is not None and is_first else ""
+
+    def _being_saved(self, first_token: int, end_token: int, fact: ChunkFact | None) -> Span:
+        span = self._from_fact(first_token, end_token, fact)
+        # A save that was under way at the answer may have failed before vLLM allocated blocks.
+        agrees = span.reason in {Reason.SAVING, Reason.DEFERRAL_EXHAUSTED, Reason.SAVE_FAILED}
+        return span if agrees else Span(first_token, end_token, Reason.SAVING, (self.sequence,))
+
+    def _from_fact(self, first_token: int, end_token: int, fact: ChunkFact | None) -> Span:
+        life = self.life
+        if fact is None or fact.status is ChunkStatus.KNOWN:
+            return self._never_saved(first_token, end_token, fact)
+        reason = _GONE[fact.status]
+        evidence = tuple(_told_by(fact))
+        limit = self.explainer.configuration.max_deferred_lookups
+        if reason is Reason.SAVING and life.num_deferred and life.num_deferred >= limit:
+            return Span(first_token, end_token, Reason.DEFERRAL_EXHAUSTED, (*evidence, *life.deferrals), fact)
+        return Span(first_token, end_token, reason, evidence, fact)
+
+    def _never_saved(self, first_token: int, end_token: int, fact: ChunkFact | None) -> Span:
+        life = self.life
+        if first_token < life.mark:
+            size = self.explainer.configuration.chunk_size
+            if life.quarantined:
+                return Span(first_token, end_token, Reason.QUARANTINED, life.quarantined)
+            if life.reset:
+                return Span(first_token, end_token, Reason.STALE, (life.reset, life.preempted))
+            if (first_token // size + 1) * size > life.mark:  # it was part-filled when the blocks were taken
+                return self._not_copied(first_token, end_token)
+            return Span(first_token, end_token, Reason.UNSAVED, (life.preempted,), fact)
+        is_own = fact is None or (fact.request_id, fact.ordinal) == (life.request_id, life.ordinal)
+        if is_own:
+            return Span(first_token, end_token, Reason.NEW, (self.sequence,))
+        return Span(first_token, end_token, Reason.UNSAVED, tuple(_told_by(fact)), fact)
+
+    def _not_copied(self, first_token: int, end_token: int) -> Span:
+        """Computed tokens behind the last whole chunk, of which there is no copy."""
+        size = self.explainer.configuration.chunk_size
+        if self.answer is not None and first_token // size > self.answer.num_hit_tokens // size:
+            return Span(first_token, end_token, Reason.BEHIND_GAP, (self.sequence,))
+        return Span(first_token, end_token, Reason.PARTIAL_CHUNK, (self.life.preempted,))
+
+
+def _told_by(fact: ChunkFact | None) -> Iterator[int]:
+    while fact is not None:
+        yield fact.sequence
+        fact = fact.earlier

@@ -1,0 +1,67 @@
+"""Runs of tokens that have one reason, and arithmetic on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import attrs
+
+from kvledger.adapters.tools.reasons.chunk_history import ChunkFact
+from kvledger.adapters.tools.reasons.reason import Reason
+
+
+@attrs.frozen
+class Span:
+    """Tokens `first_token` to before `end_token`, why they were left to compute, and the events that prove it."""
+
+    first_token: int
+    end_token: int
+    reason: Reason
+    evidence: tuple[int, ...] = ()
+    """Sequence numbers, the latest first."""
+    fact: ChunkFact | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens."""
+        return self.end_token - self.first_token
+
+
+def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The spans in order without the empty ones, neighbours with one reason and the same proof as one."""
+    result: list[Span] = []
+    for span in spans:
+        if span.first_token >= span.end_token:
+            continue
+        last = result[-1] if result else None
+        if last is not None and last.end_token == span.first_token and _same(last, span):
+            result[-1] = Span(last.first_token, span.end_token, last.reason, last.evidence, last.fact)
+        else:
+            result.append(span)
+    return tuple(result)
+
+
+def _same(one: Span, other: Span) -> bool:
+    return one.reason is other.reason and one.evidence == other.evidence and one.fact == other.fact
+
+
+def within(spans: Sequence[Span], first_token: int, end_token: int) -> Iterator[Span]:
+    """The parts of the spans that lie in a range; where none does, the token's reason is unknown."""
+    at = first_token
+    for span in spans:
+        first, end = max(span.first_token, at), min(span.end_token, end_token)
+        if first >= end:
+            continue
+        if first > at:
+            yield Span(at, first, Reason.UNKNOWN)
+        yield attrs.evolve(span, first_token=first, end_token=end)
+        at = end
+    if at < end_token:
+        yield Span(at, end_token, Reason.UNKNOWN)
+
+
+def replaced(spans: Sequence[Span], new: Span) -> tuple[Span, ...]:
+    """The spans with another reason for the tokens of `new`."""
+    before = [attrs.evolve(span, end_token=min(span.end_token, new.first_token)) for span in spans]
+    after = [attrs.evolve(span, first_token=max(span.first_token, new.end_token)) for span in spans]
+    return joined((*before, new, *after))

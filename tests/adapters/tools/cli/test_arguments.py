@@ -1,0 +1,155 @@
+"""What is typed: arguments in any order, the default LOG, the help and its examples."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lifecycle_driver import Driver
+from stored_logs import write_log
+
+from kvledger.adapters.tools.cli.commands import COMMANDS
+from kvledger.adapters.tools.cli.parser import build_parser
+
+WORDS = {
+    "completion": ["bash", "--json"],
+    "ls": ["LOG", "--json"],
+    "verify": ["LOG", "--jobs 2", "-v", "--json"],
+    "show": ["LOG", "chat-17", "--limit 3", "--json"],
+    "why": ["LOG", "chat-17", "--json", "--since 3"],
+    "stats": ["LOG", "--newest", "--until 5s", "--json"],
+    "replay": ["LOG", "chat-17", "--until 7", "--json"],
+    "export": ["LOG", "--csv", "-o FILE", "--force"],
+    "core": ["LOG", "--mirror DIR", "--json"],
+    "ship": ["LOG", "--to nats://host", "--follow", "--json"],
+    "repro": ["LOG", "chat-17", "--pin", "-o FILE"],
+    "conformance": ["MODULE:CLASS", "--seeds 3", "--first 2", "--json"],
+    "check": ["JSON", "--model DIR", "-tp 2", "--json"],
+    "snapshot": ["LOG", "--handlers a:B", "--json"],
+    "retire": ["LOG", "--max-age 3d", "--dry-run", "--json"],
+}
+"""What may stand in any order; options with their values, positional arguments among themselves in this one."""
+
+
+def positional(words: str) -> bool:
+    """Whether it is no option."""
+    return not words.startswith("-")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_arguments_of_a_command_may_stand_in_any_order(command: str) -> None:
+    """Nobody remembers whether options come first."""
+    expected = [words for words in WORDS[command] if positional(words)]
+    meanings = [
+        vars(build_parser().parse_args([command, *" ".join(order).split()]))
+        for order in itertools.permutations(WORDS[command])
+        if [words for words in order if positional(words)] == expected
+    ]
+    assert len(meanings) > 1
+    assert all(meaning == meanings[0] for meaning in meanings)
+
+
+def test_a_table_may_be_named_or_left_out_before_the_log() -> None:
+    """An option with a value that may be left out takes no LOG for it."""
+    for line, table in (("--csv LOG", "requests"), ("--csv steps LOG", "steps"), ("LOG --csv", "requests")):
+        arguments = build_parser().parse_args(["export", *line.split()])
+        assert (arguments.csv, arguments.log) == (table, Path("LOG"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_its_own_exit_codes_and_examples(
+    command: str, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 80 columns; a code that it never returns is not among its own."""
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run(command, "--help").out
+    own = text.partition("\nexit codes:\n")[2].partition("\nof every command:\n")[0]
+    codes = [int(line.split()[0]) for line in own.splitlines() if not line.startswith("     ")]
+    assert codes == [code.value for code in COMMANDS[command].exit_codes]
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(COMMANDS[command].examples) == 2
+    for line in COMMANDS[command].examples.values():
+        assert f"\n  {line}\n" in text
+        assert f"kvledger {command}" in line
+
+
+@pytest.fixture
+def default(log: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The log that KVLEDGER_LOG names."""
+    monkeypatch.setenv("KVLEDGER_LOG", str(log))
+    return log
+
+
+@pytest.mark.parametrize("words", ["verify", "show", "stats", "export --csv", "snapshot", "retire --max-age 3d"])
+def test_kvledger_log_stands_for_the_log(default: Path, run: Any, words: str) -> None:
+    """In every command that takes one; what is printed is the same."""
+    command, *options = words.split()
+    named, unnamed = run(command, default, *options), run(*words.split())
+    assert (unnamed.exit_code, unnamed.out) == (named.exit_code, named.out)
+    assert named.exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["show", "why", "replay"])
+def test_one_argument_is_the_request_where_it_is_no_path(default: Path, run: Any, command: str) -> None:
+    """`kvledger why chat-17`, once the log is named in the environment."""
+    assert run(command, "chat-17").out == run(command, default, "chat-17").out
+
+
+def test_a_log_that_is_named_goes_over_kvledger_log(default: Path, run: Any, story: Driver, tmp_path: Path) -> None:
+    """The argument stands nearer."""
+    other = write_log(tmp_path / "other", story.observed[:5], story.configuration)
+    assert str(other) in run("verify", other).out
+    assert str(default) not in run("verify", other).out
+
+
+def test_an_error_about_kvledger_log_names_it(default: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody knows where the path came from."""
+    assert run("why", "nobody").err.endswith(f" (LOG is {default}, from KVLEDGER_LOG)\n")
+    monkeypatch.setenv("KVLEDGER_LOG", "/nowhere")
+    missing = run("verify")
+    assert missing.exit_code == 64
+    assert missing.err.startswith("kvledger: /nowhere: there is nothing; ")
+    assert "KVLEDGER_LOG" in missing.err
+
+
+@pytest.mark.usefixtures("default")
+def test_a_path_that_is_not_there_is_no_request(run: Any) -> None:
+    """A slip of the pen in a path is not looked for among the requests."""
+    assert run("show", "nowhere/logs").err.startswith("kvledger: nowhere/logs: there is nothing")
+
+
+def test_a_request_may_stand_before_the_log(log: Path, run: Any) -> None:
+    """The one that is a path is the log; where neither is, both are named."""
+    assert run("why", "chat-17", log).out == run("why", log, "chat-17").out
+    neither = run("why", "chat-17", "chat-18")
+    assert neither.exit_code == 64
+    assert (
+        "there is nothing at chat-17, nor at chat-18; give the LOG (a log directory or a *.kvlog file) and"
+        in neither.err
+    )
+
+
+def test_a_misspelt_option_gets_the_usage_of_its_command_and_the_nearest(log: Path, run: Any) -> None:
+    """The usage of all commands says nothing of this one's options."""
+    misspelt = run("show", log, "--faild")
+    assert misspelt.exit_code == 64
+    assert misspelt.err.startswith("usage: kvledger show ")
+    assert misspelt.err.endswith("kvledger show: unrecognized arguments: --faild; did you mean --failed?\n")
+    assert run("show", log, "chat-17", "chat-9").err.endswith("arguments: chat-9; --help lists what there is\n")
+
+
+def test_a_misspelt_command_gets_the_nearest_ones(run: Any) -> None:
+    """Or none, and where they are listed."""
+    misspelt = run("verfy", "logs")
+    assert misspelt.exit_code == 64
+    assert misspelt.err.endswith("kvledger: there is no command 'verfy'; did you mean verify?\n")
+    assert run("tail").err.endswith("kvledger: there is no command 'tail'; --help says what there is\n")
+
+
+def test_without_a_log_the_error_names_kvledger_log(run: Any) -> None:
+    """The remedy for whoever types the path again and again."""
+    result = run("show")
+    assert result.exit_code == 64
+    assert "required: LOG; KVLEDGER_LOG in the environment stands for it" in result.err

@@ -1,0 +1,157 @@
+"""`show --follow` on a log that is being written, and `replay --diff` of two logs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lifecycle_driver import Driver, play_seed
+from log_torture import reopened
+from log_torture.stored import compress_closed
+from processes import started
+from stored_logs import play_story, replaced, write_log
+
+from kvledger.adapters.tools.cli.feed import Feed, Line
+from kvledger.adapters.tools.logs.observation import observations
+from kvledger.lifecycle import Core
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import encode_events
+from kvledger.storage.events import SegmentEventStore
+
+COMMAND = [sys.executable, "-m", "kvledger.adapters.tools.cli.main"]
+REQUEST = "chat-17-b6"
+
+
+@pytest.fixture
+def writer(log: Path) -> Iterator[SegmentEventStore]:
+    """Somebody who goes on with the story's log."""
+    store = reopened(log, segment_bytes=1)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def follower(log: Path, writer: SegmentEventStore) -> Iterator[subprocess.Popen[str]]:
+    """A process that follows the story's log, which is being written."""
+    assert writer.directory == log
+    arguments = [*COMMAND, "show", "--follow", "--json", log]
+    with started(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+
+
+def next_line(follower: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next object that it prints."""
+    assert follower.stdout is not None
+    return json.loads(follower.stdout.readline())  # type: ignore[no-any-return]
+
+
+def test_a_followed_log_is_printed_as_it_grows_and_how_it_ends(
+    follower: subprocess.Popen[str], writer: SegmentEventStore
+) -> None:
+    """Also across a new segment, and when others are compressed; when nobody writes the log any more, it says so."""
+    lines = [next_line(follower)]
+    while lines[-1]["request_id"] != "chat-9":
+        lines.append(next_line(follower))
+    assert lines[0]["text"] == "arrived with 45 prompt tokens"
+    assert any(line["state_after"] == "preempted" for line in lines)
+    for number in range(3):
+        event = e.RequestArrived(f"late-{number}", 100 + number, 7, 10**9)
+        writer.append(encode_events([event]), 1)
+        compress_closed(writer.directory)
+        line = next_line(follower)
+        assert (line["request_id"], line["text"], line["time_ns"]) == (
+            f"late-{number}",
+            "arrived with 7 prompt tokens",
+            10**9,
+        )
+    writer.close()
+    end = next_line(follower)
+    assert (end["type"], end["end"], end["missing"], end["num_open_requests"]) == ("end", "closed", None, 4)
+    assert follower.wait() == 0
+
+
+def test_a_request_alone_can_be_followed_up_to_a_moment(run: Any, log: Path) -> None:
+    """The lines that concern it, and an end."""
+    result = run("show", "--follow", log, REQUEST, "--until", 46)
+    assert result.exit_code == 0
+    day, *lines = result.out.splitlines()
+    assert day == "2025-06-15 (UTC)"
+    assert all(REQUEST in line for line in lines)
+    assert any("running → preempted  preempted with 64 settled tokens" in line for line in lines)
+
+
+def lines_of(feed: Feed, events: Sequence[e.Event]) -> list[Line]:
+    """What the feed gives of the events, which begin a log."""
+    return [line for observation in observations(enumerate(events, 1)) for line in feed.take(observation)]
+
+
+def test_polls_with_the_same_answer_are_printed_once(story: Driver) -> None:
+    """A waiting request is asked about at every step."""
+    feed = Feed(Core.standard(), story.configuration)
+    lines = lines_of(feed, story.observed)
+    lookups = [line for line in lines if line.text.startswith("asked what can be loaded of 65 tokens")]
+    assert len(lookups) == 1
+    assert not any("computed" in line.text and line.text.startswith("save 1") for line in lines)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_breach_and_every_change_of_state_is_printed(seed: int) -> None:
+    """What is left out is only what is quiet."""
+    print(f"seed {seed}")
+    driver = play_seed(seed, 60, chunk_size=16, block_size=16)
+    feed = Feed(Core.standard(), driver.configuration)
+    lines = lines_of(feed, driver.observed)
+    broken = sum(isinstance(event, e.InvariantViolated) for event in driver.observed)
+    assert sum(line.num_broken for line in lines) == broken
+    preempted = sum(isinstance(event, e.RequestPreempted) for event in driver.observed)
+    assert sum(line.state_after == "preempted" != line.state_before for line in lines) == preempted
+
+
+def test_equal_runs_have_no_difference_but_their_times(run: Any, log: Path, tmp_path: Path) -> None:
+    """Times are left out."""
+    later = Driver(num_slots=32)
+    later._time_ns = 12345
+    play_story(later)
+    same = write_log(tmp_path / "later", later.observed, later.configuration)
+    result = run("replay", log, "--diff", same)
+    assert result.exit_code == 0
+    assert "events equal, but for times" in result.out
+
+
+def test_the_first_difference_is_shown_with_the_state_before_it(
+    run: Any, story: Driver, log: Path, tmp_path: Path
+) -> None:
+    """Both events, the fields that differ, and the state of the request."""
+    events = replaced(story.observed, e.BlocksAllocated, 1, num_external_tokens=56)
+    other = write_log(tmp_path / "other", events, story.configuration)
+    result = run("replay", log, "--diff", other)
+    assert result.exit_code == 3
+    assert "the logs differ at event 42" in result.out
+    assert "differs in  num_external_tokens" in result.out
+    assert "state after event 41" in result.out
+    assert REQUEST in result.out.splitlines()[-1]
+    before = run("replay", log, "--diff", other, "--until", 41)
+    assert before.exit_code == 0
+
+
+def test_a_log_that_is_a_beginning_of_the_other_ends_first(run: Any, story: Driver, log: Path, tmp_path: Path) -> None:
+    """The longer one's next event is shown."""
+    half = write_log(tmp_path / "half", story.observed[:20], story.configuration)
+    result = run("replay", half, "--diff", log)
+    assert result.exit_code == 3
+    assert "here        the log ends" in result.out
+
+
+def test_logs_of_different_configurations_are_compared_with_a_remark(run: Any, log: Path, tmp_path: Path) -> None:
+    """A difference in decisions may come from there."""
+    driver = Driver(num_slots=4)
+    driver.arrive("chat-17-b6", 45)
+    other = write_log(tmp_path / "other", driver.observed, driver.configuration)
+    result = run("replay", log, "--diff", other)
+    assert "configured differently: num_slots is 32 here and 4 there" in result.err
+    assert run("replay", log, "--diff", log / "nothing").exit_code == 64

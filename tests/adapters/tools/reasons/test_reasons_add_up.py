@@ -1,0 +1,132 @@
+"""Whatever happens in a log, its reasons add up, and a request's are the same told from the events that concern it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lifecycle_driver import Driver, play_seed
+from lifecycle_driver.concerned import check_reasons, check_stories
+
+from kvledger.adapters.tools.reasons import Accounts, LoadFate, OfferFate, Reason, Sums
+from kvledger.adapters.totals import Totals
+from kvledger.lifecycle import Core, LedgerConfiguration
+from kvledger.lifecycle import events as e
+
+SEEDS = [int(os.environ["WALK_SEED"])] if "WALK_SEED" in os.environ else list(range(12))
+GEOMETRIES = [(8, 16), (16, 16), (32, 16)]
+
+
+def walked(seed: int, chunk_size: int, block_size: int) -> Driver:
+    """A random walk that has been played."""
+    print(f"WALK_SEED={seed} chunk_size={chunk_size} block_size={block_size}")
+    return play_seed(seed, 70, chunk_size=chunk_size, block_size=block_size)
+
+
+@pytest.mark.parametrize(("chunk_size", "block_size"), GEOMETRIES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_reasons_of_a_random_walk_add_up_to_its_totals(seed: int, chunk_size: int, block_size: int) -> None:
+    """Offered, loaded, missed and recomputed tokens, counted as a whole, by reason, and by the projections."""
+    driver = walked(seed, chunk_size, block_size)
+    sums = check_reasons(driver.sink.events(), driver.configuration)
+    untold = {Reason.UNKNOWN, Reason.NO_LOOKUP, Reason.ROLLED_BACK, Reason.NO_KEY}
+    assert not untold & (set(sums.misses()) | set(+sums.recomputed)), "nothing is lost here, so all can be told"
+
+
+@pytest.mark.parametrize(("chunk_size", "block_size"), GEOMETRIES)
+@pytest.mark.parametrize("seed", SEEDS[:4])
+def test_a_story_depends_only_on_the_events_that_concern_its_request(
+    seed: int, chunk_size: int, block_size: int
+) -> None:
+    """Told from them alone it is the same as from the whole log; all stories together are the whole."""
+    driver = walked(seed, chunk_size, block_size)
+    check_stories(driver.sink.events(), driver.configuration)
+
+
+def test_the_random_walks_meet_many_reasons() -> None:
+    """Walks in which nothing but new tokens were computed would prove nothing."""
+    sums = Sums()
+    for seed in range(8):
+        driver = walked(seed, 8, 16)
+        sums.add(check_reasons(driver.sink.events(), driver.configuration))
+    met = {reason for reason, count in sums.recomputed.items() if count}
+    assert met >= {
+        Reason.DECLINED,
+        Reason.EVICTED,
+        Reason.RESET,
+        Reason.STALE,
+        Reason.SAVE_FAILED,
+        Reason.LOAD_FAILED,
+        Reason.NOT_CLAIMED,
+        Reason.BEHIND_GAP,
+        Reason.SAVING,
+        Reason.DEFERRAL_EXHAUSTED,
+    }
+    assert sums.to_load[LoadFate.FAILED] > 0
+    assert sums.offered[OfferFate.NOT_CLAIMED] > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS[:4])
+def test_they_add_up_at_every_moment_and_behind_every_gap(seed: int) -> None:
+    """A log may end anywhere, and events may be lost anywhere: reasons may then be unknown, sums may not."""
+    driver = walked(seed, 8, 16)
+    events = driver.sink.events()
+    check_reasons(events[: len(events) // 3], driver.configuration)
+    lost = range(len(events) // 3, len(events) // 2)
+    accounts = Accounts(driver.configuration)
+    projections = Core.standard().new_projections(driver.configuration)
+    totals = Totals(projections)
+    for index, (sequence, event) in enumerate(events):
+        if index == lost.start:
+            accounts.lose()
+        if index not in lost:
+            accounts.take(sequence, event)
+            projections.fold(event, sequence)
+    kept = [event for index, event in enumerate(events) if index not in lost]
+    assert accounts.sums().differences(totals.figures) == []
+    check_reasons(kept, driver.configuration)
+    check_reasons(kept[len(kept) // 2 :], driver.configuration)
+
+
+def test_a_difference_is_named_with_both_sides() -> None:
+    """What `stats` prints as a fault of kvledger says which sum is wrong."""
+    sums = Sums(num_recomputed=5, recomputed=Counter({Reason.EVICTED: 3}))
+    assert sums.differences() == ["tokens recomputed: 5, their parts add up to 3"]
+
+
+SMALL = st.integers(-1, 40)
+VALUES: dict[object, st.SearchStrategy[object]] = {
+    int: SMALL,
+    str: st.sampled_from(["", "a", "b", "missing", "evicted", "quarantined", "window"]),
+    bytes: st.sampled_from([b"1", b"2", b"3"]),
+    bool: st.booleans(),
+    tuple[int, ...]: st.lists(SMALL, max_size=3).map(tuple),
+    tuple[bytes, ...]: st.lists(st.sampled_from([b"1", b"2", b"3"]), max_size=3).map(tuple),
+    tuple[tuple[int, int, int, int], ...]: st.lists(st.tuples(SMALL, SMALL, SMALL, SMALL), max_size=2).map(tuple),
+    tuple[tuple[int, tuple[int, ...]], ...]: st.just(()),
+    tuple[e.SettledTokens, ...]: st.just(()),
+    tuple[tuple[str, int, str], ...]: st.just(()),
+}
+
+
+def any_event(event_class: type[e.Event]) -> st.SearchStrategy[e.Event]:
+    """Events of a class with any values, also such as nobody writes."""
+    hints = get_type_hints(event_class)
+    return st.builds(event_class, *(VALUES[hints[name]] for name in event_class.__match_args__))
+
+
+@settings(max_examples=400)
+@given(events=st.lists(st.one_of(*map(any_event, Core.standard().events.values())), max_size=60))
+def test_no_event_makes_the_accounts_fail(events: list[e.Event]) -> None:
+    """A forged or damaged log gives odd reasons, never none, and the sums still add up."""
+    ended = []
+    accounts = Accounts(LedgerConfiguration(16, 8, 10), on_end=ended.append, keeps_histories=True)
+    for sequence, event in enumerate(events, 1):
+        accounts.take(sequence, event)
+    assert accounts.sums().differences() == []
+    for story in (*ended, *accounts.histories):
+        assert story.sums.differences() == []
