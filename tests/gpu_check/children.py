@@ -15,6 +15,7 @@ from xml.etree import ElementTree as ET
 
 from gpu_check.machine import Machine
 from gpu_check.report import Found, Lacking
+from gpu_check.serve import MODES
 
 TESTS = Path(__file__).resolve().parents[1]
 CUDA_TESTS = (TESTS / "storage/kv/test_cuda.py",)
@@ -69,7 +70,7 @@ def sanitized(_machine: Machine) -> Found:
 
 
 def real_vllm(_machine: Machine) -> Found:
-    """A tiny random model whose requests are preempted: the outputs with and without the connector are equal."""
+    """Tiny random models whose requests are preempted: the outputs with and without the connector are equal."""
     needed = (
         "vllm",
         "transformers",
@@ -90,6 +91,12 @@ def real_vllm(_machine: Machine) -> Found:
         child = subprocess.run([*command, directory, str(answer)], env=child_environment(), check=False)
         assert child.returncode == 0, f"ended with {child.returncode}: see above"
         figures = json.loads(answer.read_text())
-    assert figures["outputs equal"], figures
-    assert figures["tokens recovered"], f"nothing was preempted and recovered: {figures}"
-    return Found(figures["requests"], {"command": " ".join(command), **figures})
+    for name, mover in (("short runs", "StagedMover"), ("long runs", "BatchedMover")):
+        found = figures[name]
+        for mode in MODES:
+            assert found[f"outputs equal, {mode}"] == found["requests"], found
+            assert found[f"tokens recovered, {mode}"], f"nothing was preempted and recovered: {found}"
+            assert found[f"moved by, {mode}"] == [mover], found
+            assert found[f"exit code of verify, {mode}"] == 0, found
+    num_compared = len(MODES) * sum(found["requests"] for found in figures.values())
+    return Found(num_compared, {"command": " ".join(command), **figures})
