@@ -52,6 +52,7 @@ class HostPool:
         self.slots_a_piece = slots_a_piece(slot_bytes)
         """A transfer must not go from one slot to the next where the next one's number is a multiple of this."""
         self.is_pinned = False
+        """Whether CUDA has page-locked the memory. torch 2.11's `Tensor.is_pinned` is False for registered memory."""
         self._unpin: weakref.finalize[..., HostPool] | None = None
         self._shared = None if sharing is None else SharedMemory(num_slots * slot_bytes, sharing)
         memory = _own_memory(num_slots * slot_bytes) if self._shared is None else self._shared.memory

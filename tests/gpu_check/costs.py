@@ -16,7 +16,7 @@ from gpu_check.machine import GIB, MIB, Machine, Mark
 from gpu_check.report import Found
 from kvledger.storage.kv import HostPool
 
-RUN_BYTES = (4 << 10, 32 << 10, 64 << 10, 128 << 10, 320 << 10, 2 << 20)
+RUN_BYTES = (4 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 320 << 10, 2 << 20)
 
 
 def bandwidth(machine: Machine) -> Found:
