@@ -324,7 +324,8 @@ def test_every_hook_is_in_a_table(connector: type[Any], parts: dict[str, Any], n
         assert all(callable(getattr(scheduler_side.SchedulerSide, step)) for step in fallback.steps)
 
 
-FOLDERS = [Path(kvledger.adapters.vllm.__file__).parent, Path(kvledger.adapters.recorder.__file__).parent]
+ADAPTERS = Path(kvledger.adapters.vllm.__file__).parents[1]
+FOLDERS = [ADAPTERS / name for name in ("vllm", "recorder", "recorded")]
 
 
 SOURCES = [path for folder in FOLDERS for path in sorted(folder.glob("*.py"))]
