@@ -81,12 +81,9 @@ class Forest:
 
     def deepest(self, keys: Sequence[bytes], end: int) -> bytes | None:
         """The last of the first `end` keys of a prompt that is a node; None if none is."""
-        num_nodes = self._num_nodes(keys, min(end, len(keys)))
-        return keys[num_nodes - 1] if num_nodes else None
-
-    def _num_nodes(self, keys: Sequence[bytes], end: int) -> int:
-        """How many of the first `end` keys of a prompt are nodes. They come first: what is before a node is a node."""
-        return bisect_left(keys, 1, 0, end, key=lambda key: key not in self._parent_of)
+        # What is before a node is a node.
+        place = bisect_left(keys, 1, 0, min(end, len(keys)), key=lambda key: key not in self._parent_of)
+        return keys[place - 1] if place else None
 
     # --- holding -------------------------------------------------------------------------------
 
@@ -109,7 +106,9 @@ class Forest:
     def _grow(self, keys: Sequence[bytes], end: int) -> None:
         """Let the first `end` keys be nodes. A key keeps the parent that it got first, so no log makes a circle."""
         parent_of = self._parent_of
-        first = self._num_nodes(keys, end - 1)
+        first = end - 1
+        while first and keys[first - 1] not in parent_of:  # no bisection: a log may name nodes behind others
+            first -= 1
         parent = keys[first - 1] if first else None
         new = dict.fromkeys(keys[first:end])
         new[keys[end - 1]] = new.pop(keys[end - 1])  # the last one, also in a log that names a key twice

@@ -205,3 +205,14 @@ def test_a_log_that_names_keys_in_a_circle_makes_none() -> None:
         pool.forest.let_go(keys[-1])
     pool.evict(list(pool.forest.leaving(None)))
     assert pool.stored == {}
+
+
+def test_a_log_that_names_an_ancestor_behind_new_keys_makes_no_circle() -> None:
+    """A bisection for where the new keys begin would pass over it, and give it a parent that descends from it."""
+    pool = Pool()
+    pool.hold([b"root", b"child"])
+    pool.hold([b"child", b"1", b"2", b"root", b"3", b"4", b"5", b"6", b"last"])
+    node: bytes | None = b"last"
+    for _ in range(20):
+        node = None if node is None else pool.forest.parent(node)
+    assert node is None
