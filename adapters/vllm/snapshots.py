@@ -1,6 +1,6 @@
 """Has the snapshots of a log made by a process of its own, so that the engine's has no part in it.
 
-Any process that can read the log can make its snapshots. The engine starts `adapters/tools/snapshot_writer.py` once for
+Any process that can read the log can make its snapshots. The engine starts `adapters/snapshot_writer.py` once for
 each new segment, at a low priority. If a snapshot cannot be made, kvledger logs a warning and serves on.
 """
 
@@ -18,7 +18,7 @@ from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import Core, StateHandler
 from kvledger.storage.events import segments_without_snapshot
 
-_WRITER = "kvledger.adapters.tools.snapshot_writer"
+_WRITER = "kvledger.adapters.snapshot_writer"
 """Started by its name: it reads logs with the tools, of which this process imports none."""
 _PRIORITIES = 19, 5
 """Niceness where one segment lacks its snapshot, and where more do. On a machine whose cores are all busy the lowest
