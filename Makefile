@@ -54,8 +54,8 @@ vllm-next: setup ## run the tests of the adapter, the recorder, worlds and mutan
 check: setup ## lint, formatting, types, import contracts
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
-	$(python) -m mypy -p kvledger.lifecycle -p kvledger.storage -p kvledger.adapters
-	.venv/bin/lint-imports --no-logo
+	$(python) -m mypy -p kvledger
+	PYTHONPATH=.venv/import-root .venv/bin/lint-imports --no-logo
 
 format: setup ## apply the formatter and the fixes that are safe
 	$(python) -m ruff check --fix .

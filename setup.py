@@ -1,8 +1,8 @@
 """Says which packages the distribution holds and how its README reads elsewhere; all else stands in pyproject.toml.
 
-The folders `lifecycle/`, `storage/` and `adapters/` install under the namespace `kvledger`. setuptools can find
-packages by itself only under the names their folders have, so this file adds the namespace: a new sub-package needs no
-entry anywhere.
+The folders `lifecycle/`, `storage/` and `adapters/` install as parts of the package `kvledger`, whose own file is
+`adapters/public/__init__.py`. setuptools can find packages by itself only under the names their folders have, so this
+file adds `kvledger` to each name: a new sub-package needs no entry anywhere.
 
 README.md has links into the repository. On a package index they would lead nowhere: there they lead to the repository
 that `[project.urls]` names, and as long as it names none they are plain words, and pictures are left out.
@@ -17,6 +17,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 FOLDERS = ("lifecycle", "storage", "adapters")
+PUBLIC = "adapters/public"
+"""The folder that installs as `kvledger` itself, and not as `kvledger.adapters.public`."""
 HERE = Path(__file__).parent
 RELATIVE_LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)\s]+)\)")
 
@@ -39,8 +41,14 @@ setup(
     long_description=read_elsewhere((HERE / "README.md").read_text(), urls.get("Repository")),
     long_description_content_type="text/markdown",
     packages=[
-        f"kvledger.{package}"
-        for package in find_packages(include=[pattern for folder in FOLDERS for pattern in (folder, f"{folder}.*")])
+        "kvledger",
+        *(
+            f"kvledger.{package}"
+            for package in find_packages(
+                include=[pattern for folder in FOLDERS for pattern in (folder, f"{folder}.*")],
+                exclude=[PUBLIC.replace("/", ".")],
+            )
+        ),
     ],
-    package_dir={f"kvledger.{folder}": folder for folder in FOLDERS},
+    package_dir={"kvledger": PUBLIC, **{f"kvledger.{folder}": folder for folder in FOLDERS}},
 )

@@ -121,6 +121,10 @@ install_kvledger() {
     for folder in lifecycle storage adapters; do
         ln -sfn "$root/$folder" "$venv/import-root/kvledger/$folder"
     done
+    local file
+    for file in __init__.py py.typed; do
+        ln -sfn "$root/adapters/public/$file" "$venv/import-root/kvledger/$file"
+    done
     echo "$1" > "$stamps/kvledger"
 }
 

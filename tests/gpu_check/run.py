@@ -25,12 +25,13 @@ NEEDED = ("torch", "pytest", "attrs")
 
 def importable() -> None:
     """Let `kvledger`, and what the tests share, be imported from this checkout, whatever is installed."""
-    namespace = ROOT / "build/import-root/kvledger"
-    namespace.mkdir(parents=True, exist_ok=True)
-    for folder in ("lifecycle", "storage", "adapters"):
-        if not (namespace / folder).exists():
-            (namespace / folder).symlink_to(ROOT / folder)
-    sys.path[:0] = [str(namespace.parent), str(ROOT / "tests")]
+    package = ROOT / "build/import-root/kvledger"
+    package.mkdir(parents=True, exist_ok=True)
+    for source in ("lifecycle", "storage", "adapters", "adapters/public/__init__.py"):
+        link = package / Path(source).name
+        if not link.exists():
+            link.symlink_to(ROOT / source)
+    sys.path[:0] = [str(package.parent), str(ROOT / "tests")]
 
 
 def driver() -> str:

@@ -45,6 +45,16 @@ def test_the_bare_folder_names_cannot_be_imported(folder: str, tmp_path: Path) -
     assert "ModuleNotFoundError" in finished.stderr
 
 
+def test_kvledger_itself_loads_nothing_but_the_standard_library(tmp_path: Path) -> None:
+    """A program pays for the part that it uses, when it uses it."""
+    code = (
+        "import sys\nbefore = set(sys.modules)\nimport kvledger\n"
+        "print(*(name for name in set(sys.modules) - before if name.partition('.')[0] not in sys.stdlib_module_names))"
+    )
+    ended = run(code, tmp_path)
+    assert (ended.returncode, ended.stdout.split()) == (0, ["kvledger"]), ended.stderr
+
+
 def test_the_core_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
     """A log can be folded on a machine that serves no model."""
     assert not loaded_by("kvledger.lifecycle", tmp_path) & {"torch", "vllm", "numpy"}

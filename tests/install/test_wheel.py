@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from kvledger import lifecycle
+import kvledger
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("lifecycle", "storage", "adapters")
+PUBLIC = REPOSITORY / "adapters/public"
+"""Its files are those of `kvledger` itself."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def wheel(wheel_file: Path) -> set[PurePosixPath]:
 def source_files() -> set[PurePosixPath]:
     """Every file of the three folders, under the name it must have in the wheel."""
     return {
-        PurePosixPath("kvledger") / file.relative_to(REPOSITORY).as_posix()
+        PurePosixPath("kvledger", *file.relative_to(PUBLIC if file.parent == PUBLIC else REPOSITORY).parts)
         for folder in FOLDERS
         for file in (REPOSITORY / folder).rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
@@ -46,7 +48,7 @@ def test_every_source_file_is_in_the_wheel(wheel: set[PurePosixPath]) -> None:
 
 def test_every_part_says_that_it_is_typed(wheel: set[PurePosixPath]) -> None:
     """Type checkers believe annotations only next to a py.typed file."""
-    assert {PurePosixPath(f"kvledger/{folder}/py.typed") for folder in FOLDERS} <= wheel
+    assert {PurePosixPath("kvledger", folder, "py.typed") for folder in ("", *FOLDERS)} <= wheel
 
 
 def test_nothing_installs_outside_the_import_root(wheel: set[PurePosixPath]) -> None:
@@ -54,9 +56,11 @@ def test_nothing_installs_outside_the_import_root(wheel: set[PurePosixPath]) -> 
     assert {name.parts[0] for name in wheel if not name.parts[0].endswith(".dist-info")} == {"kvledger"}
 
 
-def test_the_import_root_stays_a_namespace(wheel: set[PurePosixPath]) -> None:
-    """An __init__.py at the root would close `kvledger` to other distributions."""
-    assert {name.parts[1] for name in wheel if name.parts[0] == "kvledger"} == set(FOLDERS)
+def test_the_package_itself_is_one_file(wheel: set[PurePosixPath]) -> None:
+    """Besides its parts. The folder of that file is no part: a checkout alone could import it under that name."""
+    inside = {name.relative_to("kvledger") for name in wheel if name.parts[0] == "kvledger"}
+    assert {path.parts[0] for path in inside} == {*FOLDERS, "__init__.py", "py.typed"}
+    assert not [path for path in inside if path.parts[:2] == ("adapters", "public")]
 
 
 def runtime_requirements() -> list[Requirement]:
@@ -90,7 +94,7 @@ def metadata(wheel_file: Path) -> Message:
 
 def test_the_version_is_that_of_the_code(metadata: Message) -> None:
     """It is written there, and once more for those who cite."""
-    assert metadata["Version"] == lifecycle.__version__
+    assert metadata["Version"] == kvledger.__version__
 
 
 def test_no_link_of_the_description_leads_nowhere(metadata: Message) -> None:
