@@ -26,6 +26,7 @@ from typing import Any
 from unittest import mock
 
 import pydantic
+from facts import FACTS, Why
 
 from kvledger.adapters.lab.conformance import obligations
 from kvledger.adapters.lab.conformance.scenarios import SCENARIOS
@@ -37,7 +38,6 @@ from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.adapters.vllm.metric_names import BY_EXTENSION, COUNTERS, GAUGES, HISTOGRAMS, PREFIX
 from kvledger.lifecycle import Core, LedgerConfiguration, events, ranges, rules, states, table
-from kvledger.lifecycle.audit.facts import FACTS, Why
 from kvledger.lifecycle.codec import field_names
 from kvledger.lifecycle.events import MissReason
 from kvledger.lifecycle.machine import mermaid_diagram

@@ -18,7 +18,7 @@ from kvledger.lifecycle.version import __version__
 PACKAGE = "kvledger.lifecycle"
 UNKNOWN = "unknown"
 """Stands for a hash where there is no source; never the same code as any other."""
-_NOT_DECIDING = {"audit", "testing"}
+_NOT_DECIDING = {"audit", "reader", "testing"}
 
 
 @cache

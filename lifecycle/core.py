@@ -41,7 +41,7 @@ from kvledger.lifecycle.version import __version__
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.checker import Checker
-    from kvledger.lifecycle.audit.model import Model
+    from kvledger.lifecycle.audit.model import AuditModel
 
 
 class CoreError(ValueError):
@@ -74,7 +74,7 @@ class Core:
     """What becomes of what they refuse."""
     handlers: Handlers
     """State -> its handlers, in the order in which they are asked."""
-    rules: Mapping[str, Callable[[Model], Checker]]
+    rules: Mapping[str, Callable[[AuditModel], Checker]]
     """Rule -> how to make its checker, in the order in which they look at an event."""
     not_checked: Mapping[str, str] = MappingProxyType({})
     """Rule that no log can decide -> why: a reader must not take silence about it for soundness."""

@@ -23,7 +23,7 @@ from kvledger.lifecycle.untrusted import Undecodable, from_msgpack
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.checker import Checker
-    from kvledger.lifecycle.audit.model import Model
+    from kvledger.lifecycle.audit.model import AuditModel
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Of an extension and its events: triggers have a slash between the two, and the core's own a dot."""
@@ -48,7 +48,7 @@ class Extension:
     """Rules of the core that cannot be checked where these decide -> why, or "" where a rule here has the name."""
     projections: ClassVar[tuple[ProjectionSpec, ...]] = ()
     """Folded after those that are there."""
-    rules: ClassVar[Mapping[str, Callable[[Model], Checker]]] = {}
+    rules: ClassVar[Mapping[str, Callable[[AuditModel], Checker]]] = {}
     """Rule -> how to make its checker."""
     not_checked: ClassVar[Mapping[str, str]] = {}
     """Rule of its own that no log can decide -> why."""

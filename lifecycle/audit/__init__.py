@@ -8,20 +8,20 @@ not; rules that no checker can decide stand in `Core.not_checked` with the reaso
 from kvledger.lifecycle.audit.audit import Audit, checkers_of, decided_again, make_rule_checks
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.judgement import DecidedAgain, Judgement, RulesHeld, Unfoldable
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import EventChecks, Moment, num_intact_tokens
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.audit.rules.recorded import Recorded
 from kvledger.lifecycle.audit.violations import Violation
+from kvledger.lifecycle.reader.moment import EventChecks, Moment, num_intact_tokens
+from kvledger.lifecycle.reader.start import Start
 
 __all__ = [
     "RECORDED",
     "Audit",
+    "AuditModel",
     "Checker",
     "DecidedAgain",
     "EventChecks",
     "Judgement",
-    "Model",
     "Moment",
     "RulesHeld",
     "Start",

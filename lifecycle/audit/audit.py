@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from kvledger.lifecycle.audit.judgement import DecidedAgain, Judgement, Unfoldable
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import Moment
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.audit.of_extensions import RuleOfExtension
 from kvledger.lifecycle.audit.rule_checks import MakeChecker, RuleChecks
 from kvledger.lifecycle.audit.taken_over import taken_over
@@ -15,6 +14,7 @@ from kvledger.lifecycle.audit.violations import Violation, Violations
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.reader.moment import Moment
 from kvledger.lifecycle.replay import Around, Replay, ReplayedEvent, SequencedEvent, batches
 
 _EVENTS_PER_BATCH = 256
@@ -131,7 +131,7 @@ def make_rule_checks(
     start: Projections | None = None,
 ) -> RuleChecks:
     """The half that knows nothing of what decided. Arguments: see `Audit`."""
-    model = Model.of(core.tables, configuration, Violations(keeps))
+    model = AuditModel(core.tables, configuration, Violations(keeps))
     return RuleChecks(model, checkers, None if start is None else taken_over(start))
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import EventChecks
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.audit.violations import Violation
 from kvledger.lifecycle.marks import marked
+from kvledger.lifecycle.reader.moment import EventChecks
+from kvledger.lifecycle.reader.start import Start
 
 
 class Checker:
@@ -27,11 +27,11 @@ class Checker:
     expects_own_evictions: ClassVar[bool] = False
     """Whether it cannot be checked with an extension that says what is evicted last: the log has no word of that."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         self.model = model
         """It contains an event before any check of it is called, and must not be changed."""
-        self.moment, self.configuration, self.spans = model.moment, model.configuration, model.spans
-        self.lives, self.tables, self.jobs, self.answers = model.lives, model.tables, model.jobs, model.answers
+        self.moment, self.configuration, self.layout = model.moment, model.configuration, model.layout
+        self.lives, self.tables, self.copies, self.answers = model.lives, model.tables, model.copies, model.answers
         self.slots, self.chunks, self.tails, self.room = model.slots, model.chunks, model.tails, model.room
 
     def checks(self) -> EventChecks:

@@ -10,13 +10,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import attrs
 import msgspec
 
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import Check, EventChecks
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.audit.violations import Violations
 from kvledger.lifecycle.errors import raise_if_unstoppable, without_secrets
 from kvledger.lifecycle.events import (
@@ -28,6 +25,8 @@ from kvledger.lifecycle.events import (
     ExtensionStopped,
 )
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.moment import Check, EventChecks
+from kvledger.lifecycle.reader.start import Start
 
 _OF_EXTENSIONS = (ExtensionObserved, ExtensionDecided, ExtensionNoted)
 _Result = TypeVar("_Result")
@@ -43,8 +42,8 @@ class RuleOfExtension(Checker):
         rule: str,
         extension: str,
         payload_of: Callable[[ExtensionEvent], msgspec.Struct | None],
-        make: Callable[[Model], Checker],
-        model: Model,
+        make: Callable[[AuditModel], Checker],
+        model: AuditModel,
     ) -> None:
         super().__init__(model)
         self.rule = rule  # type: ignore[misc]
@@ -53,7 +52,7 @@ class RuleOfExtension(Checker):
         self._extension = extension
         self._payload_of = payload_of
         self._found = Violations()
-        self._checker = self._run(lambda: make(attrs.evolve(model, violations=self._found)))
+        self._checker = self._run(lambda: make(model.reporting_to(self._found)))
 
     def checks(self) -> EventChecks:
         """Those of the extension's checker, each as long as nothing has raised."""

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.judgement import RulesHeld
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import Check
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.audit.of_extensions import RuleOfExtension
 from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.reader.moment import Check
+from kvledger.lifecycle.reader.start import Start
 
-MakeChecker = Callable[[Model], Checker]
+MakeChecker = Callable[[AuditModel], Checker]
 
 
 class RuleChecks:
@@ -24,7 +24,7 @@ class RuleChecks:
         start: what is known where the log begins in its middle.
     """
 
-    def __init__(self, model: Model, checkers: Iterable[MakeChecker], start: Start | None = None) -> None:
+    def __init__(self, model: AuditModel, checkers: Iterable[MakeChecker], start: Start | None = None) -> None:
         self.moment = model.moment
         """Of the event that is or was last looked at."""
         self.violations = model.violations

@@ -10,13 +10,14 @@ from array import array
 from collections.abc import Sequence
 from copy import deepcopy
 
-from kvledger.lifecycle.audit.model.records import NEVER, Answer, InFlight, IssuedTail, Life, Prefix
-from kvledger.lifecycle.audit.model.start import Measured, Start
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.projections import Projections, costs
-from kvledger.lifecycle.projections.copies import Copy, CopyKind
+from kvledger.lifecycle.projections.copies import Copy as LiveCopy
+from kvledger.lifecycle.projections.copies import CopyKind
 from kvledger.lifecycle.projections.pool import Pool
 from kvledger.lifecycle.projections.request_record import RequestRecord
+from kvledger.lifecycle.reader.records import NEVER, Answer, Copy, IssuedTail, Life, Prefix
+from kvledger.lifecycle.reader.start import Measured, Start
 from kvledger.lifecycle.states import CurrentRegion, FirstRegion, SourceRegion, TrustRegion, WorkRegion
 
 
@@ -40,8 +41,8 @@ def taken_over(projections: Projections) -> Start:
             for each in records
             if each.window_freed_before_step is not None
         },
-        jobs=[_in_flight(job, pool) for job in jobs],
-        given_up=[_in_flight(job, pool) for job in jobs.given_up.values()],
+        jobs=[_copy(job, pool) for job in jobs],
+        given_up=[_copy(job, pool) for job in jobs.given_up.values()],
         last_job_id=jobs.next_job_id - 1,
         epoch=jobs.epoch,
         committed={key: pool.get(key) or () for key in pool},
@@ -111,8 +112,8 @@ def _prefix(ordinal: int, keys: Sequence[bytes]) -> Prefix:
     return Prefix(ordinal, list(keys), len(keys))
 
 
-def _in_flight(job: Copy, pool: Pool) -> InFlight:
-    return InFlight(
+def _copy(job: LiveCopy, pool: Pool) -> Copy:
+    return Copy(
         0,
         job.job_id,
         job.request_id,

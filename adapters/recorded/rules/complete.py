@@ -13,7 +13,7 @@ from kvledger.adapters.recorded import payloads
 from kvledger.adapters.recorded.rules.under_way import Begun, RuleOfCopies
 from kvledger.lifecycle import BlocksRegion, RequestState, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Checker, Model, Start, num_intact_tokens
+from kvledger.lifecycle.audit import AuditModel, Checker, Start, num_intact_tokens
 from kvledger.lifecycle.events import NULL_BLOCK
 
 MAX_REMEMBERED_BLOCKS = 1 << 20
@@ -57,7 +57,7 @@ class ChunkComplete(RuleOfCopies):
     rule = "CHUNK_COMPLETE"
     judges_loads = False
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._num_groups = len(model.configuration.windows)
         self._given: dict[int, int] = {}
@@ -231,7 +231,7 @@ class LoadComplete(Checker):
 
     rule = "LOAD_COMPLETE"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         windows = model.configuration.windows
         self._num_groups = len(windows)

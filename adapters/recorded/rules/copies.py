@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from kvledger.adapters.recorded.payloads import Transferred
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle import on
-from kvledger.lifecycle.audit import Checker, Model
+from kvledger.lifecycle.audit import AuditModel, Checker
 from kvledger.lifecycle.events import NULL_BLOCK
 
 
 class RuleOfTables(Checker):
     """A rule that asks for the last block table of each life: a copy may read blocks that its request has just lost."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._num_groups = len(model.configuration.windows)
         self._last: dict[int, Sequence[int]] = {}

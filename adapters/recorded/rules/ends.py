@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from kvledger.adapters.recorded import payloads
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle import on
-from kvledger.lifecycle.audit import Checker, Model, Start
+from kvledger.lifecycle.audit import AuditModel, Checker, Start
 
 MAX_SILENT_NS = 60 * 10**9
 """After so long something that vLLM waits for counts as forgotten."""
@@ -16,7 +16,7 @@ MAX_SILENT_NS = 60 * 10**9
 class RuleOfEnds(Checker):
     """A rule about who is owed an end, by request id: vLLM knows it by nothing else."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self.waiting: dict[str, tuple[int, int]] = {}
         """Request id -> event that issued an asynchronous load, and its time."""
@@ -51,7 +51,7 @@ class CompletionOnce(RuleOfEnds):
 
     rule = "COMPLETION_ONCE"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._ended: dict[tuple[str, bool], int] = {}
         """(request id, whether it was kept) -> event by which vLLM had it, until the id arrives again."""

@@ -26,7 +26,7 @@ class LoadDstExclusive(RuleOfCopies):
     def begins(self, begun: Begun) -> None:
         """Are they given for it, and is it alone?"""
         copy, table = begun.copy, self.tables.of(begun.ordinal)
-        jobs = [job for job in self.jobs.of_life(begun.ordinal) if job.is_load]
+        jobs = [job for job in self.copies.of_life(begun.ordinal) if job.is_load]
         given = {block_id for job in jobs for block_id in job.block_ids}
         foreign = next((block_id for block_id in copy.block_ids if block_id not in given | {NULL_BLOCK}), None)
         if foreign is not None:

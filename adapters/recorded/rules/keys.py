@@ -11,7 +11,7 @@ from kvledger.adapters.recorded import payloads
 from kvledger.adapters.recorded.rules.copies import RuleOfTables
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle import on
-from kvledger.lifecycle.audit import Model, Start
+from kvledger.lifecycle.audit import AuditModel, Start
 
 MAX_KEYS = 1 << 20
 """After so many different ones it is no longer known what is saved."""
@@ -52,7 +52,7 @@ class SavedUnderKey(RuleOfTables):
 
     rule = "SAVED_UNDER_KEY"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._block_size = model.configuration.block_size
         self._knows_all = True

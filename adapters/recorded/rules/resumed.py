@@ -9,7 +9,7 @@ import attrs
 from kvledger.adapters.recorded.payloads import LookupReturned, Transferred
 from kvledger.lifecycle import Core, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Checker, EventChecks, Model
+from kvledger.lifecycle.audit import AuditModel, Checker, EventChecks
 
 MAX_KEYS = 1 << 20
 """After so many different ones it is no longer known how much the connector can hold."""
@@ -54,7 +54,7 @@ class ResumeCoversOutput(Checker):
 
     rule = "RESUME_COVERS_OUTPUT"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._core = Core.standard().rules[self.rule](model)
         self._forget()

@@ -10,7 +10,7 @@ from kvledger.adapters.recorded import payloads
 from kvledger.adapters.recorded.rules.copies import RuleOfTables
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle import on
-from kvledger.lifecycle.audit import Model, Start
+from kvledger.lifecycle.audit import AuditModel, Start
 
 MAX_KEYS = 1 << 20
 """After so many different ones it is no longer known what is stored."""
@@ -42,7 +42,7 @@ class StoreContiguous(RuleOfTables):
 
     rule = "STORE_CONTIGUOUS"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._accounts: dict[int, _Account] = {}
         self._stored: set[bytes] = set()

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 from kvledger.adapters.recorded import payloads
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle import on
-from kvledger.lifecycle.audit import Checker, Model
+from kvledger.lifecycle.audit import AuditModel, Checker
 from kvledger.lifecycle.events import NULL_BLOCK
 
 
@@ -38,7 +38,7 @@ class RuleOfCopies(Checker):
     judges_loads: ClassVar[bool]
     """Whether `begins` wants loads; else it wants saves."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._under_way: dict[str, list[Begun]] = {}
         """Job -> its copies."""

@@ -8,7 +8,7 @@ import msgspec
 
 from kvledger.lifecycle import Extension, Projection, Projections, ProjectionSpec, RequestState, StateHandler, Turn, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Checker, Model, Start
+from kvledger.lifecycle.audit import AuditModel, Checker, Start
 
 
 class Starving(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class StarvingKept(Checker):
 
     rule = "STARVING_KEPT"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._starving: dict[int, int] = {}
         """Ordinal -> event that said so."""

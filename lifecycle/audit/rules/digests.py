@@ -8,9 +8,9 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.records import Life
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.records import Life
 
 MAX_PAGES = 1 << 16
 """Pages of which it is remembered what was saved; the oldest are forgotten first."""
@@ -52,7 +52,7 @@ class BytesUnchanged(Checker):
 
     rule = "BYTES_UNCHANGED"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._saved: OrderedDict[_Page, dict[int, int]] = OrderedDict()
         self._of: dict[str, _OfLife] = {}

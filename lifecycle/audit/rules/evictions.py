@@ -6,13 +6,13 @@ from collections import Counter
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import Settled
-from kvledger.lifecycle.audit.model.moment import EventChecks, num_intact_tokens
-from kvledger.lifecycle.audit.model.records import NEVER, InFlight
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.copies import Settled
+from kvledger.lifecycle.reader.moment import EventChecks, num_intact_tokens
+from kvledger.lifecycle.reader.records import NEVER, Copy
+from kvledger.lifecycle.reader.start import Start
 
 
 class EvictIdleOnly(Checker):
@@ -27,14 +27,14 @@ class EvictIdleOnly(Checker):
 
     rule = "EVICT_IDLE_ONLY"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._loads: dict[int, tuple[int, set[bytes]]] = {}
         """Job id -> (sequence of the load, keys of the chunks whose slots it reads)."""
 
     def begin(self, _start: Start) -> None:
         """Take over what loads in flight read."""
-        for job_id, job in self.jobs:
+        for job_id, job in self.copies:
             if job.is_load:
                 self._loads[job_id] = (0, self._keys_read_by(job))
 
@@ -47,10 +47,10 @@ class EvictIdleOnly(Checker):
 
     @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued) -> None:
-        if self.jobs.current is not None:
-            self._loads[event.job_id] = (self.moment.sequence, self._keys_read_by(self.jobs.current))
+        if self.copies.current is not None:
+            self._loads[event.job_id] = (self.moment.sequence, self._keys_read_by(self.copies.current))
 
-    def _keys_read_by(self, load: InFlight) -> set[bytes]:
+    def _keys_read_by(self, load: Copy) -> set[bytes]:
         # A chunk may also lie in a shorter image of the same block; the load does not read that one.
         read = frozenset(load.slots) - {NO_SLOT}
         return {key for key in load.keys if not read.isdisjoint(self.chunks.slots_of(key) or ())}
@@ -58,7 +58,7 @@ class EvictIdleOnly(Checker):
     @on(Settled)
     def _settled(self, event: Settled) -> None:
         self._loads.pop(event.job_id, None)
-        job = self.jobs.current
+        job = self.copies.current
         if job is not None and not job.is_load:
             # Chunks of a settled save may have moved to a longer image; loads in flight still read the shorter.
             for _, keys in self._loads.values():
@@ -122,14 +122,14 @@ class PinBalance(Checker):
 
     rule = "PIN_BALANCE"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._preempted = (0, 0)
         """Sequence and settled tokens of the last preemption: what is declined because of it may be a tail."""
 
     def checks(self) -> EventChecks:
         """None where a group has a window."""
-        return [] if self.spans.has_windows else super().checks()
+        return [] if self.layout.has_windows else super().checks()
 
     @on(e.RequestPreempted)
     def _was_preempted(self, event: e.RequestPreempted) -> None:
@@ -162,11 +162,11 @@ class PinBalance(Checker):
         return False
 
     def _num_pages(self, event: e.SaveDeclined) -> int:
-        tokens = self.spans.tokens_of_chunk(event.first_chunk)
+        tokens = self.layout.tokens_of_chunk(event.first_chunk)
         sequence, num_settled_tokens = self._preempted
         if event.cause == sequence and num_settled_tokens in tokens:  # it ends inside the chunk: a tail
             tokens = range(tokens.start, num_settled_tokens)
-        return len(self.spans.pages_of(tokens))
+        return len(self.layout.pages_of(tokens))
 
 
 class EvictionOrder(Checker):
@@ -195,11 +195,13 @@ class EvictionOrder(Checker):
             self._explain(event, key, oldest)
 
     def _explain(self, event: e.ChunksEvicted, key: bytes, oldest: bytes | None) -> None:
-        is_read = any(key in job.keys for _, job in self.jobs if job.is_load)
+        is_read = any(key in job.keys for _, job in self.copies if job.is_load)
         if is_read or any(self.answers.promised(key)) or any(self.answers.waited_for(key)):
             return
         what = f"chunk {key.hex()} was evicted, though"
-        copy = next((job for _, job in self.jobs if key in job.prefix.key_set and job.epoch == self.jobs.epoch), None)
+        copy = next(
+            (job for _, job in self.copies if key in job.prefix.key_set and job.epoch == self.copies.epoch), None
+        )
         if copy is not None:
             kind = "load" if copy.is_load else "save"
             self.broken(f"{what} {kind} {copy.job_id} in flight is of chunks after it", copy.sequence, event.cause)

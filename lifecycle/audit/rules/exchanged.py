@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.forgotten import LIFE
+from kvledger.lifecycle.reader.start import Start
 
 _COUNTED = tuple(field for field in e.field_names(e.HooksExchanged) if field.startswith("num_"))
 _WORDS = {
@@ -47,7 +47,7 @@ class ToldAsDecided(Checker):
 
     rule = "TOLD_AS_DECIDED"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._num = dict.fromkeys(_COUNTED, 0)
         """What the log has since the last `hooks.exchanged`."""

@@ -8,9 +8,9 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.records import NEVER, InFlight
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.records import NEVER, Copy
 from kvledger.lifecycle.states import BlocksRegion
 
 
@@ -40,7 +40,7 @@ class RollbackObserved(Checker):
 
     rule = "ROLLBACK_OBSERVED"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._loads: dict[int, _Load] = {}
         self._holders: dict[str, tuple[int, int, int]] = {}
@@ -58,9 +58,9 @@ class RollbackObserved(Checker):
 
     @on(e.LoadFailed)
     def _failed(self, event: e.LoadFailed) -> None:
-        if event.cause != self.jobs.failure_sequence:
+        if event.cause != self.copies.failure_sequence:
             self._loads.pop(event.job_id, None)
-        elif event.job_id in self._loads and self.jobs.is_withheld:
+        elif event.job_id in self._loads and self.copies.is_withheld:
             self._loads[event.job_id].reported_late_at = self.moment.sequence
         elif event.job_id in self._loads:
             self._loads[event.job_id].failed_at = self.moment.sequence
@@ -70,14 +70,14 @@ class RollbackObserved(Checker):
         for load in self._loads.values():
             if load.reported_late_at and not set(event.block_ids).isdisjoint(load.block_ids):
                 load.failed_at = load.reported_late_at
-        if self.spans.num_groups > 1:  # vLLM takes reports of requests only
+        if self.layout.num_groups > 1:  # vLLM takes reports of requests only
             return
         failed = set(event.block_ids)
         for life in self.lives:
             table = () if life.quarantined or life.blocks is BlocksRegion.NONE else self.tables.of(life.ordinal)
             page = next((page for page, block_id in enumerate(table) if block_id in failed), None)
             if page is not None:
-                first_token = page * self.spans.block_size
+                first_token = page * self.layout.block_size
                 self._holders[life.request_id] = life.ordinal, first_token, self.moment.sequence
 
     @on(e.BlockTableObserved)
@@ -152,9 +152,9 @@ class FailedLoadTaint(Checker):
 
     rule = "FAILED_LOAD_TAINT"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
-        self._failures: list[tuple[int, InFlight]] = []
+        self._failures: list[tuple[int, Copy]] = []
         """(sequence, load) since the last observation."""
         self._unfilled: dict[int, int] = {}
         """Block id -> sequence of the failure."""
@@ -185,11 +185,11 @@ class FailedLoadTaint(Checker):
 
     @on(e.LoadFailed)
     def _failed(self, event: e.LoadFailed) -> None:
-        load = self.jobs.current
+        load = self.copies.current
         if load is None:
             return
         self._failures.append((self.moment.sequence, load))
-        for job_id, save in self.jobs:  # the id may have been used again before the load was reported
+        for job_id, save in self.copies:  # the id may have been used again before the load was reported
             if save.life == load.life and not save.is_load and job_id > event.job_id:
                 self._spoilt[job_id] = self.moment.sequence
 
@@ -198,8 +198,8 @@ class FailedLoadTaint(Checker):
     @on(e.LoadErrorsObserved)
     def _load_errors_observed(self, event: e.LoadErrorsObserved) -> None:
         self._unfilled.update(dict.fromkeys(event.block_ids, self.moment.sequence))
-        loads = [job for _, job in self.jobs if job.is_load and not job.is_async]
-        for job_id, save in self.jobs:
+        loads = [job for _, job in self.copies if job.is_load and not job.is_async]
+        for job_id, save in self.copies:
             if save.is_load:
                 continue
             table, end = self._relied_on.get(job_id, ((), 0))
@@ -217,8 +217,8 @@ class FailedLoadTaint(Checker):
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             table = self.tables.of(ordinal)
             # Every block whose first token is computed in this step.
-            first = self.spans.pages_of(range(num_computed_tokens)).stop
-            end = self.spans.pages_of(range(num_computed_tokens + num_scheduled_tokens)).stop
+            first = self.layout.pages_of(range(num_computed_tokens)).stop
+            end = self.layout.pages_of(range(num_computed_tokens + num_scheduled_tokens)).stop
             self._fill(table[first:end])
         for _, block_ids in event.extended:
             self._fill(block_ids)
@@ -242,7 +242,7 @@ class FailedLoadTaint(Checker):
     def _blocks_allocated(self, event: e.BlocksAllocated) -> None:
         num_tokens = self._num_local_tokens.pop(event.request_id, None)
         if num_tokens is not None:  # who hits what another one writes in this very step is right: see the step first
-            num_hit = self.spans.pages_of(range(num_tokens)).stop
+            num_hit = self.layout.pages_of(range(num_tokens)).stop
             self._hits.append((event.request_id, self.moment.sequence, event.block_ids[:num_hit]))
             self._fill(event.block_ids[num_hit:])  # new ones; another connector may fill them, unrecorded
 
@@ -255,9 +255,9 @@ class FailedLoadTaint(Checker):
         if isinstance(event, e.TailSaveIssued):
             num_tokens = event.first_token + event.num_tokens
         else:
-            num_tokens = (max(event.chunks, default=-1) + 1) * self.spans.chunk_size
+            num_tokens = (max(event.chunks, default=-1) + 1) * self.layout.chunk_size
         table = self.tables.of(event.ordinal) or self.tables.lost_by(self.moment.life)
-        self._relied_on[event.job_id] = table, self.spans.pages_of(range(num_tokens)).stop
+        self._relied_on[event.job_id] = table, self.layout.pages_of(range(num_tokens)).stop
 
     @on(e.SaveCompleted)
     def _save_completed(self, event: e.SaveCompleted) -> None:

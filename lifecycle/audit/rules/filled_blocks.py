@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.records import NEVER, Life
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.records import NEVER, Life
+from kvledger.lifecycle.reader.start import Start
 
 
 class LoadDstExclusive(Checker):
@@ -30,7 +30,7 @@ class LoadDstExclusive(Checker):
 
     rule = "LOAD_DST_EXCLUSIVE"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._named: set[int] = set()
         """Loads in flight whose request has computed; reported once."""
@@ -38,7 +38,7 @@ class LoadDstExclusive(Checker):
     @on(e.BlocksAllocated)
     def _check_given(self, event: e.BlocksAllocated) -> None:
         life = self.moment.life
-        if life is not None and self.jobs.filled_by:
+        if life is not None and self.copies.filled_by:
             # These are the prefix cache's, where a load within the step may still be filling them. How many they are is
             # not known if the audit began between lookup and allocation.
             num_shared = len(event.block_ids) if life.num_old == NEVER else life.num_old
@@ -47,13 +47,13 @@ class LoadDstExclusive(Checker):
 
     def _check_filling(self, life: Life, block_ids: Iterable[int], *, is_shared: bool = False) -> None:
         """Name blocks that a request is given while a load of another one, which still has them, fills them."""
-        filled_by = self.jobs.filled_by
+        filled_by = self.copies.filled_by
         given: dict[int, int] = {}
         for block_id in block_ids:
             if block_id in filled_by:
                 given.setdefault(filled_by[block_id], block_id)
         for job_id, block_id in given.items() if not life.quarantined else ():
-            job = self.jobs.get(job_id)
+            job = self.copies.get(job_id)
             if job is None or job.ordinal == life.ordinal or job.lost_at or (is_shared and not job.is_async):
                 continue
             holder = self.lives.of(job.ordinal)
@@ -63,18 +63,18 @@ class LoadDstExclusive(Checker):
 
     @on(e.StepScheduled)
     def _check_step(self, event: e.StepScheduled) -> None:
-        if not self.jobs.loads:
+        if not self.copies.loads:
             return
         for ordinal, block_ids in event.extended:
             extended = self.lives.of(ordinal)
             if extended is not None:
                 self._check_filling(extended, block_ids)
-        self._named &= self.jobs.loads
+        self._named &= self.copies.loads
         for ordinal, _, num_scheduled_tokens, _ in event.advanced:
-            life = self.lives.of(ordinal) if self.jobs.owes(ordinal) else None
+            life = self.lives.of(ordinal) if self.copies.owes(ordinal) else None
             if life is None:
                 continue
-            for job in self.jobs.of_life(ordinal):
+            for job in self.copies.of_life(ordinal):
                 is_filling = job.is_load and job.is_async and not job.lost_at and job.generation == life.generation
                 if is_filling and job.job_id not in self._named:
                     self._named.add(job.job_id)
@@ -84,7 +84,7 @@ class LoadDstExclusive(Checker):
     @on(e.LoadIssued)
     def _check_load(self, event: e.LoadIssued) -> None:
         table = self.tables.held_by(self.moment.life)
-        pages = self.spans.pages_of(range(event.first_token, event.first_token + event.num_tokens))
+        pages = self.layout.pages_of(range(event.first_token, event.first_token + event.num_tokens))
         expected = tuple(table[max(pages.start, 0) : max(pages.stop, 0)])
         if event.block_ids != expected or len(expected) != len(pages):
             detail = (
@@ -92,12 +92,12 @@ class LoadDstExclusive(Checker):
                 f"in the request's table its tokens, on {len(pages)} pages, have {list(expected)}"
             )
             self.broken(detail, event.cause)
-        filled = [] if self.jobs.current is None else self.jobs.current.filled
+        filled = [] if self.copies.current is None else self.copies.current.filled
         if len(set(filled)) < len(filled):
             detail = f"load {event.job_id} fills a block twice: {list(event.block_ids)}"
             self.broken(detail, event.cause)
-        for job_id in sorted(self.jobs.rivals):
-            rival = self.jobs.get(job_id)
+        for job_id in sorted(self.copies.rivals):
+            rival = self.copies.get(job_id)
             if rival is not None and not rival.lost_at:
                 detail = f"load {event.job_id} fills blocks that load {job_id} is still filling"
                 self.broken(detail, rival.sequence, event.cause)
@@ -120,7 +120,7 @@ class LoadXorStores(Checker):
 
     rule = "LOAD_XOR_STORES"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._before_last_step: frozenset[int] = frozenset()
         """Of the loads in flight where the audit begins."""
@@ -136,14 +136,14 @@ class LoadXorStores(Checker):
 
     @on(e.SaveIssued, e.TailSaveIssued)
     def _check_save(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
-        if not self.jobs.filled_by:
+        if not self.copies.filled_by:
             return
         is_first = isinstance(event, e.TailSaveIssued) or event.before_forward
         # What is decided on a step goes out with it, and so does what was decided since the step before.
         begin_of_step = self._step_before if event.cause == self._last_step else self._last_step
-        filled_by = self.jobs.filled_by
+        filled_by = self.copies.filled_by
         for job_id in sorted({filled_by[block] for block in event.block_ids if block in filled_by}):
-            load = self.jobs.get(job_id)
+            load = self.copies.get(job_id)
             if load is None or 0 < load.lost_at < self._last_step:
                 continue  # until the step after they were lost, its blocks can still be read
             sequence = -1 if job_id in self._before_last_step else load.sequence
@@ -171,7 +171,7 @@ class NewBlockExclusive(Checker):
 
     rule = "NEW_BLOCK_EXCLUSIVE"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._allocated: set[int] = set()
         """Ordinals of lives with an allocation since the last step."""

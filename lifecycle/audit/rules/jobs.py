@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import Settled
-from kvledger.lifecycle.audit.model.records import InFlight
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.copies import Settled
+from kvledger.lifecycle.reader.records import Copy
+from kvledger.lifecycle.reader.start import Start
 
 
 class CompletionOnce(Checker):
@@ -29,7 +29,7 @@ class CompletionOnce(Checker):
 
     @on(e.EndRefused)
     def _end_refused(self, event: e.EndRefused) -> None:
-        jobs = self.jobs.of_life(event.ordinal)
+        jobs = self.copies.of_life(event.ordinal)
         job = next((job for job in jobs if job.is_load is (event.field == "finished_recving")), None)
         why = "for which vLLM does not wait"
         if job is not None:
@@ -41,9 +41,9 @@ class CompletionOnce(Checker):
 
     @on(e.LoadErrorsObserved)
     def _load_errors(self, event: e.LoadErrorsObserved) -> None:
-        filled_by = self.jobs.filled_by
+        filled_by = self.copies.filled_by
         for job_id in sorted({filled_by[block] for block in event.block_ids if block in filled_by}):
-            job = self.jobs.get(job_id)
+            job = self.copies.get(job_id)
             if job is not None and job.is_async and not job.lost_at:
                 blocks = sorted({*event.block_ids} & {*job.filled})
                 detail = f"another connector reports blocks {blocks} as not filled while load {job_id} still fills them"
@@ -51,16 +51,16 @@ class CompletionOnce(Checker):
 
     @on(e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
     def _issued(self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> None:
-        if not self.jobs.is_new:
-            detail = f"job {event.job_id} is issued, but {self.jobs.last_id} had been reached: ids are used once"
+        if not self.copies.is_new:
+            detail = f"job {event.job_id} is issued, but {self.copies.last_id} had been reached: ids are used once"
             self.broken(detail, event.cause)
 
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported) -> None:
         ranks = [*event.ranks_done, *event.ranks_failed]
         twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-        foreign = sorted(set(ranks) - self.jobs.every_rank)
-        for job_id, job, ranks_before in self.jobs.reported:
+        foreign = sorted(set(ranks) - self.copies.every_rank)
+        for job_id, job, ranks_before in self.copies.reported:
             again = [] if event.is_repeated else sorted(ranks_before.intersection(ranks))
             if job is None:
                 if not event.is_repeated:
@@ -70,7 +70,7 @@ class CompletionOnce(Checker):
                 detail = f"job {job.job_id} was reported more than once by ranks {again or twice}"
                 self.broken(detail, job.sequence, request_id=job.request_id)
             if foreign:
-                detail = f"job {job.job_id} was reported by ranks {foreign}, of {len(self.jobs.every_rank)}"
+                detail = f"job {job.job_id} was reported by ranks {foreign}, of {len(self.copies.every_rank)}"
                 self.broken(detail, job.sequence, request_id=job.request_id)
 
     @on(e.LoadCompleted, e.LoadFailed)
@@ -82,7 +82,7 @@ class CompletionOnce(Checker):
         self._check_settlement(event, is_load=False)
 
     def _check_settlement(self, event: Settled, *, is_load: bool) -> None:
-        job = self.jobs.current
+        job = self.copies.current
         if job is None:
             self.broken(f"{event.id} for job {event.job_id}, which is not in flight", event.cause)
         elif job.is_load is not is_load:
@@ -110,29 +110,29 @@ class RankAgreement(Checker):
 
     @on(e.LoadCompleted, e.SaveCompleted)
     def _completed(self, event: e.LoadCompleted | e.SaveCompleted) -> None:
-        job = self.jobs.current
-        if job is not None and job.ranks_done != self.jobs.every_rank:
+        job = self.copies.current
+        if job is not None and job.ranks_done != self.copies.every_rank:
             self._disagreed(event, job)
 
     @on(e.LoadFailed)
     def _load_failed(self, event: e.LoadFailed) -> None:
-        job = self.jobs.current
-        if job is not None and event.cause == self.jobs.report_sequence and self._is_owing(job):
+        job = self.copies.current
+        if job is not None and event.cause == self.copies.report_sequence and self._is_owing(job):
             self._disagreed(event, job)
 
     @on(e.SaveFailed)
     def _save_failed(self, event: e.SaveFailed) -> None:
-        job = self.jobs.current
+        job = self.copies.current
         if job is not None and event.quiet is self._is_owing(job):
             self._disagreed(event, job)
 
-    def _is_owing(self, job: InFlight) -> bool:
-        return bool(self.jobs.every_rank - job.ranks_done - job.ranks_failed)
+    def _is_owing(self, job: Copy) -> bool:
+        return bool(self.copies.every_rank - job.ranks_done - job.ranks_failed)
 
-    def _disagreed(self, event: Settled, job: InFlight) -> None:
+    def _disagreed(self, event: Settled, job: Copy) -> None:
         detail = (
-            f"{event.id} for job {event.job_id}, which {len(job.ranks_done)} of {len(self.jobs.every_rank)} ranks did "
-            f"and {len(job.ranks_failed)} failed to do"
+            f"{event.id} for job {event.job_id}, which {len(job.ranks_done)} of {len(self.copies.every_rank)} ranks "
+            f"did and {len(job.ranks_failed)} failed to do"
         )
         self.broken(detail, job.sequence, event.cause)
 
@@ -150,7 +150,7 @@ class Liveness(Checker):
 
     rule = "LIVENESS"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._overdue: list[tuple[int, int]] = []
         """(job id, step since which it is silent) at the last step."""
@@ -168,15 +168,15 @@ class Liveness(Checker):
     def _find_overdue(self) -> list[tuple[int, int]]:
         overdue_step = self.lives.num_steps - self._max_silent_steps
         overdue_ns = self.lives.time_ns - self._max_silent_ns
-        self._named.intersection_update(job_id for job_id, _ in self.jobs)
+        self._named.intersection_update(job_id for job_id, _ in self.copies)
         return [
             (job_id, job.since_step)
-            for job_id, job in self.jobs
+            for job_id, job in self.copies
             if job.since_step < overdue_step and job.since_ns < overdue_ns and job_id not in self._named
         ]
 
     def _check_overdue(self, job_id: int, since_step: int) -> None:
-        job = self.jobs.get(job_id)
+        job = self.copies.get(job_id)
         if job is not None and job.since_step == since_step:
             self._named.add(job_id)
             what = "asked after, and still not given up" if job.is_asked_after else "not asked after"
@@ -200,7 +200,7 @@ class DeliveredOnce(Checker):
 
     rule = "DELIVERED_ONCE"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._first_ordinal = 0
         """Of the lives that are known from their beginning."""
@@ -275,8 +275,8 @@ class DeliveredOnce(Checker):
             blocks = self._loads.pop(job_id, ())
             if event.withheld and event.withheld != e.Withheld.CONTRACT:
                 self._unfilled.update(blocks)
-            job = self.jobs.get(job_id)
-            if job is not None and self.jobs.every_rank <= job.ranks_done | job.ranks_failed:
+            job = self.copies.get(job_id)
+            if job is not None and self.copies.every_rank <= job.ranks_done | job.ranks_failed:
                 if job.is_load:
                     self._ended(job.ordinal, job_id, "failed" if job.ranks_failed else "received")
                 else:
@@ -317,7 +317,7 @@ class DeliveredOnce(Checker):
     @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished) -> None:
         life = self.moment.life
-        if life is not None and self.jobs.reads_blocks_of(life.ordinal):
+        if life is not None and self.copies.reads_blocks_of(life.ordinal):
             self._kept.add(life.ordinal)
 
     @on(e.BlocksHeld)
@@ -357,8 +357,8 @@ class DeliveredOnce(Checker):
 
     def _is_read(self, ordinal: int) -> bool:
         return any(
-            job.is_async and not job.is_load and not self.jobs.every_rank <= job.ranks_done | job.ranks_failed
-            for job in self.jobs.of_life(ordinal)
+            job.is_async and not job.is_load and not self.copies.every_rank <= job.ranks_done | job.ranks_failed
+            for job in self.copies.of_life(ordinal)
         )
 
     @on(e.EffectsDelivered)
@@ -366,7 +366,7 @@ class DeliveredOnce(Checker):
         for job_id in event.job_ids:
             if job_id in self._handed_out:
                 self.broken(f"job {job_id} is handed out a second time")
-            elif self.jobs.get(job_id) is None:
+            elif self.copies.get(job_id) is None:
                 self.broken(f"job {job_id} is handed out, but no such job is in flight")
             self._handed_out.add(job_id)
             self._loads.pop(job_id, None)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
 
 MAX_KEYS = 1 << 16
@@ -33,7 +33,7 @@ class KeyIdentity(Checker):
 
     rule = "KEY_IDENTITY"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._known: OrderedDict[bytes, tuple[int, bytes, bytes, int]] = OrderedDict()
         """Key → its chunk, the key of the chunk before it (empty: none), the beginning of vLLM's hash of its last block
@@ -109,13 +109,13 @@ class ResetEpoch(Checker):
 
     rule = "RESET_EPOCH"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._reset_at = 0
 
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered) -> None:
-        if self.jobs.epoch and event.num_hit_tokens:
+        if self.copies.epoch and event.num_hit_tokens:
             self._check_hit(event)
 
     @on(e.SaveIssued, e.TailSaveIssued)
@@ -130,7 +130,7 @@ class ResetEpoch(Checker):
         self._reset_at = self.moment.sequence
 
     def _check_hit(self, event: e.LookupAnswered) -> None:
-        num_chunks, of_tail = divmod(event.num_hit_tokens, self.spans.chunk_size)
+        num_chunks, of_tail = divmod(event.num_hit_tokens, self.layout.chunk_size)
         tail = self.tails.saved(self.moment.life)
         if of_tail and (tail is None or tail.end_token != event.num_hit_tokens):
             detail = f"the hit of {event.num_hit_tokens} tokens counts a tail of {of_tail}, not saved since the reset"

@@ -6,11 +6,11 @@ from typing import Any
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import EventChecks
-from kvledger.lifecycle.audit.model.records import InFlight, Life
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.moment import EventChecks
+from kvledger.lifecycle.reader.records import Copy, Life
+from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 _OF_NO_REQUEST = (e.ChunksEvicted, e.ChunksTainted, e.InvariantViolated, e.ExtensionStopped)
@@ -129,13 +129,13 @@ class GenIsolation(Checker):
 
     @on(e.TransferAwaited)
     def _awaited(self, event: e.TransferAwaited) -> None:
-        self._of_job(event, self.jobs.get(event.job_id))
+        self._of_job(event, self.copies.get(event.job_id))
 
     @on(e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
     def _settled(self, event: _OfAJob) -> None:
-        self._of_job(event, self.jobs.current)
+        self._of_job(event, self.copies.current)
 
-    def _of_job(self, event: _OfAJob, job: InFlight | None) -> None:
+    def _of_job(self, event: _OfAJob, job: Copy | None) -> None:
         if job is not None and _life(event) != job.life:
             issued = f"the job was issued for {_words(job.life)}"
             detail = f"{event.id} for job {job.job_id} names {_words(_life(event))}, {issued}"
@@ -188,7 +188,7 @@ class ReleaseAll(Checker):
 
     rule = "RELEASE_ALL"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._finished: set[int] = set()
         """Ordinals of lives that are over, until released."""
@@ -209,8 +209,8 @@ class ReleaseAll(Checker):
         left = self.lives.get(event.request_id)
         if left is not None:
             detail = f"generation {event.generation} of life {event.ordinal} is released, but there is {left.name}"
-        elif self.jobs.owes(event.ordinal):
-            jobs = [job.job_id for job in self.jobs.of_life(event.ordinal)]
+        elif self.copies.owes(event.ordinal):
+            jobs = [job.job_id for job in self.copies.of_life(event.ordinal)]
             detail = f"released, but jobs {jobs} of it are in flight"
         else:
             return
@@ -218,7 +218,7 @@ class ReleaseAll(Checker):
 
     @on(e.StepScheduled)
     def _step_scheduled(self, _event: e.StepScheduled) -> None:
-        for ordinal in [ordinal for ordinal in self._finished if not self.jobs.owes(ordinal)]:
+        for ordinal in [ordinal for ordinal in self._finished if not self.copies.owes(ordinal)]:
             self._finished.discard(ordinal)
             life = self.lives.of(ordinal)
             if life is not None:

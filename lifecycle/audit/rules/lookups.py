@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.audit.model.records import InFlight, Life
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.forgotten import LIFE
+from kvledger.lifecycle.reader.records import Copy, Life
+from kvledger.lifecycle.reader.start import Start
 
 
 class LookupPure(Checker):
@@ -28,13 +28,13 @@ class LookupPure(Checker):
 
     rule = "LOOKUP_PURE"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._asked: tuple[int, e.LookupRequested | None] = (0, None)
         self._answered: dict[str, tuple[int, tuple[object, ...], tuple[int, int]]] = {}
         """Request id -> (sequence, all that the answer may depend on, the answer)."""
         model.forgotten.at(LIFE, self._answered)
-        self._forgets = model.spans.has_windows
+        self._forgets = model.layout.has_windows
 
     @on(e.LookupRequested)
     def _requested(self, event: e.LookupRequested) -> None:
@@ -52,7 +52,7 @@ class LookupPure(Checker):
     def _check_kind(self, event: e.LookupAnswered) -> None:
         """A load within the step that fails ends an engine with several groups (scheduler.py, 0.32)."""
         num_tokens, async_from = event.num_external_tokens, self.configuration.async_load_tokens
-        if self.spans.num_groups > 1:
+        if self.layout.num_groups > 1:
             async_from = 0
         if event.is_async and not num_tokens:
             self.broken("asynchronous, with nothing to load", event.cause)
@@ -84,7 +84,7 @@ class LookupPure(Checker):
             (len(keys), keys[-1] if keys else b""),  # a key hashes all before it
             (chunks.num_added, chunks.num_removed),
             0 if tail is None else tail.end_token,
-            (len(self.jobs), self.jobs.last_id) if self._forgets else (),  # what is being loaded may then count
+            (len(self.copies), self.copies.last_id) if self._forgets else (),  # what is being loaded may then count
             event.miss_reason == e.MissReason.SLOWER,
         )
         answer = (event.num_hit_tokens, event.num_external_tokens)
@@ -150,7 +150,7 @@ class LongestHit(Checker):
     def _expected(self, event: e.LookupAnswered, life: Life, num_chunks: int) -> tuple[int, str]:
         """The hit in tokens and the reason why it ends, as the log tells it."""
         model = self.model
-        hit = num_chunks * model.spans.chunk_size
+        hit = num_chunks * model.layout.chunk_size
         reason = self._why_chunks_end(life, num_chunks)
         tail = model.tails.saved(life)
         if tail is not None and tail.first_token == hit:
@@ -166,7 +166,7 @@ class LongestHit(Checker):
             usable, reason = 0, "load_failed"
         if life.quarantined:
             usable, reason = 0, "quarantined"
-        if model.spans.has_windows:
+        if model.layout.has_windows:
             end_token = min(usable, event.num_tokens - 1)
             if model.longest_seen(life, end_token) != end_token:
                 reason = "window"
@@ -192,7 +192,7 @@ class DeferBounded(Checker):
 
     rule = "DEFER_BOUNDED"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._in_a_row: dict[str, int] = {}
         self._last_load: dict[str, int] = {}
@@ -207,13 +207,13 @@ class DeferBounded(Checker):
 
     @on(e.LookupDeferred)
     def _deferred(self, event: e.LookupDeferred) -> None:
-        job, before = self.jobs.get(event.job_id), self._in_a_row.get(event.request_id, 0)
+        job, before = self.copies.get(event.job_id), self._in_a_row.get(event.request_id, 0)
         is_same_load = job is not None and job.is_load and self._last_load.get(event.request_id) == event.job_id
         count = before if before and is_same_load and event.num_deferred == before else before + 1
         self._in_a_row[event.request_id], self._last_load[event.request_id] = count, event.job_id
         if job is None:
             self.broken(f"put off for job {event.job_id}, which is not in flight", event.cause)
-        elif job.is_load and not self.spans.has_windows and not self._is_shared(job):
+        elif job.is_load and not self.layout.has_windows and not self._is_shared(job):
             detail = f"put off for load {event.job_id}, which brings none of the chunks that the request lacks"
             self.broken(detail, job.sequence, event.cause)
         maximum = self.configuration.max_deferred_lookups
@@ -221,7 +221,7 @@ class DeferBounded(Checker):
             detail = f"put off {count} times in a row (recorded: {event.num_deferred}), at most {maximum} may be"
             self.broken(detail, event.cause)
 
-    def _is_shared(self, load: InFlight) -> bool:
+    def _is_shared(self, load: Copy) -> bool:
         life = self.moment.life
         if life is None or not self.configuration.awaits_shared_loads:
             return False

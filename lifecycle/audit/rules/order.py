@@ -6,11 +6,11 @@ from typing import Final
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import Settled
-from kvledger.lifecycle.audit.model.records import InFlight
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.copy_moments import CopyMoments, Hook, Moment
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.copies import Settled
+from kvledger.lifecycle.reader.records import Copy
 
 _STEPS_IN_FLIGHT: Final = 2
 """Steps that vLLM has at most in flight, on top of one for each rank of a pipeline (`config/vllm.py`,
@@ -41,7 +41,7 @@ class CopyInTime(Checker):
 
     rule = "COPY_IN_TIME"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._preceding: dict[int, _Numbers] = {}
         """Sequence number of an `EffectsDelivered` -> the last ends in its step that had to precede other copies."""
@@ -57,14 +57,14 @@ class CopyInTime(Checker):
             return
         ranks = (*event.ranks_done, *event.ranks_failed)
         for job_id in event.job_ids:
-            job = self.jobs.get(job_id)
+            job = self.copies.get(job_id)
             if job is not None and job.delivered_at:
                 detail = _wrong_moment(job, moments) or self._wrong_order(job, moments, ranks)
                 if detail:
                     what = f"job {job_id}, {_kind(job)}, of ranks {sorted(ranks)}: {detail}"
                     self.broken(what, job.sequence, job.delivered_at, request_id=job.request_id)
 
-    def _wrong_order(self, job: InFlight, moments: CopyMoments, ranks: tuple[int, ...]) -> str:
+    def _wrong_order(self, job: Copy, moments: CopyMoments, ranks: tuple[int, ...]) -> str:
         began, ended = moments
         detail = ""
         for rank in ranks:
@@ -90,8 +90,8 @@ class CopyInTime(Checker):
 
     @on(e.StepReported)
     def _step_reported(self, event: e.StepReported) -> None:
-        ranks = self.jobs.every_rank.intersection(event.ranks)
-        for job_id, job in self.jobs:
+        ranks = self.copies.every_rank.intersection(event.ranks)
+        for job_id, job in self.copies:
             if not _is_due(job, event.delivered) or job_id in event.under_way:
                 continue
             missing = sorted(ranks - job.ranks_done - job.ranks_failed)
@@ -113,7 +113,7 @@ def _of(by_step: dict[int, _Numbers], delivered: int) -> _Numbers:
     return found
 
 
-def _is_due(job: InFlight, delivered: int) -> bool:
+def _is_due(job: Copy, delivered: int) -> bool:
     """Whether the output of that step comes after the job's report."""
     if 0 < job.asked_at <= delivered:
         return True
@@ -124,19 +124,19 @@ def _is_due(job: InFlight, delivered: int) -> bool:
     return job.delivered_at <= delivered if is_reported_with_step else job.delivered_at < delivered
 
 
-def _kind(job: InFlight) -> str:
+def _kind(job: Copy) -> str:
     name = "load" if job.is_load else "save"
     return f"asynchronous {name}" if job.is_async else name + " before the forward" * job.is_before_forward
 
 
-def _hook_of(job: InFlight) -> Hook:
+def _hook_of(job: Copy) -> Hook:
     """In which it has to begin."""
     if job.is_load:
         return Hook.START_LOAD_KV
     return Hook.HANDLE_PREEMPTIONS if job.is_before_forward else Hook.WAIT_FOR_SAVE
 
 
-def _wrong_moment(job: InFlight, moments: CopyMoments) -> str:
+def _wrong_moment(job: Copy, moments: CopyMoments) -> str:
     """What is wrong with the moments of one copy; empty if nothing is."""
     began, ended = moments
     if began.delivered != job.delivered_at:
@@ -170,7 +170,7 @@ class SettledAtClose(Checker):
 
     rule = "SETTLED_AT_CLOSE"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._has_outputs = False
         self._under_way: frozenset[int] = frozenset()
@@ -184,11 +184,11 @@ class SettledAtClose(Checker):
     def _noted(self, event: e.LogNote) -> None:
         if event.text != e.SHUT_DOWN or not self._has_outputs:
             return
-        last_step = self.lives.num_steps - _STEPS_IN_FLIGHT - len(self.jobs.every_rank)
-        for job_id, job in self.jobs:
+        last_step = self.lives.num_steps - _STEPS_IN_FLIGHT - len(self.copies.every_rank)
+        for job_id, job in self.copies:
             if job.is_async or not job.delivered_at or job.delivered_step >= last_step or job_id in self._under_way:
                 continue
-            missing = sorted(self.jobs.every_rank - job.ranks_done - job.ranks_failed)
+            missing = sorted(self.copies.every_rank - job.ranks_done - job.ranks_failed)
             if missing:
                 detail = f"the log is closed, and ranks {missing} never reported job {job_id}, {_kind(job)}"
                 self.broken(detail, job.sequence, job.delivered_at, request_id=job.request_id)

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.records import NEVER, InFlight
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.events import NULL_BLOCK
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.records import NEVER, Copy
+from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 
@@ -27,15 +27,15 @@ class SrcBlockStable(Checker):
 
     rule = "SRC_BLOCK_STABLE"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._named: set[int] = set()
 
     @on(e.StepScheduled)
     def _step_scheduled(self, _event: e.StepScheduled) -> None:
-        self._named &= self.jobs.async_saves
-        for job_id in sorted(self.jobs.async_saves):
-            job = self.jobs.get(job_id)
+        self._named &= self.copies.async_saves
+        for job_id in sorted(self.copies.async_saves):
+            job = self.copies.get(job_id)
             if job is None:
                 continue
             why = self._why_unstable(job)
@@ -44,16 +44,16 @@ class SrcBlockStable(Checker):
                 detail = f"save {job.job_id} reads blocks {list(job.block_ids)} asynchronously, but {why}"
                 self.broken(detail, request_id=job.request_id)
 
-    def _why_unstable(self, job: InFlight) -> str:
+    def _why_unstable(self, job: Copy) -> str:
         life = self.lives.of(job.ordinal)
         if life is None:
             return "its request is gone"
         if life.state is RequestState.FINISHED:
             return "" if life.held_at != NEVER else "its request has finished and the blocks are not held"
-        if not self.jobs.is_own(job):
+        if not self.copies.is_own(job):
             return "its request has lost them"
         table = self.tables.held_by(life)
-        pages = self.spans.pages_of_chunks(job.chunks, len(job.block_ids) + 1)
+        pages = self.layout.pages_of_chunks(job.chunks, len(job.block_ids) + 1)
         is_in_place = len(pages) > 0 and pages[-1] < len(table) and tuple([table[at] for at in pages]) == job.block_ids
         if is_in_place or set(job.block_ids) <= set(table):
             return ""
@@ -73,7 +73,7 @@ class BlockReuseFenced(Checker):
 
     rule = "BLOCK_REUSE_FENCED"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._read_by: dict[int, int] = {}
         """Block id -> job id of an asynchronous save."""
@@ -103,14 +103,14 @@ class BlockReuseFenced(Checker):
 
     @on(e.SaveCompleted, e.SaveFailed)
     def _settled(self, event: e.SaveCompleted | e.SaveFailed) -> None:
-        if self._read_by and self.jobs.current is not None:
-            for block_id in self.jobs.current.block_ids:
+        if self._read_by and self.copies.current is not None:
+            for block_id in self.copies.current.block_ids:
                 if self._read_by.get(block_id) == event.job_id:
                     del self._read_by[block_id]
 
     def _check_given(self, ordinal: int, block_ids: Iterable[int]) -> None:
         for job_id in sorted({self._read_by[block] for block in block_ids if block in self._read_by}):
-            job = self.jobs.get(job_id)
+            job = self.copies.get(job_id)
             life = None if job is None else self.lives.of(job.ordinal)
             if job is None or life is None or job.is_fenced or job.ordinal == ordinal:
                 continue
@@ -139,7 +139,7 @@ class DelayFreeContract(Checker):
     @on(e.RequestArrived)
     def _arrived(self, _event: e.RequestArrived) -> None:
         earlier = self.moment.earlier
-        if earlier is not None and earlier.held_at != NEVER and self.jobs.reads_blocks_of(earlier.ordinal):
+        if earlier is not None and earlier.held_at != NEVER and self.copies.reads_blocks_of(earlier.ordinal):
             detail = "a request arrives under an id whose blocks are still held, so vLLM would free them twice"
             self.broken(detail, earlier.held_at)
 
@@ -153,9 +153,9 @@ class DelayFreeContract(Checker):
             detail = "its blocks are held a second time"
         elif event.cause != life.finished_at:
             detail = "its blocks are held, but not because it ended"
-        elif not self.jobs.reads_blocks_of(life.ordinal):
+        elif not self.copies.reads_blocks_of(life.ordinal):
             detail = "its blocks are held, but no copy reads them"
-        elif self.jobs.is_loading(life.ordinal, life.generation, outside_steps=True):
+        elif self.copies.is_loading(life.ordinal, life.generation, outside_steps=True):
             detail = "its blocks are held for a save, but vLLM keeps them for a load: it would hear of two ends"
         else:
             return

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.audit.model.moment import num_intact_tokens
-from kvledger.lifecycle.audit.model.records import Life
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.forgotten import LIFE
+from kvledger.lifecycle.reader.moment import num_intact_tokens
+from kvledger.lifecycle.reader.records import Life
+from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.states import BlocksRegion
 
 _NUM_STEPS = 8
@@ -29,7 +29,7 @@ class SaveInterval(Checker):
 
     rule = "SAVE_INTERVAL"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._loaded: dict[str, int] = {}
         """Request id -> number of the step before which its load was settled; nothing was said during the load."""

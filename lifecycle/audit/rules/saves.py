@@ -8,11 +8,11 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.audit.model.moment import EventChecks, num_intact_tokens
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.forgotten import LIFE
+from kvledger.lifecycle.reader.moment import EventChecks, num_intact_tokens
+from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 
@@ -31,15 +31,15 @@ class ChunkComplete(Checker):
 
     @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued) -> None:
-        self._check(event, (max(event.chunks, default=-1) + 1) * self.spans.chunk_size)
+        self._check(event, (max(event.chunks, default=-1) + 1) * self.layout.chunk_size)
 
     @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
         tokens = range(event.first_token, event.first_token + event.num_tokens)
-        if not tokens or tokens.start % self.spans.chunk_size or len(tokens) >= self.spans.chunk_size:
+        if not tokens or tokens.start % self.layout.chunk_size or len(tokens) >= self.layout.chunk_size:
             detail = (
                 f"save {event.job_id} is of tokens {tokens.start} to {tokens.stop}, "
-                f"which are no part of a chunk of {self.spans.chunk_size} tokens from its beginning on"
+                f"which are no part of a chunk of {self.layout.chunk_size} tokens from its beginning on"
             )
             self.broken(detail, event.cause)
         self._check(event, tokens.stop)
@@ -68,7 +68,7 @@ class CursorLeFrontier(Checker):
 
     rule = "CURSOR_LE_FRONTIER"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._cursors: dict[str, tuple[int, int]] = {}
         """Request id -> (number of chunks dealt with, sequence of the step that says so)."""
@@ -102,7 +102,7 @@ class CursorLeFrontier(Checker):
 
     def _check_step(self, event: e.StepScheduled) -> None:
         cursors, life_of, chunk_size = self._cursors, self.lives.of, self._chunk_size
-        is_any_loading, recorded_at = bool(self.jobs.loads), self.moment.sequence
+        is_any_loading, recorded_at = bool(self.copies.loads), self.moment.sequence
         for ordinal, first_chunk, num_settled_tokens, _ in event.settled:
             life = life_of(ordinal)
             if life is None:
@@ -165,7 +165,7 @@ class StoreContiguous(Checker):
 
     rule = "STORE_CONTIGUOUS"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._accounts: dict[str, _Accounted] = {}
         self._known: list[tuple[_Accounted, str, int, int]] = []
@@ -233,8 +233,8 @@ class StoreContiguous(Checker):
     @on(e.SaveFailed)
     def _save_failed(self, _event: e.SaveFailed) -> None:
         # The same for who was passed over because another one's save was under way.
-        if self._known and self.jobs.current is not None:
-            self._look(keeps_known=True, gone=frozenset(self.jobs.current.keys))
+        if self._known and self.copies.current is not None:
+            self._look(keeps_known=True, gone=frozenset(self.copies.current.keys))
 
     @on(e.SaveDeclined)
     def _declined(self, event: e.SaveDeclined) -> None:
@@ -350,14 +350,14 @@ class SettledSaved(Checker):
 
     rule = "SETTLED_SAVED"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._taken: _Taken | None = None
         """Until the next observation tells that all has been decided."""
 
     def checks(self) -> EventChecks:
         """None where a group has a window."""
-        return [] if self.spans.has_windows else super().checks()
+        return [] if self.layout.has_windows else super().checks()
 
     @on(e.StepScheduled, e.RequestPreempted, e.RequestFinished)
     def _decided(self, _event: e.Event) -> None:
@@ -374,7 +374,7 @@ class SettledSaved(Checker):
     @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished) -> None:
         life = self.moment.life
-        if life is not None and not self.jobs.is_loading(life.ordinal, life.generation, outside_steps=True):
+        if life is not None and not self.copies.is_loading(life.ordinal, life.generation, outside_steps=True):
             num_computed_tokens = self.lives.num_computed_tokens(life)
             self._take(min(num_intact_tokens(event), event.num_tokens - 1, num_computed_tokens))
 
@@ -382,7 +382,7 @@ class SettledSaved(Checker):
         life = self.moment.life
         if life is None or not self.moment.is_legal or life.quarantined or self.moment.was_stale:
             return
-        end_chunk = min(num_settled_tokens // self.spans.chunk_size, len(life.keys))
+        end_chunk = min(num_settled_tokens // self.layout.chunk_size, len(life.keys))
         unsaved = self.chunks.unsaved(life.keys, 0, end_chunk)
         chunks = [chunk for chunk in unsaved if life.keys[chunk] not in self.chunks.late]
         if chunks:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model.records import IssuedTail
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.records import IssuedTail
 
 
 class LoadableAfterCommit(Checker):
@@ -27,9 +27,9 @@ class LoadableAfterCommit(Checker):
 
     @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued) -> None:
-        spans, chunks, life = self.spans, self.chunks, self.lives.get(event.request_id)
+        layout, chunks, life = self.layout, self.chunks, self.lives.get(event.request_id)
         end_token = event.first_token + event.num_tokens
-        pages = spans.pages_of(range(event.first_token, end_token))
+        pages = layout.pages_of(range(event.first_token, end_token))
         if len(event.slots) != len(event.block_ids):
             detail = (
                 f"load {event.job_id} of tokens to {end_token} is of {len(pages)} pages, but names {len(event.slots)} "
@@ -46,7 +46,7 @@ class LoadableAfterCommit(Checker):
         why_no_tail, tail_sequence = self.tails.why_none(life)
         # What lies before the tail, or all of it, must be whole chunks: each is looked at once.
         found = False
-        for chunk in spans.chunks_of(range(event.first_token, end_token if tail is None else tail.first_token)):
+        for chunk in layout.chunks_of(range(event.first_token, end_token if tail is None else tail.first_token)):
             if chunk >= len(keys):
                 detail = f"load {event.job_id} needs chunk {chunk}, whose key was never observed, and {why_no_tail}"
                 self.broken(detail, tail_sequence, event.cause)
@@ -71,22 +71,22 @@ class LoadableAfterCommit(Checker):
             self.broken(detail, tail_sequence, event.cause)
 
     def _is_left_out(self, slot: int) -> bool:
-        return slot == NO_SLOT and self.spans.has_windows
+        return slot == NO_SLOT and self.layout.has_windows
 
     def _slots_of_page(self, page: int, end_token: int, keys: list[bytes], tail: IssuedTail | None) -> list[int]:
         """Where the page lies with all tokens that the load needs of it."""
-        spans, of_page = self.spans, self.spans.tokens_of_page(page)
+        layout, of_page = self.layout, self.layout.tokens_of_page(page)
         end_token = min(end_token, of_page.stop)
         found = []
         if tail is not None:
-            place = page - spans.pages_of(range(tail.first_token, tail.end_token)).start
+            place = page - layout.pages_of(range(tail.first_token, tail.end_token)).start
             if 0 <= place < len(tail.slots) and end_token <= tail.end_token:
                 found.append(tail.slots[place])
         # The chunk that holds the last token that is needed of the page, and those behind it in the same block.
-        chunks = spans.chunks_of(range(end_token - 1, of_page.stop))
+        chunks = layout.chunks_of(range(end_token - 1, of_page.stop))
         for chunk in range(chunks.start, min(chunks.stop, len(keys))):
             slots = self.chunks.slots_of(keys[chunk])
-            place = page - spans.pages_of_chunk(chunk).start
+            place = page - layout.pages_of_chunk(chunk).start
             if slots is not None and place < len(slots):
                 found.append(slots[place])
         return found
@@ -117,10 +117,10 @@ class SlotExclusive(Checker):
         model = self.model
         if not 0 <= slot < model.slots.num_slots:
             return f"but the pool has {model.slots.num_slots}", 0
-        for job_id, job in model.jobs:
+        for job_id, job in model.copies:
             if job_id != event.job_id and slot in job.slots:
                 return f"which {'load' if job.is_load else 'save'} {job_id} is still copying", job.sequence
-        for job_id, job in model.jobs.given_up.items():
+        for job_id, job in model.copies.given_up.items():
             if slot in job.slots:
                 return f"into which save {job_id}, which was given up, may still write", job.sequence
         if key is not None:

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import EventChecks
-from kvledger.lifecycle.audit.model.records import InFlight, Life
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.moment import EventChecks
+from kvledger.lifecycle.reader.records import Copy, Life
+from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.states import RequestState
 
 
@@ -29,7 +29,7 @@ class TableEq(Checker):
 
     rule = "TABLE_EQ"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._allocated: dict[int, int] = {}
         """Ordinal -> sequence of an allocation since the last step."""
@@ -55,7 +55,7 @@ class TableEq(Checker):
                 detail = f"blocks {twice} stand in the table already and were appended once more"
                 self.broken(detail, sequence, request_id=life.request_id)
         self._allocated.clear()
-        block_size, num_groups = self.spans.block_size, self.spans.num_groups
+        block_size, num_groups = self.layout.block_size, self.layout.num_groups
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             num_tokens, num_blocks = num_computed_tokens + num_scheduled_tokens, len(self.tables.of(ordinal))
             if num_blocks * block_size < num_tokens * num_groups:
@@ -106,10 +106,10 @@ class SrcBlockOwned(Checker):
             return
         may_be_async = configuration.async_saves and not was_preempted
         is_in_time = event.before_forward is not bool(held or event.is_async) and (may_be_async or not event.is_async)
-        if is_in_time or self.spans.has_windows:
+        if is_in_time or self.layout.has_windows:
             table = lost if not held and (event.before_forward or has_ended) else held
             num_pages = max(len(table), len(event.block_ids)) + 1
-            self._check(event, table, self.spans.pages_of_chunks(event.chunks, num_pages))
+            self._check(event, table, self.layout.pages_of_chunks(event.chunks, num_pages))
             return
         when = "before the forward" if event.before_forward else "asynchronously" if event.is_async else "with the step"
         has = "still has" if held else "has lost"
@@ -120,7 +120,7 @@ class SrcBlockOwned(Checker):
         lost = self.tables.lost_by(self.moment.life)
         tokens = _tokens(event)
         if tokens and (lost or self.moment.state_before is not RequestState.FINISHED):  # none: CHUNK_COMPLETE names it
-            self._check(event, lost, self.spans.pages_of(tokens))
+            self._check(event, lost, self.layout.pages_of(tokens))
 
     def _check(self, event: e.SaveIssued | e.TailSaveIssued, table: Sequence[int], pages: Sequence[int]) -> None:
         """Look the tokens up in the table."""
@@ -160,7 +160,7 @@ class GroupAgreement(Checker):
 
     rule = "GROUP_AGREEMENT"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._leaving: dict[str, tuple[int, int]] = {}
         """Request id -> (settled tokens, sequence) as recorded since the last step."""
@@ -170,7 +170,7 @@ class GroupAgreement(Checker):
 
     def checks(self) -> EventChecks:
         """None where no group has a window."""
-        return super().checks() if self.spans.has_windows else []
+        return super().checks() if self.layout.has_windows else []
 
     def begin(self, start: Start) -> None:
         """Take over which windows were being left."""
@@ -188,11 +188,11 @@ class GroupAgreement(Checker):
 
     @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued) -> None:
-        self._check_save(event, self.spans.pages_of_chunks(event.chunks, len(event.slots)))
+        self._check_save(event, self.layout.pages_of_chunks(event.chunks, len(event.slots)))
 
     @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
-        self._check_save(event, self.spans.pages_of(_tokens(event)))
+        self._check_save(event, self.layout.pages_of(_tokens(event)))
 
     def _intact_since(self, event: e.SaveIssued | e.TailSaveIssued) -> tuple[int, int] | None:
         """What was recorded about pages that were being left; they must be copied before the forward."""
@@ -214,7 +214,7 @@ class GroupAgreement(Checker):
         usable = 0 if gets_nothing else model.usable_tokens(life, event.num_hit_tokens)
         usable = min(usable, event.num_tokens - 1)
         end_token = max(model.longest_seen(life, usable), num_computed_tokens)
-        if num_computed_tokens % self.spans.block_size:
+        if num_computed_tokens % self.layout.block_size:
             end_token = num_computed_tokens  # loads begin with a block
         answered = num_computed_tokens + event.num_external_tokens
         if answered == end_token or answered > usable:
@@ -224,20 +224,20 @@ class GroupAgreement(Checker):
         what = f"answered tokens to {answered} of a usable hit of {usable}"
         self.broken(f"{what}, but what windows see is stored for a load to token {end_token}", event.cause)
 
-    def _loads(self) -> Iterator[InFlight]:
-        return (job for job_id in self.jobs.loads if (job := self.jobs.get(job_id)) is not None)
+    def _loads(self) -> Iterator[Copy]:
+        return (job for job_id in self.copies.loads if (job := self.copies.get(job_id)) is not None)
 
     def _num_there(self, life: Life) -> int:
         """Tokens of the life's committed chunks without a gap, and of its saved tail after them."""
-        num_tokens, tail = self.chunks.num_committed(life) * self.spans.chunk_size, self.tails.saved(life)
+        num_tokens, tail = self.chunks.num_committed(life) * self.layout.chunk_size, self.tails.saved(life)
         return tail.end_token if tail is not None and tail.first_token == num_tokens else num_tokens
 
     @on(e.LoadIssued)
     def _check_load(self, event: e.LoadIssued) -> None:
         end_token = event.first_token + event.num_tokens
-        pages = self.spans.pages_of(_tokens(event))
+        pages = self.layout.pages_of(_tokens(event))
         for page, slot in zip(pages, event.slots, strict=False):
-            if (slot != NO_SLOT) != self.spans.is_seen(page, end_token):
+            if (slot != NO_SLOT) != self.layout.is_seen(page, end_token):
                 what = "leaves out" if slot == NO_SLOT else "brings"
                 but = "sees" if slot == NO_SLOT else "does not see"
                 detail = (
@@ -248,7 +248,7 @@ class GroupAgreement(Checker):
     def _check_save(self, event: e.SaveIssued | e.TailSaveIssued, pages: Sequence[int]) -> None:
         num_settled_tokens, sequence = self._intact_since(event) or self._settled()
         for page, slot in zip(pages, event.slots, strict=False):
-            if slot != NO_SLOT and not self.spans.is_seen(page, num_settled_tokens):
+            if slot != NO_SLOT and not self.layout.is_seen(page, num_settled_tokens):
                 detail = (
                     f"save {event.job_id} reads {self._words(page)}, "
                     f"which the window had left when {num_settled_tokens} tokens were settled"
@@ -256,5 +256,5 @@ class GroupAgreement(Checker):
                 self.broken(detail, sequence, event.cause)
 
     def _words(self, page: int) -> str:
-        block, group = divmod(page, self.spans.num_groups)
+        block, group = divmod(page, self.layout.num_groups)
         return f"block {block} of group {group}"

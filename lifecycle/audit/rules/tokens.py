@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.audit.model.records import NEVER, Answer, Life
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.forgotten import LIFE
+from kvledger.lifecycle.reader.records import NEVER, Answer, Life
+from kvledger.lifecycle.reader.start import Start
 
 
 class LastToken(Checker):
@@ -23,7 +23,7 @@ class LastToken(Checker):
 
     rule = "LAST_TOKEN"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._admitted: dict[str, int] = {}
         """Request id -> sequence of an allocation that no step has used yet."""
@@ -125,7 +125,7 @@ class ExternalZeroNoLoad(Checker):
 
     rule = "EXTERNAL_ZERO_NO_LOAD"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._used: dict[str, int] = {}
         """Request id -> sequence of the last allocation that a load has used."""
@@ -159,7 +159,7 @@ class TokenConservation(Checker):
 
     rule = "TOKEN_CONSERVATION"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._admissions: dict[str, tuple[int, int, int]] = {}
         """Request id -> (sequence of the allocation, local tokens, external tokens), until a step starts from it."""
@@ -240,7 +240,7 @@ class ResumeCoversOutput(Checker):
 
     rule = "RESUME_COVERS_OUTPUT"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._known: dict[str, tuple[int, int]] = {}
         """Request id -> (tokens known at its last preemption, sequence)."""
@@ -273,7 +273,7 @@ class StepSum(Checker):
 
     rule = "STEP_SUM"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._may_be_hidden = False
 
@@ -310,7 +310,7 @@ class SettledExact(Checker):
 
     rule = "SETTLED_EXACT"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._may_be_given_up: dict[str, bool] = {}
         """Request id -> True, once a hook failed for it."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+from facts import FACTS
 from lifecycle_driver import Driver, keys_of, play_seed
 from lifecycle_driver.wrong_values import wrong_logs
 
 from kvledger.lifecycle import Channel, Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.facts import FACTS
 from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.lifecycle.testing.plays import CONFIGURATIONS, plays
 

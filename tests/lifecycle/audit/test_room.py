@@ -10,7 +10,7 @@ from lifecycle_driver import Driver, keys_of, play_seed
 
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit, Checker, EventChecks, Model
+from kvledger.lifecycle.audit import Audit, AuditModel, Checker, EventChecks
 
 NOBODY = -1
 
@@ -20,7 +20,7 @@ class PlainOrder(Checker):
 
     rule = "PLAIN_ORDER"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self.order: dict[bytes, None] = {}
         self.num_compared = 0
@@ -30,9 +30,9 @@ class PlainOrder(Checker):
         return [(event_class, self._look) for event_class in e.STANDARD_EVENTS.values()]
 
     def _look(self, event: e.Event) -> None:
-        job = self.jobs.current
+        job = self.copies.current
         if isinstance(event, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed):
-            if job is not None and job.epoch == self.jobs.epoch:
+            if job is not None and job.epoch == self.copies.epoch:
                 self._use(job.prefix.keys[: job.prefix.num_chunks])
         elif isinstance(event, _ENDS):
             for prefix in self.answers.let_go:

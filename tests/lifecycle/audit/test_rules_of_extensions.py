@@ -10,7 +10,7 @@ from starvation_guard import StarvationGuard, StarvingKept
 
 from kvledger.lifecycle import Core, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import EventChecks, Model, Start
+from kvledger.lifecycle.audit import AuditModel, EventChecks, Start
 
 NUM_RULES = len(Core.standard().rules) - 1
 """Without EVICTION_ORDER: the extension says what is evicted last."""
@@ -19,7 +19,7 @@ NUM_RULES = len(Core.standard().rules) - 1
 class RaisesWhenMade(StarvingKept):
     """Cannot begin."""
 
-    def __init__(self, _model: Model) -> None:
+    def __init__(self, _model: AuditModel) -> None:
         raise KeyError("a prompt")
 
 

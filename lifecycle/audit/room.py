@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.answers import ENDS, Answers
-from kvledger.lifecycle.audit.model.chunks import Chunks
-from kvledger.lifecycle.audit.model.jobs import JobsInFlight, Settled
-from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Moment
-from kvledger.lifecycle.audit.model.records import NEVER, Prefix
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.answers import ENDS, Answers
+from kvledger.lifecycle.reader.chunks import Chunks
+from kvledger.lifecycle.reader.copies import Copies, Settled
+from kvledger.lifecycle.reader.lives import Lives
+from kvledger.lifecycle.reader.moment import Moment
+from kvledger.lifecycle.reader.records import NEVER, Prefix
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.audit.model.start import Start
+    from kvledger.lifecycle.reader.start import Start
 
 
 @attrs.define(eq=False)
@@ -50,8 +50,8 @@ class Room:
     that reads it or brings its last chunk. The end of each is a use.
     """
 
-    def __init__(self, lives: Lives, jobs: JobsInFlight, chunks: Chunks, answers: Answers, moment: Moment) -> None:
-        self._lives, self._jobs, self._chunks, self._answers = lives, jobs, chunks, answers
+    def __init__(self, lives: Lives, copies: Copies, chunks: Chunks, answers: Answers, moment: Moment) -> None:
+        self._lives, self._copies, self._chunks, self._answers = lives, copies, chunks, answers
         self._moment = moment
         self._chunk_size = answers.chunk_size
         self._order: OrderedDict[_Use, None] = OrderedDict()
@@ -66,7 +66,7 @@ class Room:
     def held(self) -> Iterator[Prefix]:
         """What has to stay, whoever saves."""
         yield from self._answers.prefixes()
-        yield from self._jobs.prefixes()
+        yield from self._copies.prefixes()
 
     def relied_on(self) -> frozenset[bytes]:
         """Every chunk of what is held."""
@@ -113,8 +113,8 @@ class Room:
 
     @on(Settled)
     def _settled(self, _event: Settled) -> None:
-        job = self._jobs.current
-        if job is not None and job.epoch == self._jobs.epoch:
+        job = self._copies.current
+        if job is not None and job.epoch == self._copies.epoch:
             self._use(job.prefix, new_from=None if job.is_load else min(job.chunks, default=None))
 
     def _use(self, prefix: Prefix, new_from: int | None = None) -> None:

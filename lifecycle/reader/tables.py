@@ -8,32 +8,32 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Moment
-from kvledger.lifecycle.audit.model.records import NEVER, Life
-from kvledger.lifecycle.audit.model.spans import Spans
 from kvledger.lifecycle.events import NULL_BLOCK
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.layout import Layout
+from kvledger.lifecycle.reader.lives import Lives
+from kvledger.lifecycle.reader.moment import Moment
+from kvledger.lifecycle.reader.records import NEVER, Life
 from kvledger.lifecycle.states import BlocksRegion
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.audit.model.start import Start
+    from kvledger.lifecycle.reader.start import Start
 
 
 class Tables:
     """Ordinal -> block ids, 4 bytes each. To be folded before the lives, which are forgotten when they are over."""
 
-    def __init__(self, lives: Lives, spans: Spans, moment: Moment) -> None:
+    def __init__(self, lives: Lives, layout: Layout, moment: Moment) -> None:
         self._moment = moment
-        self._spans = spans
+        self._layout = layout
         self._lives = lives
         self._held: dict[int, array[int]] = {}
         self._lost: dict[int, array[int]] = {}
         self._num_holders: Counter[int] = Counter()
         """Block → number of tables that have it. Groups with a window are left out: vLLM frees what a window no longer
         sees without a hook."""
-        sizes = spans.windows
-        self._num_groups = spans.num_groups
+        sizes = layout.windows
+        self._num_groups = layout.num_groups
         self._counted_groups = [group for group, size in enumerate(sizes) if not size]
         self._counts_all = len(self._counted_groups) == len(sizes)
 
@@ -94,7 +94,7 @@ class Tables:
         # Who is asked about holds nothing; after a failed asynchronous load vLLM frees the blocks without a word.
         life = self._moment.life
         if life is not None and self._moment.is_legal:
-            life.num_own = event.num_computed_tokens // self._spans.block_size * self._num_groups
+            life.num_own = event.num_computed_tokens // self._layout.block_size * self._num_groups
             self._release(life.ordinal)
 
     @on(e.RequestPreempted, e.RequestFinished)

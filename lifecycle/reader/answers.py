@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.forgotten import LIFE, Forgotten
-from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Moment, num_intact_tokens
-from kvledger.lifecycle.audit.model.records import Answer, Prefix
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.forgotten import LIFE, Forgotten
+from kvledger.lifecycle.reader.lives import Lives
+from kvledger.lifecycle.reader.moment import Moment, num_intact_tokens
+from kvledger.lifecycle.reader.records import Answer, Prefix
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.audit.model.start import Start
+    from kvledger.lifecycle.reader.start import Start
 
 
 class Allocation(NamedTuple):

@@ -12,7 +12,7 @@ from kvledger.lifecycle.events import Event, RequestFinished, RequestPreempted
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.audit.model.records import Life
+    from kvledger.lifecycle.reader.records import Life
 
 
 Check = Callable[[Any], None]

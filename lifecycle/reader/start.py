@@ -12,7 +12,7 @@ import attrs
 import msgspec
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.audit.model.records import Answer, InFlight, IssuedTail, Life, Prefix
+    from kvledger.lifecycle.reader.records import Answer, Copy, IssuedTail, Life, Prefix
 
 
 @attrs.frozen
@@ -46,8 +46,8 @@ class Start:
     """Request id -> tokens that were settled when its windows left pages, since the last step."""
     left: Mapping[str, int]
     """The same right before the last step."""
-    jobs: Sequence[InFlight]
-    given_up: Sequence[InFlight]
+    jobs: Sequence[Copy]
+    given_up: Sequence[Copy]
     last_job_id: int
     epoch: int
     """Resets so far."""

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Moment
-from kvledger.lifecycle.audit.model.records import InFlight, Prefix
-from kvledger.lifecycle.audit.model.spans import Spans
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.layout import Layout
+from kvledger.lifecycle.reader.lives import Lives
+from kvledger.lifecycle.reader.moment import Moment
+from kvledger.lifecycle.reader.records import Copy, Prefix
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.audit.model.start import Start
+    from kvledger.lifecycle.reader.start import Start
 
 Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
 
@@ -29,25 +29,25 @@ class Reported(NamedTuple):
     """One job of a report."""
 
     job_id: int
-    job: InFlight | None
+    job: Copy | None
     """In flight, or given up with ranks that have not reported; None where it is neither."""
     ranks_before: frozenset[int]
     """Those that had reported it before."""
 
 
-class JobsInFlight:
+class Copies:
     """Job id -> job, from the event that issues it to the one that settles it. To be folded after the lives."""
 
-    def __init__(self, lives: Lives, spans: Spans, num_ranks: int, moment: Moment) -> None:
+    def __init__(self, lives: Lives, layout: Layout, num_ranks: int, moment: Moment) -> None:
         self._moment = moment
         self._lives = lives
-        self._spans = spans
+        self._layout = layout
         self.every_rank = frozenset(range(num_ranks))
-        self._jobs: dict[int, InFlight] = {}
+        self._jobs: dict[int, Copy] = {}
         self._of_life: defaultdict[int, set[int]] = defaultdict(set)
-        self.given_up: dict[int, InFlight] = {}
+        self.given_up: dict[int, Copy] = {}
         """Saves that were given up without a report of every rank: one may still write their slots."""
-        self.let_go: list[InFlight] = []
+        self.let_go: list[Copy] = []
         """The given-up saves of which the report at hand is the last that was owed."""
         self.loads: set[int] = set()
         """Ids of the loads among the jobs."""
@@ -57,7 +57,7 @@ class JobsInFlight:
         """Block -> the last load among the jobs that fills it, which may have lost it."""
         self.rivals: set[int] = set()
         """Loads that were filling blocks of the load at hand before it."""
-        self.current: InFlight | None = None
+        self.current: Copy | None = None
         """The job that the event at hand issues or settles."""
         self.reported: list[Reported] = []
         """The jobs that the report at hand speaks of."""
@@ -74,17 +74,17 @@ class JobsInFlight:
         self.is_new = True
         """Whether the job at hand has a higher number than all before it."""
 
-    def __iter__(self) -> Iterator[tuple[int, InFlight]]:
+    def __iter__(self) -> Iterator[tuple[int, Copy]]:
         return iter(self._jobs.items())
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def get(self, job_id: int) -> InFlight | None:
+    def get(self, job_id: int) -> Copy | None:
         """The job; None where it is not in flight."""
         return self._jobs.get(job_id)
 
-    def of_life(self, ordinal: int) -> list[InFlight]:
+    def of_life(self, ordinal: int) -> list[Copy]:
         """The jobs in flight of that life, in the order in which they were issued."""
         return [self._jobs[job_id] for job_id in sorted(self._of_life.get(ordinal, ()))]
 
@@ -107,7 +107,7 @@ class JobsInFlight:
         """Whether an asynchronous save reads blocks that this life still has."""
         return any(job.is_async and not job.is_load and not job.is_fenced for job in self.of_life(ordinal))
 
-    def is_own(self, job: InFlight) -> bool:
+    def is_own(self, job: Copy) -> bool:
         """Whether the request still is in the generation that the job was issued for, and holds blocks."""
         life = self._lives.of(job.ordinal)
         return life is not None and life.generation == job.generation and life.blocks is not BlocksRegion.NONE
@@ -129,7 +129,7 @@ class JobsInFlight:
         life = self._lives.of(event.ordinal)
         num_known = 0 if life is None else len(life.keys)
         tokens = range(event.first_token, event.first_token + event.num_tokens)
-        chunks = tuple(self._spans.chunks_of_load(tokens, num_known))
+        chunks = tuple(self._layout.chunks_of_load(tokens, num_known))
         load = self._issued(event, chunks, max(chunks, default=-1) + 1, is_load=True, is_async=event.is_async)
         self.rivals = {self.filled_by[block_id] for block_id in load.filled if block_id in self.filled_by}
         self.filled_by |= dict.fromkeys(load.filled, load.job_id)
@@ -142,7 +142,7 @@ class JobsInFlight:
 
     @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
-        end_chunk = event.first_token // self._spans.chunk_size
+        end_chunk = event.first_token // self._layout.chunk_size
         self._issued(event, (), end_chunk, is_load=False, is_async=False).is_before_forward = True
 
     @on(e.EffectsDelivered)
@@ -169,10 +169,10 @@ class JobsInFlight:
         *,
         is_load: bool,
         is_async: bool,
-    ) -> InFlight:
+    ) -> Copy:
         life = self._lives.of(event.ordinal)
         known = [] if life is None else life.keys
-        self.current = job = InFlight(
+        self.current = job = Copy(
             sequence=self._moment.sequence,
             job_id=event.job_id,
             request_id=event.request_id,
@@ -197,12 +197,12 @@ class JobsInFlight:
         return job
 
     def _earlier_keys(self, chunks: Sequence[int], known: Sequence[bytes]) -> tuple[tuple[int, bytes], ...]:
-        if not self._spans.chunk_shares_block:
+        if not self._layout.chunk_shares_block:
             return ()
-        earlier = self._spans.chunks_replaced_by(chunks, len(known))
+        earlier = self._layout.chunks_replaced_by(chunks, len(known))
         return tuple((chunk, known[chunk]) for chunk in earlier)
 
-    def _add(self, job: InFlight) -> None:
+    def _add(self, job: Copy) -> None:
         self._jobs[job.job_id] = job
         self._of_life[job.ordinal].add(job.job_id)
         if job.is_load:

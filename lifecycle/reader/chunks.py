@@ -11,16 +11,16 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.jobs import JobsInFlight
-from kvledger.lifecycle.audit.model.moment import Moment
-from kvledger.lifecycle.audit.model.records import Departed, InFlight, Life
-from kvledger.lifecycle.audit.model.slots import Slots
-from kvledger.lifecycle.audit.model.spans import Spans
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.copies import Copies
+from kvledger.lifecycle.reader.layout import Layout
+from kvledger.lifecycle.reader.moment import Moment
+from kvledger.lifecycle.reader.records import Copy, Departed, Life
+from kvledger.lifecycle.reader.slots import Slots
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.audit.model.start import Start
+    from kvledger.lifecycle.reader.start import Start
 
 
 class Chunks:
@@ -29,10 +29,10 @@ class Chunks:
     To be folded after the jobs in flight, which say what was saved. Committed chunks and copies need their slots.
     """
 
-    def __init__(self, jobs: JobsInFlight, spans: Spans, slots: Slots, moment: Moment) -> None:
+    def __init__(self, copies: Copies, layout: Layout, slots: Slots, moment: Moment) -> None:
         self._moment = moment
-        self._jobs = jobs
-        self._spans = spans
+        self._copies = copies
+        self._layout = layout
         self._slots = slots
         self._committed: dict[bytes, tuple[int, ...]] = {}
         self._saving: dict[bytes, int] = {}
@@ -89,11 +89,11 @@ class Chunks:
         self._committed.update(start.committed)
         for slots in self._committed.values():
             self._slots.hold(slots)
-        for _, job in self._jobs:
+        for _, job in self._copies:
             self._slots.hold(job.slots)
-            if not job.is_load and job.epoch == self._jobs.epoch:
+            if not job.is_load and job.epoch == self._copies.epoch:
                 self._count_saving(job)
-        for job in self._jobs.given_up.values():
+        for job in self._copies.given_up.values():
             self._slots.hold(job.slots)
 
     # --- copies ----------------------------------------------------------------------------------
@@ -104,21 +104,21 @@ class Chunks:
 
     @on(e.LoadCompleted, e.LoadFailed)
     def _load_settled(self, _event: e.LoadCompleted | e.LoadFailed) -> None:
-        job = self._jobs.current
+        job = self._copies.current
         if job is not None and job.is_load:
             self._slots.release(job.slots)
 
     @on(e.SaveIssued, e.TailSaveIssued)
     def _save_issued(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
         self.taken = self._slots.hold_for_writing(event.slots)
-        if self._jobs.current is not None:
-            self._count_saving(self._jobs.current)
+        if self._copies.current is not None:
+            self._count_saving(self._copies.current)
 
-    def _count_saving(self, job: InFlight) -> None:
+    def _count_saving(self, job: Copy) -> None:
         for key in job.keys:
             self._saving[key] = self._saving.get(key, 0) + 1
 
-    def _no_longer_saving(self, job: InFlight) -> None:
+    def _no_longer_saving(self, job: Copy) -> None:
         for key in job.keys:
             left = self._saving.pop(key, 0) - 1
             if left > 0:
@@ -126,30 +126,30 @@ class Chunks:
 
     @on(e.SaveFailed)
     def _failed(self, event: e.SaveFailed) -> None:
-        job = self._jobs.current
+        job = self._copies.current
         if job is not None and not job.is_load:
-            if job.epoch == self._jobs.epoch:
+            if job.epoch == self._copies.epoch:
                 self._no_longer_saving(job)
             if event.quiet:
                 self._slots.release(job.slots)
 
     @on(e.TransferReported)
     def _reported(self, _event: e.TransferReported) -> None:
-        for job in self._jobs.let_go:
+        for job in self._copies.let_go:
             self._slots.release(job.slots)
 
     @on(e.SaveCompleted)
     def _completed(self, _event: e.SaveCompleted) -> None:
-        job = self._jobs.current
+        job = self._copies.current
         if job is None or job.is_load:
             return
-        if job.epoch != self._jobs.epoch:
+        if job.epoch != self._copies.epoch:
             self._slots.release(job.slots)
             self.late.update(job.keys)
             return
         self.num_added += 1
         self._no_longer_saving(job)
-        num_pages, is_shared = self._spans.num_pages_of_chunk, self._spans.chunk_shares_block
+        num_pages, is_shared = self._layout.num_pages_of_chunk, self._layout.chunk_shares_block
         if not is_shared and len(job.keys) * num_pages == len(job.slots) and not job.leaves_out:
             for number, key in enumerate(job.keys):  # the pages of such chunks lie one after the other
                 self._commit(key, job.slots[number * num_pages : (number + 1) * num_pages])
@@ -166,13 +166,13 @@ class Chunks:
         self._departed.pop(key, None)
         self._committed[key] = slots
 
-    def _commit_pages(self, job: InFlight) -> None:
-        spans = self._spans
-        slot_of_page = dict(zip(spans.pages_of_chunks(job.chunks, len(job.slots)), job.slots, strict=False))
+    def _commit_pages(self, job: Copy) -> None:
+        layout = self._layout
+        slot_of_page = dict(zip(layout.pages_of_chunks(job.chunks, len(job.slots)), job.slots, strict=False))
         # The new image of a block contains the shorter ones that other chunks had of it.
         replaced = [(chunk, key) for chunk, key in job.earlier_keys if key in self._committed]
         for chunk, key in [*dict(zip(job.chunks, job.keys, strict=False)).items(), *replaced]:
-            pages = spans.pages_of_chunk(chunk)
+            pages = layout.pages_of_chunk(chunk)
             if not all(page in slot_of_page for page in pages):
                 continue  # a save that names too few slots
             slots = tuple([slot_of_page[page] for page in pages])
@@ -180,7 +180,7 @@ class Chunks:
                 stored = self._committed.get(key, (NO_SLOT,) * len(slots))
                 slots = tuple(old if new == NO_SLOT else new for new, old in zip(slots, stored, strict=False))
                 # What every token sees must be there; a group with a window may lack pages.
-                windows = spans.windows
+                windows = layout.windows
                 if any(
                     slot == NO_SLOT and not windows[page % len(windows)]
                     for page, slot in zip(pages, slots, strict=True)

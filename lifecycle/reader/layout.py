@@ -19,7 +19,7 @@ import attrs
 
 
 @attrs.frozen
-class Spans:
+class Layout:
     """Sizes in tokens. A span of tokens is a `range` of their positions."""
 
     block_size: int

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Moment
-from kvledger.lifecycle.audit.model.records import IssuedTail, Life
-from kvledger.lifecycle.audit.model.slots import Slots
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.lives import Lives
+from kvledger.lifecycle.reader.moment import Moment
+from kvledger.lifecycle.reader.records import IssuedTail, Life
+from kvledger.lifecycle.reader.slots import Slots
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.audit.model.start import Start
+    from kvledger.lifecycle.reader.start import Start
 
 _DECIDED_AWAY: tuple[type[e.RequestDecision], ...] = (e.PrefillAdvanced, e.PrefillCompleted, e.RequestQuarantined)
 _TAKEN_AWAY: tuple[type[e.RequestEvent], ...] = (

@@ -11,12 +11,12 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.lives import Lives
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.lives import Lives
 from kvledger.lifecycle.states import RequestState
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.audit.model.start import Start
+    from kvledger.lifecycle.reader.start import Start
 
 STEPS_IN_A_ROW = 8
 SAMPLES = range(8, 64 + 1)

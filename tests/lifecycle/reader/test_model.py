@@ -13,7 +13,7 @@ from lifecycle_driver import Driver, play_seed
 
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit, Checker, EventChecks, Model, Moment
+from kvledger.lifecycle.audit import Audit, AuditModel, Checker, EventChecks, Moment
 from kvledger.lifecycle.replay import batches, fold
 
 JUDGED = tuple(
@@ -35,7 +35,7 @@ class EveryMoment(Checker):
 
     rule = "EVERY_MOMENT"
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self.moments: list[Moment] = []
 

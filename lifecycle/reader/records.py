@@ -91,7 +91,7 @@ class Prefix:
         return chunk < self.num_chunks and self.keys[chunk] == key
 
 
-class InFlight(msgspec.Struct, gc=False):
+class Copy(msgspec.Struct, gc=False):
     """One load or save that has not been settled."""
 
     sequence: int

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.moment import EventChecks, Moment, num_intact_tokens
-from kvledger.lifecycle.audit.model.records import NEVER, Life
 from kvledger.lifecycle.machine import Standing, Tables
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.moment import EventChecks, Moment, num_intact_tokens
+from kvledger.lifecycle.reader.records import NEVER, Life
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.audit.model.start import Start
+    from kvledger.lifecycle.reader.start import Start
 
     _Timed = (
         e.TransferReported

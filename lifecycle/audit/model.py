@@ -1,0 +1,72 @@
+"""What the rules ask: the reader's model, and what only rules need besides."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Self
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle import machine
+from kvledger.lifecycle.audit.costs import Costs
+from kvledger.lifecycle.audit.room import Room
+from kvledger.lifecycle.audit.violations import Violations
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.events import NO_SLOT
+from kvledger.lifecycle.reader.model import Model
+from kvledger.lifecycle.reader.records import Life
+from kvledger.lifecycle.reader.start import Start
+
+
+class AuditModel(Model):
+    """It contains an event before any checker is asked about it."""
+
+    def __init__(self, tables: machine.Tables, configuration: LedgerConfiguration, violations: Violations) -> None:
+        super().__init__(tables, configuration)
+        self.violations = violations
+        """What checkers found."""
+        self.room = Room(self.lives, self.copies, self.chunks, self.answers, self.moment)
+        self.costs = Costs(self.lives)
+
+    def reporting_to(self, violations: Violations) -> Self:
+        """The same model for a checker whose findings are looked at before they count."""
+        model = copy(self)
+        model.violations = violations
+        return model
+
+    def begin(self, start: Start) -> None:
+        """Restore what is known where an audit starts in the middle of a log."""
+        super().begin(start)
+        self.room.begin(start)
+        self.costs.begin(start)
+
+    def parts(self) -> tuple[object, ...]:
+        """Costs ask who was computing before a step; what may leave the pool follows from everything else."""
+        return self.costs, *super().parts(), self.room
+
+    def usable_tokens(self, life: Life, num_hit_tokens: int) -> int:
+        """How much of a hit the configuration lets the request use."""
+        share = self.configuration.max_hit_share
+        return num_hit_tokens if share >= 1 else min(num_hit_tokens, int(life.num_prompt_tokens * share))
+
+    def is_slower_to_load(self, answer: e.LookupAnswered, num_usable_tokens: int) -> bool:
+        """Whether the answer at hand offers nothing of what can be used, because computing it costs less."""
+        is_more = min(num_usable_tokens, answer.num_tokens - 1) > answer.num_computed_tokens
+        return is_more and self.costs.is_slower and not self.configuration.offers_slow_loads
+
+    def longest_seen(self, life: Life, num_tokens: int) -> int:
+        """The longest prefix of so many tokens after which all is stored that the windows of the next token see."""
+        layout, chunks, tail = self.layout, self.chunks, self.tails.saved(life)
+
+        def is_stored(page: int, end_token: int) -> bool:
+            # The last of these tokens that the page holds tells which chunk's image of the page is long enough.
+            last_token = min(end_token, layout.tokens_of_page(page).stop) - 1
+            (chunk,) = layout.chunks_of(range(last_token, last_token + 1))
+            slots = chunks.slots_of(life.keys[chunk]) if chunk < len(life.keys) else None
+            if slots is not None and slots[page - layout.pages_of_chunk(chunk).start] != NO_SLOT:
+                return True
+            if tail is None or end_token > tail.end_token:
+                return False
+            place = page - layout.pages_of(range(tail.first_token, tail.end_token)).start
+            return 0 <= place < len(tail.slots) and tail.slots[place] != NO_SLOT
+
+        return layout.longest_seen(num_tokens, is_stored)

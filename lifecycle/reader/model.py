@@ -1,0 +1,55 @@
+"""All that a log says, folded once for everybody who reads it."""
+
+from __future__ import annotations
+
+from kvledger.lifecycle import machine
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.marks import marked
+from kvledger.lifecycle.reader.answers import Answers
+from kvledger.lifecycle.reader.chunks import Chunks
+from kvledger.lifecycle.reader.copies import Copies
+from kvledger.lifecycle.reader.forgotten import Forgotten
+from kvledger.lifecycle.reader.layout import Layout
+from kvledger.lifecycle.reader.lives import Lives
+from kvledger.lifecycle.reader.moment import EventChecks, Moment
+from kvledger.lifecycle.reader.slots import Slots
+from kvledger.lifecycle.reader.start import Start
+from kvledger.lifecycle.reader.tables import Tables
+from kvledger.lifecycle.reader.tails import Tails
+
+
+class Model:
+    """What is known after each event. It contains an event before anybody is asked about it."""
+
+    def __init__(self, tables: machine.Tables, configuration: LedgerConfiguration) -> None:
+        self.configuration = configuration
+        self.request_events = tables.request_events
+        """The events in the life of one request."""
+        self.layout = layout = Layout(configuration.block_size, configuration.chunk_size, configuration.windows)
+        self.moment = moment = Moment()
+        self.forgotten = Forgotten()
+        self.lives = lives = Lives(tables, layout.chunk_size, moment)
+        self.tables = Tables(lives, layout, moment)
+        self.slots = Slots(configuration.num_slots)
+        self.copies = Copies(lives, layout, configuration.num_ranks, moment)
+        self.chunks = Chunks(self.copies, layout, self.slots, moment)
+        self.tails = Tails(lives, self.slots, moment, layout.chunk_size)
+        keeps = configuration.keep_for_preempted
+        self.answers = Answers(lives, layout.chunk_size, moment, self.forgotten, keep_for_preempted=keeps)
+
+    def begin(self, start: Start) -> None:
+        """Restore what is known where reading starts in the middle of a log."""
+        for part in (self.lives, self.tables, self.copies, self.chunks, self.tails, self.answers):
+            part.begin(start)
+
+    def parts(self) -> tuple[object, ...]:
+        """What folds, in this order.
+
+        Blocks and tails ask whose they are, so they fold before the lives, which may end. Copies fold before the
+        chunks, which ask what was saved.
+        """
+        return self.forgotten, self.tables, self.tails, self.answers, self.lives, self.copies, self.chunks
+
+    def folds(self) -> EventChecks:
+        """(event class, fold), to be done before anybody is asked about an event of that class."""
+        return [*self.lives.meetings(), *(fold for part in self.parts() for fold in marked(part))]
