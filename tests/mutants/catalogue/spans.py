@@ -1,6 +1,6 @@
 """Mistakes of one about where tokens lie: in every function of `geometry.py` that decides something.
 
-The audit computes the same by itself (`audit/model/spans.py`), so none of these mistakes hides itself.
+The audit computes the same by itself (`reader/layout.py`), so none of these mistakes hides itself.
 """
 
 from __future__ import annotations
