@@ -11,7 +11,7 @@ from kvledger.lifecycle.audit.judgement import DecidedAgain, Judgement, RulesHel
 from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.audit.rules.recorded import Recorded
 from kvledger.lifecycle.audit.violations import Violation
-from kvledger.lifecycle.reader.moment import EventChecks, Moment, num_intact_tokens
+from kvledger.lifecycle.reader.moment import Moment, Visits, num_intact_tokens
 from kvledger.lifecycle.reader.start import Start
 
 __all__ = [
@@ -20,13 +20,13 @@ __all__ = [
     "AuditModel",
     "Checker",
     "DecidedAgain",
-    "EventChecks",
     "Judgement",
     "Moment",
     "RulesHeld",
     "Start",
     "Unfoldable",
     "Violation",
+    "Visits",
     "checkers_of",
     "decided_again",
     "make_rule_checks",

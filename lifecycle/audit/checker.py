@@ -11,32 +11,28 @@ from typing import ClassVar
 
 from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.audit.violations import Violation
-from kvledger.lifecycle.marks import marked
-from kvledger.lifecycle.reader.moment import EventChecks
+from kvledger.lifecycle.reader.model import EVERY_PART
 from kvledger.lifecycle.reader.start import Start
+from kvledger.lifecycle.reader.visitor import Visitor
 
 
-class Checker:
+class Checker(Visitor[AuditModel]):
     """One rule, made anew for every audit. Its methods marked `@on(...)` look at events and say what is `broken`.
 
     They are called in the order in which they stand in the class, those of a base class first. Most events are sound,
     and finding that out must cost little.
     """
 
+    needs = tuple(EVERY_PART)
     rule: ClassVar[str]
     expects_own_evictions: ClassVar[bool] = False
     """Whether it cannot be checked with an extension that says what is evicted last: the log has no word of that."""
 
     def __init__(self, model: AuditModel) -> None:
-        self.model = model
-        """It contains an event before any check of it is called, and must not be changed."""
-        self.moment, self.configuration, self.layout = model.moment, model.configuration, model.layout
+        super().__init__(model)
+        self.configuration, self.layout = model.configuration, model.layout
         self.lives, self.tables, self.copies, self.answers = model.lives, model.tables, model.copies, model.answers
         self.slots, self.chunks, self.tails, self.room = model.slots, model.chunks, model.tails, model.room
-
-    def checks(self) -> EventChecks:
-        """(event class, check) in the order in which they are to be done for an event; a class may stand twice."""
-        return marked(self)
 
     def begin(self, start: Start) -> None:
         """Take over what is in flight, so that this raises no false alarm; called where an audit starts in the middle.

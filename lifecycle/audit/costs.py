@@ -1,6 +1,6 @@
 """What a token costs to load and to compute, as the log tells it, and which loads are therefore not offered.
 
-The audit's own; see `lives.py`. To be folded before the lives: what counts is who was computing before a step.
+To be folded before the lives: what counts is who was computing before a step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.lives import Lives
+from kvledger.lifecycle.reader.moment import Moment
 from kvledger.lifecycle.states import RequestState
 
 if TYPE_CHECKING:
@@ -30,8 +31,9 @@ TRIED_AFTER_NS = 10_000_000_000
 class Costs:
     """Of steps in a row, and of loads."""
 
-    def __init__(self, lives: Lives) -> None:
+    def __init__(self, lives: Lives, moment: Moment) -> None:
         self._lives = lives
+        self._moment = moment
         self._steps: list[tuple[int, int]] = []
         """(tokens, time) of steps in a row."""
         self._samples: deque[tuple[int, int]] = deque(maxlen=SAMPLES.stop - 1)
@@ -75,7 +77,7 @@ class Costs:
         if not event.is_async:
             self._steps = []
         if self._declined_until is not None:
-            self._declined_until = self._lives.time_ns + TRIED_AFTER_NS
+            self._declined_until = self._moment.time_ns + TRIED_AFTER_NS
 
     @on(e.LoadCompleted, e.LoadFailed)
     def _settled(self, event: e.LoadCompleted | e.LoadFailed) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from typing import Self
 
@@ -25,7 +26,7 @@ class AuditModel(Model):
         self.violations = violations
         """What checkers found."""
         self.room = Room(self.lives, self.copies, self.chunks, self.answers, self.moment)
-        self.costs = Costs(self.lives)
+        self.costs = Costs(self.lives, self.moment)
 
     def reporting_to(self, violations: Violations) -> Self:
         """The same model for a checker whose findings are looked at before they count."""
@@ -39,9 +40,9 @@ class AuditModel(Model):
         self.room.begin(start)
         self.costs.begin(start)
 
-    def parts(self) -> tuple[object, ...]:
+    def parts(self) -> Mapping[str, object]:
         """Costs ask who was computing before a step; what may leave the pool follows from everything else."""
-        return self.costs, *super().parts(), self.room
+        return {"costs": self.costs, **super().parts(), "room": self.room}
 
     def usable_tokens(self, life: Life, num_hit_tokens: int) -> int:
         """How much of a hit the configuration lets the request use."""

@@ -25,7 +25,7 @@ from kvledger.lifecycle.events import (
     ExtensionStopped,
 )
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.reader.moment import Check, EventChecks
+from kvledger.lifecycle.reader.moment import Visit, Visits
 from kvledger.lifecycle.reader.start import Start
 
 _OF_EXTENSIONS = (ExtensionObserved, ExtensionDecided, ExtensionNoted)
@@ -54,19 +54,19 @@ class RuleOfExtension(Checker):
         self._found = Violations()
         self._checker = self._run(lambda: make(model.reporting_to(self._found)))
 
-    def checks(self) -> EventChecks:
+    def visits(self) -> Visits:
         """Those of the extension's checker, each as long as nothing has raised."""
         checks = self._run(self._checks_of_events) or ()
-        return [*super().checks(), *((event_class, self._guarded(check)) for event_class, check in checks)]
+        return [*super().visits(), *((event_class, self._guarded(check)) for event_class, check in checks)]
 
-    def _checks_of_events(self) -> EventChecks:
-        checks = [] if self._checker is None else list(self._checker.checks())
+    def _checks_of_events(self) -> Visits:
+        checks = [] if self._checker is None else list(self._checker.visits())
         of_events = [(kind, partial(_call, check)) for kind, check in checks if issubclass(kind, Event)]
         of_payloads = [(kind, check) for kind, check in checks if not issubclass(kind, Event)]
         look = partial(self._look_at_payload, of_payloads)
         return of_events + [(kind, look) for kind in _OF_EXTENSIONS if of_payloads]
 
-    def _look_at_payload(self, checks: Sequence[tuple[type[msgspec.Struct], Check]], event: ExtensionEvent) -> None:
+    def _look_at_payload(self, checks: Sequence[tuple[type[msgspec.Struct], Visit]], event: ExtensionEvent) -> None:
         payload = self._payload_of(event)
         for kind, check in checks:
             if type(payload) is kind:
@@ -80,7 +80,7 @@ class RuleOfExtension(Checker):
         elif checker is not None:
             self._run(lambda: checker.begin(start))
 
-    def _guarded(self, check: Check) -> Check:
+    def _guarded(self, check: Visit) -> Visit:
         def guarded(event: Any) -> None:  # noqa: ANN401 -- of any class
             self._run(lambda: check(event))
             if not self.not_judged:

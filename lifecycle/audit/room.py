@@ -1,4 +1,4 @@
-"""What may leave the host pool, in which order, and what has to stay. The audit's own; see `lives.py`.
+"""What may leave the host pool, in which order, and what has to stay.
 
 The order is that of a plain list of chunks, of which each use moves a whole prefix to the end, the first chunk of the
 prompt last. The list itself would cost a long request its whole prompt for each save. What is kept is the list of the

@@ -9,8 +9,8 @@ from kvledger.lifecycle.audit.judgement import RulesHeld
 from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.audit.of_extensions import RuleOfExtension
 from kvledger.lifecycle.events import Event
-from kvledger.lifecycle.reader.moment import Check
 from kvledger.lifecycle.reader.start import Start
+from kvledger.lifecycle.reader.visitor import Reader
 
 MakeChecker = Callable[[AuditModel], Checker]
 
@@ -29,13 +29,7 @@ class RuleChecks:
         """Of the event that is or was last looked at."""
         self.violations = model.violations
         self.checkers = tuple(make(model) for make in checkers)
-        self.num_events = 0
-        self._checks: dict[type[Event], list[Check]] = {}
-        # A model that nobody asks need not be folded.
-        folds = model.folds() if self.checkers else ()
-        for kind, check in (*folds, *(each for checker in self.checkers for each in checker.checks())):
-            if issubclass(kind, Event):
-                self._checks.setdefault(kind, []).append(check)
+        self._reader = Reader(model, self.checkers)
         if start is not None:
             model.begin(start)
             for checker in self.checkers:
@@ -47,20 +41,13 @@ class RuleChecks:
         Raises:
             Exception: whatever a fold or a check raises; `moment` says at which event. Nothing more can be taken.
         """
-        moment, checks = self.moment, self._checks
-        for sequence, event in events:
-            moment.sequence, moment.event = sequence, event
-            if not event.is_decision:
-                moment.cause = sequence
-            self.num_events += 1
-            for check in checks.get(type(event), ()):
-                check(event)
+        self._reader.take(events)
 
     def held(self) -> RulesHeld:
         """What was found so far."""
         of_extensions = (checker for checker in self.checkers if isinstance(checker, RuleOfExtension))
         return RulesHeld(
-            self.num_events,
+            self._reader.num_events,
             [checker.rule for checker in self.checkers],
             {checker.rule: checker.not_judged for checker in of_extensions if checker.not_judged},
             self.violations.first,

@@ -4,8 +4,10 @@ Observations and recorded decisions go in, nothing of `projections/` or `decisio
 `layout.py`. What is shared by nature is the vocabulary and the transition table.
 """
 
-from kvledger.lifecycle.reader.model import Model
-from kvledger.lifecycle.reader.moment import EventChecks, Moment, num_intact_tokens
+from kvledger.lifecycle.reader.model import EVERY_PART, Model
+from kvledger.lifecycle.reader.moment import Moment, Visits, num_intact_tokens
+from kvledger.lifecycle.reader.records import Life
 from kvledger.lifecycle.reader.start import Start
+from kvledger.lifecycle.reader.visitor import Reader, Visitor
 
-__all__ = ["EventChecks", "Model", "Moment", "Start", "num_intact_tokens"]
+__all__ = ["EVERY_PART", "Life", "Model", "Moment", "Reader", "Start", "Visitor", "Visits", "num_intact_tokens"]

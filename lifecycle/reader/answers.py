@@ -1,4 +1,4 @@
-"""What each request was answered, what it claimed of it, and which chunks it relies on. The audit's own."""
+"""What each request was answered, what it claimed of it, and which chunks it relies on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Answers:
         self._pending: dict[str, Answer] = {}
         self._allocations: dict[str, Allocation] = {}
         self._waited_for: dict[str, tuple[Prefix, int]] = {}
-        """What it waits for, and the event of the preemption (0: before the audit began)."""
+        """What it waits for, and the event of the preemption (0: before reading began)."""
         self.let_go: list[Prefix] = []
         """What the request of the event at hand relied on before it and does not any more; only at events of `ENDS`."""
         taken_back: tuple[type[e.Event], ...] = (*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished)
@@ -68,6 +68,13 @@ class Answers:
         """Take over the answers that no allocation has claimed, and what is waited for."""
         self._pending.update(start.answers)
         self._waited_for.update((who, (prefix, 0)) for who, prefix in start.waited_for.items())
+
+    def lost(self) -> None:
+        """Events are missing here: what is promised and waited for is not known."""
+        self._pending.clear()
+        self._allocations.clear()
+        self._waited_for.clear()
+        self.let_go = []
 
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered) -> None:

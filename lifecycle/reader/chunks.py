@@ -1,6 +1,6 @@
 """What is in the host pool: chunk key -> slots, and why a chunk is not there any more.
 
-Made from what save, evict, taint and reset events say, and from observed keys. The audit's own; see `lives.py`.
+Made from what save, evict, taint and reset events say, and from observed keys.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Chunks:
         return {slot: key for key, its in self._committed.items() for slot in wanted.intersection(its)}
 
     def begin(self, start: Start) -> None:
-        """Take over what is committed, in flight or gone where an audit starts in the middle of a log."""
+        """Take over what is committed, in flight or gone where reading starts in the middle of a log."""
         self._committed.update(start.committed)
         for slots in self._committed.values():
             self._slots.hold(slots)
@@ -95,6 +95,14 @@ class Chunks:
                 self._count_saving(job)
         for job in self._copies.given_up.values():
             self._slots.hold(job.slots)
+
+    def lost(self) -> None:
+        """Events are missing here: what is in the pool, and why something is not, is not known."""
+        self._committed.clear()
+        self._saving.clear()
+        self._departed.clear()
+        self.late.clear()
+        self.evicted, self.taken = {}, []
 
     # --- copies ----------------------------------------------------------------------------------
 

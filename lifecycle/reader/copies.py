@@ -1,6 +1,6 @@
 """Every copy that is under way, as the log tells it: what goes where, since when, and which ranks have reported.
 
-The audit's own; see `lives.py`. Several rules ask about the job of every report and settlement, so it is looked up once
+Several rules ask about the job of every report and settlement, so it is looked up once
 for all of them.
 """
 
@@ -124,6 +124,18 @@ class Copies:
                 life.held_at = 0
         self.given_up.update((job.job_id, job) for job in start.given_up)
 
+    def lost(self) -> None:
+        """Events are missing here: what is in flight is not known."""
+        self._jobs.clear()
+        self._of_life.clear()
+        self.given_up.clear()
+        self.let_go, self.reported = [], []
+        self.loads.clear()
+        self.async_saves.clear()
+        self.filled_by.clear()
+        self.rivals.clear()
+        self.current = None
+
     @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued) -> None:
         life = self._lives.of(event.ordinal)
@@ -188,7 +200,7 @@ class Copies:
             prefix=Prefix.of(life, end_chunk),
             epoch=self.epoch,
             since_step=self._lives.num_steps,
-            since_ns=self._lives.time_ns,
+            since_ns=self._moment.time_ns,
             leaves_out=NO_SLOT in event.slots,
         )
         self._add(job)
@@ -235,7 +247,7 @@ class Copies:
             return
         # Who was asked twice in vain is not asked a third time.
         if event.before_forward or not job.is_asked_after:
-            job.since_step, job.since_ns = self._lives.num_steps, self._lives.time_ns
+            job.since_step, job.since_ns = self._lives.num_steps, self._moment.time_ns
         job.reminders = (*job.reminders, event.before_forward)
         job.is_asked_after |= not event.before_forward
         job.is_fenced |= event.before_forward

@@ -1,4 +1,4 @@
-"""Which chunks, blocks and pages hold which tokens, and which of them a window sees. The audit's own arithmetic.
+"""Which chunks, blocks and pages hold which tokens, and which of them a window sees.
 
 `geometry.py` computes the same for what decides. This module does not import it, so a mistake there cannot hide itself.
 It follows from four facts of the log format:

@@ -1,43 +1,32 @@
-"""Each life of a request as the log tells it: its state, its counts, its keys. The audit's own.
+"""Each life of a request as the log tells it: its state, its counts, its keys.
 
 Made from observations and recorded decisions alone, apart from `projections/` on purpose: a mistake there must not hide
-itself. It must not know blocks, chunks in the pool or jobs.
+itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.machine import Standing, Tables
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.reader.moment import EventChecks, Moment, num_intact_tokens
+from kvledger.lifecycle.reader.moment import Moment, Visits, num_intact_tokens
 from kvledger.lifecycle.reader.records import NEVER, Life
+from kvledger.lifecycle.reader.sub_states import SubStates
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.reader.start import Start
 
-    _Timed = (
-        e.TransferReported
-        | e.LoadErrorsObserved
-        | e.HookFailed
-        | e.LogNote
-        | e.DecisionWithheld
-        | e.LoadRefused
-        | e.ExtensionNoted
-        | e.PagesDigested
-        | e.BlockTableObserved
-        | e.WindowLeft
-        | e.ExtensionObserved
-    )
-
 
 class Lives:
     """Request id -> its present life; ordinal -> that very life.
 
-    Phase and blocks go where the tables say; so an event is legal if they have a row for it.
+    State and blocks go where the tables say; so an event is legal if they have a row for it.
+
+    Where events are missing, lives go on as partial ones: an event about an unknown id begins one.
     """
 
     def __init__(self, tables: Tables, chunk_size: int, moment: Moment) -> None:
@@ -45,11 +34,14 @@ class Lives:
         self._dests = {trigger: dict(_dests(trigger, tables)) for trigger in tables.legal}
         """Trigger of the tables -> phase and blocks before -> those afterwards, and whether there is a row for it."""
         self._events = tables.request_events
+        self._sub_states = SubStates(tables)
         self._chunk_size = chunk_size
         self._lives: dict[str, Life] = {}
         self._by_ordinal: dict[int, Life] = {}
+        self._is_partial = False
+        """Whether events are missing."""
+        self._over_now: list[Life] = []
         self.num_steps = 0
-        self.time_ns = 0
         self.num_decoding = 0
         """Lives that decode one token a step without being recorded."""
         self.num_scheduled_tokens = 0
@@ -89,49 +81,115 @@ class Lives:
 
     def begin(self, start: Start) -> None:
         """Take over who is known where an audit starts in the middle of a log."""
-        self.num_steps, self.time_ns = start.num_steps, start.time_ns
+        self.num_steps, self._moment.time_ns = start.num_steps, start.time_ns
+        self._sub_states.stopped.update(start.stopped_extensions)
         for life in start.lives:
             self.num_decoding += life.decoding_since != NEVER
             life.settled = (self.num_computed_tokens(life), 0)
             self._lives[life.request_id] = self._by_ordinal[life.ordinal] = life
 
-    def meetings(self) -> EventChecks:
+    def pop_over(self) -> list[Life]:
+        """The lives that ended since the last call."""
+        over, self._over_now = self._over_now, []
+        return over
+
+    def lost(self) -> None:
+        """Events are missing here. Lives are kept, and what is counted of them is a bound from here on."""
+        self._is_partial = True
+        for life in self:
+            life.is_partial = True
+            self._count(life, self.num_computed_tokens(life))
+            life.settled = life.settled[0], 0
+            life.num_own = life.num_old = NEVER
+
+    def meetings(self) -> Visits:
         """(event class, fold) for events of requests, to be done first of all: whom each concerns, whether it may be.
 
-        Phase and blocks go where it leads; the rest follows with `folds`.
+        State and blocks go where it leads; the rest follows with the other folds.
         """
         events = [event_class for event_class in self._events if event_class is not e.RequestArrived]
         return [(e.RequestArrived, self._meet_arrival), *((event_class, self._meet) for event_class in events)]
 
-    # --- phase and blocks ------------------------------------------------------------------------
+    # --- state and blocks ------------------------------------------------------------------------
 
     def _meet(self, event: e.RequestEvent) -> None:
         moment = self._moment
         moment.life = life = self._lives.get(event.request_id)
+        if self._is_partial:
+            moment.life = life = self._met_late(event, life)
         if life is None:
-            moment.state_before, moment.is_legal = None, False
+            moment.state_before, moment.path_before, moment.is_legal = None, "", False
             return
         standing = moment.state_before, moment.blocks_before = life.state, life.blocks
-        dest, moment.is_legal = self._dests.get(e.trigger_of(event), {}).get(standing, (standing, True))
+        moment.path_before, moment.num_computed_tokens = life.path, self.num_computed_tokens(life)
+        trigger = e.trigger_of(event)
+        dests = self._dests.get(trigger, {})
+        dest, moment.is_legal = dests.get(standing, (standing, True))
         # A decision about an earlier generation must not move this one.
-        if dest != standing and (not isinstance(event, e.RequestDecision) or self.in_generation(event) is life):
-            life.state, life.blocks = dest
+        if isinstance(event, e.RequestDecision) and self.in_generation(event) is not life:
+            return
+        self._sub_states.move(event, trigger, life)
+        if dest != standing:
+            self._move(life, *dest, is_legal=moment.is_legal)
+        if not life.is_state_known:
+            self._tell_state(life, dests)
+
+    def _move(self, life: Life, state: RequestState, blocks: BlocksRegion, *, is_legal: bool) -> None:
+        life.blocks = blocks
+        if state is not life.state:
+            life.state, life.state_since_ns = state, self._moment.time_ns
+            if not is_legal:  # so no row of a sub-state was taken
+                life.sub_state = ""
 
     def _meet_arrival(self, event: e.RequestArrived) -> None:
         moment = self._moment
         moment.life = moment.earlier = earlier = self.get(event.request_id)
         moment.state_before = None if earlier is None else earlier.state
+        moment.path_before = "" if earlier is None else earlier.path
+        moment.num_computed_tokens = 0 if earlier is None else self.num_computed_tokens(earlier)
         moment.is_legal = earlier is None or earlier.state is RequestState.FINISHED
+
+    # --- behind a gap ----------------------------------------------------------------------------
+
+    def _met_late(self, event: e.RequestEvent, life: Life | None) -> Life | None:
+        """The life that an event concerns where others are missing. One of an unknown id begins here."""
+        if not isinstance(event, e.RequestDecision):
+            return self._begin_late(event.request_id) if life is None else life
+        if life is not None and NEVER < life.ordinal < event.ordinal:  # the id was used again while events are missing
+            self._over(life)
+            life = None
+        if life is None and not isinstance(event, e.RequestReleased) and event.ordinal not in self._by_ordinal:
+            life = self._begin_late(event.request_id)
+        if life is not None and life.ordinal == NEVER:
+            life.ordinal = event.ordinal
+            self._by_ordinal[event.ordinal] = life
+        if life is not None and life.is_partial and life.ordinal == event.ordinal:
+            life.generation = max(life.generation, event.generation)
+        return life
+
+    def _begin_late(self, request_id: str) -> Life:
+        life = Life(request_id, NEVER, 0, 0, is_partial=True, is_state_known=False)
+        life.state_since_ns = self._moment.time_ns
+        self._lives[request_id] = life
+        return life
+
+    @staticmethod
+    def _tell_state(life: Life, dests: Mapping[Standing, tuple[Standing, bool]]) -> None:
+        """Take the state to which the event leads from wherever it is legal, if there is one."""
+        states = {state for (state, _), is_legal in dests.values() if is_legal}
+        if len(states) == 1:
+            life.state, life.is_state_known = states.pop(), True
 
     # --- where a life begins and ends ------------------------------------------------------------
 
     @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived) -> None:
-        self.time_ns = event.time_ns
-        if self._moment.earlier is not None:
-            self._over(self._moment.earlier)
-        num_tokens = event.num_prompt_tokens
+        # In a damaged log another id may have the ordinal.
+        for earlier in filter(None, dict.fromkeys((self.get(event.request_id), self.of(event.ordinal)))):
+            self._over(earlier)
+        num_tokens, now_ns = event.num_prompt_tokens, event.time_ns
         self._moment.life = life = Life(event.request_id, event.ordinal, num_tokens, num_tokens)
+        life.arrived_at, life.arrived_ns, life.state_since_ns = self._moment.sequence, now_ns, now_ns
         self._lives[event.request_id] = self._by_ordinal[event.ordinal] = life
 
     @on(e.RequestReleased)
@@ -142,6 +200,7 @@ class Lives:
 
     def _over(self, life: Life) -> None:
         self._count(life, 0)
+        self._over_now.append(life)
         if self.get(life.request_id) is life:
             del self._lives[life.request_id]
         self._by_ordinal.pop(life.ordinal, None)
@@ -150,7 +209,6 @@ class Lives:
 
     @on(e.LookupRequested)
     def _lookup_requested(self, event: e.LookupRequested) -> None:
-        self.time_ns = event.time_ns
         life = self._moment.life
         if life is not None and self._moment.is_legal:
             life.num_tokens = event.num_tokens
@@ -158,30 +216,31 @@ class Lives:
 
     @on(e.RequestPreempted)
     def _preempted(self, event: e.RequestPreempted) -> None:
-        self.time_ns = event.time_ns
         life = self._moment.life
         if life is not None:
             self._about_to_stop(life)
             life.generation += 1
+            life.num_preemptions += 1
+            life.num_tokens_before_preemption = max(life.num_tokens_before_preemption, event.num_settled_tokens)
+            life.preempted_at = self._moment.sequence
             life.num_tokens = event.num_tokens
             life.settled = (num_intact_tokens(event), self._moment.sequence)
             self._count(life, 0)
 
     @on(e.SessionContinued)
     def _session_continued(self, event: e.SessionContinued) -> None:
-        self.time_ns = event.time_ns
         life = self._moment.life
         if life is not None:
             if life.is_stale and event.num_computed_tokens:
                 life.stale_generation += 1  # the next turn is computed on top of what the reset made stale
             life.generation += 1
             life.num_tokens, life.num_prompt_tokens = event.num_tokens, event.num_prompt_tokens
+            life.num_tokens_before_preemption = min(life.num_tokens_before_preemption, event.num_computed_tokens)
             life.keys = life.keys[: event.num_computed_tokens // self._chunk_size]  # other tokens follow, so other keys
             self._cut(life, event.num_computed_tokens)
 
     @on(e.TokensRolledBack)
     def _rolled_back(self, event: e.TokensRolledBack) -> None:
-        self.time_ns = event.time_ns
         life = self._moment.life
         if life is not None:
             life.generation += event.num_computed_tokens == 0
@@ -190,7 +249,6 @@ class Lives:
 
     @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished) -> None:
-        self.time_ns = event.time_ns
         life = self._moment.life
         if life is not None:
             self._about_to_stop(life)
@@ -200,7 +258,6 @@ class Lives:
 
     def _about_to_stop(self, life: Life) -> None:
         self._moment.was_stale, self._moment.num_steps_decoded = life.is_stale, self.num_steps_decoding(life)
-        self._moment.num_computed_tokens = self.num_computed_tokens(life)
         life.settled_before = life.settled[0]
 
     @on(e.BlocksHeld)
@@ -208,6 +265,15 @@ class Lives:
         life = self.of(event.ordinal)
         if life is not None and life.held_at == NEVER:
             life.held_at = self._moment.sequence
+
+    @on(e.ExtensionStopped)
+    def _extension_stopped(self, event: e.ExtensionStopped) -> None:
+        self._sub_states.stop(event.extension, self._moment.sequence, self)
+
+    @property
+    def stopped_extensions(self) -> Mapping[str, int]:
+        """Extension that takes no part any more -> the event that says so."""
+        return self._sub_states.stopped
 
     @on(e.LoadFailed)
     def _load_failed(self, event: e.LoadFailed) -> None:
@@ -221,6 +287,7 @@ class Lives:
         life = self.of(event.ordinal)
         if life is not None:
             life.quarantined = True
+            life.quarantined_at = life.quarantined_at or self._moment.sequence
 
     @on(e.ChunkKeysObserved)
     def _keys_observed(self, event: e.ChunkKeysObserved) -> None:
@@ -234,30 +301,21 @@ class Lives:
 
     @on(e.CacheReset)
     def _reset(self, event: e.CacheReset) -> None:
-        self.time_ns = event.time_ns
         for life in self:
             if life.blocks is not BlocksRegion.NONE:
                 life.stale_generation = life.generation
+                life.reset_at = self._moment.sequence
 
     @on(e.BlocksAllocated)
     def _blocks_allocated(self, event: e.BlocksAllocated) -> None:
-        self.time_ns = event.time_ns
         if self._moment.life is not None and self._moment.state_before is RequestState.PREEMPTED:
             self._moment.life.settled = (0, 0)  # they are others than those it had: nothing is written yet
-
-    @on(
-        *(e.TransferReported, e.LoadErrorsObserved, e.HookFailed, e.LogNote, e.DecisionWithheld, e.LoadRefused),
-        *(e.ExtensionNoted, e.PagesDigested, e.BlockTableObserved, e.WindowLeft, e.ExtensionObserved),
-    )
-    def _keep_time(self, event: _Timed) -> None:
-        self.time_ns = event.time_ns
 
     # --- steps -----------------------------------------------------------------------------------
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
         """Count: one token for each that decoded one before, but for those that are paused or recorded."""
-        self.time_ns = event.time_ns
         self._moment.refused_rows, self._moment.rows_of_nobody, self._moment.moved_rows = [], [], []
         for ordinal in event.paused:
             life = self.of(ordinal)
@@ -280,7 +338,8 @@ class Lives:
             dest, is_legal = self._dests["tokens.scheduled"][life.state, life.blocks]
             if not is_legal:
                 self._moment.refused_rows.append((life, life.state, life.blocks))
-            life.state, life.blocks = dest
+            self._move(life, *dest, is_legal=is_legal)
+            life.is_state_known = True
             self._count(life, num_computed_tokens + num_scheduled_tokens)
             if num_scheduled_tokens == 1 and num_computed_tokens + 1 >= num_tokens:
                 decoding.append(life)
@@ -301,7 +360,6 @@ class Lives:
         life.row = self.num_steps, num_computed_tokens
 
     def _cut(self, life: Life, num_computed_tokens: int) -> None:
-        self._moment.num_computed_tokens = self.num_computed_tokens(life)
         num_settled_tokens, sequence = life.settled
         life.settled = (min(num_settled_tokens, num_computed_tokens), self._moment.sequence if sequence else 0)
         self._count(life, num_computed_tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from kvledger.lifecycle import machine
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.marks import marked
@@ -11,11 +13,22 @@ from kvledger.lifecycle.reader.copies import Copies
 from kvledger.lifecycle.reader.forgotten import Forgotten
 from kvledger.lifecycle.reader.layout import Layout
 from kvledger.lifecycle.reader.lives import Lives
-from kvledger.lifecycle.reader.moment import EventChecks, Moment
+from kvledger.lifecycle.reader.moment import Moment, Visits
 from kvledger.lifecycle.reader.slots import Slots
 from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.reader.tables import Tables
 from kvledger.lifecycle.reader.tails import Tails
+
+_ASKS: Mapping[str, frozenset[str]] = {
+    "lives": frozenset(),
+    "tables": frozenset({"lives"}),
+    "copies": frozenset({"lives"}),
+    "chunks": frozenset({"lives", "copies", "tails"}),
+    "tails": frozenset({"lives", "copies", "chunks"}),
+    "answers": frozenset({"lives", "forgotten"}),
+}
+"""Part → the others that it asks, or that count the same slots."""
+EVERY_PART = frozenset({*_ASKS, "forgotten"})
 
 
 class Model:
@@ -42,14 +55,33 @@ class Model:
         for part in (self.lives, self.tables, self.copies, self.chunks, self.tails, self.answers):
             part.begin(start)
 
-    def parts(self) -> tuple[object, ...]:
-        """What folds, in this order.
+    def lost(self) -> None:
+        """Events are missing here. What was known of lives is kept as far as it can still be true; all else is not."""
+        for part in (self.lives, self.tables, self.copies, self.slots, self.chunks, self.tails, self.answers):
+            part.lost()
+
+    def parts(self) -> Mapping[str, object]:
+        """Name → what folds, in this order.
 
         Blocks and tails ask whose they are, so they fold before the lives, which may end. Copies fold before the
         chunks, which ask what was saved.
         """
-        return self.forgotten, self.tables, self.tails, self.answers, self.lives, self.copies, self.chunks
+        return {
+            "forgotten": self.forgotten,
+            "tables": self.tables,
+            "tails": self.tails,
+            "answers": self.answers,
+            "lives": self.lives,
+            "copies": self.copies,
+            "chunks": self.chunks,
+        }
 
-    def folds(self) -> EventChecks:
-        """(event class, fold), to be done before anybody is asked about an event of that class."""
-        return [*self.lives.meetings(), *(fold for part in self.parts() for fold in marked(part))]
+    def folds(self, needs: Iterable[str] = EVERY_PART) -> Visits:
+        """(event class, fold) of these parts and of what they ask, to be done before any visitor is called."""
+        wanted = set(needs)
+        if wanted >= EVERY_PART:
+            chosen = self.parts()
+        else:
+            wanted |= {asked for name in wanted for asked in _ASKS[name]}
+            chosen = {name: part for name, part in self.parts().items() if name in wanted}
+        return [*self.lives.meetings(), *(fold for part in chosen.values() for fold in marked(part))]

@@ -15,22 +15,23 @@ if TYPE_CHECKING:
     from kvledger.lifecycle.reader.records import Life
 
 
-Check = Callable[[Any], None]
-"""Looks at one event after the fold of the projections."""
-EventChecks = Iterable[tuple[type[msgspec.Struct], Check]]
+Visit = Callable[[Any], None]
+"""Looks at one event, which the model contains."""
+Visits = Iterable[tuple[type[msgspec.Struct], Visit]]
 """(event class, check); a rule of an extension may have the class of what an event of it says in the event's place."""
 
 
 @attrs.define
 class Moment:
-    """One object serves a whole audit; whoever wants to keep something copies it.
+    """One object that changes with each event. Copy what is to be kept.
 
-    Sequence, event and cause are set by whoever reads the log, the rest by the lives; what is about a request says
-    nothing at an event that names none.
+    What is about a request says nothing at an event that names none.
     """
 
     sequence: int = 0
     event: Event | None = None
+    time_ns: int = 0
+    """Time of the event; of one that has none, time of the last event that has one."""
     cause: int = 0
     """Sequence number of the last observation: what is decided now is decided upon it. 0 before the first."""
     life: Life | None = None
@@ -45,7 +46,9 @@ class Moment:
     num_steps_decoded: int = 0
     """Of a preemption and an end: for how many steps the request had decoded one token in each."""
     num_computed_tokens: int = 0
-    """Of a preemption, an end, a next turn and a rollback: tokens that the request had computed or in flight before."""
+    """Of an event of a request: tokens that the request had computed or in flight before it."""
+    path_before: str = ""
+    """The same of its state and sub-state; empty where no request had the id, or its state was not known."""
     is_legal: bool = True
     """Whether the tables have a row for the event in phase and blocks; not if nobody had the request's id."""
     refused_rows: list[tuple[Life, RequestState, BlocksRegion]] = attrs.field(factory=list)

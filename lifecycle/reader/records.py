@@ -1,4 +1,4 @@
-"""What the audit keeps of each thing that a log is about, as plain data. The audit's own; see `lives.py`."""
+"""What the reader keeps of each thing that a log is about, as plain data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvledger.lifecycle.states import BlocksRegion, RequestState
 NEVER = -1
 
 
-class Life(msgspec.Struct, gc=False):
+class Life(msgspec.Struct, gc=False, eq=False):
     """One life of a request id, from its arrival until it is released or another one takes its id."""
 
     request_id: str
@@ -24,12 +24,31 @@ class Life(msgspec.Struct, gc=False):
     num_tokens: int
     """Prompt and output, as of the last event that has it. A rollback keeps those that were computed."""
     state: RequestState = RequestState.NEW
+    sub_state: str = ""
+    """Of an extension; empty where the state has none."""
     blocks: BlocksRegion = BlocksRegion.NONE
+    is_partial: bool = False
+    """Whether its beginning is not in the log, so that its state and counts are known only as far as events say."""
+    is_state_known: bool = True
+    """False for a partial life until an event tells its state."""
+    arrived_at: int = 0
+    """Sequence number of its arrival; 0: before reading began."""
+    arrived_ns: int = 0
+    state_since_ns: int = 0
+    num_preemptions: int = 0
+    num_tokens_before_preemption: int = 0
+    """The most settled tokens that it ever lost. Tokens below that are computed again, if they are."""
+    preempted_at: int = 0
+    """Event of its last preemption; 0: none, or before reading began."""
+    reset_at: int = 0
+    """Event of the last reset that came while it held blocks; 0: none, or before reading began."""
     generation: int = 0
     num_failed_loads: int = 0
     computes_first: bool = False
     """Its load failed, and no step has computed anything for it since."""
     quarantined: bool = False
+    quarantined_at: int = 0
+    """Event of its first quarantine; 0: none, or before reading began."""
     stale_generation: int = NEVER
     """The generation that a reset has made stale; nothing of it may be saved."""
     counted_tokens: int = 0
@@ -47,9 +66,9 @@ class Life(msgspec.Struct, gc=False):
     num_old: int = NEVER
     """The same of its last allocation."""
     finished_at: int = 0
-    """Event of its end; 0: not ended, or before the audit began."""
+    """Event of its end; 0: not ended, or before reading began."""
     held_at: int = NEVER
-    """Event that held its blocks for a copy; 0: before the audit began."""
+    """Event that held its blocks for a copy; 0: before reading began."""
     keys: list[bytes] = msgspec.field(default_factory=list)
     """Of its chunks, from the first one on, as far as they were observed. It only grows: a cut makes another list."""
 
@@ -57,6 +76,13 @@ class Life(msgspec.Struct, gc=False):
     def name(self) -> tuple[str, int, int]:
         """What a decision about it begins with: request id, ordinal, generation."""
         return self.request_id, self.ordinal, self.generation
+
+    @property
+    def path(self) -> str:
+        """Its state, with the sub-state where it has one: "preempted.starving"; empty where it is not known."""
+        if not self.is_state_known:
+            return ""
+        return f"{self.state}.{self.sub_state}" if self.sub_state else self.state.value
 
     @property
     def is_stale(self) -> bool:
@@ -95,7 +121,7 @@ class Copy(msgspec.Struct, gc=False):
     """One load or save that has not been settled."""
 
     sequence: int
-    """Of the event that issued it; 0 where that was before the audit began."""
+    """Of the event that issued it; 0 where that was before reading began."""
     job_id: int
     request_id: str
     ordinal: int
@@ -154,7 +180,7 @@ class Answer(NamedTuple):
     """The last answer to a lookup."""
 
     sequence: int
-    """0 where that was before the audit began."""
+    """0 where that was before reading began."""
     event: LookupAnswered
     promised: Prefix
     """The chunks that it lets the scheduler count on."""

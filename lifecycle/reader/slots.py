@@ -1,6 +1,6 @@
 """What each slot of the host pool is needed for: chunks that lie in it, copies that write or read it, tails.
 
-The audit's own; see `lives.py`. It counts, and does not know what is in a slot.
+It counts, and does not know what is in a slot.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ class Slots:
         """The same; returns those that somebody needed already, also where one stands twice, or that there are not."""
         self.hold(slots)
         return [slot for slot in slots if self._num_holders.get(slot, 1) > 1 or not NO_SLOT <= slot < self.num_slots]
+
+    def lost(self) -> None:
+        """Events are missing here: what the slots are needed for is not known."""
+        self._num_holders.clear()
 
     def release(self, slots: Iterable[int]) -> None:
         """One less needs each of these."""

@@ -1,4 +1,4 @@
-"""Which blocks each life holds, and which it held until the current step. The audit's own; see `lives.py`."""
+"""Which blocks each life holds, and which it held until the current step."""
 
 from __future__ import annotations
 
@@ -69,11 +69,17 @@ class Tables:
                 yield life, min(shared)
 
     def begin(self, start: Start) -> None:
-        """Take over the tables where an audit starts in the middle of a log."""
+        """Take over the tables where reading starts in the middle of a log."""
         for ordinal, table in start.held.items():
             if len(table):
                 self._hold(ordinal, table)
         self._lost.update((ordinal, array("I", table)) for ordinal, table in start.lost.items() if len(table))
+
+    def lost(self) -> None:
+        """Events are missing here: who holds which blocks is not known."""
+        self._held.clear()
+        self._lost.clear()
+        self._num_holders.clear()
 
     @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated) -> None:

@@ -1,4 +1,4 @@
-"""The saved tail of each life, and why a tail is not there. The audit's own; see `lives.py`."""
+"""The saved tail of each life, and why a tail is not there."""
 
 from __future__ import annotations
 
@@ -63,11 +63,16 @@ class Tails:
         return "it has no tail", 0
 
     def begin(self, start: Start) -> None:
-        """Take over the tails where an audit starts in the middle of a log."""
+        """Take over the tails where reading starts in the middle of a log."""
         self._tails.update(start.tails)
         for tail in start.tails.values():
             if tail.is_saved:
                 self._slots.hold(tail.slots)
+
+    def lost(self) -> None:
+        """Events are missing here: which tails are saved is not known."""
+        self._tails.clear()
+        self._dropped.clear()
 
     @on(e.TailSaveIssued)
     def _issued(self, event: e.TailSaveIssued) -> None:

@@ -26,12 +26,12 @@ class RuleOfEnds(Checker):
     @on(e.LoadIssued)
     def _issued(self, event: e.LoadIssued) -> None:
         if event.is_async:
-            self.waiting[event.request_id] = self.moment.sequence, self.lives.time_ns
+            self.waiting[event.request_id] = self.moment.sequence, self.moment.time_ns
 
     @on(payloads.EndReturned)
     def _end_returned(self, answer: payloads.EndReturned) -> None:
         if answer.keeps_blocks and self.moment.life is not None:
-            self.kept[self.moment.life.request_id] = self.moment.sequence, self.lives.time_ns
+            self.kept[self.moment.life.request_id] = self.moment.sequence, self.moment.time_ns
 
 
 class CompletionOnce(RuleOfEnds):

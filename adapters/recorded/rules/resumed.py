@@ -9,7 +9,7 @@ import attrs
 from kvledger.adapters.recorded.payloads import LookupReturned, Transferred
 from kvledger.lifecycle import Core, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import AuditModel, Checker, EventChecks
+from kvledger.lifecycle.audit import AuditModel, Checker, Visits
 
 MAX_KEYS = 1 << 20
 """After so many different ones it is no longer known how much the connector can hold."""
@@ -71,9 +71,9 @@ class ResumeCoversOutput(Checker):
         self._num_survived = 0
         """The most different blocks that were saved after something that was offered later."""
 
-    def checks(self) -> EventChecks:
+    def visits(self) -> Visits:
         """Those of the core's rule first."""
-        return [*self._core.checks(), *super().checks()]
+        return [*self._core.visits(), *super().visits()]
 
     @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset) -> None:

@@ -10,7 +10,7 @@ from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.copies import Settled
-from kvledger.lifecycle.reader.moment import EventChecks, num_intact_tokens
+from kvledger.lifecycle.reader.moment import Visits, num_intact_tokens
 from kvledger.lifecycle.reader.records import NEVER, Copy
 from kvledger.lifecycle.reader.start import Start
 
@@ -127,9 +127,9 @@ class PinBalance(Checker):
         self._preempted = (0, 0)
         """Sequence and settled tokens of the last preemption: what is declined because of it may be a tail."""
 
-    def checks(self) -> EventChecks:
+    def visits(self) -> Visits:
         """None where a group has a window."""
-        return [] if self.layout.has_windows else super().checks()
+        return [] if self.layout.has_windows else super().visits()
 
     @on(e.RequestPreempted)
     def _was_preempted(self, event: e.RequestPreempted) -> None:

@@ -167,7 +167,7 @@ class Liveness(Checker):
 
     def _find_overdue(self) -> list[tuple[int, int]]:
         overdue_step = self.lives.num_steps - self._max_silent_steps
-        overdue_ns = self.lives.time_ns - self._max_silent_ns
+        overdue_ns = self.moment.time_ns - self._max_silent_ns
         self._named.intersection_update(job_id for job_id, _ in self.copies)
         return [
             (job_id, job.since_step)

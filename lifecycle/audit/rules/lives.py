@@ -8,7 +8,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.reader.moment import EventChecks
+from kvledger.lifecycle.reader.moment import Visits
 from kvledger.lifecycle.reader.records import Copy, Life
 from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.states import BlocksRegion, RequestState
@@ -33,10 +33,10 @@ class LegalTransition(Checker):
 
     rule = "LEGAL_TRANSITION"
 
-    def checks(self) -> EventChecks:
+    def visits(self) -> Visits:
         """Also those of every event of a request."""
         events = [event for event in self.model.request_events if event is not e.RequestArrived]
-        return [*super().checks(), *((event, self._look) for event in events)]
+        return [*super().visits(), *((event, self._look) for event in events)]
 
     @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived) -> None:

@@ -11,7 +11,7 @@ from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.forgotten import LIFE
-from kvledger.lifecycle.reader.moment import EventChecks, num_intact_tokens
+from kvledger.lifecycle.reader.moment import Visits, num_intact_tokens
 from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
@@ -355,9 +355,9 @@ class SettledSaved(Checker):
         self._taken: _Taken | None = None
         """Until the next observation tells that all has been decided."""
 
-    def checks(self) -> EventChecks:
+    def visits(self) -> Visits:
         """None where a group has a window."""
-        return [] if self.layout.has_windows else super().checks()
+        return [] if self.layout.has_windows else super().visits()
 
     @on(e.StepScheduled, e.RequestPreempted, e.RequestFinished)
     def _decided(self, _event: e.Event) -> None:

@@ -10,7 +10,7 @@ from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.reader.moment import EventChecks
+from kvledger.lifecycle.reader.moment import Visits
 from kvledger.lifecycle.reader.records import Copy, Life
 from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.states import RequestState
@@ -168,9 +168,9 @@ class GroupAgreement(Checker):
         """The same, recorded right before the last step."""
         self._step_sequence = 0
 
-    def checks(self) -> EventChecks:
+    def visits(self) -> Visits:
         """None where no group has a window."""
-        return super().checks() if self.layout.has_windows else []
+        return super().visits() if self.layout.has_windows else []
 
     def begin(self, start: Start) -> None:
         """Take over which windows were being left."""

@@ -10,7 +10,7 @@ from lifecycle_driver import Driver, keys_of, play_seed
 
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit, AuditModel, Checker, EventChecks
+from kvledger.lifecycle.audit import Audit, AuditModel, Checker, Visits
 
 NOBODY = -1
 
@@ -25,7 +25,7 @@ class PlainOrder(Checker):
         self.order: dict[bytes, None] = {}
         self.num_compared = 0
 
-    def checks(self) -> EventChecks:
+    def visits(self) -> Visits:
         """All events."""
         return [(event_class, self._look) for event_class in e.STANDARD_EVENTS.values()]
 

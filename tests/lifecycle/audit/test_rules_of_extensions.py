@@ -10,7 +10,7 @@ from starvation_guard import StarvationGuard, StarvingKept
 
 from kvledger.lifecycle import Core, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import AuditModel, EventChecks, Start
+from kvledger.lifecycle.audit import AuditModel, Start, Visits
 
 NUM_RULES = len(Core.standard().rules) - 1
 """Without EVICTION_ORDER: the extension says what is evicted last."""
@@ -26,7 +26,7 @@ class RaisesWhenMade(StarvingKept):
 class RaisesWhenAsked(StarvingKept):
     """Does not say what it looks at."""
 
-    def checks(self) -> EventChecks:
+    def visits(self) -> Visits:
         """Nothing comes of it."""
         raise KeyError("a prompt")
 
@@ -76,7 +76,7 @@ def preempted_while_it_computes(core: Core) -> Driver:
     ("checker", "error"),
     [
         (RaisesWhenMade, "KeyError in __init__, "),
-        (RaisesWhenAsked, "KeyError in checks, "),
+        (RaisesWhenAsked, "KeyError in visits, "),
         (RaisesAtAnEvent, "KeyError in _preempted, "),
         (Yields, "TypeError in _call, "),
     ],

@@ -1,4 +1,4 @@
-"""The audit's model: it tells the states around each event, and nobody who asks it reaches what decided."""
+"""The reader's model: it tells the states around each event, and nobody who asks it reaches what decided."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import msgspec
+import pytest
 from lifecycle_driver import Driver, play_seed
 
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit, AuditModel, Checker, EventChecks, Moment
+from kvledger.lifecycle.audit import Audit, AuditModel, Checker, Moment, Visits
 from kvledger.lifecycle.replay import batches, fold
+from kvledger.lifecycle.states import TrustRegion
 
 JUDGED = tuple(
     f"kvledger.lifecycle.{part}"
@@ -39,7 +41,7 @@ class EveryMoment(Checker):
         super().__init__(model)
         self.moments: list[Moment] = []
 
-    def checks(self) -> EventChecks:
+    def visits(self) -> Visits:
         """All events of requests."""
         return [(event_class, self._look) for event_class in self.model.request_events]
 
@@ -71,9 +73,10 @@ def test_each_moment_tells_the_states_around_its_event() -> None:
     assert {moment.state_before for moment in preempted} <= {"new", "chunked_prefill", "running", "recovering"}
 
 
-def test_the_model_and_the_projections_agree_on_every_life() -> None:
-    """Two that are made apart: phase, blocks, generation, counts and keys, whenever an observation comes next."""
-    driver = walked()
+@pytest.mark.parametrize("seed", range(7, 12))
+def test_the_model_and_the_projections_agree_on_every_life(seed: int) -> None:
+    """Two that are made apart: states, generation, counts and keys, whenever an observation comes next."""
+    driver = play_seed(seed, 60, chunk_size=16, block_size=16)
     audit = Audit(Core.standard(), driver.configuration)
     lives = audit.checkers[0].lives
     num_compared = 0
@@ -84,7 +87,11 @@ def test_the_model_and_the_projections_agree_on_every_life() -> None:
         for record in tracker:
             life = lives.of(record.ordinal)
             assert life is not None
-            assert (life.state, life.blocks, life.generation) == (record.state, record.blocks, record.generation)
+            assert (life.path, life.blocks, life.generation) == (record.path, record.blocks, record.generation)
+            assert life.state_since_ns == record.state_since_ns
+            assert life.num_preemptions == record.num_preemptions
+            assert life.num_tokens_before_preemption == record.num_tokens_before_preemption
+            assert life.quarantined == (record.trust is TrustRegion.QUARANTINED)
             assert (life.num_tokens, life.num_failed_loads) == (record.num_tokens, record.num_failed_loads)
             assert lives.num_computed_tokens(life) == tracker.num_computed_tokens(record)
             assert life.keys == record.keys

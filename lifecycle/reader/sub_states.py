@@ -1,0 +1,48 @@
+"""The sub-states of extensions, which refine the state of a life."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.machine import Tables
+from kvledger.lifecycle.reader.records import Life
+
+
+class SubStates:
+    """Moves `Life.sub_state`. To be asked before the state moves."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._moves = tables.sub_states
+        self._dests = tables.phase
+        self._owner = {
+            dest: extension.name for extension in tables.extensions for _, _, dest in extension.rows if "." in dest
+        }
+        self.stopped: dict[str, int] = {}
+        """Extension that takes no part any more -> the event that says so."""
+
+    def move(self, event: e.RequestEvent, trigger: str, life: Life) -> None:
+        """Enter the sub-state to which the event leads, or leave the one that it leads out of."""
+        if not self._owner:
+            return
+        dest = self._dests.get(trigger, {}).get(life.state)
+        if dest is None:
+            return
+        if isinstance(event, e.ExtensionObserved | e.ExtensionDecided):
+            trigger = f"{event.extension}/{event.name}"
+        entered = self._moves.get((trigger, life.state, life.sub_state))
+        if entered is None:
+            entered = self._moves.get((trigger, life.state, ""))
+        if entered and self._owner[f"{dest}.{entered}"] in self.stopped:
+            entered = None
+        if entered is not None:
+            life.sub_state = entered
+        elif dest is not life.state:
+            life.sub_state = ""
+
+    def stop(self, extension: str, sequence: int, lives: Iterable[Life]) -> None:
+        """The extension takes no part any more, and its sub-states are left."""
+        self.stopped.setdefault(extension, sequence)
+        for life in lives:
+            if self._owner.get(life.path) == extension:
+                life.sub_state = ""
