@@ -31,6 +31,15 @@ def hash_of_core() -> str:
 
 
 @cache
+def hash_of_reader() -> str:
+    """Of the same, and of the source of the reader, which decides nothing."""
+    from importlib.resources import files  # noqa: PLC0415 -- as above
+
+    sources = sorted(_sources(files(f"{PACKAGE}.reader"), "reader/"))
+    return _hashed([hash_of_core(), *(part for source in sources for part in source)]) if sources else UNKNOWN
+
+
+@cache
 def hash_of_module(name: str) -> str:
     """Of the source of another module, which has brought a handler, a projection or an extension."""
     try:

@@ -8,6 +8,17 @@ from kvledger.lifecycle.reader.model import EVERY_PART, Model
 from kvledger.lifecycle.reader.moment import Moment, Visits, num_intact_tokens
 from kvledger.lifecycle.reader.records import Life
 from kvledger.lifecycle.reader.start import Start
-from kvledger.lifecycle.reader.visitor import Reader, Visitor
+from kvledger.lifecycle.reader.visitor import NotResumable, Reader, Visitor
 
-__all__ = ["EVERY_PART", "Life", "Model", "Moment", "Reader", "Start", "Visitor", "Visits", "num_intact_tokens"]
+__all__ = [
+    "EVERY_PART",
+    "Life",
+    "Model",
+    "Moment",
+    "NotResumable",
+    "Reader",
+    "Start",
+    "Visitor",
+    "Visits",
+    "num_intact_tokens",
+]

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.chains import Chains, StoredPrefix
 from kvledger.lifecycle.reader.forgotten import LIFE, Forgotten
 from kvledger.lifecycle.reader.lives import Lives
 from kvledger.lifecycle.reader.moment import Moment, num_intact_tokens
@@ -22,6 +25,17 @@ class Allocation(NamedTuple):
     sequence: int
     answer: Answer | None
     num_external_tokens: int
+
+
+_StoredAnswer = tuple[int, e.LookupAnswered, StoredPrefix]
+
+
+class StoredAnswers(msgspec.Struct, forbid_unknown_fields=True):
+    """What is known of answers, as plain values, by request id."""
+
+    pending: dict[str, _StoredAnswer]
+    allocations: dict[str, tuple[int, _StoredAnswer | None, int]]
+    waited_for: dict[str, tuple[StoredPrefix, int]]
 
 
 class Answers:
@@ -68,6 +82,34 @@ class Answers:
         """Take over the answers that no allocation has claimed, and what is waited for."""
         self._pending.update(start.answers)
         self._waited_for.update((who, (prefix, 0)) for who, prefix in start.waited_for.items())
+
+    def stored(self, chains: Chains) -> StoredAnswers:
+        """What is known now."""
+
+        def as_stored(answer: Answer) -> _StoredAnswer:
+            return answer.sequence, answer.event, chains.stored(answer.promised)
+
+        return StoredAnswers(
+            {who: as_stored(answer) for who, answer in self._pending.items()},
+            {
+                who: (each.sequence, None if each.answer is None else as_stored(each.answer), each.num_external_tokens)
+                for who, each in self._allocations.items()
+            },
+            {who: (chains.stored(prefix), sequence) for who, (prefix, sequence) in self._waited_for.items()},
+        )
+
+    def resume(self, stored: StoredAnswers, chains: Chains) -> None:
+        """Know what was stored, and nothing else."""
+
+        def answer(each: _StoredAnswer) -> Answer:
+            return Answer(each[0], each[1], chains.prefix(each[2]))
+
+        self._pending.update((who, answer(each)) for who, each in stored.pending.items())
+        self._allocations.update(
+            (who, Allocation(sequence, None if claimed is None else answer(claimed), num_tokens))
+            for who, (sequence, claimed, num_tokens) in stored.allocations.items()
+        )
+        self._waited_for.update((who, (chains.prefix(each), at)) for who, (each, at) in stored.waited_for.items())
 
     def lost(self) -> None:
         """Events are missing here: what is promised and waited for is not known."""

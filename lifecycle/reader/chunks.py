@@ -10,6 +10,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
@@ -21,6 +23,17 @@ from kvledger.lifecycle.reader.slots import Slots
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.reader.start import Start
+
+
+class StoredChunks(msgspec.Struct, forbid_unknown_fields=True):
+    """What is known of chunks, as plain values."""
+
+    committed: dict[bytes, tuple[int, ...]]
+    departed: dict[bytes, Departed]
+    """The one that left last comes last."""
+    late: list[bytes]
+    num_added: int
+    num_removed: int
 
 
 class Chunks:
@@ -95,6 +108,21 @@ class Chunks:
                 self._count_saving(job)
         for job in self._copies.given_up.values():
             self._slots.hold(job.slots)
+
+    def stored(self) -> StoredChunks:
+        """What is known now."""
+        return StoredChunks(
+            dict(self._committed), dict(self._departed), sorted(self.late), self.num_added, self.num_removed
+        )
+
+    def resume(self, stored: StoredChunks) -> None:
+        """Know what was stored, and nothing else. To be called after the copies and the slots have resumed."""
+        self._committed, self._departed = dict(stored.committed), OrderedDict(stored.departed)
+        self.late = set(stored.late)
+        self.num_added, self.num_removed = stored.num_added, stored.num_removed
+        for _, job in self._copies:
+            if not job.is_load and job.epoch == self._copies.epoch:
+                self._count_saving(job)
 
     def lost(self) -> None:
         """Events are missing here: what is in the pool, and why something is not, is not known."""

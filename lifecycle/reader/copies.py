@@ -7,16 +7,19 @@ for all of them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.chains import Chains, StoredPrefix
 from kvledger.lifecycle.reader.layout import Layout
 from kvledger.lifecycle.reader.lives import Lives
 from kvledger.lifecycle.reader.moment import Moment
-from kvledger.lifecycle.reader.records import Copy, Prefix
+from kvledger.lifecycle.reader.records import NO_PREFIX, Copy, Prefix
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 if TYPE_CHECKING:
@@ -33,6 +36,19 @@ class Reported(NamedTuple):
     """In flight, or given up with ranks that have not reported; None where it is neither."""
     ranks_before: frozenset[int]
     """Those that had reported it before."""
+
+
+class StoredCopies(msgspec.Struct, forbid_unknown_fields=True):
+    """What is known of copies, as plain values: each without its prefix, and that prefix."""
+
+    in_flight: list[tuple[Copy, StoredPrefix]]
+    given_up: list[tuple[Copy, StoredPrefix]]
+    filled_by: dict[int, int]
+    report_sequence: int
+    failure_sequence: int
+    is_withheld: bool
+    epoch: int
+    last_id: int
 
 
 class Copies:
@@ -123,6 +139,34 @@ class Copies:
             if life.state is RequestState.FINISHED and self.reads_blocks_of(life.ordinal):
                 life.held_at = 0
         self.given_up.update((job.job_id, job) for job in start.given_up)
+
+    def stored(self, chains: Chains) -> StoredCopies:
+        """What is known now."""
+
+        def each(copies: Iterable[Copy]) -> list[tuple[Copy, StoredPrefix]]:
+            return [(msgspec.structs.replace(copy, prefix=NO_PREFIX), chains.stored(copy.prefix)) for copy in copies]
+
+        return StoredCopies(
+            each(self._jobs.values()),
+            each(self.given_up.values()),
+            dict(self.filled_by),
+            self.report_sequence,
+            self.failure_sequence,
+            self.is_withheld,
+            self.epoch,
+            self.last_id,
+        )
+
+    def resume(self, stored: StoredCopies, chains: Chains) -> None:
+        """Know what was stored, and nothing else."""
+        for copy, prefix in (*stored.in_flight, *stored.given_up):
+            copy.prefix = chains.prefix(prefix)
+        for copy, _ in stored.in_flight:
+            self._add(copy)
+        self.given_up.update((copy.job_id, copy) for copy, _ in stored.given_up)
+        self.filled_by = dict(stored.filled_by)
+        self.report_sequence, self.failure_sequence = stored.report_sequence, stored.failure_sequence
+        self.is_withheld, self.epoch, self.last_id = stored.is_withheld, stored.epoch, stored.last_id
 
     def lost(self) -> None:
         """Events are missing here: what is in flight is not known."""

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.machine import Standing, Tables
 from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader.chains import Chains
 from kvledger.lifecycle.reader.moment import Moment, Visits, num_intact_tokens
 from kvledger.lifecycle.reader.records import NEVER, Life
 from kvledger.lifecycle.reader.sub_states import SubStates
@@ -19,6 +22,17 @@ from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.reader.start import Start
+
+
+class StoredLives(msgspec.Struct, forbid_unknown_fields=True):
+    """What the lives know, as plain values."""
+
+    lives: list[tuple[Life, int]]
+    """In the order of arrival; each without its keys, and the number of their list."""
+    num_steps: int
+    num_scheduled_tokens: int
+    is_partial: bool
+    stopped_extensions: dict[str, int]
 
 
 class Lives:
@@ -87,6 +101,28 @@ class Lives:
             self.num_decoding += life.decoding_since != NEVER
             life.settled = (self.num_computed_tokens(life), 0)
             self._lives[life.request_id] = self._by_ordinal[life.ordinal] = life
+
+    def stored(self, chains: Chains) -> StoredLives:
+        """What is known now."""
+        return StoredLives(
+            [(msgspec.structs.replace(life, keys=[]), chains.number_of(life.keys)) for life in self],
+            self.num_steps,
+            self.num_scheduled_tokens,
+            self._is_partial,
+            dict(self.stopped_extensions),
+        )
+
+    def resume(self, stored: StoredLives, chains: Chains) -> None:
+        """Know what was stored, and nothing else."""
+        self.num_steps, self.num_scheduled_tokens = stored.num_steps, stored.num_scheduled_tokens
+        self._is_partial = stored.is_partial
+        self._sub_states.stopped = dict(stored.stopped_extensions)
+        for life, chain in stored.lives:
+            life.keys = chains.chains[chain]
+            self._lives[life.request_id] = life
+            if life.ordinal != NEVER:
+                self._by_ordinal[life.ordinal] = life
+            self.num_decoding += life.decoding_since != NEVER
 
     def pop_over(self) -> list[Life]:
         """The lives that ended since the last call."""

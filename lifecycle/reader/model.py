@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 from kvledger.lifecycle import machine
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.marks import marked
-from kvledger.lifecycle.reader.answers import Answers
-from kvledger.lifecycle.reader.chunks import Chunks
-from kvledger.lifecycle.reader.copies import Copies
+from kvledger.lifecycle.reader.answers import Answers, StoredAnswers
+from kvledger.lifecycle.reader.chains import Chains
+from kvledger.lifecycle.reader.chunks import Chunks, StoredChunks
+from kvledger.lifecycle.reader.copies import Copies, StoredCopies
 from kvledger.lifecycle.reader.forgotten import Forgotten
 from kvledger.lifecycle.reader.layout import Layout
-from kvledger.lifecycle.reader.lives import Lives
-from kvledger.lifecycle.reader.moment import Moment, Visits
+from kvledger.lifecycle.reader.lives import Lives, StoredLives
+from kvledger.lifecycle.reader.moment import Moment, StoredMoment, Visits
 from kvledger.lifecycle.reader.slots import Slots
 from kvledger.lifecycle.reader.start import Start
-from kvledger.lifecycle.reader.tables import Tables
-from kvledger.lifecycle.reader.tails import Tails
+from kvledger.lifecycle.reader.tables import StoredTables, Tables
+from kvledger.lifecycle.reader.tails import StoredTails, Tails
 
 _ASKS: Mapping[str, frozenset[str]] = {
     "lives": frozenset(),
@@ -29,6 +32,20 @@ _ASKS: Mapping[str, frozenset[str]] = {
 }
 """Part → the others that it asks, or that count the same slots."""
 EVERY_PART = frozenset({*_ASKS, "forgotten"})
+
+
+class StoredModel(msgspec.Struct, forbid_unknown_fields=True):
+    """Everything that a model knows, as plain values."""
+
+    moment: StoredMoment
+    lives: StoredLives
+    tables: StoredTables
+    slots: dict[int, int]
+    copies: StoredCopies
+    chunks: StoredChunks
+    tails: StoredTails
+    answers: StoredAnswers
+    chains: list[list[bytes]]
 
 
 class Model:
@@ -54,6 +71,38 @@ class Model:
         """Restore what is known where reading starts in the middle of a log."""
         for part in (self.lives, self.tables, self.copies, self.chunks, self.tails, self.answers):
             part.begin(start)
+
+    def stored(self) -> StoredModel:
+        """Everything that is known now."""
+        moment, chains = self.moment, Chains()
+        return StoredModel(
+            StoredMoment(moment.sequence, moment.cause, moment.time_ns),
+            self.lives.stored(chains),
+            self.tables.stored(),
+            self.slots.stored(),
+            self.copies.stored(chains),
+            self.chunks.stored(),
+            self.tails.stored(),
+            self.answers.stored(chains),
+            chains.chains,
+        )
+
+    def resume(self, stored: StoredModel) -> None:
+        """Know what was stored; to be called before the first event.
+
+        Raises:
+            Exception: no log leads to such a state.
+        """
+        moment, chains = self.moment, Chains(stored.chains)
+        moment.sequence, moment.cause = stored.moment.sequence, stored.moment.cause
+        moment.time_ns = stored.moment.time_ns
+        self.lives.resume(stored.lives, chains)
+        self.tables.resume(stored.tables)
+        self.slots.resume(stored.slots)
+        self.copies.resume(stored.copies, chains)
+        self.chunks.resume(stored.chunks)
+        self.tails.resume(stored.tails)
+        self.answers.resume(stored.answers, chains)
 
     def lost(self) -> None:
         """Events are missing here. What was known of lives is kept as far as it can still be true; all else is not."""

@@ -59,6 +59,14 @@ class Moment:
     """Of a step: the ordinals of rows that concern no life, or that pause one that does not decode as before."""
 
 
+class StoredMoment(msgspec.Struct, forbid_unknown_fields=True):
+    """What of the last event the next one needs."""
+
+    sequence: int
+    cause: int
+    time_ns: int
+
+
 def num_intact_tokens(event: RequestPreempted | RequestFinished) -> int:
     """Of the settled tokens those that a copy made before the next forward still finds; not asked of the live path."""
     return 0 if event.blocks_zeroed else event.num_settled_tokens

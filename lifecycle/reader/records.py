@@ -117,6 +117,9 @@ class Prefix:
         return chunk < self.num_chunks and self.keys[chunk] == key
 
 
+NO_PREFIX = Prefix(NEVER, (), 0)
+
+
 class Copy(msgspec.Struct, gc=False):
     """One load or save that has not been settled."""
 

@@ -5,7 +5,7 @@ It counts, and does not know what is in a slot.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvledger.lifecycle.events import NO_SLOT
 
@@ -36,6 +36,14 @@ class Slots:
         """The same; returns those that somebody needed already, also where one stands twice, or that there are not."""
         self.hold(slots)
         return [slot for slot in slots if self._num_holders.get(slot, 1) > 1 or not NO_SLOT <= slot < self.num_slots]
+
+    def stored(self) -> dict[int, int]:
+        """Slot → how many need it."""
+        return dict(self._num_holders)
+
+    def resume(self, stored: Mapping[int, int]) -> None:
+        """Know what was stored, and nothing else."""
+        self._num_holders = dict(stored)
 
     def lost(self) -> None:
         """Events are missing here: what the slots are needed for is not known."""

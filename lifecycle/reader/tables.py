@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NULL_BLOCK
 from kvledger.lifecycle.marks import on
@@ -18,6 +20,14 @@ from kvledger.lifecycle.states import BlocksRegion
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.reader.start import Start
+
+
+class StoredTables(msgspec.Struct, forbid_unknown_fields=True):
+    """Ordinal → block ids in token order."""
+
+    held: dict[int, list[int]]
+    lost: dict[int, list[int]]
+    """Since the last step."""
 
 
 class Tables:
@@ -74,6 +84,17 @@ class Tables:
             if len(table):
                 self._hold(ordinal, table)
         self._lost.update((ordinal, array("I", table)) for ordinal, table in start.lost.items() if len(table))
+
+    def stored(self) -> StoredTables:
+        """What is known now."""
+        held = {ordinal: list(table) for ordinal, table in self._held.items()}
+        return StoredTables(held, {ordinal: list(table) for ordinal, table in self._lost.items()})
+
+    def resume(self, stored: StoredTables) -> None:
+        """Know what was stored, and nothing else."""
+        for ordinal, table in stored.held.items():
+            self._hold(ordinal, table)
+        self._lost.update((ordinal, array("I", table)) for ordinal, table in stored.lost.items())
 
     def lost(self) -> None:
         """Events are missing here: who holds which blocks is not known."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import attrs
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT
@@ -24,6 +25,13 @@ _TAKEN_AWAY: tuple[type[e.RequestEvent], ...] = (
     e.RequestFinished,
     e.RequestArrived,
 )
+
+
+class StoredTails(msgspec.Struct, forbid_unknown_fields=True):
+    """By the ordinal of a life."""
+
+    tails: dict[int, IssuedTail]
+    dropped: dict[int, tuple[IssuedTail, str, int]]
 
 
 class Tails:
@@ -68,6 +76,14 @@ class Tails:
         for tail in start.tails.values():
             if tail.is_saved:
                 self._slots.hold(tail.slots)
+
+    def stored(self) -> StoredTails:
+        """What is known now."""
+        return StoredTails(dict(self._tails), dict(self._dropped))
+
+    def resume(self, stored: StoredTails) -> None:
+        """Know what was stored, and nothing else."""
+        self._tails, self._dropped = dict(stored.tails), dict(stored.dropped)
 
     def lost(self) -> None:
         """Events are missing here: which tails are saved is not known."""

@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
+from hashlib import blake2b
 from typing import Any, ClassVar, Generic, TypeVar
 
+import attrs
+import msgspec
+
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.code import hash_of_module, hash_of_reader
 from kvledger.lifecycle.marks import marked
-from kvledger.lifecycle.reader.model import Model
+from kvledger.lifecycle.reader.model import Model, StoredModel
 from kvledger.lifecycle.reader.moment import Visit, Visits
 from kvledger.lifecycle.reader.records import Life
+from kvledger.lifecycle.untrusted import from_msgpack
 
 _Model = TypeVar("_Model", bound=Model)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@cache
+def _layout(state: type[msgspec.Struct]) -> str:
+    return repr(msgspec.inspect.type_info(state))
+
+
+class NoState(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a visitor that remembers nothing."""
+
+
+class StoredReader(msgspec.Struct, forbid_unknown_fields=True):
+    """What a reader and its visitors know after an event."""
+
+    fingerprint: str
+    model: StoredModel
+    visitors: list[msgspec.Raw]
+    """The state of each visitor, in their order."""
+
+
+class NotResumable(ValueError):
+    """Stored bytes are no state that this code can go on from; the message says why."""
 
 
 class Visitor(Generic[_Model]):
@@ -19,6 +49,8 @@ class Visitor(Generic[_Model]):
 
     A visitor may ask the model anything and changes nothing in it. It collects output. It never works out lives,
     states, generations, ranks or answers by itself, because then two parts of kvledger could disagree about a log.
+
+    A visitor that remembers anything has it in `state`, so that reading can stop after an event and go on elsewhere.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("lives",)
@@ -28,6 +60,11 @@ class Visitor(Generic[_Model]):
         self.model = model
         self.moment = model.moment
         """The event at hand."""
+        self.state: msgspec.Struct = NoState()
+        """All that it remembers, as plain values. To go on, another one is put in its place."""
+
+    def index(self) -> None:
+        """Make anew what follows from the state; called when model and state are those of another reader."""
 
     def visits(self) -> Visits:
         """(event class, method) in the order in which they are called for an event; a class may stand twice."""
@@ -94,6 +131,44 @@ class Reader:
             moment.time_ns = getattr(event, "time_ns", moment.time_ns)
             for visit in visits.get(type(event), ()):
                 visit(event)
+
+    def capture(self, core_fingerprint: str) -> bytes:
+        """Return everything that the model and the visitors know now.
+
+        Args:
+            core_fingerprint: of the core that reads, see `Core.fingerprint`.
+        """
+        states = [msgspec.Raw(_encode(visitor.state)) for visitor in self._visitors]
+        return _encode(StoredReader(self.fingerprint(core_fingerprint), self.model.stored(), states))
+
+    def resume(self, stored: bytes, core_fingerprint: str) -> None:
+        """Know what was captured; to be called before the first event.
+
+        Raises:
+            NotResumable: other code captured it, or under another configuration, or it is no such state. This reader
+                is of no use then.
+        """
+        try:
+            there: StoredReader = from_msgpack(stored, StoredReader)
+            is_ours = there.fingerprint == self.fingerprint(core_fingerprint)
+            if is_ours:
+                self.model.resume(there.model)
+                for visitor, state in zip(self._visitors, there.visitors, strict=True):
+                    visitor.state = from_msgpack(bytes(state), type(visitor.state))
+                    visitor.index()
+        except Exception as error:  # a state that no log leads to may stumble anywhere
+            message = f"the stored state cannot be used: {type(error).__name__}: {error}"
+            raise NotResumable(message) from error
+        if not is_ours:
+            message = "the stored state cannot be used: other code stored it, or for another configuration"
+            raise NotResumable(message)
+
+    def fingerprint(self, core_fingerprint: str) -> str:
+        """What must be equal for a state to mean the same: code, configuration, and the layout of the state."""
+        kinds = [(type(visitor).__qualname__, hash_of_module(type(visitor).__module__)) for visitor in self._visitors]
+        layouts = [_layout(StoredModel), *(_layout(type(visitor.state)) for visitor in self._visitors)]
+        parts = core_fingerprint, attrs.asdict(self.model.configuration), hash_of_reader(), kinds, layouts
+        return blake2b(_encode(parts), digest_size=16).hexdigest()
 
     def lost(self, first_sequence: int, last_sequence: int) -> None:
         """Events are missing here, or the log begins late."""

@@ -1,0 +1,134 @@
+"""Reading can stop after an event, be stored, and go on: nobody can tell the difference."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import attrs
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lifecycle_driver import play_seed
+from lifecycle_driver.any_events import any_log
+
+from kvledger.lifecycle import Core, LedgerConfiguration, SequencedEvent
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.reader import EVERY_PART, Life, Model, NotResumable, Reader, Visitor
+
+CORE = Core.standard()
+FINGERPRINT = CORE.fingerprint()
+
+
+class Counted(msgspec.Struct, forbid_unknown_fields=True):
+    """What `Counts` remembers."""
+
+    num_answers: dict[str, int] = {}
+    ended: list[tuple[str, int, int]] = []
+
+
+class Counts(Visitor[Model]):
+    """Counts the answers of each request while it lives."""
+
+    needs = tuple(EVERY_PART)
+    state: Counted
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.state = Counted()
+
+    @on(e.LookupAnswered)
+    def _answered(self, event: e.LookupAnswered) -> None:
+        self.state.num_answers[event.request_id] = self.state.num_answers.get(event.request_id, 0) + 1
+
+    def ended(self, life: Life) -> None:
+        """Say how many it had."""
+        self.state.ended.append((life.request_id, life.ordinal, self.state.num_answers.pop(life.request_id, 0)))
+
+
+def new_reader(configuration: LedgerConfiguration) -> Reader:
+    """Before the first event."""
+    model = Model(CORE.tables, configuration)
+    return Reader(model, [Counts(model)])
+
+
+def known(reader: Reader) -> bytes:
+    """Everything that it knows."""
+    return reader.capture(FINGERPRINT)
+
+
+def check_resumed_everywhere(
+    configuration: LedgerConfiguration, events: Sequence[SequencedEvent], gap: int = 0, stops: int = 7
+) -> None:
+    """Stop after some events, resume another reader, and compare at each event behind it."""
+    whole = new_reader(configuration)
+    resumed: list[Reader] = []
+    for number, numbered in enumerate(events):
+        for reader in (whole, *resumed):
+            if gap == numbered[0]:
+                reader.lost(gap - 1, gap - 1)
+            reader.take([numbered])
+        state = known(whole)
+        for reader in resumed:
+            assert known(reader) == state
+        if number % stops == stops - 1:
+            another = new_reader(configuration)
+            another.resume(state, FINGERPRINT)
+            assert known(another) == state
+            resumed = [*resumed[-1:], another]
+            gc.collect()
+
+
+@pytest.mark.parametrize(("seed", "sizes"), [(1, (16, 16)), (2, (8, 16)), (3, (32, 16))])
+def test_a_resumed_reader_knows_at_each_event_what_the_whole_one_knows(seed: int, sizes: tuple[int, int]) -> None:
+    """On walks with every kind of event, wherever it stopped."""
+    driver = play_seed(seed, 40, chunk_size=sizes[0], block_size=sizes[1])
+    check_resumed_everywhere(driver.configuration, list(enumerate(driver.observed, 1)))
+
+
+def test_it_goes_on_behind_a_gap_too() -> None:
+    """Lives stay partial."""
+    driver = play_seed(5, 40, chunk_size=16, block_size=16)
+    log = list(enumerate(driver.observed, 1))
+    check_resumed_everywhere(driver.configuration, log, gap=len(log) // 3)
+
+
+@settings(max_examples=30)
+@given(log=any_log())
+def test_whatever_a_log_says_it_can_be_stopped_and_resumed(log: tuple[LedgerConfiguration, list[e.Event]]) -> None:
+    """Also where observations make no sense."""
+    configuration, events = log
+    check_resumed_everywhere(configuration, list(enumerate(events, 1)), stops=5)
+
+
+def test_state_of_another_configuration_or_code_is_refused() -> None:
+    """With a reason; it would mean something else."""
+    configuration = LedgerConfiguration(16, 16, num_slots=4)
+    stored = known(new_reader(configuration))
+    with pytest.raises(NotResumable, match="other code stored it, or for another configuration"):
+        new_reader(attrs.evolve(configuration, num_slots=5)).resume(stored, FINGERPRINT)
+    with pytest.raises(NotResumable, match="other code"):
+        new_reader(configuration).resume(stored, "another core")
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_damaged_state_is_refused_and_never_raises_anything_else(data: st.DataObject) -> None:
+    """Bytes that are cut or changed."""
+    driver = play_seed(1, 10, chunk_size=16, block_size=16)
+    reader = new_reader(driver.configuration)
+    reader.take(enumerate(driver.observed, 1))
+    stored = bytearray(known(reader))
+    at = data.draw(st.integers(0, len(stored) - 1))
+    if data.draw(st.booleans()):
+        del stored[at:]
+    else:
+        stored[at] ^= data.draw(st.integers(1, 255))
+    another = new_reader(driver.configuration)
+    try:
+        another.resume(bytes(stored), FINGERPRINT)
+    except NotResumable:
+        return
+    known(another)
