@@ -245,6 +245,7 @@ class Copies:
             epoch=self.epoch,
             since_step=self._lives.num_steps,
             since_ns=self._moment.time_ns,
+            num_tokens=getattr(event, "num_tokens", 0),
             leaves_out=NO_SLOT in event.slots,
         )
         self._add(job)

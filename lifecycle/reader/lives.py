@@ -77,6 +77,15 @@ class Lives:
         life = self.of(decision.ordinal)
         return life if life is not None and life.generation == decision.generation else None
 
+    @property
+    def num_open(self) -> int:
+        """Lives that have not finished."""
+        return sum(life.state is not RequestState.FINISHED for life in self)
+
+    def path_before_observation(self, life: Life) -> str:
+        """The path that a life had before the last observation; empty where it began there, or was not known."""
+        return life.path_before if life.moved_at == self._moment.cause else life.path
+
     def num_computed_tokens(self, life: Life) -> int:
         """Tokens computed or in flight after the last step."""
         if life.decoding_since == NEVER:
@@ -169,6 +178,13 @@ class Lives:
             self._move(life, *dest, is_legal=moment.is_legal)
         if not life.is_state_known:
             self._tell_state(life, dests)
+        if life.path != moment.path_before:
+            self._note_path(life, moment.path_before)
+
+    def _note_path(self, life: Life, path: str) -> None:
+        """The life's path changes at this event; of several changes at one observation the first counts."""
+        if life.moved_at != self._moment.cause:
+            life.moved_at, life.path_before = self._moment.cause, path
 
     def _move(self, life: Life, state: RequestState, blocks: BlocksRegion, *, is_legal: bool) -> None:
         life.blocks = blocks
@@ -225,7 +241,8 @@ class Lives:
             self._over(earlier)
         num_tokens, now_ns = event.num_prompt_tokens, event.time_ns
         self._moment.life = life = Life(event.request_id, event.ordinal, num_tokens, num_tokens)
-        life.arrived_at, life.arrived_ns, life.state_since_ns = self._moment.sequence, now_ns, now_ns
+        life.arrived_at = life.moved_at = self._moment.sequence
+        life.arrived_ns = life.state_since_ns = now_ns
         self._lives[event.request_id] = self._by_ordinal[event.ordinal] = life
 
     @on(e.RequestReleased)
@@ -304,6 +321,9 @@ class Lives:
 
     @on(e.ExtensionStopped)
     def _extension_stopped(self, event: e.ExtensionStopped) -> None:
+        for life in self:
+            if life.sub_state:
+                self._note_path(life, life.path)
         self._sub_states.stop(event.extension, self._moment.sequence, self)
 
     @property
@@ -371,11 +391,7 @@ class Lives:
             self._row(life, num_computed_tokens)
             life.num_tokens = num_tokens
             life.computes_first = False
-            dest, is_legal = self._dests["tokens.scheduled"][life.state, life.blocks]
-            if not is_legal:
-                self._moment.refused_rows.append((life, life.state, life.blocks))
-            self._move(life, *dest, is_legal=is_legal)
-            life.is_state_known = True
+            self._run(life)
             self._count(life, num_computed_tokens + num_scheduled_tokens)
             if num_scheduled_tokens == 1 and num_computed_tokens + 1 >= num_tokens:
                 decoding.append(life)
@@ -387,6 +403,15 @@ class Lives:
             life = self.of(ordinal)
             if life is not None:
                 life.settled_before, life.settled = life.settled[0], (num_settled_tokens, self._moment.sequence)
+
+    def _run(self, life: Life) -> None:
+        (state, blocks), is_legal = self._dests["tokens.scheduled"][life.state, life.blocks]
+        if not is_legal:
+            self._moment.refused_rows.append((life, life.state, life.blocks))
+        if state is not life.state or not life.is_state_known:
+            self._note_path(life, life.path)
+        self._move(life, state, blocks, is_legal=is_legal)
+        life.is_state_known = True
 
     def _row(self, life: Life, num_computed_tokens: int) -> None:
         """Compare where a row begins with what was counted; this step is counted already where one more is expected."""

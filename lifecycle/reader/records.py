@@ -46,6 +46,10 @@ class Life(msgspec.Struct, gc=False, eq=False):
     num_failed_loads: int = 0
     computes_first: bool = False
     """Its load failed, and no step has computed anything for it since."""
+    moved_at: int = NEVER
+    """The last observation at which its path changed; `NEVER`: none since reading began."""
+    path_before: str = ""
+    """Its path before that observation."""
     quarantined: bool = False
     quarantined_at: int = 0
     """Event of its first quarantine; 0: none, or before reading began."""
@@ -157,6 +161,8 @@ class Copy(msgspec.Struct, gc=False):
     ranks_failed: frozenset[int] = frozenset()
     is_before_forward: bool = False
     """Whether it is a save that must be over before its step computes anything."""
+    num_tokens: int = 0
+    """Tokens of a load or of a tail; 0 of a save of chunks, and of a load that was issued before reading began."""
     delivered_at: int = 0
     """Sequence number of the `EffectsDelivered` with which it was handed out; 0 if none is in the log."""
     delivered_step: int = 0

@@ -70,6 +70,9 @@ class Visitor(Generic[_Model]):
         """(event class, method) in the order in which they are called for an event; a class may stand twice."""
         return marked(self)
 
+    def decided(self) -> None:
+        """The model contains the last observation and everything that was decided upon it."""
+
     def lost(self, first_sequence: int, last_sequence: int) -> None:
         """These events are missing. The model has forgotten what it cannot know any more."""
 
@@ -88,6 +91,9 @@ class Reader:
         self._visitors = tuple(visitors)
         self.num_events = 0
         """Events taken, that at which something was raised included."""
+        self._decided = tuple(each.decided for each in self._visitors if type(each).decided is not Visitor.decided)
+        self._num_decided = 0
+        """Events taken when visitors were last told that an observation is complete."""
         self._ends_anywhere = False
         self._visits = self._make_visits()
 
@@ -117,20 +123,28 @@ class Reader:
                 visitor.ended(life)
 
     def take(self, events: Iterable[tuple[int, e.Event]]) -> None:
-        """Take up the next events, in the order of the log.
+        """Take up the next events, in the order of the log: observations, each with everything decided upon it.
 
         Raises:
             Exception: whatever a visitor raises; `model.moment` says at which event. Nothing more can be taken.
         """
         moment, visits = self.model.moment, self._visits
         for sequence, event in events:
-            moment.sequence, moment.event = sequence, event
             if not event.is_decision:
+                self._finish_observation()
                 moment.cause = sequence
+            moment.sequence, moment.event = sequence, event
             self.num_events += 1
             moment.time_ns = getattr(event, "time_ns", moment.time_ns)
             for visit in visits.get(type(event), ()):
                 visit(event)
+        self._finish_observation()
+
+    def _finish_observation(self) -> None:
+        if self._decided and self._num_decided != self.num_events:
+            self._num_decided = self.num_events
+            for decided in self._decided:
+                decided()
 
     def capture(self, core_fingerprint: str) -> bytes:
         """Return everything that the model and the visitors know now.

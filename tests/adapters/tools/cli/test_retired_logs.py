@@ -15,12 +15,14 @@ from stored_logs import header_of
 
 from kvledger.adapters.tools.logs import index as index_module
 from kvledger.adapters.tools.logs.log import open_log
+from kvledger.adapters.tools.logs.reading import begin_model, take_batch
 from kvledger.adapters.tools.logs.snapshots import write_snapshots
 from kvledger.lifecycle import Core, Ledger, projections
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import vocabulary_header
 from kvledger.lifecycle.projections.base import Subject
 from kvledger.lifecycle.projections.costs import TokenCosts
+from kvledger.lifecycle.reader import Life, Model, Reader, Visitor
 from kvledger.lifecycle.snapshots import state_fingerprint
 from kvledger.storage.events import SegmentEventStore, Snapshot, usable_snapshot, write_snapshot
 from kvledger.storage.events.segment_file import segment_paths
@@ -189,6 +191,51 @@ def test_show_prints_no_totals_where_the_snapshot_has_none(
     (state,) = run("replay", "--json", retired.log).objects("state")
     assert state["totals"] is None
     assert "not known: the snapshot" in run("export", "--html", retired.log).out
+
+
+class Ends(Visitor[Model]):
+    """Collects the lives that end, and what is missing."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.ended_lives: dict[int, tuple[str, str, int, bool]] = {}
+        self.gaps: list[tuple[int, int]] = []
+
+    def ended(self, life: Life) -> None:
+        """Remember it."""
+        self.ended_lives[life.ordinal] = life.request_id, life.path, life.generation, life.is_partial
+
+    def lost(self, first_sequence: int, last_sequence: int) -> None:
+        """Remember it."""
+        self.gaps.append((first_sequence, last_sequence))
+
+
+def read_ends(path: Path) -> tuple[Ends, int]:
+    """Read a log; returns what ended, and the event that it begins with."""
+    log = open_log(path)
+    model = begin_model(log)
+    visitor = Ends(model)
+    reader = Reader(model, [visitor])
+    for batch in log.batches():
+        take_batch(reader, log, batch)
+    return visitor, log.first_sequence
+
+
+def test_the_reader_begins_at_the_snapshot_or_as_behind_a_gap(retired: Retired) -> None:
+    """With the snapshot it knows every life that ends later; without, the same lives, whose beginning is missing."""
+    whole, _ = read_ends(retired.whole)
+    rest, first = read_ends(retired.log)
+    assert rest.ended_lives
+    assert rest.ended_lives.items() <= whole.ended_lives.items()
+    assert not rest.gaps
+    for path in retired.log.glob("*.snapshot"):
+        path.unlink()
+    late, _ = read_ends(retired.log)
+    assert late.gaps == [(1, first - 1)]
+    assert late.ended_lives.keys() == rest.ended_lives.keys()
+    assert any(is_partial for *_, is_partial in late.ended_lives.values())
+    whole_lives = {life for life in late.ended_lives.items() if not life[1][-1]}
+    assert whole_lives <= whole.ended_lives.items()
 
 
 def test_the_state_at_a_moment_is_that_of_the_whole_log(run: Any, retired: Retired) -> None:

@@ -1,0 +1,40 @@
+"""Where the reader begins in a stored log, and what it is given of it: for every tool, so that all read it alike."""
+
+from __future__ import annotations
+
+from kvledger.adapters.tools.logs.log import Batch, StoredLog
+from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle.audit.taken_over import taken_over
+from kvledger.lifecycle.reader import Model, Reader
+
+HEADER_LOST = LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
+"""To read a log without its header: lives and their states are known, and nothing of chunks and slots."""
+
+
+def begin_model(log: StoredLog, configuration: LedgerConfiguration | None = None) -> Model:
+    """The model before the first event that `take_batch` gives a reader.
+
+    If the oldest segments of the log were retired, it holds what the first usable snapshot holds. Without one, reading
+    begins as behind a gap. Call it before the batches are read: they begin at `log.start_sequence`.
+
+    Args:
+        log: the opened log.
+        configuration: that of the log by default.
+
+    Raises:
+        CommandFailed: the log has lost its header, and no configuration is given.
+    """
+    model = Model(log.core.tables, configuration or log.configuration)
+    start = log.start()
+    if start is not None:
+        model.begin(taken_over(start))
+    return model
+
+
+def take_batch(reader: Reader, log: StoredLog, batch: Batch) -> None:
+    """Give a reader the batch that was just read; not what the snapshot contains already from which it began."""
+    gap = batch.gap
+    if gap is not None and not gap.is_in_snapshot:
+        reader.lost(gap.first_sequence, gap.last_sequence)
+    if batch.last_sequence > log.start_sequence:
+        reader.take(batch.numbered())
