@@ -40,7 +40,9 @@ settings.load_profile("kvledger")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of all tests."""
-    parser.addoption("--rewrite", action="store_true", help="write the output in tests/transcripts/*.txt anew")
+    parser.addoption(
+        "--rewrite", action="store_true", help="write the output in tests/transcripts/*.txt and notebooks anew"
+    )
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -1,24 +1,93 @@
 """kvledger: a KV-cache connector for vLLM that writes everything it sees and decides into a log, and reads such logs.
 
-`import kvledger` imports nothing else. The parts are imported by their own names: `kvledger.lifecycle` is the core,
-`kvledger.storage` keeps events and KV pages, and `kvledger.adapters` connects both to vLLM and to people.
+This prints why the tokens of a request were computed:
+
+    import kvledger
+
+    for reason in kvledger.open_log("logs").request("chat-17").why():
+        print(reason)
+
+`open_log` takes one log, or a folder with the logs of several engine starts. It needs neither vLLM nor torch. `Log` has
+the entries, requests, lookups, copies, steps and evictions of a log, and `verify` checks the log against all rules.
+
+`import kvledger` imports nothing else; each name below is imported when it is first asked for. The parts have their own
+names: `kvledger.lifecycle` is the core, `kvledger.storage` keeps events and KV pages, and `kvledger.adapters` connects
+both to vLLM and to people.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvledger.adapters.tools.api import (
+        Advance,
+        Copy,
+        Damage,
+        Divergence,
+        Entry,
+        Error,
+        Eviction,
+        Life,
+        Log,
+        LogNotFound,
+        LogReport,
+        LogUnreadable,
+        Lookup,
+        Reason,
+        ReasonCode,
+        ReasonsDoNotAddUp,
+        Report,
+        Request,
+        RequestAmbiguous,
+        RequestNotFound,
+        Start,
+        Step,
+        Verdict,
+        Violation,
+        open_log,
+    )
     from kvledger.lifecycle import __version__
 
-__all__ = ["__version__"]
+__all__ = [
+    "Advance",
+    "Copy",
+    "Damage",
+    "Divergence",
+    "Entry",
+    "Error",
+    "Eviction",
+    "Life",
+    "Log",
+    "LogNotFound",
+    "LogReport",
+    "LogUnreadable",
+    "Lookup",
+    "Reason",
+    "ReasonCode",
+    "ReasonsDoNotAddUp",
+    "Report",
+    "Request",
+    "RequestAmbiguous",
+    "RequestNotFound",
+    "Start",
+    "Step",
+    "Verdict",
+    "Violation",
+    "__version__",
+    "open_log",
+]
 
 
-if not TYPE_CHECKING:  # for a type checker only the names above exist
+if not TYPE_CHECKING:  # a type checker knows the names above, and no others
 
     def __getattr__(name: str) -> object:
         """Import what is asked for, when it is first asked for."""
         if name not in __all__:
             raise AttributeError(f"module 'kvledger' has no attribute {name!r}")
-        from kvledger.lifecycle import __version__ as value  # noqa: PLC0415 -- see the docstring above
+        from importlib import import_module  # noqa: PLC0415 -- a program that asks for nothing pays for nothing
 
-        globals()[name] = value
+        module = import_module("kvledger.lifecycle" if name == "__version__" else "kvledger.adapters.tools.api")
+        value = globals()[name] = getattr(module, name)
         return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 PROMISED = {
+    "kvledger",
     "kvledger.lifecycle",
     *(f"kvledger.lifecycle.{module}" for module in ("audit", "codec", "decisions", "events", "handlers", "snapshots")),
     *(f"kvledger.lifecycle.{module}" for module in ("testing", "windows")),
@@ -22,6 +24,15 @@ PROMISED_OF_ADAPTERS = {
     "kvledger.adapters.tools.logs.log.open_log",
     "kvledger.adapters.tools.reasons.Accounts",
 }
+
+
+def source_of(file: Path) -> str:
+    """A program's text, or that of a notebook's cells."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".ipynb":
+        return text
+    cells = (cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
+    return "\n".join("".join(cell["source"]) for cell in cells)
 
 
 def imported(source: str) -> Iterator[tuple[str, str]]:
@@ -39,14 +50,18 @@ def is_promised(module: str, name: str) -> bool:
         return True
     if module not in PROMISED:
         return False
+    if not name:
+        return module == "kvledger"
     there = importlib.import_module(module)
     return name in getattr(there, "__all__", vars(there)) and not name.startswith("_")
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.rglob("*.py")), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file", sorted([*EXAMPLES.rglob("*.py"), *EXAMPLES.rglob("*.ipynb")]), ids=lambda file: file.name
+)
 def test_an_example_imports_what_is_promised_and_nothing_else(file: Path) -> None:
     """Extenders copy them."""
-    assert [pair for pair in imported(file.read_text(encoding="utf-8")) if not is_promised(*pair)] == []
+    assert [pair for pair in imported(source_of(file)) if not is_promised(*pair)] == []
 
 
 @pytest.mark.parametrize(

@@ -65,12 +65,14 @@ def test_a_linked_source_file_is_on_the_site(site: Path, repository: Path) -> No
 
 @pytest.mark.xdist_group("docs site")
 def test_the_reference_has_what_is_promised(site: Path) -> None:
-    """Each name of `kvledger.lifecycle.__all__`, with its anchor; a type alias and the version have none."""
-    from kvledger import lifecycle
+    """Each name of `kvledger` and of `kvledger.lifecycle`, with its anchor; a type alias and the version have none."""
+    import kvledger
 
     page = (site / "reference.html").read_text()
-    missing = {name for name in lifecycle.__all__ if f'id="kvledger.lifecycle.{name}"' not in page}
-    assert missing <= {"SequencedEvent", "__version__"}, missing
+    names = {f"kvledger.{name}" for name in kvledger.__all__}
+    names |= {f"kvledger.lifecycle.{name}" for name in kvledger.lifecycle.__all__}
+    missing = {name for name in names if f'id="{name}"' not in page}
+    assert missing <= {"kvledger.__version__", "kvledger.lifecycle.SequencedEvent", "kvledger.lifecycle.__version__"}
 
 
 @pytest.mark.xdist_group("docs site")

@@ -7,12 +7,13 @@ from typing import Final
 
 from rich.cells import cell_len
 
+from kvledger.adapters.tools.logs.finding import CUT
+
 _GAP: Final = 2
 LEAST_PROSE: Final = 34
 """A column of text is folded, but not into a narrower one."""
 _LEAST_OF_ID: Final = 8
 _LEAST_CUT: Final = 4
-CUT: Final = "…"
 
 
 def fitting(

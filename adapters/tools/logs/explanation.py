@@ -268,7 +268,7 @@ class _Chain:
 
     def _texts(self, spans: Sequence[Span], before_ns: int) -> list[str]:
         return [
-            reason_text(group, self.histories, self.configuration.chunk_size, before_ns) for group in _groups(spans)
+            reason_text(group, self.histories, self.configuration.chunk_size, before_ns) for group in groups_of(spans)
         ]
 
 
@@ -314,7 +314,7 @@ def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]
 # --- reasons ------------------------------------------------------------------------------------
 
 
-def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
+def groups_of(spans: Sequence[Span]) -> Iterator[list[Span]]:
     """Neighbours with one reason that one and the same request or event led to."""
     group: list[Span] = []
     for span in spans:

@@ -491,7 +491,10 @@ def _without_header(path: Path, core: Core, reader: LogReader, *, lenient: bool)
                 break
             return StoredLog(path, core, {}, None, decoder=decoder, reader=reader)
     found = "; ".join(damage.detail for damage in reader.damage) or "it is empty"
-    message = f"{path}: no segment has a readable header, so its events cannot be decoded: {found}; {why}"
+    message = (
+        f"{path}: no segment has a readable header, so its events cannot be decoded: {found}; {why}. Give a log, or a "
+        "copy of this one from before the damage"
+    )
     raise CommandFailed(message, ExitCode.DAMAGED)
 
 

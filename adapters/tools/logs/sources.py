@@ -10,7 +10,7 @@ import errno
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -75,11 +75,18 @@ class _Log:
         return str(self.header.get("engine_id") or ""), str(self.header.get("connector") or "")
 
 
-def find_logs(path: Path | StreamUrl, mirror: Path | None = None, *, newest: bool = False) -> list[Path]:
+def find_logs(
+    path: Path | StreamUrl,
+    mirror: Path | None = None,
+    *,
+    newest: bool = False,
+    on_remark: Callable[[str], None] = remark,
+) -> list[Path]:
     """The logs that `path` means: itself, or those in the directory, start by start, a start's scheduler log last.
 
     The URL of a stream means its logs, of which a mirror is made first (in the directory `mirror`); with `newest` only
     of the newest start, since that takes time. If `path` is a link, the paths returned are below what it leads to.
+    `on_remark` is given what the reader should know besides; by default it goes to stderr.
 
     Raises:
         CommandFailed: there is none.
@@ -94,7 +101,7 @@ def find_logs(path: Path | StreamUrl, mirror: Path | None = None, *, newest: boo
             f"{shown_log(path)}: there is nothing; give a log directory or a *.kvlog file", ExitCode.USAGE
         )
     path = _without_link(path)
-    if not path.is_dir() or segment_paths(path) or _has_traces(path):
+    if not path.is_dir() or segment_paths(path) or _has_traces(path, on_remark):
         return [path]
     # A link is listed, so that it is not left out silently: `open_log` refuses it.
     links = [link for link in links_in(path) if link.name != RETIREMENTS_NAME]
@@ -105,12 +112,12 @@ def find_logs(path: Path | StreamUrl, mirror: Path | None = None, *, newest: boo
     return _by_start(logs)
 
 
-def _has_traces(directory: Path) -> bool:
+def _has_traces(directory: Path, on_remark: Callable[[str], None]) -> bool:
     """Whether a directory was a log whose segments are gone. A record that is no file costs the logs in it nothing."""
     try:
         return bool(traces_of_log(directory))
     except RefusedFile as error:
-        remark(str(error))
+        on_remark(str(error))
         return False
 
 

@@ -1,0 +1,55 @@
+"""Logs for Python programs. `kvledger` offers all names of this module, and imports it when one is asked for.
+
+It reads logs as the commands do, and prints nothing. What an event means is in `kvledger.lifecycle.events`.
+"""
+
+from kvledger.adapters.tools.api.errors import (
+    Error,
+    LogNotFound,
+    LogUnreadable,
+    ReasonsDoNotAddUp,
+    RequestAmbiguous,
+    RequestNotFound,
+)
+from kvledger.adapters.tools.api.log import Log, Request, open_log
+from kvledger.adapters.tools.api.records import (
+    Advance,
+    Copy,
+    Entry,
+    Eviction,
+    Life,
+    Lookup,
+    Reason,
+    Start,
+    Step,
+)
+from kvledger.adapters.tools.api.report import Damage, Divergence, LogReport, Report, Verdict, Violation
+from kvledger.adapters.tools.reasons import Reason as ReasonCode
+
+__all__ = [
+    "Advance",
+    "Copy",
+    "Damage",
+    "Divergence",
+    "Entry",
+    "Error",
+    "Eviction",
+    "Life",
+    "Log",
+    "LogNotFound",
+    "LogReport",
+    "LogUnreadable",
+    "Lookup",
+    "Reason",
+    "ReasonCode",
+    "ReasonsDoNotAddUp",
+    "Report",
+    "Request",
+    "RequestAmbiguous",
+    "RequestNotFound",
+    "Start",
+    "Step",
+    "Verdict",
+    "Violation",
+    "open_log",
+]

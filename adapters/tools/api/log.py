@@ -1,0 +1,197 @@
+"""A log as a Python program reads it: `open_log`, and what it returns.
+
+Reading takes no lock, writes nothing into a log, and works while an engine writes it. For the requests of a large log
+an index is built in the user's cache folder, as `kvledger why` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+
+import attrs
+
+from kvledger.adapters.tools.api import reading
+from kvledger.adapters.tools.api.errors import LogUnreadable, RequestNotFound, public_errors
+from kvledger.adapters.tools.api.reading import Silence, Source
+from kvledger.adapters.tools.api.records import Copy, Entry, Eviction, Life, Lookup, Reason, Start, Step
+from kvledger.adapters.tools.api.report import Report, Violation, verified
+from kvledger.adapters.tools.logs.finding import one_request, request_ids
+from kvledger.adapters.tools.logs.sources import EngineStart, engine_starts, find_logs
+from kvledger.adapters.units import plural
+
+
+@attrs.frozen
+class Request:
+    """One request id in one engine start, with all of its lives."""
+
+    start: str
+    request_id: str
+    _source: Source = attrs.field(repr=False, eq=False)
+    _known_lives: tuple[Life, ...] | None = attrs.field(default=None, repr=False, eq=False)
+
+    @cached_property
+    def lives(self) -> tuple[Life, ...]:
+        """From each arrival of the id to its release. Reads the log once if the request came from `Log.request`."""
+        if self._known_lives is not None:
+            return self._known_lives
+        return reading.lives(self._source).get(self.request_id, ())
+
+    def why(self) -> Iterator[Reason]:
+        """Why its tokens were computed: a reason for each token that was left to compute or computed again.
+
+        A request that got no blocks yet has the reasons of its last lookup. Of a life with more than 512 admissions, or
+        more than 512 steps that computed again, the first ones and the last are kept. `docs/reasons.md` explains each
+        code.
+
+        Raises:
+            LogUnreadable: the log's header is lost, and with it the sizes of blocks and chunks.
+            ReasonsDoNotAddUp: a bug of kvledger.
+        """
+        return reading.reasons(self._source, self.request_id)
+
+
+@attrs.frozen
+class Log:
+    """One log, or all logs of a directory. Each method reads anew, start by start, the oldest first.
+
+    A log in which a part is damaged or missing gives what can be read. `verify` says what is wrong.
+    """
+
+    path: Path
+    starts: tuple[Start, ...] = attrs.field(repr=lambda starts: f"({', '.join(start.name for start in starts)})")
+    """The engine starts, the oldest first."""
+    unreadable: tuple[LogUnreadable, ...]
+    """Why logs of the directory could not be opened. They are left out."""
+    _sources: tuple[Source, ...] = attrs.field(repr=False)
+
+    @property
+    def header(self) -> Mapping[str, object]:
+        """What the log of the newest start says about itself; `starts` has the others'."""
+        return self.starts[-1].header
+
+    def entries(self) -> Iterator[Entry]:
+        """Every event; of each start those of the scheduler's log, then those of its workers' logs."""
+        return itertools.chain.from_iterable(source.entries() for source in self._sources)
+
+    def requests(self) -> Iterator[Request]:
+        """Every request, in the order of first arrivals. Keeps a record for each life in memory."""
+        for source in self._schedulers():
+            for request_id, lives in reading.lives(source).items():
+                yield Request(source.start, request_id, source, lives)
+
+    def request(self, request_id: str) -> Request:
+        """The request with this id, or with this part of an id, if only one has it.
+
+        Raises:
+            RequestNotFound: no log has it.
+            RequestAmbiguous: several ids have the part, or several logs have the id.
+        """
+        known = []
+        sources = {}
+        for source in self._schedulers():
+            log = source.opened()
+            with public_errors(source.path):
+                known.append((log, request_ids(log, request_id, Silence())))
+            sources[log.path] = source
+        try:
+            with public_errors(self.path):
+                log, found = one_request(known, request_id)
+        except RequestNotFound as error:
+            if self.unreadable:
+                num_unread = plural(len(self.unreadable), "log")
+                raise RequestNotFound(f"{error}; {num_unread} there could not be read, see `unreadable`") from None
+            raise
+        source = sources[log.path]
+        return Request(source.start, found, source)
+
+    def lookups(self) -> Iterator[Lookup]:
+        """Every answer to a lookup."""
+        return reading.lookups(self._scheduler_entries())
+
+    def copies(self) -> Iterator[Copy]:
+        """Every load and save, in the order of their settlements; after them those without one."""
+        return itertools.chain.from_iterable(reading.copies(source.entries()) for source in self._schedulers())
+
+    def steps(self) -> Iterator[Step]:
+        """Every engine step."""
+        return reading.steps(self._scheduler_entries())
+
+    def evictions(self) -> Iterator[Eviction]:
+        """Every time that chunks left the host pool for a save."""
+        return reading.evictions(self._scheduler_entries())
+
+    def violations(self) -> Iterator[Violation]:
+        """The rules that are broken, as `verify` finds them."""
+        return itertools.chain.from_iterable(verified(source).violations for source in self._sources)
+
+    def verify(self) -> Report:
+        """Check every rule on every log, and make every decision again."""
+        return Report(tuple(verified(source) for source in self._sources), self.unreadable)
+
+    def _schedulers(self) -> Iterable[Source]:
+        """Only these have requests."""
+        return (source for source in self._sources if source.rank is None)
+
+    def _scheduler_entries(self) -> Iterator[Entry]:
+        return itertools.chain.from_iterable(source.entries() for source in self._schedulers())
+
+
+def open_log(path: str | os.PathLike[str], *, lenient: bool = False) -> Log:
+    """Open a log, or all logs of a directory such as `log_dir`, for reading.
+
+    Args:
+        path: a log's folder, one of its segments (`*.kvlog`), or a folder of logs.
+        lenient: skip events of a newer kvledger instead of refusing the log.
+
+    Raises:
+        LogNotFound: there is nothing, or no log.
+        LogUnreadable: none of the logs there can be read.
+    """
+    asked = Path(path)
+    with public_errors(asked):
+        found = engine_starts(find_logs(asked, on_remark=Silence().remark))
+    starts: list[Start] = []
+    sources: list[Source] = []
+    unreadable: list[LogUnreadable] = []
+    for engine_start in found:
+        of_start, failed = _opened(engine_start, lenient=lenient)
+        unreadable += failed
+        if of_start:
+            starts.append(_start(engine_start, of_start))
+            sources += of_start
+    if not sources:
+        raise unreadable[0]
+    return Log(asked, tuple(starts), tuple(unreadable), tuple(sources))
+
+
+def _opened(start: EngineStart, *, lenient: bool) -> tuple[dict[Source, Mapping[str, object]], list[LogUnreadable]]:
+    """Each log of a start with its header, the scheduler's first, and why others cannot be opened."""
+    opened: dict[Source, Mapping[str, object]] = {}
+    failed = []
+    for path in (*([] if start.scheduler is None else [start.scheduler]), *start.workers):
+        source = Source(path, start.main.name, None, lenient)
+        try:
+            log = source.opened()
+        except LogUnreadable as error:
+            failed.append(error)
+        else:
+            opened[attrs.evolve(source, rank=log.worker_rank)] = MappingProxyType(dict(log.header))
+    return opened, failed
+
+
+def _start(start: EngineStart, opened: Mapping[Source, Mapping[str, object]]) -> Start:
+    main = next((source for source in opened if source.path == start.main), next(iter(opened)))
+    header = opened[main]
+    opened_at = header.get("opened_at_unix_ns")
+    return Start(
+        name=start.main.name,
+        path=main.path,
+        worker_paths=tuple(source.path for source in opened if source.rank is not None),
+        header=header,
+        opened_at_unix_ns=opened_at if isinstance(opened_at, int) else None,
+    )

@@ -1,0 +1,302 @@
+"""From the events of stored logs to records. The only part of the API that knows how a log is folded.
+
+Lives and reasons come from the folds that the commands use. A copy is paired with its reports and its settlement by its
+job id. Everything else is one event each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import attrs
+
+from kvledger.adapters.tools.api.errors import ReasonsDoNotAddUp, public_errors
+from kvledger.adapters.tools.api.records import Advance, Copy, Entry, Eviction, Life, Lookup, Reason, Step
+from kvledger.adapters.tools.logs import log as stored
+from kvledger.adapters.tools.logs.explanation import Cause, causes_of, groups_of, reason_text
+from kvledger.adapters.tools.logs.histories import Histories, read_histories
+from kvledger.adapters.tools.logs.index import index_for
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.requests import Requests, RequestSummary
+from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.reasons import Admission, RequestHistory, Span
+from kvledger.adapters.tools.reasons import Reason as ReasonCode
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.events import NO_SLOT
+
+_ISSUED: Mapping[type[e.Event], str] = {e.LoadIssued: "load", e.SaveIssued: "save", e.TailSaveIssued: "tail save"}
+"""Decision to copy → the copy's kind."""
+_SETTLED = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
+_COMPUTED = {"admission", "recomputed", "computed_twice"}
+"""Causes that are about tokens that were computed."""
+
+
+@attrs.frozen
+class Source:
+    """One log on disk. It is opened anew for each reading, so readings do not disturb each other."""
+
+    path: Path
+    start: str
+    rank: int | None
+    """The worker that wrote it; None: the scheduler."""
+    lenient: bool
+
+    def opened(self) -> StoredLog:
+        """The log, to be read once."""
+        with public_errors(self.path):
+            return stored.open_log(self.path, lenient=self.lenient)
+
+    def entries(self) -> Iterator[Entry]:
+        """Each event that can be read."""
+        log = self.opened()
+        with public_errors(self.path):
+            for batch in log.batches():
+                for sequence, event, time_ns in batch.timed():
+                    yield Entry(start=self.start, rank=self.rank, sequence=sequence, time_ns=time_ns, event=event)
+
+
+class Silence:
+    """A `Progress` that shows nothing: a library does not print."""
+
+    def progress(self, _log: StoredLog, _what: str, /) -> contextlib.AbstractContextManager[None]:
+        """Show nothing."""
+        return contextlib.nullcontext()
+
+    def remark(self, _text: str, /) -> None:
+        """Say nothing."""
+
+
+# --- one event each -----------------------------------------------------------------------------
+
+
+def lookups(entries: Iterable[Entry]) -> Iterator[Lookup]:
+    """Each answer to a lookup."""
+    for entry in entries:
+        event = entry.event
+        if not isinstance(event, e.LookupAnswered | e.LookupDeferred):
+            continue
+        answer = event if isinstance(event, e.LookupAnswered) else None
+        deferral = event if isinstance(event, e.LookupDeferred) else None
+        yield Lookup(
+            start=entry.start,
+            sequence=entry.sequence,
+            time_ns=entry.time_ns,
+            request_id=event.request_id,
+            ordinal=event.ordinal,
+            generation=event.generation,
+            num_computed_tokens=event.num_computed_tokens,
+            num_tokens=event.num_tokens,
+            num_hit_tokens=None if answer is None else answer.num_hit_tokens,
+            num_external_tokens=None if answer is None else answer.num_external_tokens,
+            is_async=None if answer is None else answer.is_async,
+            miss_reason="" if answer is None else answer.miss_reason,
+            deferred_for_job=None if deferral is None else deferral.job_id,
+            num_deferred=None if deferral is None else deferral.num_deferred,
+            cause=event.cause,
+        )
+
+
+def steps(entries: Iterable[Entry]) -> Iterator[Step]:
+    """Each engine step."""
+    for entry in entries:
+        event = entry.event
+        if isinstance(event, e.StepScheduled):
+            yield Step(
+                start=entry.start,
+                sequence=entry.sequence,
+                time_ns=entry.time_ns,
+                step=event.step,
+                num_scheduled_tokens=event.num_scheduled_tokens,
+                advanced=tuple(Advance(*row) for row in event.advanced),
+                paused=event.paused,
+            )
+
+
+def evictions(entries: Iterable[Entry]) -> Iterator[Eviction]:
+    """Each time that chunks left the pool for a save."""
+    for entry in entries:
+        event = entry.event
+        if isinstance(event, e.ChunksEvicted):
+            yield Eviction(
+                start=entry.start,
+                sequence=entry.sequence,
+                time_ns=entry.time_ns,
+                keys=event.keys,
+                request_id=event.request_id,
+                ordinal=event.ordinal,
+                generation=event.generation,
+                cause=event.cause,
+            )
+
+
+# --- copies -------------------------------------------------------------------------------------
+
+
+def copies(entries: Iterable[Entry]) -> Iterator[Copy]:
+    """Each copy when it is settled, and at last those of which the log does not have the end."""
+    in_flight: dict[int, Copy] = {}
+    for entry in entries:
+        event = entry.event
+        if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
+            if event.job_id in in_flight:  # in a damaged log: job ids are never used twice
+                yield in_flight.pop(event.job_id)
+            in_flight[event.job_id] = _issued(entry, event)
+        elif isinstance(event, e.TransferReported):
+            for job_id, num_bytes in zip(event.job_ids, event.num_bytes, strict=False):
+                if job_id in in_flight:
+                    in_flight[job_id] = _reported(in_flight[job_id], event, num_bytes)
+        elif isinstance(event, _SETTLED) and event.job_id in in_flight:
+            yield _settled(in_flight.pop(event.job_id), entry, event)
+    yield from in_flight.values()
+
+
+def _issued(entry: Entry, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> Copy:
+    return Copy(
+        start=entry.start,
+        sequence=entry.sequence,
+        time_ns=entry.time_ns,
+        settled_sequence=None,
+        settled_ns=None,
+        kind=_ISSUED[type(event)],
+        job_id=event.job_id,
+        request_id=event.request_id,
+        ordinal=event.ordinal,
+        generation=event.generation,
+        outcome="open",
+        error="",
+        first_token=getattr(event, "first_token", None),
+        num_tokens=getattr(event, "num_tokens", None),
+        chunks=getattr(event, "chunks", ()),
+        block_ids=event.block_ids,
+        slots=event.slots,
+        num_pages=len(event.slots) - event.slots.count(NO_SLOT),
+        is_async=getattr(event, "is_async", False),
+        before_forward=getattr(event, "before_forward", isinstance(event, e.TailSaveIssued)),
+        ranks_done=(),
+        ranks_failed=(),
+        num_bytes=0,
+        worker_ns=0,
+    )
+
+
+def _reported(copy: Copy, event: e.TransferReported, num_bytes: int) -> Copy:
+    return attrs.evolve(
+        copy,
+        ranks_done=tuple(dict.fromkeys((*copy.ranks_done, *event.ranks_done))),
+        ranks_failed=tuple(dict.fromkeys((*copy.ranks_failed, *event.ranks_failed))),
+        num_bytes=copy.num_bytes + num_bytes,
+        worker_ns=copy.worker_ns + event.duration_ns,
+        error=copy.error or event.error,
+    )
+
+
+def _settled(copy: Copy, entry: Entry, event: e.Event) -> Copy:
+    outcome, error = "completed", copy.error
+    if isinstance(event, e.LoadFailed | e.SaveFailed):
+        is_given_up = isinstance(event, e.SaveFailed) and not event.quiet
+        outcome, error = "given up" if is_given_up else "failed", event.error or copy.error
+    return attrs.evolve(copy, settled_sequence=entry.sequence, settled_ns=entry.time_ns, outcome=outcome, error=error)
+
+
+# --- requests -----------------------------------------------------------------------------------
+
+
+def lives(source: Source) -> dict[str, tuple[Life, ...]]:
+    """Request id → its lives in order, of every request of a log, in the order of their first arrivals."""
+    log = source.opened()
+    with public_errors(source.path):
+        found: dict[str, list[Life]] = {}
+        for summary in sorted(_summaries(log), key=lambda summary: summary.first_sequence):
+            life = Life(**{field.name: getattr(summary, field.name) for field in attrs.fields(Life)})
+            found.setdefault(summary.request_id, []).append(life)
+        return {request_id: tuple(its) for request_id, its in found.items()}
+
+
+def _summaries(log: StoredLog) -> list[RequestSummary]:
+    index = index_for(log, Silence())
+    if index is not None:
+        with contextlib.closing(index):
+            return list(index.summaries())
+    ended: list[RequestSummary] = []
+    requests = Requests(ended.append)
+    projections = (log.start() or log.core.new_projections(log.configuration)) if log.header else None
+    for sequence, event in log.events():
+        requests.take(sequence, event)
+        if projections is not None and log.start_sequence < sequence <= log.trusted_sequence:
+            try:
+                projections.fold(event, sequence)
+            except Exception:  # noqa: BLE001 -- of a damaged log; only the states of open requests are from there
+                projections = None
+    if projections is not None:
+        requests.finish(projections)
+    return [*ended, *requests.current.values()]
+
+
+def reasons(source: Source, request_id: str) -> Iterator[Reason]:
+    """Each reason of each life of a request."""
+    log = source.opened()
+    with public_errors(source.path):
+        histories = read_histories(log, Selection(request_id=request_id), request_id, Silence())
+        for history in histories.of_incarnations:
+            admissions = {admission.sequence: admission for admission in history.admissions}
+            for cause in _about_computed_tokens(causes_of(history, histories, log.core, log.configuration)):
+                spans = list(cause.spans)
+                if cause.what == "admission":
+                    spans[:0] = _not_loaded(admissions[cause.sequence], histories)
+                for group in groups_of(spans):
+                    yield _reason(
+                        source,
+                        history,
+                        cause,
+                        group,
+                        reason_text(group, histories, log.configuration.chunk_size, cause.time_ns),
+                    )
+            if differences := history.sums.differences():
+                raise ReasonsDoNotAddUp(
+                    f"{log.path}: the reasons of {request_id} do not add up ({'; '.join(differences)}). This is a bug "
+                    "of kvledger: please report it with this line and, if you may share it, the log"
+                )
+
+
+def _about_computed_tokens(causes: list[Cause]) -> list[Cause]:
+    """Those from which reasons are taken: where tokens were computed, or else the last lookup of a waiting request."""
+    computed = [cause for cause in causes if cause.what in _COMPUTED]
+    return computed or [cause for cause in causes if cause.what == "lookup"][-1:]
+
+
+def _not_loaded(admission: Admission, histories: Histories) -> list[Span]:
+    """Why the tokens that were to be loaded at an admission were not, if that is so. They lie before those left."""
+    first, end = admission.num_retained, admission.num_retained + admission.num_claimed
+    is_delivered = admission.job_id or not (
+        admission.is_started or any(span.reason is ReasonCode.NOT_DELIVERED for span in admission.spans)
+    )
+    if first < end and not is_delivered:
+        broken = [
+            named.sequence
+            for named in histories.events.values()
+            if isinstance(named.event, e.InvariantViolated) and named.event.cause == admission.sequence
+        ]
+        return [Span(first, end, ReasonCode.NOT_DELIVERED, (*broken, admission.sequence))]
+    return [
+        attrs.evolve(span, first_token=max(first, span.first_token), end_token=min(end, span.end_token))
+        for span in admission.spans
+        if span.reason is ReasonCode.LOAD_FAILED and span.first_token < end and span.end_token > first
+    ]
+
+
+def _reason(source: Source, history: RequestHistory, cause: Cause, group: Sequence[Span], text: str) -> Reason:
+    return Reason(
+        start=source.start,
+        request_id=history.request_id,
+        ordinal=history.ordinal,
+        of=cause.what,
+        sequence=cause.sequence,
+        time_ns=cause.time_ns,
+        first_token=group[0].first_token,
+        end_token=group[-1].end_token,
+        code=group[0].reason,
+        evidence=tuple(dict.fromkeys(number for span in group for number in span.evidence if number)),
+        text=text,
+    )

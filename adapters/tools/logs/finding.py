@@ -1,0 +1,104 @@
+"""The request that is meant by an id or a part of one, among the requests of one or several logs."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from kvledger.adapters.tools.exit_codes import CommandFailed
+from kvledger.adapters.tools.logs.index import index_for
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.progress import Progress
+from kvledger.lifecycle import begins_as, logged_request_id
+from kvledger.lifecycle import events as e
+
+CUT: Final = "…"
+"""Ends an id that was cut to fit a terminal. Such an id may be given, too."""
+_MAX_CANDIDATES = 20
+_MAX_COMPARED = 5_000
+"""Of the last requests so many are compared with one that is not known: that takes less than a second."""
+
+
+class RequestUnknown(CommandFailed):
+    """No request has what was given in its id."""
+
+
+class RequestAmbiguous(CommandFailed):
+    """Several ids have what was given in them, or several logs have the id."""
+
+
+def one_request(known: Sequence[tuple[StoredLog, Iterable[str]]], given: str) -> tuple[StoredLog, str]:
+    """The log that has the one request whose id is the given one, or else has it as a whole, begins with it, has it.
+
+    vLLM's front ends write something before the id that a client gives, and behind it: `cmpl-chat-1-0-8f3a1c5e` has
+    `chat-1` as a whole, between hyphens. A long id is found by its hash, or by its beginning if vLLM has written
+    something before it. Returns the log and the whole id in the log.
+
+    Args:
+        known: each log with the ids of its requests, in the order of their arrival.
+        given: an id or a part of one.
+
+    Raises:
+        RequestUnknown: no log has it.
+        RequestAmbiguous: several ids or logs could be meant.
+    """
+    uncut = given.removesuffix(CUT)
+    wanted, whole = logged_request_id(uncut), logged_request_id(given)
+    have = [(log, name) for log, names in known for name in names]
+    fits = (
+        lambda name: name in {wanted, whole},
+        lambda name: f"-{wanted}-" in f"-{name}-",
+        lambda name: name.startswith(wanted),
+        lambda name: wanted in name,
+        lambda name: begins_as(name, uncut),
+    )
+    found = next(filter(None, ([each for each in have if fit(each[1])] for fit in fits)), [])
+    if len(found) == 1:
+        return found[0]
+    names = sorted(dict.fromkeys(name for _, name in found), key=len)
+    if len(names) == 1:
+        where = ", ".join(str(log.path) for log, _ in found[-_MAX_CANDIDATES:])
+        raise RequestAmbiguous(f"{names[0]} is in {len(found)} logs; name one of them: {where}")
+    if names:
+        raise RequestAmbiguous(f"{wanted!r} is in the ids of several requests, the shortest first: {_first_of(names)}")
+    last = list(dict.fromkeys(name for _, name in reversed(have)))
+    nearest = _nearest(wanted, last)
+    offered = f"did you mean: {_first_of(nearest)}" if nearest else f"the last ones are: {_first_of(last) or 'none'}"
+    raise RequestUnknown(f"no request has {wanted!r} in its id; {offered}")
+
+
+def request_ids(log: StoredLog, given: str, output: Progress) -> dict[str, None]:
+    """The ids of the requests that contain what was given, or of all where none does, in the order of their arrival."""
+    part = logged_request_id(given.removesuffix(CUT))
+    index = index_for(log, output, part)
+    if index is not None:
+        with contextlib.closing(index):
+            if not index.contents.describes(log):
+                output.remark(
+                    f"the log has grown since its index was built: described up to event {index.contents.last_sequence}"
+                )
+            return dict.fromkeys(index.request_ids(part) or index.request_ids(""))
+    known: dict[str, None] = {}
+    with output.progress(log, "looking for the request"):
+        for _, event in log.events():
+            if isinstance(event, e.RequestEvent):
+                known.setdefault(event.request_id)
+    return known
+
+
+def _nearest(wanted: str, names: Sequence[str]) -> list[str]:
+    """Those that have more than half of it in one piece, the nearest first."""
+    matcher = difflib.SequenceMatcher(None, "", wanted, autojunk=False)
+    pieces = {}
+    for name in names[:_MAX_COMPARED]:
+        matcher.set_seq1(name)
+        pieces[name] = matcher.find_longest_match().size
+    near = [name for name, size in pieces.items() if 2 * size > len(wanted)]
+    return sorted(near, key=lambda name: (-pieces[name], len(name)))
+
+
+def _first_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_CANDIDATES} more" if len(names) > _MAX_CANDIDATES else ""
+    return f"{', '.join(names[:_MAX_CANDIDATES])}{more}"
