@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.audit.violations import Violation
+from kvledger.lifecycle.events import NO_LIFE
 from kvledger.lifecycle.reader.model import EVERY_PART
 from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.reader.visitor import Visitor
@@ -51,8 +52,9 @@ class Checker(Visitor[AuditModel]):
         event = self.moment.event
         if request_id is None:
             request_id = getattr(event, "request_id", "")
-        generation: int | None = getattr(event, "generation", None)
-        if generation is None and (life := self.lives.get(request_id)) is not None:
-            generation = life.generation
+        generation: int | None = getattr(event, "generation", NO_LIFE)
+        if generation == NO_LIFE:
+            life = self.lives.get(request_id)
+            generation = None if life is None else life.generation
         shown = tuple(sequence for sequence in evidence if sequence)
         self.model.violations.add(Violation(self.rule, self.moment.sequence, request_id, generation, detail, shown))

@@ -57,6 +57,8 @@ class Feed:
         for _, event in observation.decisions:
             decisions.setdefault(getattr(event, "request_id", ""), []).append(event)
         states = {request_id: self._state(request_id) for request_id in decisions}
+        if isinstance(observation.event, e.RequestArrived):
+            states[own] = None  # that is the state of the life before
         for sequence, event in observation:
             self._projections.fold(event, sequence)
             self.under_way = under_way(self._core, event, sequence, self.under_way)

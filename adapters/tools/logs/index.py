@@ -35,7 +35,10 @@ INDEX_FROM_BYTES = 32 << 20
 
 @attrs.frozen
 class Span:
-    """The events of one life of a request: its own lie between these two, both included."""
+    """The events of one life of a request: its own lie between these two, both included.
+
+    To the end of the log, if the life has not ended: a step that only decodes one more token names no request.
+    """
 
     ordinal: int
     first_sequence: int
@@ -94,10 +97,15 @@ class LogIndex:
     def spans(self, request_id: str) -> list[Span]:
         """The lives of an id, in order."""
         rows = self._rows(
-            "SELECT ordinal, first_sequence, last_sequence FROM lives WHERE request_id = ? ORDER BY first_sequence",
+            "SELECT ordinal, first_sequence, last_sequence, has_ended FROM lives WHERE request_id = ? "
+            "ORDER BY first_sequence",
             request_id,
         )
-        return [Span(*(self._typed(each, int) for each in row)) for row in rows]
+        found = [[self._typed(each, int) for each in row] for row in rows]
+        spans = [Span(*numbers) for *numbers, _ in found]
+        if found and not found[-1][-1]:
+            spans[-1] = attrs.evolve(spans[-1], last_sequence=self.contents.last_sequence)
+        return spans
 
     def request_of(self, ordinal: int) -> str:
         """The id of the life with that ordinal, empty where it is not known."""

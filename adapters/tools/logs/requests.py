@@ -10,6 +10,7 @@ from kvledger.lifecycle import Projections
 from kvledger.lifecycle import events as e
 
 Job = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
+_SETTLED = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
 
 
 @attrs.define
@@ -69,12 +70,20 @@ class Requests:
             self.current[event.request_id] = summary
             return
         about = map(self._jobs.get, event.job_ids) if isinstance(event, e.TransferReported) else (event,)
-        request_ids = dict.fromkeys(getattr(each, "request_id", "") for each in about)
-        for summary in filter(None, map(self.current.get, request_ids)):
+        job = self._jobs.pop(event.job_id, None) if isinstance(event, _SETTLED) else None
+        for summary in filter(None, map(self._life_of, about)):
             summary.last_sequence = sequence
-            self._count(summary, event)
+            self._count(summary, event, job)
             if isinstance(event, e.RequestReleased):
                 self._end(event.request_id)
+
+    def _life_of(self, event: e.Event | None) -> RequestSummary | None:
+        """The life that the event is about, if it is not over; its id may have been used again since."""
+        summary = self.current.get(getattr(event, "request_id", ""))
+        is_of_another = (
+            summary is not None and isinstance(event, e.RequestDecision) and event.ordinal != summary.ordinal
+        )
+        return None if is_of_another else summary
 
     def finish(self, projections: Projections) -> None:
         """Add what is known of those that are not over."""
@@ -89,7 +98,8 @@ class Requests:
         if summary is not None:
             self._on_end(summary)
 
-    def _count(self, summary: RequestSummary, event: e.Event) -> None:
+    def _count(self, summary: RequestSummary, event: e.Event, job: Job | None) -> None:
+        """`job`: the one that the event settles."""
         match event:
             case e.RequestFinished():
                 summary.outcome = event.status
@@ -102,13 +112,9 @@ class Requests:
             case e.LoadIssued() | e.SaveIssued() | e.TailSaveIssued():
                 self._jobs[event.job_id] = event
             case e.LoadCompleted() | e.SaveCompleted():
-                job = self._jobs.pop(event.job_id, None)
                 summary.num_tokens_loaded += job.num_tokens if isinstance(job, e.LoadIssued) else 0
                 summary.num_chunks_saved += len(job.chunks) if isinstance(job, e.SaveIssued) else 0
-            case e.LoadFailed() | e.SaveFailed():
-                self._jobs.pop(event.job_id, None)
-                summary.num_failures += 1
-            case e.InvariantViolated() | e.HookFailed() | e.LoadRefused():
+            case e.LoadFailed() | e.SaveFailed() | e.InvariantViolated() | e.HookFailed() | e.LoadRefused():
                 summary.num_failures += 1
             case e.RequestQuarantined():
                 summary.is_quarantined = True

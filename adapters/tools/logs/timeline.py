@@ -146,6 +146,8 @@ class _Timeline:
         if observation.event.is_decision:
             return
         moment = Observation(observation.sequence, observation.event, self._concerning(observation))
+        if isinstance(moment.event, e.RequestArrived) and moment.event.request_id == self.request_id:
+            self._state_before = None  # that was the state of the life before
         for _, event in moment.decisions:
             if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
                 self._jobs[event.job_id] = event

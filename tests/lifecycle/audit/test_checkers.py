@@ -554,3 +554,12 @@ def test_violations_are_all_counted_though_not_all_are_kept(story: Driver, monke
     audit = story.audited(altered_for("ALLOC_MATCHES_LOOKUP", story))
     assert len(audit.violations) == 1
     assert audit.num_violations.total() == 2
+
+
+def test_a_violation_of_no_known_life_names_no_generation() -> None:
+    """The recorded event has -1 there, which stands for none."""
+    driver = Driver()
+    driver.observe(e.RequestPreempted("nobody", 0, 1, 9))
+    observed, recorded = driver.audited().violations
+    assert (observed.rule, observed.generation) == ("LEGAL_TRANSITION", None)
+    assert (recorded.rule, recorded.generation) == ("RECORDED", None)

@@ -79,6 +79,19 @@ def test_an_index_changes_no_answer(run: Any, tmp_path: Path, request: Any, seed
     assert index_path(open_log(log)).exists()
 
 
+def test_steps_that_name_no_request_are_shown_up_to_the_end_of_a_log(run: Any, tmp_path: Path, request: Any) -> None:
+    """A request that still decodes is in them."""
+    driver = Driver()
+    driver.start("a", (), 17, (1, 2))
+    for num_tokens in range(18, 22):
+        driver.step(*([("a", 17, 1, 18)] if num_tokens == 18 else []))
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    without = run("show", log, "a")
+    assert "decoded 4 tokens in 4 steps (17 → 21)" in without.out
+    request.getfixturevalue("indexed")
+    assert run("show", log, "a") == without
+
+
 @pytest.mark.usefixtures("indexed")
 def test_a_deleted_index_is_built_again(run: Any, log: Path, cache: Path) -> None:
     """It may go at any time."""

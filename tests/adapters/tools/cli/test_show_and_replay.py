@@ -185,6 +185,23 @@ def test_an_id_that_is_used_again_is_shown_with_all_its_incarnations(run: Any, t
     assert "incarnation 2 of this id" in run("show", log, "a").out
 
 
+def test_a_life_begins_without_what_the_one_before_it_left_open(run: Any, tmp_path: Path) -> None:
+    """The id arrives again before the last save is reported: neither that save nor its state is the new life's."""
+    driver = Driver()
+    driver.start("a", keys_of("a", 2), 17, (1, 2))
+    driver.finish("a", 17, 18)
+    driver.arrive("a", 5)
+    driver.settle_all()
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    first, second = run("show", "--json", log).objects("request")
+    assert (first["outcome"], second["outcome"]) == ("FINISHED_STOPPED", "new")
+    assert (second["num_chunks_saved"], second["last_sequence"]) == (0, second["first_sequence"])
+    for shown in (run("show", log, "a").out, run("show", "--follow", log).out):
+        (line,) = (line for line in shown.splitlines() if "arrived with 5 prompt tokens" in line)
+        assert " new " in line
+        assert "finished" not in line
+
+
 def test_broken_rules_and_failures_stand_out_in_a_timeline(run: Any, tmp_path: Path) -> None:
     """The engineer who reads it looks for these."""
     driver = Driver()
