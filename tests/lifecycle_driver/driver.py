@@ -16,6 +16,7 @@ from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import (
     Channel,
     Core,
+    EventSink,
     Ledger,
     LedgerConfiguration,
     PageJob,
@@ -66,6 +67,7 @@ class Driver:
         block_size: int = 16,
         num_slots: int = 32,
         core: Core = Core.standard(),
+        sink: EventSink | None = None,
         **configuration: Any,
     ) -> None:
         self.configuration = LedgerConfiguration(
@@ -75,7 +77,8 @@ class Driver:
             **{"max_deferred_lookups": 0, "max_silent_ms": 0, **configuration},
         )
         self.sink = MemorySink()
-        self.ledger = Ledger(core, self.configuration, self.sink)
+        """What was committed; empty where it went to another `sink`."""
+        self.ledger = Ledger(core, self.configuration, sink or self.sink)
         self.totals = Totals(self.ledger.projections)
         """Counted as the ledger records."""
         self.observed: list[e.Event] = []
@@ -218,6 +221,7 @@ class Driver:
         error: str = "",
         withheld: str = "",
         together: Sequence[int] = (),
+        num_bytes: int = 100,
         duration_ns: int = 10,
         moments: tuple[int, ...] = (),
     ) -> list[e.Event]:
@@ -229,10 +233,10 @@ class Driver:
         done, failed = (ranks, ()) if ok else ((), ranks)
         error = error or ("" if ok else "it broke")
         job_ids = (job_id, *together)
-        num_bytes = (100,) * len(job_ids)
+        sizes = (num_bytes,) * len(job_ids)
         return self.observe(
             e.TransferReported(
-                job_ids, done, failed, is_repeated, num_bytes, duration_ns, error, withheld, self._now(), moments
+                job_ids, done, failed, is_repeated, sizes, duration_ns, error, withheld, self._now(), moments
             )
         )
 

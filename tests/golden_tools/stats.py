@@ -1,0 +1,154 @@
+"""What `kvledger stats` says of the story `stats.txt`, for people and for programs.
+
+The six admissions, in tokens (known = in vLLM's cache + to be loaded + left to compute):
+
+    a, 0 ms        70 =          70   64 new, 5 after the chunks, the last one
+    b, 15 ms       48 =          48   32 new, 15 after the chunk, the last one
+    a, 30 ms       73 = 16 + 56 + 1   the last one
+    b, 60 ms       51 =          51   32 declined at 20 ms, 18 stale (not saved before the reset), the last one
+    a, 80 ms       70 =          70   64 saved and lost to the reset, 5 after the chunks, the last one
+    c, 100 ms      65 =      64 + 1   the last one; the load of the 64 fails
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from golden_tools.golden import MS, Golden, printed, records, without
+from golden_tools.story import story
+
+STORY = story("stats")
+
+_NEEDED = 70 + 48 + 73 + 51 + 70 + 65
+_LEFT = {
+    "new": 64 + 32,
+    "partial_chunk": 5 + 15 + 5,
+    "last_token": 6,
+    "declined": 32,
+    "stale": 18,
+    "reset": 64,
+    "load_failed": 64,
+}
+# `b` computes again what it had when it was preempted, 50 tokens. `a` is rolled back from 71 to 50, `c` from 65 to 0.
+_RECOMPUTED = {"declined": 32, "stale": 18}
+_TWICE = {"rolled_back": 21, "load_failed": 65}
+
+TEXT = [
+    "covers 120.0 ms, 4 requests, 12 steps",
+    # The second life of `a`, and `b`.
+    "end closed; 2 requests were open",
+    # Answers: 4, 15, 28, 39, 48, 65. They offer 56 and 64.
+    "lookups 6 answered, 1 deferral; 120 tokens offered",
+    # `a` had 72 tokens: 16 are still there and 56 are loaded. `b` had 50.
+    "preempted 2 times; tokens recovered 56, retained 16, recomputed 50",
+    # Saves 1 and 5 of two chunks, 4 of one, the tail of none: 2048 + 512 + 1024 + 2048 = 5632 B, 1,408,000 B/s.
+    "saved 5 chunks, 5.5 KiB in 4.0 ms (1.3 MiB/s)",
+    "loaded 56 tokens, 2.0 KiB in 2.0 ms (1000.0 KiB/s)",
+    "not saved 1 chunk declined, 0 saves failed",
+    "lost 0 chunks evicted, 2 tainted, 1 load failed",
+    "faults 0 rules broken, 0 hooks failed",
+    "",
+    "within 1% count p50 p90 p99 max",
+    "load 1 2.0 ms 2.0 ms 2.0 ms 2.0 ms",
+    "save 4 1.0 ms 1.0 ms 1.0 ms 1.0 ms",
+    # `a` from 20 to 34 ms, when its load is in place; `b` from 50 to 60 ms.
+    "preempted → running again 2 10.0 ms 14.0 ms 14.0 ms 14.0 ms",
+    # Up to event 7, 9, 18, 22, 31, 37, 42, 52, 56, 61, 68, 77: in order 2, 4, 4, 5, 5, 6, 7, 7, 9, 9, 9, 10.
+    "events a step 12 6 9 10 10",
+    "",
+    "reason left to compute computed again what it means",
+    "load_failed 64 65 their load failed, or the load before had failed and the request had to compute first",
+    "declined 32 32 not saved, because the host pool had no room or a load had failed into their blocks",
+    "rolled_back 0 21 taken back by the scheduler",
+    "stale 18 18 computed before a cache reset and not saved by then",
+    "reset 64 0 lost to a cache reset",
+    "new 96 0 nobody had computed them before",
+    "partial_chunk 25 0 behind the last whole chunk, so nothing is saved under a key",
+    "last_token 6 0 the last known token is always computed, because the next one is sampled from it",
+    f"all {sum(_LEFT.values())} {sum(_RECOMPUTED.values()) + sum(_TWICE.values())}",
+    # 377 = 16 + 56 + 305.
+    f"{_NEEDED} tokens at 6 admissions = 16 from vLLM's prefix cache + 56 loaded + 305 left to compute",
+    "",
+    "request tokens computed again",
+    "b 50",
+    "",
+]
+
+STATISTICS = {
+    "num_logs": 1,
+    "num_events": 79,
+    "num_steps": 12,
+    # Step by step.
+    "num_tokens_scheduled": 70 + 1 + 49 + 1 + 2 + 1 + 52 + 71 + 2 + 22 + 3 + 67,
+    "num_deferrals": 1,
+    "num_open_requests": 2,
+    "duration_ns": 120 * MS,
+    "figures": {
+        "num_requests": 4,
+        "num_preemptions": 2,
+        "num_lookups": 6,
+        "num_tokens_offered": 56 + 64,
+        "num_admissions": 6,
+        # Beyond vLLM's own prefix hit.
+        "num_tokens_queried": _NEEDED - 16,
+        "num_tokens_hit": 56 + 64,
+        "num_tokens_loaded": 56,
+        "num_tokens_recovered": 56,
+        "num_tokens_retained": 16,
+        "num_tokens_recomputed": 50,
+        "num_chunks_saved": 2 + 1 + 2,
+        "num_chunks_evicted": 0,
+        "num_chunks_declined": 1,
+        "num_chunks_tainted": 2,
+        "num_bytes_saved": 2048 + 512 + 1024 + 2048,
+        "num_bytes_loaded": 2048,
+        "save_duration_ns": 4 * MS,
+        "load_duration_ns": 2 * MS,
+        "num_loads_failed": 1,
+        "num_saves_failed": 0,
+        "num_violations": 0,
+        "num_hook_failures": 0,
+        "num_extension_events": 0,
+        "num_extensions_stopped": 0,
+    },
+    "incomplete": "",
+}
+
+TOTAL = {
+    "num_admissions": 6,
+    "num_tokens_needed": _NEEDED,
+    "num_tokens_retained": 16,
+    "num_tokens_elsewhere": 0,
+    "num_tokens_loaded": 56,
+    "num_tokens_missed": 32 + 18 + 64 + 64,
+    "missed": _LEFT,
+    "num_tokens_recomputed": 50,
+    "recomputed": _RECOMPUTED,
+    "computed_twice": _TWICE,
+    "num_tokens_offered": 56 + 64,
+    "offered": {"claimed": 56 + 64},
+    "to_load": {"loaded": 56, "failed": 64},
+    "num_tokens_duplicated": 0,
+    "duplicated": {},
+    "differences": [],
+}
+
+TOP = {"request_id": "b", "ordinal": 1, "num_tokens_recomputed": 50}
+
+
+def _text(log: Path) -> list[str]:
+    lines = without(printed("stats", log), "log ", "per second ", "log bytes a step ")
+    return lines[: lines.index("event events bytes share of bytes")]
+
+
+def _records(log: Path) -> list[dict[str, object]]:
+    of_bytes = {"type", "path", "num_bytes", "rates"}
+    names = ("statistics", "total", "top_request")
+    found = [record for name in names for record in records(name, "stats", log)]
+    return [{name: value for name, value in record.items() if name not in of_bytes} for record in found]
+
+
+GOLDEN = {
+    "stats": Golden("stats", STORY, _text, TEXT),
+    "stats for programs": Golden("stats", STORY, _records, [STATISTICS, TOTAL, TOP]),
+}
