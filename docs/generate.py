@@ -28,12 +28,12 @@ from unittest import mock
 import pydantic
 from facts import FACTS, Why
 
+from kvledger.adapters.figures import DURATION_BOUNDS_NS
 from kvledger.adapters.lab.conformance import obligations
 from kvledger.adapters.lab.conformance.scenarios import SCENARIOS
 from kvledger.adapters.recorded.rules import RULES as RECORDER_RULES
 from kvledger.adapters.tools.cli.commands import COMMANDS
 from kvledger.adapters.tools.cli.parser import build_parser
-from kvledger.adapters.totals import DURATION_BOUNDS_NS
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.adapters.vllm.metric_names import BY_EXTENSION, COUNTERS, GAUGES, HISTOGRAMS, PREFIX

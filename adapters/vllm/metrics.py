@@ -14,7 +14,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from kvledger.adapters.totals import DURATION_BOUNDS_NS
+from kvledger.adapters.figures import DURATION_BOUNDS_NS
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.metric_names import BY_EXTENSION, COUNTERS, GAUGES, HISTOGRAMS, LAST_WRITTEN, PREFIX
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvledger.adapters.totals import DURATION_BOUNDS_NS, Figures
+from kvledger.adapters.figures import DURATION_BOUNDS_NS, Figures
 from kvledger.adapters.vllm.metric_names import BY_EXTENSION, GAUGES, HISTOGRAMS, LAST_WRITTEN
 from kvledger.storage.events import BacklogEventStore
 

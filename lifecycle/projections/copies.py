@@ -75,6 +75,11 @@ class Copy(msgspec.Struct, gc=False):
     """A save whose source blocks turned out not to hold what they should; its chunks are not offered."""
 
     @property
+    def is_load(self) -> bool:
+        """Whether it is a load, and no save."""
+        return self.kind is CopyKind.LOAD
+
+    @property
     def life(self) -> tuple[str, int, int]:
         """What a decision about it begins with: request id, ordinal, generation."""
         return self.request_id, self.ordinal, self.generation

@@ -41,8 +41,10 @@ class StoredAnswers(msgspec.Struct, forbid_unknown_fields=True):
 class Answers:
     """Request id -> the answer that no allocation has claimed; the last allocation, in the same holding of blocks.
 
-    A preemption, the next turn of a session and the end take back both; a reset only what was not claimed. And request
-    id -> what a preempted one waits for, until it has blocks again or ends, or a reset.
+    A preemption, the next turn of a session and the end take back both; a reset only what was not claimed. A preemption
+    or a turn that states refuse takes back only what was claimed.
+
+    And request id -> what a preempted one waits for, until it has blocks again or ends, or a reset.
     """
 
     def __init__(
@@ -161,11 +163,11 @@ class Answers:
 
     @on(e.SessionContinued)
     def _continued(self, event: e.SessionContinued) -> None:
-        self.let_go = self._take_back(event.request_id)
+        self.let_go = [] if self._moment.is_refused else self._take_back(event.request_id)
 
     @on(e.RequestPreempted)
     def _preempted(self, event: e.RequestPreempted) -> None:
-        self.let_go = self._take_back(event.request_id)
+        self.let_go = [] if self._moment.is_refused else self._take_back(event.request_id)
         life = self._moment.life
         if life is not None and self._keeps:
             self.let_go += self._wait_no_more(event.request_id)

@@ -48,6 +48,8 @@ class Lives:
         self._dests = {trigger: dict(_dests(trigger, tables)) for trigger in tables.legal}
         """Trigger of the tables -> phase and blocks before -> those afterwards, and whether there is a row for it."""
         self._events = tables.request_events
+        self._may_refuse = frozenset(filter(tables.may_refuse, self._events))
+        """Classes of observations that states may refuse."""
         self._sub_states = SubStates(tables)
         self._chunk_size = chunk_size
         self._lives: dict[str, Life] = {}
@@ -164,12 +166,14 @@ class Lives:
             moment.life = life = self._met_late(event, life)
         if life is None:
             moment.state_before, moment.path_before, moment.is_legal = None, "", False
+            moment.is_refused = type(event) in self._may_refuse
             return
         standing = moment.state_before, moment.blocks_before = life.state, life.blocks
         moment.path_before, moment.num_computed_tokens = life.path, self.num_computed_tokens(life)
         trigger = e.trigger_of(event)
         dests = self._dests.get(trigger, {})
         dest, moment.is_legal = dests.get(standing, (standing, True))
+        moment.is_refused = not (moment.is_legal or life.is_partial) and type(event) in self._may_refuse
         # A decision about an earlier generation must not move this one.
         if isinstance(event, e.RequestDecision) and self.in_generation(event) is not life:
             return
@@ -199,7 +203,7 @@ class Lives:
         moment.state_before = None if earlier is None else earlier.state
         moment.path_before = "" if earlier is None else earlier.path
         moment.num_computed_tokens = 0 if earlier is None else self.num_computed_tokens(earlier)
-        moment.is_legal = earlier is None or earlier.state is RequestState.FINISHED
+        moment.is_legal, moment.is_refused = earlier is None or earlier.state is RequestState.FINISHED, False
 
     # --- behind a gap ----------------------------------------------------------------------------
 

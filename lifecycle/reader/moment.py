@@ -51,6 +51,9 @@ class Moment:
     """The same of its state and sub-state; empty where no request had the id, or its state was not known."""
     is_legal: bool = True
     """Whether the tables have a row for the event in phase and blocks; not if nobody had the request's id."""
+    is_refused: bool = False
+    """Whether it is an observation that states refuse, so that only part of it is folded. Not known where events are
+    missing of the request: then it is False."""
     refused_rows: list[tuple[Life, RequestState, BlocksRegion]] = attrs.field(factory=list)
     """Of a step: whom it schedules where none can be scheduled, and where each was before."""
     moved_rows: list[tuple[Life, int, int]] = attrs.field(factory=list)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
 import msgspec
 import pytest
-from lifecycle_driver import Driver, keys_of
+from hypothesis import given, settings
+from lifecycle_driver import Driver, keys_of, play_seed
+from lifecycle_driver.any_events import any_log
 
-from kvledger.adapters.totals import DURATION_BOUNDS_NS, FORMAT, Durations, Figures, Totals
-from kvledger.lifecycle import Core, Subject
+from kvledger.adapters.figures import ADDS, DURATION_BOUNDS_NS, FORMAT, Durations, Figures, encoded
+from kvledger.adapters.tools.logs.totals import LogTotals
+from kvledger.adapters.totals import Totals
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reader import Model, Reader
 from kvledger.lifecycle.snapshots import capture, restore
+
+CORE = Core.standard()
 
 
 def moved(driver: Driver) -> dict[str, int]:
@@ -194,6 +202,67 @@ def test_copies_are_timed_by_their_direction() -> None:
     assert sum(state.load_times.counts) == 1
 
 
+# --- counted a second time, by reading --------------------------------------------------------
+
+
+def read_totals(configuration: LedgerConfiguration, events: Iterable[e.Event]) -> Iterator[tuple[Totals, LogTotals]]:
+    """The totals that follow live projections and those of a reader, after each event of a log."""
+    projections, model = CORE.new_projections(configuration), Model(CORE.tables, configuration)
+    live, read = Totals(projections), LogTotals(model)
+    reader = Reader(model, [read])
+    for sequence, event in enumerate(events, 1):
+        projections.fold(event, sequence)
+        reader.take([(sequence, event)])
+        yield live, read
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whoever_reads_a_log_counts_what_was_counted_live(seed: int) -> None:
+    """After every event, with what is still to be added."""
+    driver = play_seed(seed, 60, chunk_size=16, block_size=(8, 16)[seed % 2])
+    for live, read in read_totals(driver.configuration, driver.observed):
+        assert read.state == live.state
+    assert driver.totals.stored() == encoded(read.state)
+    assert read.figures.num_preemptions > 0
+
+
+@settings(max_examples=100)
+@given(any_log())
+def test_what_states_refuse_is_counted_in_neither_way(log: tuple[LedgerConfiguration, list[e.Event]]) -> None:
+    """Observations in any order."""
+    for live, read in read_totals(*log):
+        assert read.state == live.state
+
+
+def test_a_recovery_is_not_timed_over_a_gap() -> None:
+    """The request may have run in the meantime."""
+    driver = preempted()
+    model = Model(CORE.tables, driver.configuration)
+    totals = LogTotals(model)
+    reader = Reader(model, [totals])
+    reader.take(enumerate(driver.observed, 1))
+    num_read = len(driver.observed)
+    assert totals.state.preempted_ns
+    resume(driver, 0, 64)
+    reader.lost(num_read + 1, num_read + 5)
+    reader.take((sequence, event) for sequence, event in enumerate(driver.observed, 1) if sequence > num_read + 5)
+    assert sum(totals.state.recovery_times.counts) == 0
+
+
+def test_of_a_log_that_begins_late_each_event_is_counted_as_far_as_it_says_what_it_is_about() -> None:
+    """A preemption is one, though nothing is known of the request."""
+    driver = preempted()
+    model = Model(CORE.tables, driver.configuration)
+    totals = LogTotals(model)
+    reader = Reader(model, [totals])
+    (at,) = [number for number, event in enumerate(driver.observed, 1) if isinstance(event, e.RequestPreempted)]
+    resume(driver, 0, 0)
+    reader.lost(1, at - 1)
+    reader.take((sequence, event) for sequence, event in enumerate(driver.observed, 1) if sequence >= at)
+    assert (totals.figures.num_preemptions, totals.figures.num_lookups) == (1, 1)
+    assert (totals.figures.num_requests, totals.figures.num_tokens_recomputed) == (0, 0)
+
+
 # --- what is left out, and what fails -----------------------------------------------------------
 
 
@@ -240,11 +309,11 @@ def test_totals_that_cannot_be_used_are_not_complete(stored: bytes) -> None:
 def test_counting_that_fails_ends_and_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is reported once; the ledger stays sound and goes on deciding."""
 
-    def fail(_self: Totals, _event: e.Event, _sequence: int, _subject: Subject) -> None:
+    def fail(*_arguments: object) -> None:
         raise KeyError("a mistake of ours")
 
     driver, errors = Driver(), []
-    monkeypatch.setattr(Totals, "_lookup_requested", fail)
+    monkeypatch.setitem(ADDS, e.LookupRequested, fail)
     totals = Totals(driver.projections, on_failed=errors.append)
     driver.arrive("a", 17)
     answers = [driver.lookup("a", 0, 17), driver.lookup("a", 0, 17)]

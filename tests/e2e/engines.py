@@ -13,9 +13,9 @@ import attrs
 import pytest
 from lifecycle_driver.concerned import figures_of
 
+from kvledger.adapters.figures import Figures
 from kvledger.adapters.lab.demo.workload import Workload
 from kvledger.adapters.tools.logs.log import open_log
-from kvledger.adapters.totals import Figures
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit

@@ -11,9 +11,9 @@ import pytest
 from processes import finished
 
 from e2e.engines import read_sound_log
+from kvledger.adapters.figures import Figures
 from kvledger.adapters.lab.demo.__main__ import failures_of
 from kvledger.adapters.lab.demo.recompute_counter import RecomputeCounter
-from kvledger.adapters.totals import Figures
 
 DEMO = [sys.executable, "-m", "kvledger.adapters.lab.demo"]
 GOOD = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.reasons import Accounts, LoadFate, Reason, RequestHistory, Sums
-from kvledger.adapters.totals import Figures, Totals
+from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core, LedgerConfiguration, fold
 from kvledger.lifecycle import events as e
 

@@ -271,7 +271,7 @@ def test_a_live_count_that_the_log_does_not_lead_to_is_seen(world: World) -> Non
     """The connector counts while it serves, the tools count what the log has."""
     world.side.journal.totals.figures.num_lookups += 1
     world.log = read_end(world.side)
-    with pytest.raises(AssertionError, match="replay counts other totals"):
+    with pytest.raises(AssertionError, match="a reader counts other totals"):
         check_replay(world)
 
 

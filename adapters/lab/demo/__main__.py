@@ -12,13 +12,14 @@ from pathlib import Path
 import attrs
 from rich.console import Console
 
+from kvledger.adapters.figures import Figures
 from kvledger.adapters.lab.demo.engine import ENVIRONMENT, running_engine
 from kvledger.adapters.lab.demo.model import make_model
 from kvledger.adapters.lab.demo.recompute_counter import RecomputeCounter
 from kvledger.adapters.lab.demo.workload import Workload
 from kvledger.adapters.tools.cli.main import main as kvledger
 from kvledger.adapters.tools.logs.log import open_log
-from kvledger.adapters.totals import Figures, Totals
+from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import __version__
 from kvledger.lifecycle import events as e
 from kvledger.storage.extras import CONNECTOR, require

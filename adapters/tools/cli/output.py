@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.cli.fitting import LEAST_PROSE, fitting
 from kvledger.adapters.tools.cli.streams import notice_reader
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, unreadable_text
@@ -26,7 +27,6 @@ from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.under_way import last_under_way
 from kvledger.adapters.tools.logs.visible import remark, visible
-from kvledger.adapters.totals import Figures
 from kvledger.lifecycle.audit import Judgement
 from kvledger.storage.events import HowEnded
 

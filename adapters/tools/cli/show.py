@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.cli.finding import selected, selected_one
 from kvledger.adapters.tools.cli.fitting import cut_short, needed
 from kvledger.adapters.tools.cli.following import show_following
@@ -25,7 +26,6 @@ from kvledger.adapters.tools.logs.observation import observations
 from kvledger.adapters.tools.logs.requests import Requests, RequestSummary
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.timeline import Group, Timelines
-from kvledger.adapters.totals import Figures
 from kvledger.adapters.units import event_range, milliseconds, plural
 from kvledger.lifecycle import Projections
 

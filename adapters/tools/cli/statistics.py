@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 import attrs
 
+from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.cli.percentiles import Percentiles
 from kvledger.adapters.tools.logs.describe import figures_of_extension
 from kvledger.adapters.tools.logs.ending import num_open_requests
 from kvledger.adapters.tools.logs.log import Batch
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.reasons import Accounts, RequestHistory, Sums
-from kvledger.adapters.totals import Figures, Totals
+from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import encode_events

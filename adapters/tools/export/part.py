@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 
+from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.exit_codes import ExitCode
 from kvledger.adapters.tools.export import reasons
 from kvledger.adapters.tools.export.axis import Interval
@@ -26,7 +27,6 @@ from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.logs.progress import Progress
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.verification import Findings, Verification
-from kvledger.adapters.totals import Figures
 from kvledger.adapters.units import plural
 from kvledger.storage.events import HowEnded
 

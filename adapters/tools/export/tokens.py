@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.reasons import BY_DESIGN, LoadFate, Reason, Sums
-from kvledger.adapters.totals import Figures
 
 
 @attrs.frozen

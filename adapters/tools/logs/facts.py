@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime as dt
 
+from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.logs.log import StoredLog
-from kvledger.adapters.totals import Figures
 from kvledger.adapters.units import duration, plural, size
 from kvledger.lifecycle import LedgerConfiguration
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar, get_args
 import attrs
 import msgspec
 
+from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.logs.log import StoredLog
-from kvledger.adapters.totals import Figures
 from kvledger.lifecycle.untrusted import from_msgpack
 from kvledger.storage.events import Damage
 from kvledger.storage.events.segment_bytes import num_written_bytes

@@ -139,7 +139,7 @@ class StoredLog:
     """The event behind which the log can be folded, see `start`; 0: from its first."""
     start_remarks: list[str] = attrs.field(factory=list, init=False)
     """Why snapshots were passed over."""
-    _start_totals: bytes = attrs.field(default=b"", init=False)
+    start_totals: bytes = attrs.field(default=b"", init=False)
     """What the snapshot has of them from which folding begins."""
     ending: LogEnding = attrs.field(default=_NOT_READ, init=False)
     """How the log ended; known after a reading that came to its end."""
@@ -159,7 +159,7 @@ class StoredLog:
         folded by this code or is trusted all the same; None: there is none, or the log has its beginning. From here on,
         what is trusted is what stands behind `start_sequence`. The projections are the caller's, who folds them on.
         """
-        self.start_sequence, self.start_remarks, self._start_totals = 0, [], b""
+        self.start_sequence, self.start_remarks, self.start_totals = 0, [], b""
         if not self.header or not self.path.is_dir() or self._reader.first_sequence in {None, 1}:
             return None
         other_code = self.core.other_code(self.header)
@@ -178,7 +178,7 @@ class StoredLog:
         except SnapshotError as error:
             self.start_remarks.append(str(error))
             return None
-        self.start_sequence, self._start_totals = found.sequence, found.totals
+        self.start_sequence, self.start_totals = found.sequence, found.totals
         return projections
 
     def totals(self, projections: Projections) -> Totals:
@@ -186,7 +186,7 @@ class StoredLog:
 
         They are not complete if folding begins at a snapshot that has none.
         """
-        return Totals.continued(projections, self._start_totals) if self.start_sequence else Totals(projections)
+        return Totals.continued(projections, self.start_totals) if self.start_sequence else Totals(projections)
 
     @property
     def configuration(self) -> LedgerConfiguration:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from kvledger.adapters.figures import decoded
 from kvledger.adapters.tools.logs.log import Batch, StoredLog
+from kvledger.adapters.tools.logs.totals import LogTotals
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle.audit.taken_over import taken_over
 from kvledger.lifecycle.reader import Model, Reader
@@ -29,6 +31,15 @@ def begin_model(log: StoredLog, configuration: LedgerConfiguration | None = None
     if start is not None:
         model.begin(taken_over(start))
     return model
+
+
+def begin_totals(log: StoredLog, model: Model) -> LogTotals:
+    """Totals that count what a reader with this model is given, on top of what the snapshot holds from which it begins.
+
+    They are not complete if the snapshot has none. Call it after `begin_model`.
+    """
+    state = decoded(log.start_totals) if log.start_sequence else None
+    return LogTotals(model, state, is_complete=state is not None or not log.start_sequence)
 
 
 def take_batch(reader: Reader, log: StoredLog, batch: Batch) -> None:

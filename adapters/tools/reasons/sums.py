@@ -11,8 +11,8 @@ from collections import Counter
 
 import attrs
 
+from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.reasons.reason import BY_DESIGN, Reason
-from kvledger.adapters.totals import Figures
 
 
 class OfferFate(enum.StrEnum):

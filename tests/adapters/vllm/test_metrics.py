@@ -14,10 +14,10 @@ from prometheus_client import REGISTRY
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
+from kvledger.adapters.figures import ADDS, DURATION_BOUNDS_NS
 from kvledger.adapters.lab.simulation.clock import SimulatedClock
 from kvledger.adapters.lab.simulation.connectors import KVLEDGER_TRANSFER
 from kvledger.adapters.tools.logs.log import open_log
-from kvledger.adapters.totals import DURATION_BOUNDS_NS, Totals
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.metric_names import COUNTERS, GAUGES, HISTOGRAMS, LAST_WRITTEN, PREFIX
 from kvledger.adapters.vllm.metrics import ConnectorPrometheus
@@ -159,7 +159,7 @@ def test_counting_that_fails_is_a_message_and_nothing_else(
     def fail(*_arguments: object) -> None:
         raise KeyError("a mistake of ours")
 
-    monkeypatch.setattr(Totals, "_answered", fail)
+    monkeypatch.setitem(ADDS, e.LookupAnswered, fail)
     engine = preempt_and_recover(make_engine)
     engine.run()
     assert engine.num_preemptions > 0

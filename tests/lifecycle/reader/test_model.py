@@ -10,11 +10,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
 from lifecycle_driver import Driver, play_seed
+from lifecycle_driver.any_events import any_log
 
-from kvledger.lifecycle import Core
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit, AuditModel, Checker, Moment, Visits
+from kvledger.lifecycle.audit.violations import Violations
+from kvledger.lifecycle.reader import Reader
 from kvledger.lifecycle.replay import batches, fold
 from kvledger.lifecycle.states import TrustRegion
 
@@ -97,6 +101,24 @@ def test_the_model_and_the_projections_agree_on_every_life(seed: int) -> None:
             assert life.keys == record.keys
             num_compared += 1
     assert num_compared
+
+
+@settings(max_examples=100)
+@given(any_log())
+def test_the_model_and_the_projections_agree_on_what_states_refuse(
+    log: tuple[LedgerConfiguration, list[e.Event]],
+) -> None:
+    """Of observations in any order."""
+    configuration, events = log
+    projections = Core.standard().new_projections(configuration)
+    model = AuditModel(Core.standard().tables, configuration, Violations())
+    visitor = EveryMoment(model)
+    reader = Reader(model, [visitor])
+    for sequence, event in enumerate(events, 1):
+        subject = projections.fold(event, sequence)
+        reader.take([(sequence, event)])
+        if isinstance(event, e.RequestEvent):
+            assert visitor.moments[-1].is_refused == subject.is_refused
 
 
 def _reachable(roots: Iterable[Any]) -> Iterator[Any]:

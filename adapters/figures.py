@@ -1,0 +1,329 @@
+"""Sums over the events of a log, for metrics and reports. No decision uses them, so they are no part of the core.
+
+The connector counts while it serves requests (`totals.py`), and the tools count while they read a log
+(`tools/logs/totals.py`). Both find the request, the answer and the copy that an event is about. This module says what
+the event adds.
+
+Recomputed means computed before a preemption and again after it; recovered means loaded from the host pool
+on the way back; retained means still found in vLLM's own prefix cache.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, NamedTuple, Protocol, TypeVar
+
+import attrs
+import msgspec
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.ranges import MAX_INT64, Count, Int64, JobId, LifeOrdinal, NumTokens, SumOfTokens, TimeNs
+from kvledger.lifecycle.untrusted import Undecodable, msgpack_decoder
+
+FORMAT: Final = 2
+"""Grows with every change of what is counted. Totals that a snapshot has in another format are not used."""
+
+
+@attrs.define
+class Figures:
+    """Counters since the log was opened, in requests, tokens, chunks, pages, bytes and nanoseconds."""
+
+    num_requests: Count = 0
+    num_preemptions: Count = 0
+    num_lookups: Count = 0
+    """Answers, polls included: a request that waits is asked about in every step."""
+    num_tokens_offered: Int64 = 0
+    """By these answers, so a poll that repeats an offer counts it again."""
+    num_admissions: Count = 0
+    """Requests that got blocks after an answer, once each time that they are admitted."""
+    num_tokens_queried: Int64 = 0
+    """Of these, beyond vLLM's own prefix hit."""
+    num_tokens_hit: Int64 = 0
+    """Of the queried, those that are loaded instead of computed."""
+    num_tokens_loaded: Int64 = 0
+    num_tokens_recovered: Int64 = 0
+    num_tokens_retained: Int64 = 0
+    num_tokens_recomputed: Int64 = 0
+    num_chunks_saved: Count = 0
+    num_chunks_evicted: Count = 0
+    num_chunks_declined: Int64 = 0
+    num_chunks_tainted: Count = 0
+    num_bytes_saved: Int64 = 0
+    num_bytes_loaded: Int64 = 0
+    save_duration_ns: Int64 = 0
+    load_duration_ns: Int64 = 0
+    num_loads_failed: Count = 0
+    num_saves_failed: Count = 0
+    num_violations: Count = 0
+    num_hook_failures: Count = 0
+    num_extension_events: Count = 0
+    num_extensions_stopped: Count = 0
+
+
+def _sum(figure: int, more: int) -> int:
+    """Add to a figure that must fit into the 64 bits of a snapshot, whatever numbers a log holds."""
+    return max(-MAX_INT64, min(figure + more, MAX_INT64))
+
+
+_MS: Final = 1_000_000
+DURATION_BOUNDS_NS: Final = tuple(
+    int(bound * _MS)
+    for bound in (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 30_000, 60_000)
+)
+"""Upper bounds of the histogram buckets, inclusive; longer durations go into an overflow bucket."""
+
+_T = TypeVar("_T")
+_ByBucket = Annotated[
+    list[_T], msgspec.Meta(min_length=len(DURATION_BOUNDS_NS) + 1, max_length=len(DURATION_BOUNDS_NS) + 1)
+]
+
+
+class Durations(msgspec.Struct, forbid_unknown_fields=True):
+    """How long something took each time: for each bucket how often, and the sum, with which its mean is exact."""
+
+    counts: _ByBucket[Count] = []
+    sums_ns: _ByBucket[Int64] = []
+
+    def __post_init__(self) -> None:
+        """Not by a factory of the fields: an index compares the layout, and a function is shown by its address."""
+        num_buckets = len(DURATION_BOUNDS_NS) + 1
+        self.counts = self.counts or [0] * num_buckets
+        self.sums_ns = self.sums_ns or [0] * num_buckets
+
+    def add(self, duration_ns: int) -> None:
+        """Count one."""
+        bucket = bisect_left(DURATION_BOUNDS_NS, duration_ns)
+        self.counts[bucket] += 1
+        self.sums_ns[bucket] = _sum(self.sums_ns[bucket], duration_ns)
+
+
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """The sums, and what will be added to them."""
+
+    figures: Figures = msgspec.field(default_factory=Figures)
+    loading: dict[JobId, NumTokens] = {}
+    """Load in flight → its tokens."""
+    returning: dict[LifeOrdinal, tuple[NumTokens, SumOfTokens]] = {}
+    """Life of a preempted request that was looked up again → tokens retained and recovered, until a step runs."""
+    preempted_ns: dict[LifeOrdinal, TimeNs] = {}
+    """Life that was preempted → when, the first time since it last ran."""
+    load_times: Durations = msgspec.field(default_factory=Durations)
+    """Of copies, as the workers measured them; the slowest rank's."""
+    save_times: Durations = msgspec.field(default_factory=Durations)
+    recovery_times: Durations = msgspec.field(default_factory=Durations)
+    """From a preemption until a step schedules the request again."""
+    num_events_of: dict[str, Count] = {}
+    """Extension → how many of `figures.num_extension_events` are its own."""
+
+
+_decode = msgpack_decoder(tuple[int, State])
+
+
+def encoded(state: State) -> bytes:
+    """The totals as bytes."""
+    return msgspec.msgpack.encode((FORMAT, state))
+
+
+def decoded(stored: bytes) -> State | None:
+    """The totals from bytes; None if they are empty or this code cannot use them."""
+    try:
+        stored_format, state = _decode(stored)
+    except Undecodable:
+        return None
+    return state if stored_format == FORMAT else None
+
+
+# --- what an event adds -------------------------------------------------------------------------
+
+
+class Request(Protocol):
+    """What has to be known of a request."""
+
+    ordinal: int
+    generation: int
+    num_preemptions: int
+    num_tokens_before_preemption: int
+
+
+class Copy(Protocol):
+    """What has to be known of a copy."""
+
+    keys: tuple[bytes, ...]
+
+    @property
+    def is_load(self) -> bool:
+        """Whether it is a load, and no save."""
+
+
+class About(NamedTuple):
+    """What an event is about, as far as figures need it."""
+
+    request: Request | None = None
+    """Of an observation, as it was before; the one that a decision names."""
+    answer: e.LookupAnswered | None = None
+    """Of `BlocksAllocated`: the answer that the allocation claims."""
+    copy: Copy | None = None
+    """The copy that the event settles; of a report, the first of its copies that is in flight."""
+
+
+class Took(NamedTuple):
+    """A duration that was added."""
+
+    of: str
+    """The field of the state that it was added to."""
+    duration_ns: int
+
+
+Add = Callable[[State, Any, About], Took | None]
+"""Adds what an event says to the state."""
+
+
+def _one_more(figure: str) -> Add:
+    def add(state: State, _event: e.Event, _about: About) -> None:
+        setattr(state.figures, figure, getattr(state.figures, figure) + 1)
+
+    return add
+
+
+def _of_extension(state: State, event: e.ExtensionEvent, _about: About) -> None:
+    state.figures.num_extension_events += 1
+    state.num_events_of[event.extension] = state.num_events_of.get(event.extension, 0) + 1
+
+
+# --- the life of a request ----------------------------------------------------------------------
+
+
+def _arrived(state: State, event: e.RequestArrived, about: About) -> None:
+    state.figures.num_requests += 1
+    _ended(state, event, about)  # the life before, if it has not ended
+
+
+def _ended(state: State, _event: e.RequestEvent, about: About) -> None:
+    if about.request is not None:
+        state.returning.pop(about.request.ordinal, None)
+        state.preempted_ns.pop(about.request.ordinal, None)
+
+
+def _preempted(state: State, event: e.RequestPreempted, about: About) -> None:
+    state.figures.num_preemptions += 1
+    if about.request is not None:
+        state.returning.pop(about.request.ordinal, None)
+        state.preempted_ns.setdefault(about.request.ordinal, event.time_ns)
+
+
+def _lookup_requested(state: State, event: e.LookupRequested, about: About) -> None:
+    request = about.request
+    if request is not None and request.num_preemptions:
+        num_retained = min(event.num_computed_tokens, request.num_tokens_before_preemption)
+        state.returning[request.ordinal] = (num_retained, 0)
+
+
+def _answered(state: State, event: e.LookupAnswered, _about: About) -> None:
+    state.figures.num_lookups += 1
+    state.figures.num_tokens_offered = _sum(state.figures.num_tokens_offered, event.num_external_tokens)
+
+
+def _allocated(state: State, event: e.BlocksAllocated, about: About) -> None:
+    answer = about.answer
+    if answer is not None:  # without one it is the second phase of an asynchronous load, or a session's next turn
+        state.figures.num_admissions += 1
+        state.figures.num_tokens_queried += max(0, answer.num_tokens - answer.num_computed_tokens)
+        state.figures.num_tokens_hit += max(0, min(event.num_external_tokens, answer.num_external_tokens))
+
+
+def add_row(state: State, step: e.StepScheduled, row: tuple[int, int, int, int], request: Request) -> Took | None:
+    """Add what a step says of one request that it schedules: `row` is of `step.advanced`."""
+    if not request.num_preemptions:
+        return None
+    ordinal, num_computed_tokens, num_scheduled_tokens, _ = row
+    num_retained, num_recovered = state.returning.pop(ordinal, (0, 0))
+    state.figures.num_tokens_retained += num_retained
+    state.figures.num_tokens_recovered += num_recovered
+    last = min(num_computed_tokens + num_scheduled_tokens, request.num_tokens_before_preemption)
+    state.figures.num_tokens_recomputed += max(0, last - num_computed_tokens)
+    preempted_ns = state.preempted_ns.pop(ordinal, None)
+    return None if preempted_ns is None else _took(state, "recovery_times", max(0, step.time_ns - preempted_ns))
+
+
+def _took(state: State, of: str, duration_ns: int) -> Took:
+    durations: Durations = getattr(state, of)
+    durations.add(duration_ns)
+    return Took(of, duration_ns)
+
+
+# --- copies -------------------------------------------------------------------------------------
+
+
+def _load_issued(state: State, event: e.LoadIssued, about: About) -> None:
+    state.loading[event.job_id] = event.num_tokens
+    request = about.request
+    if request is not None and request.generation == event.generation and event.ordinal in state.returning:
+        num_retained, _ = state.returning[event.ordinal]
+        last = min(event.first_token + event.num_tokens, request.num_tokens_before_preemption)
+        state.returning[event.ordinal] = (num_retained, max(0, last - event.first_token))
+
+
+def _load_completed(state: State, event: e.LoadCompleted, _about: About) -> None:
+    state.figures.num_tokens_loaded += state.loading.pop(event.job_id, 0)
+
+
+def _load_failed(state: State, event: e.LoadFailed, _about: About) -> None:
+    state.loading.pop(event.job_id, None)
+    state.figures.num_loads_failed += 1
+
+
+def _save_completed(state: State, _event: e.SaveCompleted, about: About) -> None:
+    if about.copy is not None:
+        state.figures.num_chunks_saved += len(about.copy.keys)
+
+
+def _evicted(state: State, event: e.ChunksEvicted, _about: About) -> None:
+    state.figures.num_chunks_evicted += len(event.keys)
+
+
+def _tainted(state: State, event: e.ChunksTainted, _about: About) -> None:
+    state.figures.num_chunks_tainted += len(event.keys)
+
+
+def _declined(state: State, event: e.SaveDeclined, _about: About) -> None:
+    state.figures.num_chunks_declined += event.num_chunks
+
+
+def _reported(state: State, event: e.TransferReported, about: About) -> Took | None:
+    copy, figures, num_bytes = about.copy, state.figures, sum(event.num_bytes)
+    if copy is None:
+        return None
+    if copy.is_load:
+        figures.num_bytes_loaded = _sum(figures.num_bytes_loaded, num_bytes)
+        figures.load_duration_ns = _sum(figures.load_duration_ns, event.duration_ns)
+    else:
+        figures.num_bytes_saved = _sum(figures.num_bytes_saved, num_bytes)
+        figures.save_duration_ns = _sum(figures.save_duration_ns, event.duration_ns)
+    if not event.duration_ns:  # a copy that failed, or was not handed out, was not measured
+        return None
+    return _took(state, "load_times" if copy.is_load else "save_times", event.duration_ns)
+
+
+ADDS: Mapping[type[e.Event], Add] = {
+    e.SaveFailed: _one_more("num_saves_failed"),
+    e.InvariantViolated: _one_more("num_violations"),
+    e.HookFailed: _one_more("num_hook_failures"),
+    e.ExtensionStopped: _one_more("num_extensions_stopped"),
+    **dict.fromkeys((e.ExtensionObserved, e.ExtensionDecided, e.ExtensionNoted), _of_extension),
+    e.ChunksEvicted: _evicted,
+    e.ChunksTainted: _tainted,
+    e.RequestArrived: _arrived,
+    e.RequestPreempted: _preempted,
+    e.RequestFinished: _ended,
+    e.LookupRequested: _lookup_requested,
+    e.LookupAnswered: _answered,
+    e.BlocksAllocated: _allocated,
+    e.LoadIssued: _load_issued,
+    e.LoadCompleted: _load_completed,
+    e.LoadFailed: _load_failed,
+    e.SaveCompleted: _save_completed,
+    e.SaveDeclined: _declined,
+    e.TransferReported: _reported,
+}
+"""Event class → what adds such an event. A step is added row by row: `add_row`."""

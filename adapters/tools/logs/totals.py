@@ -1,0 +1,114 @@
+"""The totals of a log, counted while it is read: what the connector counted live, from the same events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvledger.adapters.figures import ADDS, About, Figures, State, Took, add_row
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle import on
+from kvledger.lifecycle.reader import Life, Model, Visitor
+
+_NEED_MORE = (
+    *(e.RequestArrived, e.LookupRequested, e.RequestPreempted, e.RequestFinished, e.BlocksAllocated),
+    *(e.LoadIssued, e.SaveCompleted, e.TransferReported),
+)
+_SAY_ALL = tuple(event_class for event_class in ADDS if event_class not in _NEED_MORE)
+"""What they add follows from the events alone."""
+
+
+class LogTotals(Visitor[Model]):
+    """Adds what each event says, as the model knows the request, the answer and the copy that it is about.
+
+    A refused observation is not counted.
+
+    Args:
+        model: of the reader.
+        state: the totals so far; default: none.
+        is_complete: False if events before the first that is read are missing in `state`.
+        on_took: called with each duration that is added, and the id of the request that recovered; of a report, empty.
+    """
+
+    needs = ("lives", "copies", "answers")
+
+    def __init__(
+        self,
+        model: Model,
+        state: State | None = None,
+        *,
+        is_complete: bool = True,
+        on_took: Callable[[Took, str], None] | None = None,
+    ) -> None:
+        super().__init__(model)
+        self.state: State = State() if state is None else state
+        self._is_complete = is_complete
+        self._on_took = on_took
+
+    @property
+    def figures(self) -> Figures:
+        """The sums of what was counted."""
+        return self.state.figures
+
+    @property
+    def complete_figures(self) -> Figures | None:
+        """The same; None if events are missing in them."""
+        return self.state.figures if self._is_complete else None
+
+    def lost(self, _first_sequence: int, _last_sequence: int) -> None:
+        """Events are missing here: requests that were on their way back may have come back since."""
+        self.state.returning.clear()
+        self.state.preempted_ns.clear()
+
+    @on(e.RequestArrived)
+    def _arrived(self, event: e.RequestArrived) -> None:
+        self._add(event, About(_counted(self.moment.earlier)))
+
+    @on(e.LookupRequested, e.RequestPreempted, e.RequestFinished)
+    def _observed(self, event: e.RequestEvent) -> None:
+        self._add(event, About(_counted(self.moment.life)))
+
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
+        allocation = self.model.answers.allocation(event.request_id)
+        answer = None if allocation is None else allocation.answer
+        self._add(event, About(answer=None if answer is None else answer.event))
+
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued) -> None:
+        self._add(event, About(_counted(self.model.lives.of(event.ordinal))))
+
+    @on(e.SaveCompleted)
+    def _save_completed(self, event: e.SaveCompleted) -> None:
+        self._add(event, About(copy=self.model.copies.current))
+
+    @on(e.TransferReported)
+    def _reported(self, event: e.TransferReported) -> None:
+        self._add(event, About(copy=next(filter(None, map(self.model.copies.get, event.job_ids)), None)))
+
+    @on(*_SAY_ALL)
+    def _says_all(self, event: e.Event) -> None:
+        self._add(event, About())
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
+        for row in event.advanced:
+            life = _counted(self.model.lives.of(row[0]))
+            if life is not None:
+                self._tell(add_row(self.state, event, row, life), life.request_id)
+
+    def _add(self, event: e.Event, about: About) -> None:
+        is_observation = isinstance(event, e.RequestEvent) and not event.is_decision
+        if not (is_observation and self.moment.is_refused):
+            self._tell(ADDS[type(event)](self.state, event, about))
+
+    def _tell(self, took: Took | None, request_id: str = "") -> None:
+        if took is not None and self._on_took is not None:
+            self._on_took(took, request_id)
+
+
+def _counted(life: Life | None) -> Life | None:
+    """The life, if it is one of which everything is counted.
+
+    One whose arrival is not in the log is not. The reasons leave it out, too.
+    """
+    return None if life is None or (life.is_partial and not life.arrived_at) else life
