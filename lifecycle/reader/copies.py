@@ -260,6 +260,7 @@ class Copies:
         return tuple((chunk, known[chunk]) for chunk in earlier)
 
     def _add(self, job: Copy) -> None:
+        self._remove(job.job_id)  # a damaged log: no ledger uses the number of a job twice
         self._jobs[job.job_id] = job
         self._of_life[job.ordinal].add(job.job_id)
         if job.is_load:
@@ -299,9 +300,12 @@ class Copies:
 
     @on(e.LoadCompleted, e.LoadFailed, e.SaveCompleted)
     def _settled(self, event: Settled) -> None:
-        self.current = job = self._jobs.pop(event.job_id, None)
+        self.current = self._remove(event.job_id)
+
+    def _remove(self, job_id: int) -> Copy | None:
+        job = self._jobs.pop(job_id, None)
         if job is None:
-            return
+            return None
         self._of_life[job.ordinal].discard(job.job_id)
         if not self._of_life[job.ordinal]:
             del self._of_life[job.ordinal]
@@ -312,6 +316,7 @@ class Copies:
                     del self.filled_by[block_id]
         elif job.is_async:
             self.async_saves.discard(job.job_id)
+        return job
 
     @on(e.SaveFailed)
     def _save_failed(self, event: e.SaveFailed) -> None:

@@ -256,7 +256,7 @@ class Lives:
             self._over(life)
 
     def _over(self, life: Life) -> None:
-        self._count(life, 0)
+        self._count(life, self.num_computed_tokens(life))
         self._over_now.append(life)
         if self.get(life.request_id) is life:
             del self._lives[life.request_id]

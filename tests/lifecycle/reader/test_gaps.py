@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -144,3 +146,69 @@ def test_no_order_of_events_makes_the_model_raise(
     read(configuration, numbered, (first, last))
     shuffled = data.draw(st.permutations(events))
     read(configuration, list(enumerate(shuffled, 1)))
+
+
+def forged(event: e.Event, chance: random.Random, others: Sequence[e.Event]) -> e.Event:
+    """The event with another value in one of its fields."""
+    name = chance.choice(e.field_names(type(event)))
+    value = getattr(event, name)
+    if isinstance(value, bool):
+        value = not value
+    elif isinstance(value, int):
+        value = chance.choice([value + 1, max(value - 1, -1), 0, -1, chance.randrange(40), 1 << 40])
+    elif isinstance(value, str):
+        value = chance.choice(["a", "b", "nobody", ""])
+    elif isinstance(value, tuple):
+        likewise = [each for each in others if type(each) is type(event)]
+        value = chance.choice([(), value[:-1], value + value[:1], value[::-1], getattr(chance.choice(likewise), name)])
+    return msgspec.structs.replace(event, **{name: value})
+
+
+@pytest.mark.parametrize("seed", range(9))
+def test_no_forged_decision_makes_the_model_raise(seed: int) -> None:
+    """Events that are missing, doubled, moved or changed in one field: a log may come from anywhere."""
+    driver = play_seed(seed, 60, chunk_size=(8, 16, 32)[seed % 3], block_size=16)
+    chance = random.Random(seed)
+    events: list[e.Event] = []
+    for event in driver.observed:
+        changed = forged(event, chance, driver.observed)
+        (written,) = chance.choices([[event], [], [event, event], [changed]], weights=(85, 5, 3, 7))
+        events += written
+        events += [chance.choice(driver.observed)] * (chance.random() > 0.97)
+    numbered = list(enumerate(events, 1))
+    read(driver.configuration, numbered)
+    read(driver.configuration, numbered, (len(events) // 3, len(events) // 2))
+
+
+def test_a_second_copy_with_one_job_id_takes_the_place_of_the_first() -> None:
+    """No ledger issues it; the life of the first one is preempted all the same."""
+    configuration = LedgerConfiguration(16, 16, num_slots=4)
+    events: list[e.Event] = [
+        e.RequestArrived("a", 0, 40, 1),
+        e.RequestArrived("b", 1, 40, 1),
+        e.SaveIssued("a", 0, 0, 1, (0,), (0,), (1,), False, False, 2),
+        e.SaveIssued("b", 1, 0, 1, (0,), (1,), (2,), False, False, 2),
+        e.RequestPreempted("a", 20, 20, 5),
+    ]
+    model, _ = read(configuration, list(enumerate(events, 1)))
+    assert [(job.ordinal, job.lost_at) for _, job in model.copies] == [(1, 0)]
+    assert not model.copies.of_life(0)
+
+
+def test_a_life_that_ends_while_it_decodes_has_its_tokens() -> None:
+    """Its id is used again; what it had computed is told to whoever is called at its end."""
+    driver = Driver(num_slots=4)
+    driver.start("a", (), 20, (1, 2))
+    driver.step(("a", 20, 1, 21))
+    driver.step()
+    numbers: list[int] = []
+
+    class Computed(Visitor[Model]):
+        def ended(self, life: Life) -> None:
+            numbers.append(self.model.lives.num_computed_tokens(life))
+
+    model = Model(CORE.tables, driver.configuration)
+    again = len(driver.observed) + 1, e.RequestArrived("a", 1, 20, 9)
+    Reader(model, [Computed(model)]).take([*enumerate(driver.observed, 1), again])
+    assert numbers == [22]
+    assert model.lives.num_decoding == 0
