@@ -6,12 +6,13 @@ Observations and recorded decisions go in, nothing of `projections/` or `decisio
 
 from kvledger.lifecycle.reader.model import EVERY_PART, Model
 from kvledger.lifecycle.reader.moment import Moment, Visits, num_intact_tokens
-from kvledger.lifecycle.reader.records import Life
+from kvledger.lifecycle.reader.records import Copy, Life
 from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.reader.visitor import NotResumable, Reader, Visitor
 
 __all__ = [
     "EVERY_PART",
+    "Copy",
     "Life",
     "Model",
     "Moment",

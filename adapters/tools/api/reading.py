@@ -19,12 +19,14 @@ from kvledger.adapters.tools.logs.explanation import Cause, causes_of, groups_of
 from kvledger.adapters.tools.logs.histories import Histories, read_histories
 from kvledger.adapters.tools.logs.index import index_for
 from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.reading import HEADER_LOST, begin_model, take_batch
 from kvledger.adapters.tools.logs.requests import Requests, RequestSummary
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.reasons import Admission, RequestHistory, Span
 from kvledger.adapters.tools.reasons import Reason as ReasonCode
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT
+from kvledger.lifecycle.reader import Reader
 
 _ISSUED: Mapping[type[e.Event], str] = {e.LoadIssued: "load", e.SaveIssued: "save", e.TailSaveIssued: "tail save"}
 """Decision to copy → the copy's kind."""
@@ -219,19 +221,13 @@ def _summaries(log: StoredLog) -> list[RequestSummary]:
     if index is not None:
         with contextlib.closing(index):
             return list(index.summaries())
-    ended: list[RequestSummary] = []
-    requests = Requests(ended.append)
-    projections = (log.start() or log.core.new_projections(log.configuration)) if log.header else None
-    for sequence, event in log.events():
-        requests.take(sequence, event)
-        if projections is not None and log.start_sequence < sequence <= log.trusted_sequence:
-            try:
-                projections.fold(event, sequence)
-            except Exception:  # noqa: BLE001 -- of a damaged log; only the states of open requests are from there
-                projections = None
-    if projections is not None:
-        requests.finish(projections)
-    return [*ended, *requests.current.values()]
+    found: list[RequestSummary] = []
+    model = begin_model(log, None if log.header else HEADER_LOST)
+    reader = Reader(model, [Requests(model, found.append)])
+    for batch in log.batches():
+        take_batch(reader, log, batch)
+    reader.finish()
+    return found
 
 
 def reasons(source: Source, request_id: str) -> Iterator[Reason]:

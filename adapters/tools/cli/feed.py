@@ -6,15 +6,16 @@ import time
 from collections.abc import Iterator
 
 import attrs
+import msgspec
 
 from kvledger.adapters.tools.cli.output import Output
 from kvledger.adapters.tools.logs.describe import describe, describe_decisions
-from kvledger.adapters.tools.logs.ending import num_open_requests
-from kvledger.adapters.tools.logs.log import Batch, StoredLog
-from kvledger.adapters.tools.logs.observation import Observation
+from kvledger.adapters.tools.logs.log import Batch, Gap, StoredLog
+from kvledger.adapters.tools.logs.observation import Observation, ObservationVisitor
 from kvledger.adapters.tools.logs.under_way import UnderWay, under_way
-from kvledger.lifecycle import Core, LedgerConfiguration
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reader import Model
 
 _QUIET = (e.SaveIssued, e.SaveCompleted, e.PrefillAdvanced, e.PrefillCompleted, e.ChunksTainted)
 """Decisions that alone do not deserve a line."""
@@ -35,44 +36,45 @@ class Line:
     num_broken: int
 
 
-class Feed:
-    """Folds a log and gives a line for each request that an observation concerns."""
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """What a feed goes on from."""
 
-    def __init__(self, core: Core, configuration: LedgerConfiguration) -> None:
-        self.under_way: UnderWay | None = None
-        """What is under way behind the last event."""
+    last_lookup: dict[str, str] = {}
+    """Request id → the line of its last lookup."""
+    under_way: UnderWay | None = None
+
+
+class Feed(ObservationVisitor):
+    """Makes a line for each request that an observation concerns."""
+
+    state: State
+
+    def __init__(self, model: Model, core: Core) -> None:
+        super().__init__(model)
+        self.state = State()
         self._core = core
-        self._projections = core.new_projections(configuration)
-        self._last_lookup: dict[str, str] = {}
+        self._lines: list[Line] = []
 
-    @property
-    def num_open_requests(self) -> int:
-        """The requests that had not finished so far."""
-        return num_open_requests(self._projections)
+    def pop_lines(self) -> list[Line]:
+        """The lines since the last call."""
+        lines, self._lines = self._lines, []
+        return lines
 
-    def take(self, observation: Observation) -> Iterator[Line]:
-        """Take the next observation."""
+    def observed(self, observation: Observation) -> None:
+        """Add the lines of an observation."""
         own = getattr(observation.event, "request_id", "")
-        decisions: dict[str, list[e.Event]] = {own: []}
+        concerning: dict[str, list[e.Event]] = {own: []}
         for _, event in observation.decisions:
-            decisions.setdefault(getattr(event, "request_id", ""), []).append(event)
-        states = {request_id: self._state(request_id) for request_id in decisions}
-        if isinstance(observation.event, e.RequestArrived):
-            states[own] = None  # that is the state of the life before
-        for sequence, event in observation:
-            self._projections.fold(event, sequence)
-            self.under_way = under_way(self._core, event, sequence, self.under_way)
-        if observation.event.is_decision:
-            return
-        time_ns = getattr(observation.event, "time_ns", self._projections.tracker.time_ns)
-        for request_id, concerning in decisions.items():
-            text = self._text(observation.event if request_id == own else None, request_id, concerning)
+            concerning.setdefault(getattr(event, "request_id", ""), []).append(event)
+        for sequence, event in ((observation.sequence, observation.event), *observation.decisions):
+            self.state.under_way = under_way(self._core, event, sequence, self.state.under_way)
+        for request_id, decisions in concerning.items():
+            text = self._text(observation.event if request_id == own else None, request_id, decisions)
             if text:
-                num_broken = sum(
-                    isinstance(event, e.InvariantViolated | e.HookFailed) for event in (observation.event, *concerning)
-                )
-                state = self._state(request_id)
-                yield Line(observation.sequence, time_ns, request_id, states[request_id], state, text, num_broken)
+                events = (observation.event, *decisions)
+                num_broken = sum(isinstance(event, e.InvariantViolated | e.HookFailed) for event in events)
+                place = observation.sequence, self.moment.time_ns, request_id
+                self._lines.append(Line(*place, *self.paths(request_id), text, num_broken))
 
     def _text(self, observation: e.Event | None, request_id: str, decisions: list[e.Event]) -> str:
         parts = [describe(observation, self._core)] if observation is not None else []
@@ -81,16 +83,12 @@ class Feed:
         text = "; ".join(filter(None, (*parts, *describe_decisions(decisions, self._core))))
         if any(isinstance(decision, e.LookupAnswered | e.LookupDeferred) for decision in decisions):
             # A waiting request is asked about at every step: only a new answer is news.
-            repeated = self._last_lookup.get(request_id) == text
-            self._last_lookup[request_id] = text
+            repeated = self.state.last_lookup.get(request_id) == text
+            self.state.last_lookup[request_id] = text
             return "" if repeated else text
         if isinstance(observation, e.RequestFinished):
-            self._last_lookup.pop(request_id, None)
+            self.state.last_lookup.pop(request_id, None)
         return text
-
-    def _state(self, request_id: str) -> str | None:
-        record = self._projections.tracker.get(request_id)
-        return None if record is None else record.path
 
 
 def follow(log: StoredLog, output: Output) -> Iterator[Batch | None]:
@@ -98,15 +96,17 @@ def follow(log: StoredLog, output: Output) -> Iterator[Batch | None]:
 
     Ends where nobody writes the log any more; a copy or a mirror, of which that is not known, is followed for ever.
     """
-    place = (log.files()[0].name, 0)
+    place, last_sequence = (log.files()[0].name, 0), 0
     for batch in log.batches():
-        place = (batch.segment, batch.end_offset)
+        place, last_sequence = (batch.segment, batch.end_offset), batch.last_sequence
         yield batch
     num_polls = 0
     while True:
         num_new, has_ended = 0, log.has_ended()  # asked first: what was written before is read below
         for batch in log.batches_from(*place):
-            place = (batch.segment, batch.end_offset)
+            if last_sequence + 1 < batch.first_sequence:
+                batch.gap = Gap(last_sequence + 1, batch.first_sequence - 1)
+            place, last_sequence = (batch.segment, batch.end_offset), batch.last_sequence
             num_new += 1
             yield batch
         num_polls = 0 if num_new else num_polls + 1

@@ -8,42 +8,43 @@ from kvledger.adapters.tools.cli.feed import Feed, Line, follow
 from kvledger.adapters.tools.cli.output import Output, show_ending
 from kvledger.adapters.tools.exit_codes import ExitCode
 from kvledger.adapters.tools.logs.clock import Clock
-from kvledger.adapters.tools.logs.describe import state_change, unfoldable_text
+from kvledger.adapters.tools.logs.describe import state_change
 from kvledger.adapters.tools.logs.ending import under_way_text
 from kvledger.adapters.tools.logs.log import StoredLog
-from kvledger.adapters.tools.logs.observation import observations
+from kvledger.adapters.tools.logs.reading import begin_model, take_batch
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.under_way import UnderWay
 from kvledger.adapters.units import milliseconds
+from kvledger.lifecycle.reader import Reader
 
 
 def show_following(log: StoredLog, selection: Selection, output: Output) -> ExitCode:
     """Print what happens, and how the log ended once nobody writes it any more."""
-    feed, clock = Feed(log.core, log.configuration), Clock(log.header)
+    model, clock = begin_model(log), Clock(log.header)
+    feed = Feed(model, log.core)
+    reader = Reader(model, [feed])
     before = shown = None
     for batch in follow(log, output):
         if batch is not None:
-            for observation in observations(batch.numbered()):
-                try:
-                    lines = list(feed.take(observation))
-                except Exception as error:  # noqa: BLE001 -- forged, or behind a gap; what was shown is worth it
-                    output.remark(unfoldable_text(observation.sequence, observation.event, error))
-                    return output.coverage_of(log, selection)
-                for line in lines:
-                    if selection.is_over(line.first_sequence):
-                        return ExitCode.SOUND
-                    if selection.holds(line.first_sequence) and selection.request_id in {None, line.request_id}:
-                        _show_line(output, line, clock)
+            if batch.gap is not None and not batch.gap.is_in_snapshot:
+                output.remark(str(batch.gap))
+            take_batch(reader, log, batch)
+            for line in feed.pop_lines():
+                if selection.is_over(line.first_sequence):
+                    return ExitCode.SOUND
+                if selection.holds(line.first_sequence) and selection.request_id in {None, line.request_id}:
+                    _show_line(output, line, clock)
             log.last_events = tuple(batch.numbered())
             continue
         # A call lasts less than two looks, but where it hangs.
-        if feed.under_way not in {None, shown} and feed.under_way == before:
-            shown = feed.under_way
-            _show_under_way(output, log, shown, clock)
-        before = feed.under_way
+        now = feed.state.under_way
+        if now is not None and now == before != shown:
+            shown = now
+            _show_under_way(output, log, now, clock)
+        before = now
         output.flush()
     log.look_at_end()
-    show_ending(output, log, feed.num_open_requests)
+    show_ending(output, log, model.lives.num_open)
     return output.coverage_of(log, selection)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import attrs
+import msgspec
 
 from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.cli.finding import selected, selected_one
@@ -22,12 +23,13 @@ from kvledger.adapters.tools.logs.describe import plain, state_change, unfoldabl
 from kvledger.adapters.tools.logs.facts import UNKNOWN_TOTALS, facts_of
 from kvledger.adapters.tools.logs.index import index_for
 from kvledger.adapters.tools.logs.log import Batch, StoredLog
-from kvledger.adapters.tools.logs.observation import observations
+from kvledger.adapters.tools.logs.reading import HEADER_LOST, begin_model, take_batch
 from kvledger.adapters.tools.logs.requests import Requests, RequestSummary
 from kvledger.adapters.tools.logs.selection import Selection
-from kvledger.adapters.tools.logs.timeline import Group, Timelines
+from kvledger.adapters.tools.logs.timeline import Group, Timelines, begin_timelines
 from kvledger.adapters.units import event_range, milliseconds, plural
 from kvledger.lifecycle import Projections
+from kvledger.lifecycle.reader import Model, Reader
 
 _MAX_LISTED = 200
 _MAX_IN_FRAME = 4096
@@ -119,42 +121,32 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
 
 def _show_request(log: StoredLog, selection: Selection, request_id: str, output: Output) -> bool:
     """Show its timeline; returns whether it has an event in the selected part."""
-    timelines = Timelines(log.core, log.configuration, [request_id])
     index = index_for(log, output, request_id)
     if index is not None and index.contents.is_whole:
+        timelines = Timelines(Model(log.core.tables, log.configuration), log.core, [request_id])
+        reader = Reader(timelines.model, [timelines])
         with contextlib.closing(index):
             for span in index.spans(request_id):  # what happened before and between makes no difference to it
                 events = index.events_between(span.first_sequence, span.last_sequence)
-                for observation in observations(event for event in events if not selection.is_over(event[0])):
-                    timelines.take(observation)
+                reader.take(numbered for numbered in events if not selection.is_over(numbered[0]))
             index.contents.copy_counts(log)
     else:
+        timelines = begin_timelines(log, [request_id])
+        reader = Reader(timelines.model, [timelines])
         with output.progress(log, "reading"):
-            _take_observations(log.batches(selection.last_sequence), timelines, output)
-    groups = [each for each in timelines.groups[request_id] if each.last_sequence >= selection.first_sequence]
+            for batch in log.batches(selection.last_sequence):
+                take_batch(reader, log, batch)
+    groups = [each for each in timelines.state.groups[request_id] if each.last_sequence >= selection.first_sequence]
     _show_timeline(output, log, request_id, groups)
     return bool(groups)
-
-
-def _take_observations(batches: Iterator[Batch], timelines: Timelines, output: Output) -> None:
-    for batch in batches:
-        if batch.gap is not None:
-            timelines.lose(batch.gap)
-        for observation in observations(batch.numbered()):
-            try:
-                timelines.take(observation)
-            except Exception as error:  # noqa: BLE001 -- what was read before it is still worth showing
-                output.remark(unfoldable_text(observation.sequence, observation.event, error))
-                for _ in batches:  # to the end, for the log's figures and its damage
-                    pass
-                return
 
 
 def _show_timeline(output: Output, log: StoredLog, request_id: str, groups: list[Group]) -> None:
     clock = Clock(log.header)
     if output.is_json:
         for group in groups:
-            fields = attrs.asdict(group, filter=lambda attribute, _: attribute.name != "texts")
+            fields = msgspec.structs.asdict(group)
+            del fields["texts"]
             times = {"time_unix_ns": clock.unix_ns(group.time_ns), "until_unix_ns": clock.unix_ns(group.until_ns)}
             output.record("group", {"request_id": request_id, **fields, **times, "text": group.text})
         return
@@ -179,14 +171,25 @@ def _show_timeline(output: Output, log: StoredLog, request_id: str, groups: list
 # --- the whole log ------------------------------------------------------------------------------
 
 
-def _start(log: StoredLog, output: Output) -> Projections:
-    """The state where the log can be folded from: nothing, or what its first snapshot holds."""
-    start = log.start()
+def _begin(log: StoredLog, output: Output) -> Model:
+    """The model where reading begins: before the first event, or at the first snapshot."""
+    model = begin_model(log, None if log.header else HEADER_LOST)
     for remark in log.start_remarks:
         output.remark(remark)
-    if start is not None:
+    if log.start_sequence:
         output.remark(f"what came before event {log.start_sequence + 1} is known from a snapshot only")
-    return start or log.core.new_projections(log.configuration)
+    return model
+
+
+def _fold(projections: Projections, batch: Batch, output: Output) -> bool:
+    """Fold the batch for the totals; returns whether that is possible, and says why if not."""
+    for at, event in batch.numbered():
+        try:
+            projections.fold(event, at)
+        except Exception as error:  # noqa: BLE001 -- a forged log; what was read is worth showing
+            output.remark(f"{unfoldable_text(at, event, error)} of the totals")
+            return False
+    return True
 
 
 def _show_log(log: StoredLog, selection: Selection, listing: Listing, output: Output) -> None:
@@ -202,29 +205,22 @@ def _show_log(log: StoredLog, selection: Selection, listing: Listing, output: Ou
             figures = _known_figures(contents.figures, output)
             _show_summary(output, log, selection, summaries, figures, contents.last_time_ns, listing)
         return
-    ended: list[RequestSummary] = []
-    requests = Requests(ended.append)
-    projections = _start(log, output) if log.header else None
+    found: list[RequestSummary] = []
+    model = _begin(log, output)
+    reader = Reader(model, [Requests(model, found.append)])
+    projections = log.start() or log.core.new_projections(log.configuration) if log.header else None
     totals = None if projections is None else log.totals(projections)
-
-    events = log.events(selection.last_sequence)
+    is_foldable = True
     with output.progress(log, "reading"):
-        for at, event in events:
-            requests.take(at, event)
-            if projections is not None and log.start_sequence < at <= log.trusted_sequence:
-                try:
-                    projections.fold(event, at)
-                except Exception as error:  # noqa: BLE001 -- behind a gap, or forged; what was read is worth showing
-                    output.remark(unfoldable_text(at, event, error))
-                    for _ in events:  # to the end, for the log's figures and its damage
-                        pass
-    if projections is not None:
-        requests.finish(projections)
-    summaries = sorted((*ended, *requests.current.values()), key=lambda summary: summary.first_sequence)
-    summaries = [summary for summary in summaries if summary.last_sequence >= selection.first_sequence]
+        for batch in log.batches(selection.last_sequence):
+            take_batch(reader, log, batch)
+            if projections is not None and is_foldable and log.is_trusted:
+                is_foldable = _fold(projections, batch, output)
+    reader.finish()
+    found.sort(key=lambda summary: summary.first_sequence)
+    summaries = [summary for summary in found if summary.last_sequence >= selection.first_sequence]
     figures = None if totals is None else _known_figures(totals.complete_figures, output)
-    time_ns = 0 if projections is None else projections.tracker.time_ns
-    _show_summary(output, log, selection, summaries, figures, time_ns, listing)
+    _show_summary(output, log, selection, summaries, figures, model.moment.time_ns, listing)
 
 
 def _known_figures(figures: Figures | None, output: Output) -> Figures | None:
@@ -268,7 +264,7 @@ def _show_summary(
         for summary in listing.chosen(summaries):
             unix = {"arrived_unix_ns": summary.arrived_ns, "finished_unix_ns": summary.finished_ns}
             times = {name: clock.unix_ns(time_ns) for name, time_ns in unix.items()}
-            output.record("request", {**attrs.asdict(summary), **times})
+            output.record("request", {**msgspec.structs.asdict(summary), **times})
         return
     for name, text in facts_of(log, duration_ns).items():
         output.field(name, text, "red" if name == "sizes" and not log.header else "")

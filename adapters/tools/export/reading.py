@@ -8,6 +8,7 @@ from kvledger.adapters.tools.exit_codes import CommandFailed
 from kvledger.adapters.tools.export.spans import Visitor
 from kvledger.adapters.tools.export.trace import Trace
 from kvledger.adapters.tools.logs.log import Batch, StoredLog
+from kvledger.adapters.tools.logs.reading import begin_model
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.verification import Verification
 from kvledger.adapters.units import plural
@@ -32,11 +33,12 @@ def read_trace(
         verification: holds the rules against the log in the same reading.
         also: given each batch before the trace takes it.
     """
+    model = begin_model(log)
     if verification is None:
         projections = log.start() or log.core.new_projections(log.configuration)
     else:
         projections = verification.audit.projections
-    trace = Trace(log.core, projections, log.totals(projections), visitor, selection)
+    trace = Trace(log.core, model, projections, log.totals(projections), visitor, selection)
     error = ""
     for batch in log.batches(selection.last_sequence):
         error = _take(batch, trace, log, verification, also)

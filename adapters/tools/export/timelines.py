@@ -8,9 +8,10 @@ import attrs
 
 from kvledger.adapters.tools.logs.histories import NamedEvents
 from kvledger.adapters.tools.logs.log import StoredLog
-from kvledger.adapters.tools.logs.observation import observations
+from kvledger.adapters.tools.logs.reading import take_batch
 from kvledger.adapters.tools.logs.selection import Selection
-from kvledger.adapters.tools.logs.timeline import Group, Timelines
+from kvledger.adapters.tools.logs.timeline import Group, begin_timelines
+from kvledger.lifecycle.reader import Reader
 
 _MAX_GROUPS = 500
 """Of one request that are kept: its first and its last ones."""
@@ -18,7 +19,7 @@ _MAX_GROUPS = 500
 
 @attrs.frozen
 class RequestTimeline:
-    """All incarnations of one request id, in groups of events."""
+    """All lives of one request id, in groups of events."""
 
     groups: Sequence[Group]
     num_left_out: int
@@ -29,18 +30,12 @@ def read_timelines(
     log: StoredLog, selection: Selection, request_ids: Collection[str], named: NamedEvents
 ) -> dict[str, RequestTimeline]:
     """The timelines of these requests by id; `named` is shown the log, too."""
-    timelines = Timelines(log.core, log.configuration, request_ids)
-    is_foldable = True
+    timelines = begin_timelines(log, request_ids)
+    reader = Reader(timelines.model, [timelines])
     for batch in log.batches(selection.last_sequence):
         named.take(batch)
-        if batch.gap is not None:
-            timelines.lose(batch.gap)
-        try:
-            for observation in observations(batch.numbered()) if is_foldable else ():
-                timelines.take(observation)
-        except Exception:  # noqa: BLE001 -- the first reading has reported it
-            is_foldable = False
-    return {name: _shown(groups, selection) for name, groups in timelines.groups.items()}
+        take_batch(reader, log, batch)
+    return {name: _shown(groups, selection) for name, groups in timelines.state.groups.items()}
 
 
 def _shown(all_groups: Sequence[Group], selection: Selection) -> RequestTimeline:

@@ -33,6 +33,7 @@ from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core, Projections, RequestRecord, RequestState
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT
+from kvledger.lifecycle.reader import Life, Model, Reader
 
 LOST = "events.lost"
 """The kind of the instant at which events are missing."""
@@ -60,7 +61,13 @@ class Trace:
     """
 
     def __init__(
-        self, core: Core, projections: Projections, totals: Totals, visitor: Visitor, selection: Selection
+        self,
+        core: Core,
+        model: Model,
+        projections: Projections,
+        totals: Totals,
+        visitor: Visitor,
+        selection: Selection,
     ) -> None:
         self._core = core
         self.projections = projections
@@ -76,8 +83,9 @@ class Trace:
         self._tracker = projections.tracker
         self._open: dict[Span, None] = {}
         """In the order of their beginning."""
-        known = {record.request_id: _known(record, self.now_ns) for record in self._tracker}
-        self._requests = Requests(lambda _: None, known)
+        self._requests = Requests(model, lambda _: None)
+        self._requests.state.summaries.update({life.ordinal: _known(life, self.now_ns) for life in model.lives})
+        self._reader = Reader(model, [self._requests])
         self._incarnations: dict[str, Incarnation] = {}
         self._states: dict[int, State] = {}
         self._copies: dict[int, Copy] = {}
@@ -113,7 +121,7 @@ class Trace:
             self.now_ns = max(self.now_ns, getattr(event, "time_ns", 0))
             self._observation, self._observed_at, self._num_events = event, sequence, 0
         self._num_events += 1
-        self._requests.take(sequence, event)
+        self._reader.take([(sequence, event)])
         if isinstance(event, e.RequestEvent):
             self._take_request_event(sequence, event)
         elif isinstance(event, e.StepScheduled):
@@ -128,6 +136,8 @@ class Trace:
         """Events are missing here. That the oldest are is no trouble: most often they were retired."""
         self._complete()
         self._reach(gap.last_sequence)
+        if not gap.is_in_snapshot:
+            self._reader.lost(gap.first_sequence, gap.last_sequence)
         self._show_instant(
             Instant(
                 kind=LOST,
@@ -144,7 +154,7 @@ class Trace:
     def finish(self) -> None:
         """Show what the log leaves open, as far as the log reaches."""
         self._complete()
-        self._requests.finish(self.projections)
+        self._reader.finish()
         for copy in tuple(self._copies.values()):
             self._end(copy, is_over=False)
         for incarnation in tuple(self._incarnations.values()):
@@ -233,7 +243,7 @@ class Trace:
             sequence=sequence,
             since_ns=self.now_ns,
             ordinal=record.ordinal,
-            summary=self._requests.current[record.request_id],
+            summary=self._requests.state.summaries[record.ordinal],
             trace_parent=trace_parent,
         )
         self._incarnations[record.request_id] = incarnation
@@ -421,10 +431,9 @@ class Trace:
         self._visitor.counted(self.now_ns, gauges)
 
 
-def _known(record: RequestRecord, time_ns: int) -> RequestSummary:
+def _known(life: Life, time_ns: int) -> RequestSummary:
     """A request that was there before the first event, as from a snapshot; when it arrived is not known."""
-    tokens = record.num_prompt_tokens, record.num_tokens
-    return RequestSummary(record.request_id, record.ordinal, 0, 0, time_ns, *tokens)
+    return RequestSummary(life.request_id, life.ordinal, 0, 0, time_ns, life.num_prompt_tokens, life.num_tokens)
 
 
 class _HeldBlocks:

@@ -32,10 +32,12 @@ from kvledger.adapters.tools.logs.index_memory import (
     memory_fingerprint,
 )
 from kvledger.adapters.tools.logs.log import Batch, StoredLog
+from kvledger.adapters.tools.logs.reading import begin_model, take_batch
 from kvledger.adapters.tools.logs.requests import Requests, RequestSummary
 from kvledger.adapters.tools.reasons import Accounts, RequestHistory
 from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reader import Reader
 from kvledger.lifecycle.snapshots import capture, restore
 from kvledger.lifecycle.untrusted import from_msgpack
 from kvledger.storage.events.files import PRIVATE_DIRECTORY, make_directory, open_for_reading
@@ -119,13 +121,15 @@ class _Builder:
         self._connection = connection
         self._earlier = earlier
         self._memory = IndexMemory() if memory is None else memory
+        model = begin_model(log)
+        self._reader = Reader(model, [Requests(model, self._write)])
         if memory is None:
             self._projections = log.start() or log.core.new_projections(log.configuration)
             self._totals = log.totals(self._projections)
         else:
             self._projections = restore(log.core, memory.projections, log.configuration)
             self._totals = Totals.continued(self._projections, memory.totals)
-        self._requests = Requests(self._write, self._memory.requests, self._memory.jobs)
+            self._reader.resume(memory.reader, log.core.fingerprint())
         self._accounts = Accounts(
             log.configuration, on_end=self._write_story, keeps_histories=True, state=self._memory.accounts
         )
@@ -162,6 +166,7 @@ class _Builder:
                 row = (batch.first_sequence, memory.time_ns, batch.segment, batch.offset)
                 self._connection.execute("INSERT INTO places VALUES (?, ?, ?, ?)", row)
             memory.num_batches += 1
+            take_batch(self._reader, self._log, batch)
             if batch.gap is not None:
                 self._accounts.lose()
             for sequence, event in batch.numbered():
@@ -169,15 +174,14 @@ class _Builder:
 
     def _finish(self, extent: tuple[str, str, int]) -> None:
         self._remember()
-        self._requests.finish(self._projections)
-        for summary in self._requests.current.values():
-            self._write(summary)
+        self._reader.finish()
         for story in self._accounts.histories:
             self._write_story(story, is_over=False)
         self._connection.execute("INSERT INTO log VALUES (?)", (msgspec.msgpack.encode(self._contents(extent)),))
 
     def _remember(self) -> None:
         """Before what is open is written as if it were over."""
+        self._memory.reader = self._reader.capture(self._log.core.fingerprint())
         self._memory.projections = capture(self._projections) if self._is_foldable else b""
         self._memory.totals = self._totals.stored()
         row = (memory_fingerprint(self._log.core, self._log.configuration), packed(self._memory))
@@ -209,7 +213,6 @@ class _Builder:
         )
 
     def _take(self, sequence: int, event: e.Event) -> None:
-        self._requests.take(sequence, event)
         self._accounts.take(sequence, event)
         if self._is_foldable and self._log.start_sequence < sequence <= self._log.trusted_sequence:
             try:

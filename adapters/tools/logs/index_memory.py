@@ -9,7 +9,6 @@ import hashlib
 
 import msgspec
 
-from kvledger.adapters.tools.logs.requests import Job, RequestSummary
 from kvledger.adapters.tools.reasons import State
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle.snapshots import state_fingerprint
@@ -18,10 +17,8 @@ from kvledger.lifecycle.snapshots import state_fingerprint
 class IndexMemory(msgspec.Struct, forbid_unknown_fields=True):
     """Everything that goes on: what is over is in the index."""
 
-    requests: dict[str, RequestSummary] = {}
-    """Those that are not released."""
-    jobs: dict[int, Job] = {}
-    """Those under way."""
+    reader: bytes = b""
+    """What the reader knows, and the requests that are not over, as `Reader.capture` returns it."""
     num_batches: int = 0
     time_ns: int = 0
     """The latest time before the last place at which reading can begin."""

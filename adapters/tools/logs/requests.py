@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import attrs
+import msgspec
 
-from kvledger.lifecycle import Projections
 from kvledger.lifecycle import events as e
-
-Job = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
-_SETTLED = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
+from kvledger.lifecycle.reader import Life, Model, Visitor, Visits
 
 
-@attrs.define
-class RequestSummary:
-    """One incarnation of a request id, as far as the log shows. Times in nanoseconds since the log was opened."""
+class RequestSummary(msgspec.Struct, forbid_unknown_fields=True):
+    """One life of a request id, as far as the log shows. Times in nanoseconds since the log was opened."""
 
     request_id: str
     ordinal: int
@@ -43,80 +39,84 @@ class RequestSummary:
         return self.num_failures > 0 or self.is_quarantined or self.outcome == "FINISHED_ERROR"
 
 
-class Requests:
-    """Summarizes requests; give it each event in order."""
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """The requests that are not over."""
 
-    def __init__(
-        self,
-        on_end: Callable[[RequestSummary], None],
-        current: dict[str, RequestSummary] | None = None,
-        jobs: dict[int, Job] | None = None,
-    ) -> None:
-        """Begin with nothing, or with the requests that were there and the jobs under way; `on_end` is given the rest.
+    summaries: dict[int, RequestSummary] = {}
+    """By ordinal, in the order of arrival."""
 
-        A request is over when it is released, or when its id is used again.
-        """
+
+class Requests(Visitor[Model]):
+    """Summarizes the requests that arrive; `on_end` is given each when it is over, and the others at the log's end.
+
+    A request is over when it is released, or when its id is used again.
+    """
+
+    needs = ("lives", "copies")
+    state: State
+
+    def __init__(self, model: Model, on_end: Callable[[RequestSummary], None]) -> None:
+        super().__init__(model)
+        self.state = State()
         self._on_end = on_end
-        self.current = {} if current is None else current
-        """By id, in the order of arrival: those that are not over."""
-        self._jobs = {} if jobs is None else jobs
 
-    def take(self, sequence: int, event: e.Event) -> None:
-        """Take up one event."""
-        if isinstance(event, e.RequestArrived):
-            self._end(event.request_id)
-            tokens = event.num_prompt_tokens
-            summary = RequestSummary(event.request_id, event.ordinal, sequence, sequence, event.time_ns, tokens, tokens)
-            self.current[event.request_id] = summary
+    def visits(self) -> Visits:
+        """Whatever names a request, and reports."""
+        naming = (each for each in e.STANDARD_EVENTS.values() if "request_id" in e.field_names(each))
+        return [(e.TransferReported, self._reported), *((event_class, self._seen) for event_class in naming)]
+
+    def ended(self, life: Life) -> None:
+        """Hand out its summary."""
+        self._hand_out(life)
+
+    def finish(self) -> None:
+        """Hand out those that are not over."""
+        for life in self.model.lives:
+            self._hand_out(life)
+
+    def _hand_out(self, life: Life) -> None:
+        summary = self.state.summaries.pop(life.ordinal, None)
+        if summary is None:
             return
-        about = map(self._jobs.get, event.job_ids) if isinstance(event, e.TransferReported) else (event,)
-        job = self._jobs.pop(event.job_id, None) if isinstance(event, _SETTLED) else None
-        for summary in filter(None, map(self._life_of, about)):
-            summary.last_sequence = sequence
-            self._count(summary, event, job)
-            if isinstance(event, e.RequestReleased):
-                self._end(event.request_id)
+        summary.num_preemptions, summary.is_quarantined = life.num_preemptions, life.quarantined
+        summary.num_tokens = life.num_tokens
+        if not summary.outcome:
+            summary.outcome = life.state.value
+            summary.num_tokens = max(life.num_tokens, self.model.lives.num_computed_tokens(life))
+        self._on_end(summary)
 
-    def _life_of(self, event: e.Event | None) -> RequestSummary | None:
-        """The life that the event is about, if it is not over; its id may have been used again since."""
-        summary = self.current.get(getattr(event, "request_id", ""))
-        is_of_another = (
-            summary is not None and isinstance(event, e.RequestDecision) and event.ordinal != summary.ordinal
-        )
-        return None if is_of_another else summary
+    def _reported(self, _event: e.TransferReported) -> None:
+        for reported in self.model.copies.reported:
+            if reported.job is not None and (found := self.state.summaries.get(reported.job.ordinal)) is not None:
+                found.last_sequence = self.moment.sequence
 
-    def finish(self, projections: Projections) -> None:
-        """Add what is known of those that are not over."""
-        for record in projections.tracker:
-            summary = self.current.get(record.request_id)
-            if summary is not None and not summary.outcome:
-                summary.outcome = record.state.value
-                summary.num_tokens = max(record.num_tokens, projections.tracker.num_computed_tokens(record))
+    def _seen(self, event: e.Event) -> None:
+        if isinstance(event, e.RequestArrived):
+            sequence, tokens = self.moment.sequence, event.num_prompt_tokens
+            summary = RequestSummary(event.request_id, event.ordinal, sequence, sequence, event.time_ns, tokens, tokens)
+            self.state.summaries[event.ordinal] = summary
+            return
+        ordinal: int = getattr(event, "ordinal", e.NO_LIFE)
+        if ordinal == e.NO_LIFE:
+            life = self.model.lives.get(getattr(event, "request_id", ""))
+            ordinal = e.NO_LIFE if life is None else life.ordinal
+        if (found := self.state.summaries.get(ordinal)) is not None:
+            found.last_sequence = self.moment.sequence
+            self._count(found, event)
 
-    def _end(self, request_id: str) -> None:
-        summary = self.current.pop(request_id, None)
-        if summary is not None:
-            self._on_end(summary)
-
-    def _count(self, summary: RequestSummary, event: e.Event, job: Job | None) -> None:
-        """`job`: the one that the event settles."""
+    def _count(self, summary: RequestSummary, event: e.Event) -> None:
         match event:
             case e.RequestFinished():
-                summary.outcome = event.status
-                summary.finished_ns = event.time_ns
-                summary.num_tokens = event.num_tokens
-            case e.RequestPreempted():
-                summary.num_preemptions += 1
+                summary.outcome, summary.finished_ns = event.status, event.time_ns
             case e.LookupRequested():
                 summary.num_lookups += 1
-            case e.LoadIssued() | e.SaveIssued() | e.TailSaveIssued():
-                self._jobs[event.job_id] = event
             case e.LoadCompleted() | e.SaveCompleted():
-                summary.num_tokens_loaded += job.num_tokens if isinstance(job, e.LoadIssued) else 0
-                summary.num_chunks_saved += len(job.chunks) if isinstance(job, e.SaveIssued) else 0
-            case e.LoadFailed() | e.SaveFailed() | e.InvariantViolated() | e.HookFailed() | e.LoadRefused():
+                copy = self.model.copies.current
+                if copy is not None and copy.is_load:
+                    summary.num_tokens_loaded += copy.num_tokens
+                elif copy is not None:
+                    summary.num_chunks_saved += len(copy.chunks)
+            case e.LoadFailed() | e.SaveFailed() | e.LoadRefused() | e.InvariantViolated() | e.HookFailed():
                 summary.num_failures += 1
-            case e.RequestQuarantined():
-                summary.is_quarantined = True
             case _:
                 pass

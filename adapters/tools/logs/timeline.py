@@ -8,21 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import attrs
+import msgspec
 
 from kvledger.adapters.tools.logs.describe import describe, describe_decisions, lookups_in_a_row
-from kvledger.adapters.tools.logs.log import Gap
-from kvledger.adapters.tools.logs.observation import Observation
+from kvledger.adapters.tools.logs.log import Gap, StoredLog
+from kvledger.adapters.tools.logs.observation import Observation, ObservationVisitor
+from kvledger.adapters.tools.logs.reading import begin_model
 from kvledger.adapters.units import duration, plural, size
-from kvledger.lifecycle import Core, LedgerConfiguration, Projections, RequestState, SequencedEvent
+from kvledger.lifecycle import Core, RequestState, SequencedEvent
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reader import Copy, Life, Model
 
 _QUIET_DECISIONS = (e.SaveIssued, e.PrefillAdvanced, e.PrefillCompleted)
 """Decisions on a step that do not deserve a line of their own."""
+_ABOUT_ALL = (e.StepScheduled, e.TransferReported, e.CacheReset, e.LogNote)
+"""Observations that name no request and may concern several."""
 _NO_ANSWER = "asked what can be loaded; the log has no answer"
 
 
-@attrs.define
-class Group:
+class Group(msgspec.Struct, forbid_unknown_fields=True):
     """Events that are shown together. Times in nanoseconds since the log was opened."""
 
     what: str
@@ -34,7 +38,7 @@ class Group:
     state_before: str | None
     state_after: str | None
     generation: int | None
-    texts: list[str] = attrs.field(factory=list)
+    texts: list[str] = []
     num_moments: int = 1
     """How many observations are in it."""
     first_token: int = 0
@@ -70,235 +74,231 @@ class Group:
         return "; ".join(parts)
 
 
-class Timelines:
-    """Folds a log and keeps the groups of some request ids, through all their incarnations.
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """What timelines go on from."""
 
-    Each projection here makes a request's part from that request's own events alone. So what happened before the
-    request arrived may be left out; the host pool, which everybody shares, is not here.
-    """
+    groups: dict[str, list[Group]]
+    """Request id → its groups so far."""
+    lost: Group | None = None
+    """Where events were missing last."""
 
-    def __init__(self, core: Core, configuration: LedgerConfiguration, request_ids: Iterable[str]) -> None:
-        self._known = core.new_projections(configuration, only=("extensions", "sub_states", "tracker"))
-        self._timelines = {name: _Timeline(name, core, self._known, configuration.num_ranks) for name in request_ids}
-        self._active: dict[str, _Timeline] = {}
-        """Those of requests that are there now: of all others there is nothing to ask."""
-        self._gap: Gap | None = None
+
+@attrs.frozen
+class _Seen:
+    """An observation as one request sees it."""
+
+    request_id: str
+    groups: list[Group]
+    observation: Observation
+    """With the decisions that concern the request."""
+    life: Life | None
+    is_over: bool
+    """Whether the life ended here."""
+    state_before: str | None
+    state_after: str | None
 
     @property
-    def groups(self) -> dict[str, list[Group]]:
-        """The groups so far of each request id."""
-        return {name: timeline.groups for name, timeline in self._timelines.items()}
-
-    def lose(self, gap: Gap) -> None:
-        """Events are missing here."""
-        self._gap = gap
-        for timeline in self._active.values():
-            timeline.lose(gap)
-
-    def take(self, observation: Observation) -> None:
-        """Take up the next observation of the log."""
-        own = getattr(observation.event, "request_id", "")
-        timeline = self._timelines.get(own)
-        if timeline is not None:
-            if self._gap is not None and not timeline.groups:
-                timeline.lose(self._gap)  # in which its id may have been used before
-            self._active[own] = timeline
-        for timeline in self._active.values():
-            timeline.begin()
-        for sequence, event in observation:
-            self._known.fold(event, sequence)
-        for name, timeline in tuple(self._active.items()):
-            timeline.end(observation)
-            if self._known.tracker.get(name) is None:
-                del self._active[name]
+    def decisions(self) -> list[e.Event]:
+        """Those that concern the request."""
+        return [event for _, event in self.observation.decisions]
 
 
-class _Timeline:
-    """The groups of one request id."""
+class Timelines(ObservationVisitor):
+    """Keeps the groups of some request ids, through all their lives.
 
-    def __init__(self, request_id: str, core: Core, known: Projections, num_ranks: int) -> None:
-        self.request_id = request_id
-        self.groups: list[Group] = []
-        self._num_ranks = num_ranks
-        self._known = known
+    What is shown of a life follows from its own events and from steps. So the events before it arrived may be left out.
+    """
+
+    needs = ("lives", "tables", "copies")
+    state: State
+
+    def __init__(self, model: Model, core: Core, request_ids: Iterable[str]) -> None:
+        super().__init__(model)
+        self.state = State({request_id: [] for request_id in request_ids})
         self._core = core
-        self._tracker = known.tracker
-        self._state_before: str | None = None
-        self._num_computed_before = 0
-        self._jobs: dict[int, e.LoadIssued | e.SaveIssued | e.TailSaveIssued] = {}
-        self._num_incarnations = 0
-        self._arrived_ns: int | None = None
-        """None also from its first lookup on."""
 
-    def lose(self, gap: Gap) -> None:
-        """Say that events are missing here."""
-        now = self._tracker.time_ns
-        self.groups.append(Group("lost", gap.first_sequence, gap.last_sequence, now, now, None, None, None, [str(gap)]))
+    def lost(self, first_sequence: int, last_sequence: int) -> None:
+        """Say that events are missing here; of a request that is not there now, where it comes."""
+        now_ns, text = self.moment.time_ns, str(Gap(first_sequence, last_sequence))
+        self.state.lost = Group("lost", first_sequence, last_sequence, now_ns, now_ns, None, None, None, [text])
+        for request_id, groups in self.state.groups.items():
+            if self.model.lives.get(request_id) is not None:
+                groups.append(self.state.lost)
 
-    def begin(self) -> None:
-        """Note what is so before an observation is folded."""
-        record = self._tracker.get(self.request_id)
-        self._state_before = None if record is None else record.path
-        self._num_computed_before = 0 if record is None else self._tracker.num_computed_tokens(record)
+    def observed(self, observation: Observation) -> None:
+        """Make a group of the observation for each request that it concerns, or add it to the request's last group."""
+        events = (observation.event, *(event for _, event in observation.decisions))
+        named = {getattr(event, "request_id", "") for event in events}
+        is_about_all = isinstance(events[0], _ABOUT_ALL) or any(isinstance(each, e.ExtensionStopped) for each in events)
+        for request_id, groups in self.state.groups.items():
+            life = self.life_of(request_id) if is_about_all or request_id in named else None
+            if life is None and request_id not in named:
+                continue
+            if not groups and self.state.lost is not None:  # where its id may have been used before
+                groups.append(self.state.lost)
+            is_over = self.model.lives.get(request_id) is None
+            own = Observation(observation.sequence, events[0], _concerning(observation, request_id, life))
+            self._add_seen(_Seen(request_id, groups, own, life, is_over, *self.paths(request_id)))
 
-    def end(self, observation: Observation) -> None:
-        """Make a group of the observation, which is folded now, or add it to the last one."""
-        if observation.event.is_decision:
+    def _add_seen(self, seen: _Seen) -> None:
+        event = seen.observation.event
+        if isinstance(event, e.StepScheduled):
+            self._add_step(seen, event)
+        elif isinstance(event, e.TransferReported) and self._reported(seen.request_id):
+            self._add_report(seen, event)
+        elif getattr(event, "request_id", None) == seen.request_id:
+            self._add_own(seen)
+        elif seen.life is not None and isinstance(event, e.CacheReset | e.LogNote):
+            self._add(seen, event.id, self._text(seen))
+        else:
+            self._add_decisions(seen)
+
+    def _add_decisions(self, seen: _Seen) -> None:
+        """Upon what concerns others."""
+        if seen.decisions:
+            self._add(seen, seen.decisions[0].id, "")
+
+    def _add_step(self, seen: _Seen, event: e.StepScheduled) -> None:
+        life, state = seen.life, (seen.state_before or seen.state_after or "").partition(".")[0]
+        if life is None or seen.is_over or state == RequestState.FINISHED:
+            self._add_decisions(seen)
             return
-        moment = Observation(observation.sequence, observation.event, self._concerning(observation))
-        if isinstance(moment.event, e.RequestArrived) and moment.event.request_id == self.request_id:
-            self._state_before = None  # that was the state of the life before
-        for _, event in moment.decisions:
-            if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
-                self._jobs[event.job_id] = event
-        if isinstance(moment.event, e.StepScheduled):
-            self._close_step(moment, moment.event)
-        elif isinstance(moment.event, e.TransferReported) and not self._jobs.keys().isdisjoint(moment.event.job_ids):
-            self._close_report(moment, moment.event)
-        elif getattr(moment.event, "request_id", None) == self.request_id:
-            self._close_request_event(moment)
-        elif self._state_before is not None and isinstance(moment.event, e.CacheReset | e.LogNote):
-            self._add(moment, moment.event.id, self._observation_text(moment.event))
-        elif moment.decisions:  # upon what concerns others
-            self._add(moment, moment.decisions[0][1].id, "")
-
-    def _concerning(self, observation: Observation) -> list[SequencedEvent]:
-        """The decisions that concern this request."""
-        found: list[SequencedEvent] = []
-        for sequence, event in observation.decisions:
-            if isinstance(event, e.ExtensionStopped):
-                concerns = self._state_before is not None
-            elif isinstance(event, e.ChunksTainted):
-                concerns = bool(found)
-            else:
-                concerns = getattr(event, "request_id", None) == self.request_id
-            if concerns:
-                found.append((sequence, event))
-        return found
-
-    def _close_step(self, moment: Observation, event: e.StepScheduled) -> None:
-        record = self._tracker.get(self.request_id)
-        if record is None or self._state_before is None:
+        first, end = self.model.lives.num_computed_before_step(life), self.model.lives.num_computed_tokens(life)
+        num_blocks = sum(len(block_ids) for ordinal, block_ids in event.extended if ordinal == life.ordinal)
+        if not (seen.decisions or num_blocks or end != first):
             return
-        num_computed = self._tracker.num_computed_tokens(record)
-        num_blocks = sum(len(block_ids) for ordinal, block_ids in event.extended if ordinal == record.ordinal)
-        scheduled = any(ordinal == record.ordinal for ordinal, *_ in event.advanced)
-        if not (moment.decisions or num_blocks or scheduled or num_computed != self._num_computed_before):
-            return
-        what = "decode" if self._state_before.partition(".")[0] == RequestState.RUNNING else "prefill"
-        group = self._continued(what, moment)
+        what = "decode" if state == RequestState.RUNNING else "prefill"
+        group = self._continued(what, seen)
         if group is None:
-            group = self._add(moment, what, "")
-            group.first_token = next(
-                (first for ordinal, first, *_ in event.advanced if ordinal == record.ordinal),
-                self._num_computed_before,
-            )
-        group.num_tokens = num_computed - group.first_token
+            group = self._add(seen, what, "")
+            group.first_token = first
+        group.num_tokens = end - group.first_token
         group.num_blocks += num_blocks
-        decisions = [decision for _, decision in moment.decisions]
-        group.num_chunks_to_save += sum(len(d.chunks) for d in decisions if isinstance(d, e.SaveIssued))
-        loud = (decision for decision in decisions if not isinstance(decision, _QUIET_DECISIONS))
+        group.num_chunks_to_save += sum(len(each.chunks) for each in seen.decisions if isinstance(each, e.SaveIssued))
+        loud = (decision for decision in seen.decisions if not isinstance(decision, _QUIET_DECISIONS))
         group.texts += describe_decisions(loud, self._core)
 
-    def _close_report(self, moment: Observation, event: e.TransferReported) -> None:
-        pairs = zip(event.job_ids, event.num_bytes, strict=False)
-        own = {job_id: num_bytes for job_id, num_bytes in pairs if job_id in self._jobs}
-        job_id = next(iter(own))
-        job = self._jobs[job_id]
-        settled = [decision for _, decision in moment.decisions]
-        last = self.groups[-1] if self.groups else None
-        is_quiet = not isinstance(job, e.LoadIssued) and all(isinstance(d, e.SaveCompleted) for d in settled)
-        if is_quiet and not event.ranks_failed and last is not None and last.what in {"prefill", "decode"}:
-            last.last_sequence = moment.last_sequence
-        else:
-            last = self._add(moment, "transfer", "")
-            if not settled:
-                kind = "load" if isinstance(job, e.LoadIssued) else "save"
-                last.texts.append(f"{plural(len(event.ranks_done), 'rank')} of {self._num_ranks} did {kind} {job_id}")
-            last.num_tokens = job.num_tokens if isinstance(job, e.LoadIssued) else 0
-        last.num_bytes += sum(own.values())
-        last.duration_ns += event.duration_ns
-        if any(isinstance(d, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed) for d in settled):
-            for job_id in own:
-                del self._jobs[job_id]
+    def _continued(self, what: str, seen: _Seen) -> Group | None:
+        """The last group, if this step only goes on with it."""
+        last = seen.groups[-1] if seen.groups else None
+        if last is None or last.what != what or last.state_after != seen.state_before:
+            return None
+        if not all(isinstance(decision, _QUIET_DECISIONS) for decision in seen.decisions):
+            return None
+        last.num_moments += 1
+        last.last_sequence, last.until_ns = seen.observation.last_sequence, self.moment.time_ns
+        last.state_after = seen.state_after
+        return last
 
-    def _close_request_event(self, moment: Observation) -> None:
-        event = moment.event
-        if isinstance(event, e.ChunkKeysObserved) and not moment.decisions:
+    def _reported(self, request_id: str) -> list[Copy]:
+        """The copies of the request that the report at hand is about."""
+        copies = [reported.job for reported in self.model.copies.reported]
+        return [copy for copy in copies if copy is not None and copy.request_id == request_id]
+
+    def _add_report(self, seen: _Seen, event: e.TransferReported) -> None:
+        copies = self._reported(seen.request_id)
+        is_quiet = not copies[0].is_load and all(isinstance(each, e.SaveCompleted) for each in seen.decisions)
+        last = seen.groups[-1] if seen.groups else None
+        if is_quiet and not event.ranks_failed and last is not None and last.what in {"prefill", "decode"}:
+            last.last_sequence = seen.observation.last_sequence
+        else:
+            last = self._add(seen, "transfer", "")
+            if not seen.decisions:
+                kind, num_ranks = "load" if copies[0].is_load else "save", len(self.model.copies.every_rank)
+                done = plural(len(event.ranks_done), "rank")
+                last.texts.append(f"{done} of {num_ranks} did {kind} {copies[0].job_id}")
+            last.num_tokens = copies[0].num_tokens if copies[0].is_load else 0
+        num_bytes = dict(zip(event.job_ids, event.num_bytes, strict=False))
+        last.num_bytes += sum(num_bytes.get(copy.job_id, 0) for copy in copies)
+        last.duration_ns += event.duration_ns
+
+    def _add_own(self, seen: _Seen) -> None:
+        event = seen.observation.event
+        if isinstance(event, e.ChunkKeysObserved) and not seen.decisions:
             return
-        has_answer = any(isinstance(each, e.LookupAnswered | e.LookupDeferred) for _, each in moment.decisions)
+        has_answer = any(isinstance(each, e.LookupAnswered | e.LookupDeferred) for each in seen.decisions)
         if isinstance(event, e.LookupRequested) or has_answer:
-            self._close_lookup(moment)
+            self._add_lookup(seen)
             return
-        what = "arrived" if isinstance(event, e.RequestArrived) else event.id
-        group = self._add(moment, what, self._observation_text(moment.event))
+        group = self._add(seen, "arrived" if isinstance(event, e.RequestArrived) else event.id, self._text(seen))
         if isinstance(event, e.BlocksAllocated | e.BlockTableObserved):
             group.num_blocks = len(event.block_ids)
 
-    def _close_lookup(self, moment: Observation) -> None:
-        """Somebody else's answer has an event of its own, behind the question's; then the two are one."""
-        asked = self.groups.pop() if self.groups and self.groups[-1].texts == [_NO_ANSWER] else None
-        before = self.groups[-1] if self.groups else None
-        group = self._add(moment, "lookup", self._observation_text(moment.event))
+    def _add_lookup(self, seen: _Seen) -> None:
+        """Another connector's answer has an event of its own, after the question's; then the two are one."""
+        groups = seen.groups
+        asked = groups.pop() if groups and groups[-1].texts == [_NO_ANSWER] else None
+        before = groups[-1] if groups else None
+        begun = next((each for each in reversed(groups) if each.what in {"arrived", "lookup"}), None)
+        group = self._add(seen, "lookup", self._text(seen))
         group.texts = group.texts or [_NO_ANSWER]
         if asked is not None:
-            group.first_sequence, group.time_ns, group.waited_ns, group.state_before = (
+            group.first_sequence, group.time_ns, group.state_before = (
                 asked.first_sequence,
                 asked.time_ns,
-                asked.waited_ns,
                 asked.state_before,
             )
-        if self._arrived_ns is not None:
-            group.waited_ns, self._arrived_ns = group.time_ns - self._arrived_ns, None
+        if begun is not None and begun.what == "arrived":
+            group.waited_ns = group.time_ns - begun.time_ns
         if before is not None and before.what == "lookup" and before.texts == group.texts:
-            self.groups.pop()
+            groups.pop()
             before.num_moments += 1
             before.last_sequence, before.until_ns = group.last_sequence, group.until_ns
 
-    def _continued(self, what: str, moment: Observation) -> Group | None:
-        """The last group, if this step only goes on with it."""
-        last = self.groups[-1] if self.groups else None
-        if last is None or last.what != what or last.state_after != self._state_before:
-            return None
-        if not all(isinstance(decision, _QUIET_DECISIONS) for _, decision in moment.decisions):
-            return None
-        last.num_moments += 1
-        last.last_sequence = moment.last_sequence
-        last.until_ns = self._tracker.time_ns
-        record = self._tracker.get(self.request_id)
-        last.state_after = None if record is None else record.path
-        return last
-
-    def _add(self, moment: Observation, what: str, text: str) -> Group:
-        record = self._tracker.get(self.request_id)
-        decisions = [decision for _, decision in moment.decisions]
+    def _add(self, seen: _Seen, what: str, text: str) -> Group:
         texts = [text] if text else []
         if what not in {"prefill", "decode"}:
-            texts += describe_decisions(decisions, self._core)
+            texts += describe_decisions(seen.decisions, self._core)
+        observation, now_ns = seen.observation, self.moment.time_ns
         group = Group(
             what,
-            moment.sequence,
-            moment.last_sequence,
-            getattr(moment.event, "time_ns", self._tracker.time_ns),
-            getattr(moment.event, "time_ns", self._tracker.time_ns),
-            self._state_before,
-            None if record is None else record.path,
-            None if record is None else record.generation,
+            observation.sequence,
+            observation.last_sequence,
+            now_ns,
+            now_ns,
+            seen.state_before,
+            seen.state_after,
+            None if seen.life is None or seen.is_over else seen.life.generation,
             texts,
-            num_broken=sum(isinstance(d, e.InvariantViolated) for d in (moment.event, *decisions)),
+            num_broken=sum(isinstance(each, e.InvariantViolated) for each in (observation.event, *seen.decisions)),
         )
-        self.groups.append(group)
+        seen.groups.append(group)
         return group
 
-    def _observation_text(self, event: e.Event) -> str:
+    def _text(self, seen: _Seen) -> str:
+        """The observation in words."""
+        event = seen.observation.event
         text = describe(event, self._core)
         if not text and not isinstance(event, e.LookupRequested | e.ExtensionObserved):
             text = event.id
         if isinstance(event, e.RequestArrived):
-            self._num_incarnations, self._arrived_ns = self._num_incarnations + 1, event.time_ns
-            return text if self._num_incarnations == 1 else f"{text}, incarnation {self._num_incarnations} of this id"
-        if isinstance(event, e.RequestPreempted):
-            record = self._known.tracker.get(self.request_id)
-            num_blocks = 0 if record is None else len(record.lost_block_ids or ())
-            return f"{text}, lost {plural(num_blocks, 'block')}"
+            number = 1 + sum(group.what == "arrived" for group in seen.groups)
+            return text if number == 1 else f"{text}, incarnation {number} of this id"
+        if isinstance(event, e.RequestPreempted) and seen.life is not None:
+            num_blocks = len(self.model.tables.lost_by(seen.life))
+            if num_blocks or not seen.life.is_partial:
+                return f"{text}, lost {plural(num_blocks, 'block')}"
         return text
+
+
+def begin_timelines(log: StoredLog, request_ids: Iterable[str]) -> Timelines:
+    """Timelines of a log that is to be read from its beginning, or from its first snapshot."""
+    timelines = Timelines(begin_model(log), log.core, request_ids)
+    if log.start_sequence:
+        timelines.lost(1, log.start_sequence)
+    return timelines
+
+
+def _concerning(observation: Observation, request_id: str, life: Life | None) -> list[SequencedEvent]:
+    """The decisions that concern this request."""
+    found: list[SequencedEvent] = []
+    for sequence, event in observation.decisions:
+        if isinstance(event, e.ExtensionStopped):
+            concerns = life is not None
+        elif isinstance(event, e.ChunksTainted):
+            concerns = bool(found)
+        else:
+            concerns = getattr(event, "request_id", None) == request_id
+        if concerns:
+            found.append((sequence, event))
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from processes import started
 from stored_logs import play_story, replaced, write_log
 
 from kvledger.adapters.tools.cli.feed import Feed, Line
-from kvledger.adapters.tools.logs.observation import observations
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import encode_events
+from kvledger.lifecycle.reader import Model, Reader
 from kvledger.storage.events import SegmentEventStore
 
 COMMAND = [sys.executable, "-m", "kvledger.adapters.tools.cli.main"]
@@ -85,15 +85,17 @@ def test_a_request_alone_can_be_followed_up_to_a_moment(run: Any, log: Path) -> 
     assert any("running → preempted  preempted with 64 settled tokens" in line for line in lines)
 
 
-def lines_of(feed: Feed, events: Sequence[e.Event]) -> list[Line]:
-    """What the feed gives of the events, which begin a log."""
-    return [line for observation in observations(enumerate(events, 1)) for line in feed.take(observation)]
+def lines_of(driver: Driver) -> list[Line]:
+    """What a feed gives of the driver's events."""
+    model = Model(Core.standard().tables, driver.configuration)
+    feed = Feed(model, Core.standard())
+    Reader(model, [feed]).take(enumerate(driver.observed, 1))
+    return feed.pop_lines()
 
 
 def test_polls_with_the_same_answer_are_printed_once(story: Driver) -> None:
     """A waiting request is asked about at every step."""
-    feed = Feed(Core.standard(), story.configuration)
-    lines = lines_of(feed, story.observed)
+    lines = lines_of(story)
     lookups = [line for line in lines if line.text.startswith("asked what can be loaded of 65 tokens")]
     assert len(lookups) == 1
     assert not any("computed" in line.text and line.text.startswith("save 1") for line in lines)
@@ -104,8 +106,7 @@ def test_every_breach_and_every_change_of_state_is_printed(seed: int) -> None:
     """What is left out is only what is quiet."""
     print(f"seed {seed}")
     driver = play_seed(seed, 60, chunk_size=16, block_size=16)
-    feed = Feed(Core.standard(), driver.configuration)
-    lines = lines_of(feed, driver.observed)
+    lines = lines_of(driver)
     broken = sum(isinstance(event, e.InvariantViolated) for event in driver.observed)
     assert sum(line.num_broken for line in lines) == broken
     preempted = sum(isinstance(event, e.RequestPreempted) for event in driver.observed)

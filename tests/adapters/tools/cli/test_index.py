@@ -301,7 +301,8 @@ FORGERIES: dict[str, Callable[[bytes], bytes]] = {
     "no memory": lambda _: zlib.compress(b"no memory"),
     "too deep": lambda _: zlib.compress(b"\x91" * 100_000),
     "of other things": lambda stored: forged(stored, lambda memory: memory.update(harm="done")),
-    "without a part": lambda stored: forged(stored, lambda memory: memory["requests"]["chat-17-b6"].pop("ordinal")),
+    "without a part": lambda stored: forged(stored, lambda memory: memory["accounts"]["lives"]["chat-17-b6"].clear()),
+    "without a reader": lambda stored: forged(stored, lambda memory: memory.update(reader=b"")),
     "against itself": lambda stored: forged(stored, forget_admissions),
 }
 

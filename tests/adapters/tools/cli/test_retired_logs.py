@@ -254,6 +254,18 @@ def test_a_request_that_arrived_later_is_shown_as_before(run: Any, retired: Reti
     assert [group["what"] for group in groups].count("lost") == 1
 
 
+def test_a_request_that_the_snapshot_knows_is_shown_in_its_state(run: Any, retired: Retired) -> None:
+    """Its steps, too, which do not name it: its arrival is gone, and the state of each group was empty."""
+    names = [life.request_id for life in begin_model(open_log(retired.log)).lives]
+    assert names
+    for name in names:
+        lost, *groups = run("show", "--json", retired.log, name).objects("group")
+        assert lost["what"] == "lost"
+        whole = run("show", "--json", retired.whole, name).objects("group")
+        behind = [group for group in whole if group["first_sequence"] > lost["last_sequence"]]
+        assert [group["state_after"] for group in groups[-len(behind) :]] == [group["state_after"] for group in behind]
+
+
 @pytest.mark.parametrize(
     "command", [("stats",), ("why", "LATE"), ("export", "--csv", "requests"), ("export", "--perfetto")]
 )
