@@ -15,7 +15,7 @@ import attrs
 import msgspec
 import pytest
 from lifecycle_driver import Driver, play_seed
-from stored_logs import OPENED_AT, header_of, replaced, serve_many, tell_story, unfoldable
+from stored_logs import OPENED_AT, header_of, replaced, serve_many, tell_story
 from stored_logs import write_log as write_segments
 
 from kvledger.adapters.tools.cli import verify
@@ -203,15 +203,6 @@ def forge(snapshot: Path, other: Path) -> None:
 def decoded(path: Path) -> Snapshot:
     """What a snapshot's file holds."""
     return msgspec.msgpack.decode(path.read_bytes()[len(b"KVLEDGERSNAP") + 4 :], type=Snapshot)
-
-
-def test_an_event_that_cannot_be_folded_is_found_by_one_pass(
-    run: Any, sound: Any, tmp_path: Path, in_parts: list[bool]
-) -> None:
-    """Nothing behind it counts, which parts could not know."""
-    events = unfoldable(sound.observed, sum(isinstance(event, e.SaveIssued) for event in sound.observed) // 2)
-    assert assert_alike(run, write_log(tmp_path / "log", events, sound.configuration)).objects("unfoldable")
-    assert in_parts == [False] * 4
 
 
 def test_a_log_that_is_being_written_is_read_once(run: Any, sound: Any, tmp_path: Path, in_parts: list[bool]) -> None:
