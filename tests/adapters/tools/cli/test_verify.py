@@ -224,6 +224,7 @@ def test_another_decision_gives_3(run: Any, story: Driver, tmp_path: Path) -> No
     assert run("verify", tmp_path / "other").exit_code == 3
 
 
+@pytest.mark.usefixtures("failing_fold")
 def test_an_event_that_cannot_be_folded_gives_3(run: Any, story: Driver, tmp_path: Path) -> None:
     """Such a log was not written by this code; the command says so instead of failing."""
     events = unfoldable(story.observed)
