@@ -51,8 +51,8 @@ TEXT = [
     "within 1% count p50 p90 p99 max",
     "load 1 2.0 ms 2.0 ms 2.0 ms 2.0 ms",
     "save 4 1.0 ms 1.0 ms 1.0 ms 1.0 ms",
-    # `a` from 20 to 34 ms, when its load is in place; `b` from 50 to 60 ms.
-    "preempted → running again 2 10.0 ms 14.0 ms 14.0 ms 14.0 ms",
+    # `a` from 20 to 30 ms, when a step schedules it; `b` from 50 to 60 ms.
+    "preempted → running again 2 10.0 ms 10.0 ms 10.0 ms 10.0 ms",
     # Up to event 7, 9, 18, 22, 31, 37, 42, 52, 56, 61, 68, 77: in order 2, 4, 4, 5, 5, 6, 7, 7, 9, 9, 9, 10.
     "events a step 12 6 9 10 10",
     "",

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
 
 import attrs
 
-from kvledger.adapters.figures import Figures
+from kvledger.adapters.figures import Figures, Took
 from kvledger.adapters.tools.cli.percentiles import Percentiles
 from kvledger.adapters.tools.logs.describe import figures_of_extension
-from kvledger.adapters.tools.logs.ending import num_open_requests
 from kvledger.adapters.tools.logs.log import Batch
 from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.logs.totals import LogTotals
 from kvledger.adapters.tools.reasons import Accounts, RequestHistory, Sums
-from kvledger.adapters.totals import Totals
-from kvledger.lifecycle import Core, LedgerConfiguration
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import encode_events
+from kvledger.lifecycle.reader import Model, Visitor, Visits
 
 MAX_TOP = 10
-_PERCENTILES = ("load_time_ns", "save_time_ns", "recovery_time_ns", "events_per_step", "bytes_per_step")
+_DURATIONS = {
+    "load_times": "load_time_ns",
+    "save_times": "save_time_ns",
+    "recovery_times": "recovery_time_ns",
+}
+"""Field of the totals → its name here."""
+_PERCENTILES = (*_DURATIONS.values(), "events_per_step", "bytes_per_step")
 
 
 @attrs.define
@@ -65,94 +70,87 @@ class Statistics:
         self.top = heapq.nlargest(MAX_TOP, [*self.top, *other.top])
 
 
-class Counting:
-    """Folds one log. Feed it batches in order; `result` at the end."""
+class Counting(Visitor[Model]):
+    """Counts what a log says, and what the totals and the reasons add up to. `result` has it at the end.
 
-    def __init__(self, core: Core, configuration: LedgerConfiguration, selection: Selection) -> None:
-        self._selection = selection
-        self._projections = core.new_projections(configuration)
-        self._totals = Totals(self._projections)
-        self._accounts = Accounts(configuration, request_id=selection.request_id, on_end=self._ended)
-        self._is_foldable = True
-        self._time_ns = 0
-        self._first_ns: int | None = None
-        self._before: tuple[Sums, Figures] | None = None
-        self._since_step = [0, 0]
-        self._preempted_ns: dict[str, int] = {}
-        self._statistics = Statistics(num_logs=1)
+    Its reader must call it before the totals: where the selection begins, they must not contain the event at hand.
+    """
+
+    needs = ("lives", "copies")
+
+    def __init__(self, model: Model, core: Core, selection: Selection) -> None:
+        super().__init__(model)
+        self.totals = LogTotals(model, on_took=self._took)
+        """To be read after this visitor."""
         self._core = core
-        self._counts: dict[type[e.Event], Callable[..., None]] = {
-            e.StepScheduled: self._count_step,
-            e.TransferReported: self._count_report,
-            e.LookupDeferred: self._count_deferral,
-            e.RequestPreempted: self._lose_blocks,
-            e.PrefillCompleted: self._recover,
-            e.RequestArrived: self._never_recover,
-            e.RequestFinished: self._never_recover,
-            **dict.fromkeys((e.ExtensionObserved, e.ExtensionNoted, e.ExtensionDecided), self._count_of_extension),
-        }
+        self._selection = selection
+        self._accounts = Accounts(model.configuration, request_id=selection.request_id, on_end=self._ended)
+        self._first_ns = 0
+        self._before: tuple[Sums, Figures] | None = None
+        """Of what precedes the selection; None before it begins."""
+        self._since_step = [0, 0]
+        self._has_step = False
+        """Whether the frame at hand has a step."""
+        self._statistics = Statistics(num_logs=1)
 
-    def take(self, batch: Batch) -> None:
-        """Take what one frame holds."""
-        has_step = False
-        if batch.gap is not None:
-            self._accounts.lose()
-        for sequence, event in batch.numbered():
-            time_ns = getattr(event, "time_ns", None)
-            self._time_ns = self._time_ns if time_ns is None else time_ns
-            if sequence >= self._selection.first_sequence:
-                self._begin()
-                has_step |= isinstance(event, e.StepScheduled)
-                if self._is_selected(event):
-                    self._count(event)
-            self._fold(sequence, event)
-        if self._before is not None and self._selection.request_id is None:
-            self._count_frame(batch, has_step=has_step)
+    def visits(self) -> Visits:
+        """Every event, and then what is counted of it besides."""
+        return [(event_class, self._take) for event_class in e.STANDARD_EVENTS.values()]
+
+    def lost(self, _first_sequence: int, _last_sequence: int) -> None:
+        """The reasons go on without what they knew."""
+        self._accounts.lose()
+
+    def end_frame(self, batch: Batch) -> None:
+        """Count the frame whose events were just read."""
+        if self._before is None or self._selection.request_id is not None:
+            return
+        num_bytes = batch.end_offset - batch.offset
+        self._statistics.num_bytes += num_bytes
+        self._since_step[0] += len(batch.events)
+        self._since_step[1] += num_bytes
+        if self._has_step:
+            self._statistics.percentiles["events_per_step"].add(self._since_step[0])
+            self._statistics.percentiles["bytes_per_step"].add(self._since_step[1])
+            self._since_step, self._has_step = [0, 0], False
 
     def result(self) -> Statistics:
         """Everything that was counted."""
         result = self._statistics
-        self._begin()
-        before_sums, before_figures = self._before or (Sums(), Figures())
-        sums, figures = self._accounts.sums(), self._totals.figures
-        is_comparable = self._is_foldable and self._selection.request_id is None
-        result.differences = sums.differences(figures if is_comparable else None)
-        for story in self._accounts.histories:
-            self._ended(story)
+        before_sums, before_figures = self._begin()
+        sums, figures = self._accounts.sums(), self.totals.figures
+        result.differences = sums.differences(figures if self._selection.request_id is None else None)
+        for history in self._accounts.histories:
+            self._ended(history)
         result.sums = sums.since(before_sums)
         for field in attrs.fields(Figures):
             setattr(result.figures, field.name, getattr(figures, field.name) - getattr(before_figures, field.name))
-        result.num_open_requests = num_open_requests(self._projections)
-        result.duration_ns = self._time_ns - (self._first_ns or 0)
+        result.num_open_requests = self.model.lives.num_open
+        result.duration_ns = self.moment.time_ns - self._first_ns
         result.top = heapq.nlargest(MAX_TOP, result.top)
         return result
 
-    @property
-    def is_foldable(self) -> bool:
-        """Whether every event could be folded, so that the reasons could be compared with the totals."""
-        return self._is_foldable
-
-    def _begin(self) -> None:
-        """The selection begins: what was counted before is subtracted in the end."""
+    def _begin(self) -> tuple[Sums, Figures]:
+        """The selection begins, unless it has: what was counted before is subtracted in the end."""
         if self._before is None:
-            self._before = (self._accounts.sums(), attrs.evolve(self._totals.figures))
-            self._first_ns = self._time_ns
+            self._before = (self._accounts.sums(), attrs.evolve(self.totals.figures))
+            self._first_ns = self.moment.time_ns
+        return self._before
 
-    def _fold(self, sequence: int, event: e.Event) -> None:
-        self._accounts.take(sequence, event)
-        if self._is_foldable:
-            try:
-                self._projections.fold(event, sequence)
-            except Exception:  # noqa: BLE001 -- a forged log; what needs no state is still counted
-                self._is_foldable = False
+    def _take(self, event: e.Event) -> None:
+        if self.moment.sequence >= self._selection.first_sequence:
+            self._begin()
+            self._has_step |= isinstance(event, e.StepScheduled)
+            if self._is_selected(event):
+                self._count(event)
+        self._accounts.take(self.moment.sequence, event)
 
     def _is_selected(self, event: e.Event) -> bool:
         wanted = self._selection.request_id
         if wanted is None:
             return True
         if isinstance(event, e.TransferReported):
-            jobs = filter(None, map(self._projections.jobs.get, event.job_ids))
-            return any(job.request_id == wanted for job in jobs)
+            return any(copy.request_id == wanted for copy in filter(None, map(self.model.copies.get, event.job_ids)))
         return getattr(event, "request_id", None) == wanted
 
     def _count(self, event: e.Event) -> None:
@@ -160,19 +158,14 @@ class Counting:
         statistics.num_events += 1
         statistics.events[event.id] += 1
         statistics.event_bytes[event.id] += len(encode_events([event])) - 1
-        count = self._counts.get(type(event))
-        if count is not None:
-            count(event)
-
-    def _count_step(self, event: e.StepScheduled) -> None:
-        self._statistics.num_steps += 1
-        self._statistics.num_tokens_scheduled += event.num_scheduled_tokens
-
-    def _count_report(self, event: e.TransferReported) -> None:
-        job = next(filter(None, map(self._projections.jobs.get, event.job_ids)), None)
-        if job is not None and event.duration_ns:  # nobody says how long it took in a log of another connector
-            name = "load_time_ns" if job.kind == "load" else "save_time_ns"
-            self._statistics.percentiles[name].add(event.duration_ns)
+        match event:
+            case e.StepScheduled():
+                statistics.num_steps += 1
+                statistics.num_tokens_scheduled += event.num_scheduled_tokens
+            case e.LookupDeferred():
+                statistics.num_deferrals += 1
+            case e.ExtensionObserved() | e.ExtensionNoted() | e.ExtensionDecided():
+                self._count_of_extension(event)
 
     def _count_of_extension(self, event: e.ExtensionEvent) -> None:
         for what, amount in figures_of_extension(event, self._core).items():
@@ -182,29 +175,14 @@ class Counting:
             else:
                 self._statistics.of_extensions[name] += amount
 
-    def _count_deferral(self, _event: e.LookupDeferred) -> None:
-        self._statistics.num_deferrals += 1
-
-    def _lose_blocks(self, event: e.RequestPreempted) -> None:
-        self._preempted_ns.setdefault(event.request_id, event.time_ns)
-
-    def _recover(self, event: e.PrefillCompleted) -> None:
-        since_ns = self._preempted_ns.pop(event.request_id, None)
-        if since_ns is not None:
-            self._statistics.percentiles["recovery_time_ns"].add(self._time_ns - since_ns)
-
-    def _never_recover(self, event: e.RequestArrived | e.RequestFinished) -> None:
-        self._preempted_ns.pop(event.request_id, None)
-
-    def _count_frame(self, batch: Batch, *, has_step: bool) -> None:
-        num_bytes = batch.end_offset - batch.offset
-        self._statistics.num_bytes += num_bytes
-        self._since_step[0] += len(batch.events)
-        self._since_step[1] += num_bytes
-        if has_step:
-            self._statistics.percentiles["events_per_step"].add(self._since_step[0])
-            self._statistics.percentiles["bytes_per_step"].add(self._since_step[1])
-            self._since_step = [0, 0]
+    def _took(self, took: Took, request_id: str) -> None:
+        """Also count each duration that the totals count."""
+        if self._before is None:
+            return
+        event, wanted = self.moment.event, self._selection.request_id
+        is_report = isinstance(event, e.TransferReported)
+        if wanted in {None, request_id} or (is_report and self._is_selected(event)):
+            self._statistics.percentiles[_DURATIONS[took.of]].add(took.duration_ns)
 
     def _ended(self, history: RequestHistory) -> None:
         if history.sums.num_recomputed and self._before is not None:

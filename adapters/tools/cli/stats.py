@@ -13,8 +13,10 @@ from kvledger.adapters.tools.cli.why import show_total, total
 from kvledger.adapters.tools.exit_codes import ExitCode, gravest
 from kvledger.adapters.tools.logs.coverage import readable
 from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.reading import take_batch
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.units import duration, plural, size
+from kvledger.lifecycle.reader import Model, Reader
 
 _NS_PER_S = 1_000_000_000
 
@@ -55,14 +57,14 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
 
 
 def _count(log: StoredLog, selection: Selection, output: Output) -> Statistics:
-    counting = Counting(log.core, log.configuration, selection)
+    model = Model(log.core.tables, log.configuration)  # of no snapshot: every event of the log is counted
+    counting = Counting(model, log.core, selection)
+    reader = Reader(model, [counting, counting.totals])
     with output.progress(log, "counting"):
         for batch in log.batches(selection.last_sequence):
-            counting.take(batch)
-    statistics = counting.result()
-    if not counting.is_foldable:
-        output.remark("an event cannot be folded; figures that need the state behind it are left out")
-    return statistics
+            take_batch(reader, log, batch)
+            counting.end_frame(batch)
+    return counting.result()
 
 
 def _incomplete(log: StoredLog, selection: Selection) -> str:
