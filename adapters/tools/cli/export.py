@@ -147,9 +147,9 @@ def _about(log: StoredLog, selection: Selection) -> dict[str, object]:
 def _export_tables(logs: _Selected, writers: Mapping[str, WriteRow], output: Output) -> None:
     for log, selection in logs:
         tables = Tables(log.path.name, _opened_at(log), writers)
-        also = partial(tables.take_events, selection=selection) if EVENTS in writers else None
+        also = [partial(tables.take_events, selection=selection)] if EVENTS in writers else []
         with output.progress(log, "exporting"):
-            read_trace(log, selection, tables, output.remark, also=also)
+            read_trace(log, selection, tables, output.remark, *also)
 
 
 def _export_all_tables(logs: _Selected, folder: Path | None, output: Output, *, overwrite: bool) -> list[Path]:

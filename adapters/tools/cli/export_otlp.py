@@ -78,7 +78,7 @@ def _export(log: StoredLog, selection: Selection, target: SpanTarget, output: Ou
     sums = RequestSums(log, selection)
     spans = LogSpans(log, opened_at, sums, batches.add)
     with output.progress(log, "exporting"):
-        read = read_trace(log, selection, spans, output.remark, also=sums.take)
+        read = read_trace(log, selection, spans, output.remark, sums.take)
         spans.end(read.now_ns)
         batches.flush()
     return batches.num_spans

@@ -17,9 +17,9 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCode, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
-from kvledger.adapters.tools.export.otlp_ids import SpanIds
+from kvledger.adapters.tools.export.otlp_ids import SpanIds, parent_of
 from kvledger.adapters.tools.export.request_sums import RequestSums
-from kvledger.adapters.tools.export.spans import Copy, Incarnation, Instant, Lookup, Span, State, Visitor
+from kvledger.adapters.tools.export.spans import CopySpan, Instant, LifeSpan, Lookup, Sink, Span, StateSpan
 from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.lifecycle import __version__
 from kvledger.lifecycle import events as e
@@ -57,7 +57,7 @@ class _Wait:
 class _Request:
     """What is known of a request until its span is made."""
 
-    incarnation: Incarnation
+    life: LifeSpan
     events: deque[_Event] = attrs.field(factory=lambda: deque(maxlen=_MAX_EVENTS))
     wait: _Wait | None = None
     trouble: Instant | None = None
@@ -72,7 +72,7 @@ class _Emitting(SpanProcessor):
         self._emit(span)
 
 
-class LogSpans(Visitor):
+class LogSpans(Sink):
     """One log as spans.
 
     Args:
@@ -100,21 +100,21 @@ class LogSpans(Visitor):
 
     def began(self, span: Span) -> None:
         """A request is remembered; everything else is told when it ends."""
-        if isinstance(span, Incarnation):
+        if isinstance(span, LifeSpan):
             self._requests[span.ordinal] = _Request(span)
 
     def ended(self, span: Span) -> None:
         """It becomes a span."""
         match span:
-            case Incarnation():
+            case LifeSpan():
                 self._end_request(span)
-            case State():
+            case StateSpan():
                 self._end_wait(span.ordinal, span.last_ns)
                 self._end_state(span)
-            case Copy():
+            case CopySpan():
                 self._end_copy(span)
 
-    def _end_request(self, span: Incarnation) -> None:
+    def _end_request(self, span: LifeSpan) -> None:
         # Where a damaged log gives two requests one ordinal, the first to end has taken what is remembered.
         request = self._requests.pop(span.ordinal, None) or _Request(span)
         self._end_wait(span.ordinal, span.last_ns, request)
@@ -133,20 +133,19 @@ class LogSpans(Visitor):
             attributes["error.type"] = str(trouble.fields.get("rule", trouble.kind))
         elif summary.outcome == "FINISHED_ERROR":
             error = attributes["error.type"] = summary.outcome
-        self._emit(
-            "request", span, self._ids.of_request(span), attributes, self._ids.parent_of(span), request.events, error
-        )
+        context, parent = self._ids.of_request(span.ordinal, span.trace_parent), parent_of(span.trace_parent)
+        self._emit("request", span, context, attributes, parent, request.events, error)
 
-    def _end_state(self, span: State) -> None:
+    def _end_state(self, span: StateSpan) -> None:
         attributes = {
             **_attributes(span, "request_id", "sequence", "generation", "cause", "left_by"),
             **_attributes(span, "num_computed_tokens", "num_computed_tokens_at_end", "num_tokens"),
         }
-        parent = self._ids.of_request(span.incarnation)
+        parent = self._ids.of_request(span.ordinal, self._requests[span.ordinal].life.trace_parent)
         context = self._ids.within(parent, "state", span.ordinal, span.sequence)
         self._emit(span.state, span, context, attributes, parent)
 
-    def _end_copy(self, span: Copy) -> None:
+    def _end_copy(self, span: CopySpan) -> None:
         attributes = {
             **_attributes(span, "request_id", "sequence", "generation", "job_id", "num_pages", "num_bytes"),
             **_attributes(span, "first_token", "num_tokens", "is_async", "before_forward", "outcome"),
@@ -157,7 +156,7 @@ class LogSpans(Visitor):
         has_failed = span.outcome in {"failed", "given up"}
         if has_failed:
             attributes["error.type"] = span.outcome
-        parent = self._ids.of_request(span.incarnation)
+        parent = self._ids.of_request(span.ordinal, span.trace_parent)
         context = self._ids.within(parent, "copy", span.sequence, span.job_id)
         self._emit(span.kind, span, context, attributes, parent, error=(span.error or span.outcome) * has_failed)
 
@@ -173,8 +172,8 @@ class LogSpans(Visitor):
             **_attributes(wait.deferral, "generation", "job_id"),
             **_attributes(wait, "num_deferrals"),
         }
-        parent = self._ids.of_request(request.incarnation)
-        context = self._ids.within(parent, "wait", request.incarnation.ordinal, wait.sequence)
+        parent = self._ids.of_request(request.life.ordinal, request.life.trace_parent)
+        context = self._ids.within(parent, "wait", request.life.ordinal, wait.sequence)
         self._emit("wait for save", span, context, attributes, parent)
 
     # --- what happens at once -----------------------------------------------------------------
@@ -219,7 +218,7 @@ class LogSpans(Visitor):
     def end(self, time_ns: int) -> None:
         """The log ends here: a span for all of it has what happened to no request."""
         span = Span(request_id="", sequence=0, since_ns=0, until_ns=time_ns, last_ns=time_ns)
-        self._emit("log", span, self._ids.of_request(None), {}, None, self._of_log)
+        self._emit("log", span, self._ids.of_request(None, b""), {}, None, self._of_log)
 
     # --- spans --------------------------------------------------------------------------------
 

@@ -11,9 +11,14 @@ from typing import Final
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import INVALID_SPAN_CONTEXT, SpanContext, TraceFlags
 
-from kvledger.adapters.tools.export.spans import Incarnation
-
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
+
+
+def parent_of(trace_parent: bytes) -> SpanContext | None:
+    """The span of a request's caller, which is also the parent of vLLM's own `llm_request`."""
+    trace_id, span_id = int.from_bytes(trace_parent[:16], "big"), int.from_bytes(trace_parent[16:24], "big")
+    parent = SpanContext(trace_id, span_id, is_remote=True, trace_flags=_SAMPLED)
+    return parent if parent.is_valid else None
 
 
 class SpanIds(IdGenerator):
@@ -31,20 +36,13 @@ class SpanIds(IdGenerator):
         """The next span's, where it has no parent."""
         return self.next.trace_id
 
-    def of_request(self, incarnation: Incarnation | None) -> SpanContext:
-        """Of a request's span; without one of the log's, below which stands what has no request."""
-        if incarnation is None:
+    def of_request(self, ordinal: int | None, trace_parent: bytes) -> SpanContext:
+        """Of the span of a life; without one of the log's, below which stands what has no request."""
+        if ordinal is None:
             return self._context(self._hash(16, "log"), "log")
-        parent = self.parent_of(incarnation)
-        trace_id = self._hash(16, "trace", incarnation.ordinal) if parent is None else parent.trace_id
-        return self._context(trace_id, "request", incarnation.ordinal)
-
-    def parent_of(self, incarnation: Incarnation) -> SpanContext | None:
-        """The caller's span, which is also the parent of vLLM's own `llm_request`."""
-        given = incarnation.trace_parent
-        trace_id, span_id = int.from_bytes(given[:16], "big"), int.from_bytes(given[16:24], "big")
-        parent = SpanContext(trace_id, span_id, is_remote=True, trace_flags=_SAMPLED)
-        return parent if parent.is_valid else None
+        parent = parent_of(trace_parent)
+        trace_id = self._hash(16, "trace", ordinal) if parent is None else parent.trace_id
+        return self._context(trace_id, "request", ordinal)
 
     def within(self, parent: SpanContext, *what: str | int) -> SpanContext:
         """Of a span in the same trace, which `what` tells from all others of the log."""

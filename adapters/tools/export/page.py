@@ -117,7 +117,7 @@ def _most_interesting(reading: Reading, requests: Sequence[Request], num_request
     share = -(-_MAX_TIMELINES * len(requests) // max(1, num_requests))
     allowed = max(1, min(share, _WORK_OF_TIMELINES // max(1, reading.log.num_events)))
     by_interest = sorted(requests, key=lambda request: request.interest, reverse=True)
-    return list(dict.fromkeys(request.incarnation.request_id for request in by_interest))[:allowed]
+    return list(dict.fromkeys(request.life.request_id for request in by_interest))[:allowed]
 
 
 def _name_of(logs: Sequence[tuple[StoredLog, Selection]]) -> str:
@@ -135,24 +135,24 @@ class _Entry:
     anchor: str
     """Unique on the page; its events stand there, or else its row."""
     timeline: RequestTimeline | None
-    """None also where it is an incarnation of an id that is above."""
+    """None also where it is a life of an id that is above."""
     why: str
     """Why its tokens were missed or computed again: those a cache could have spared."""
 
     @property
     def name(self) -> str:
         """The id."""
-        return self.request.incarnation.request_id
+        return self.request.life.request_id
 
 
 def _entries(parts: Sequence[Part]) -> list[_Entry]:
-    pieces = told_apart({request.incarnation.request_id for part in parts for request in part.requests})
+    pieces = told_apart({request.life.request_id for part in parts for request in part.requests})
     entries: list[_Entry] = []
     taken: set[str] = set()
     for part in parts:
         shown: set[str] = set()
         for request in part.requests:
-            name = request.incarnation.request_id
+            name = request.life.request_id
             anchor, number = f"request={visible(name)}", 1
             while anchor in taken:
                 number += 1

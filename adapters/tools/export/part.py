@@ -68,7 +68,7 @@ class Reading:
         accounts = reasons.Reasons(log, selection, shown.explained)
         verification = Verification(log, selection)
         with output.progress(log, "reading"):
-            trace = read_trace(log, selection, shown, output.remark, verification=verification, also=accounts.take)
+            trace = read_trace(log, selection, shown, output.remark, verification.take, accounts.take)
         accounts.finish()
         figures = trace.totals.complete_figures
         return cls(log, selection, shown, accounts, verification.findings(), figures, trace.now_ns)

@@ -1,7 +1,7 @@
 """A trace for Perfetto (ui.perfetto.dev), in the JSON of Chrome's Trace Event Format, written as the log is read.
 
 Two processes an engine: `engine` (steps, what went wrong, cache, copies, counters), which Perfetto shows on top, and
-`requests` with a track per incarnation. Nothing is kept but what is open. It must not know what events mean.
+`requests` with a track per life. Nothing is kept but what is open. It must not know what events mean.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import cast
 import msgspec
 
 from kvledger.adapters.tools.export.spans import (
-    Call,
-    Copy,
+    CallSpan,
+    CopySpan,
     Gauges,
-    Incarnation,
     Instant,
+    LifeSpan,
     Lookup,
+    Sink,
     Span,
-    State,
+    StateSpan,
     Step,
-    Visitor,
 )
 from kvledger.adapters.tools.logs.describe import plain_fields
 from kvledger.adapters.units import ranges
@@ -69,7 +69,7 @@ class TraceFile:
         self._write(b'\n],"otherData":' + self._encode(about) + b"}\n")
 
 
-class EngineTrace(Visitor):
+class EngineTrace(Sink):
     """One log in a trace. `shift_ns` moves it against others, so that logs opened at different times line up."""
 
     def __init__(self, trace: TraceFile, *, engine: int = 0, label: str = "", shift_ns: int = 0) -> None:
@@ -101,32 +101,32 @@ class EngineTrace(Visitor):
     def began(self, span: Span) -> None:
         """A request gets a track of its own, a state a slice on it, a copy an asynchronous slice of the engine."""
         match span:
-            case Incarnation():
+            case LifeSpan():
                 self._tracks.add(span.ordinal)
                 self._name_track(_FIRST_REQUEST + span.ordinal, span.request_id)
-            case State():
+            case StateSpan():
                 self._begin_state(span)
-            case Copy():
+            case CopySpan():
                 self._begin_copy(span)
-            case Call():
+            case CallSpan():
                 self._begin_call(span)
 
     def ended(self, span: Span) -> None:
         """The slice ends; of a request, there is no more to say."""
         match span:
-            case Incarnation():
+            case LifeSpan():
                 self._arrows.pop(span.ordinal, None)
                 self._tracks.discard(span.ordinal)
-            case State():
+            case StateSpan():
                 self._end_state(span)
-            case Copy():
+            case CopySpan():
                 self._end_copy(span)
-            case Call():
+            case CallSpan():
                 track, _ = self._calls[span.extension]
                 self._calls[span.extension] = track, span.last_ns
                 self._event("E", "call", span.name, span.last_ns, track)
 
-    def _begin_state(self, span: State) -> None:
+    def _begin_state(self, span: StateSpan) -> None:
         """Where a preempted request runs again, the arrow from its preemption ends."""
         more: dict[str, object] = {}
         if span.state == "preempted":
@@ -139,14 +139,14 @@ class EngineTrace(Visitor):
         arguments |= _fields(span, "num_computed_tokens", "num_tokens")
         self._event("B", "state", span.state, span.since_ns, _FIRST_REQUEST + span.ordinal, arguments, more)
 
-    def _end_state(self, span: State) -> None:
+    def _end_state(self, span: StateSpan) -> None:
         is_open = span.until_ns is None
         arguments = _fields(span, "num_computed_tokens_at_end", *([] if is_open else ["left_by"]))
         if is_open:
             arguments["open"] = "the trace ends before this state does"
         self._event("E", "state", span.state, span.last_ns, _FIRST_REQUEST + span.ordinal, arguments)
 
-    def _begin_copy(self, copy: Copy) -> None:
+    def _begin_copy(self, copy: CopySpan) -> None:
         """A load of a preempted request carries the arrow on."""
         arguments = _fields(copy, "job_id", "request_id", "ordinal", "generation", "sequence", "num_pages")
         arguments |= {"slots": ranges(copy.slots), "block_ids": ranges(copy.block_ids)}
@@ -160,7 +160,7 @@ class EngineTrace(Visitor):
             more |= {"bind_id": self._arrows[copy.ordinal], "flow_in": True, "flow_out": True}
         self._event("b", "copy", copy.kind, copy.since_ns, _COPIES, arguments, more)
 
-    def _end_copy(self, copy: Copy) -> None:
+    def _end_copy(self, copy: CopySpan) -> None:
         arguments: dict[str, object] = {
             "outcome": copy.outcome,
             "num_bytes": copy.num_bytes,
@@ -174,7 +174,7 @@ class EngineTrace(Visitor):
         more: dict[str, object] = {"id2": {"local": hex(copy.job_id)}}
         self._event("e", "copy", copy.kind, copy.last_ns, _COPIES, arguments, more)
 
-    def _begin_call(self, call: Call) -> None:
+    def _begin_call(self, call: CallSpan) -> None:
         """Behind the one before: slices of a track nest, and who measured it had another clock."""
         if call.extension not in self._calls:
             self._calls[call.extension] = _FIRST_EXTENSION + len(self._calls), 0

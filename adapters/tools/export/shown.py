@@ -10,9 +10,20 @@ import itertools
 from collections import Counter
 
 import attrs
+import msgspec
 
 from kvledger.adapters.tools.export.axis import Interval, joined
-from kvledger.adapters.tools.export.spans import Call, Copy, Gauges, Incarnation, Instant, Lookup, Span, State, Visitor
+from kvledger.adapters.tools.export.spans import (
+    CallSpan,
+    CopySpan,
+    Gauges,
+    Instant,
+    LifeSpan,
+    Lookup,
+    Sink,
+    Span,
+    StateSpan,
+)
 from kvledger.adapters.tools.reasons import RequestHistory, Sums
 
 MAX_REQUESTS = 300
@@ -29,11 +40,11 @@ SERIES = ("running", "preempted, recovering", "blocks held", SLOTS, "copies in f
 
 @attrs.define(eq=False)
 class Request:
-    """What is shown of one incarnation of a request."""
+    """What is shown of one life of a request."""
 
-    incarnation: Incarnation
-    states: list[State] = attrs.field(factory=list)
-    copies: list[Copy] = attrs.field(factory=list)
+    life: LifeSpan
+    states: list[StateSpan] = attrs.field(factory=list)
+    copies: list[CopySpan] = attrs.field(factory=list)
     lookups: list[Lookup] = attrs.field(factory=list)
     instants: list[Instant] = attrs.field(factory=list)
     num_saves: int = 0
@@ -45,26 +56,26 @@ class Request:
     @property
     def num_troubles(self) -> int:
         """How often something went wrong."""
-        return sum(instant.is_trouble for instant in self.instants) + self.incarnation.summary.num_failures
+        return sum(instant.is_trouble for instant in self.instants) + self.life.summary.num_failures
 
     @property
     def interest(self) -> tuple[int, int, int]:
         """The more, the rather it is shown: trouble, preemptions, then a sample from all over the log."""
         # Of numbers written backwards the smallest belong to multiples of the highest power of two: evenly spread.
-        backwards = int(f"{self.incarnation.ordinal % 2**64:064b}"[::-1], 2)
-        return self.num_troubles, self.incarnation.summary.num_preemptions, -backwards
+        backwards = int(f"{self.life.ordinal % 2**64:064b}"[::-1], 2)
+        return self.num_troubles, self.life.summary.num_preemptions, -backwards
 
 
 @attrs.define
 class Calls:
     """Those of one extension and name."""
 
-    longest: Call
+    longest: CallSpan
     num_calls: int = 0
     total_ns: int = 0
 
 
-class Shown(Visitor):
+class Shown(Sink):
     """Keeps what a page needs of at most `MAX_REQUESTS` requests."""
 
     def __init__(self) -> None:
@@ -88,32 +99,32 @@ class Shown(Visitor):
     def requests(self) -> list[Request]:
         """The ones to show, in the order of their arrival."""
         shown = sorted(self._requests.values(), key=lambda request: request.interest, reverse=True)[:MAX_REQUESTS]
-        return sorted(shown, key=lambda request: request.incarnation.ordinal)
+        return sorted(shown, key=lambda request: request.life.ordinal)
 
     def began(self, span: Span) -> None:
         """Another request."""
-        if isinstance(span, Incarnation):
+        if isinstance(span, LifeSpan):
             self.num_requests += 1
             self._requests[span.ordinal] = Request(span)
 
     def ended(self, span: Span) -> None:
         """A bar; of a request, how it went."""
         match span:
-            case Incarnation():
+            case LifeSpan():
                 self.outcomes[span.summary.outcome] += 1
                 self._ended.append(self._requests.get(span.ordinal) or Request(span))
                 if len(self._ended) >= 2 * MAX_REQUESTS:
                     self._forget_ordinary()
-            case State() if (request := self._requests.get(span.ordinal)) is not None:
+            case StateSpan() if (request := self._requests.get(span.ordinal)) is not None:
                 request.states.append(span)
-            case Copy() if (request := self._requests.get(span.ordinal)) is not None:
+            case CopySpan() if (request := self._requests.get(span.ordinal)) is not None:
                 is_ordinary = span.kind == "save" and span.outcome == "completed"
                 request.num_saves += is_ordinary
                 if is_ordinary and request.num_saves > _MAX_ORDINARY:
                     request.num_left_out += 1
                 else:  # without what would be most of a page's memory
-                    request.copies.append(attrs.evolve(span, slots=(), block_ids=()))
-            case Call():
+                    request.copies.append(msgspec.structs.replace(span, slots=(), block_ids=()))
+            case CallSpan():
                 calls = self.calls.setdefault(f"{span.extension}: {span.name}", Calls(span))
                 calls.num_calls += 1
                 calls.total_ns += span.duration_ns
@@ -180,5 +191,5 @@ class Shown(Visitor):
         """Of those that have ended; to the others something may still happen."""
         self._ended.sort(key=lambda request: request.interest, reverse=True)
         for request in self._ended[MAX_REQUESTS:]:
-            self._requests.pop(request.incarnation.ordinal, None)
+            self._requests.pop(request.life.ordinal, None)
         del self._ended[MAX_REQUESTS:]

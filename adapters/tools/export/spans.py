@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import attrs
+import msgspec
 
 from kvledger.adapters.tools.logs.requests import RequestSummary
 from kvledger.lifecycle.events import LookupAnswered, LookupDeferred
 
 
-@attrs.define(eq=False, kw_only=True)
-class Span:
+class Span(msgspec.Struct, eq=False, kw_only=True):
     """Something that lasts. It is filled in until it ends."""
 
     request_id: str
@@ -32,12 +32,12 @@ class Span:
         return self.last_ns - self.since_ns
 
 
-@attrs.define(eq=False, kw_only=True)
-class Incarnation(Span):
-    """A request id from an arrival to its release. `ordinal` is unique in the log."""
+class LifeSpan(Span, eq=False, kw_only=True):
+    """One life of a request id, from an arrival to its release. `ordinal` is unique in the log."""
 
     ordinal: int
     summary: RequestSummary
+    """Complete at the end."""
     first_running_ns: int | None = None
     """When every token of the prompt was computed or in flight for the first time."""
     trace_parent: bytes = b""
@@ -47,15 +47,13 @@ class Incarnation(Span):
     num_tokens_recovered: int = 0
     num_bytes_loaded: int = 0
     num_bytes_saved: int = 0
-    state_ns: dict[str, int] = attrs.field(factory=dict)
-    """State -> how long it was in it."""
+    state_ns: dict[str, int] = {}
+    """State → how long it was in it."""
 
 
-@attrs.define(eq=False, kw_only=True)
-class State(Span):
+class StateSpan(Span, eq=False, kw_only=True):
     """A request in one state and generation."""
 
-    incarnation: Incarnation
     ordinal: int
     state: str
     generation: int
@@ -68,13 +66,13 @@ class State(Span):
     """Id of the event that ended it."""
 
 
-@attrs.define(eq=False, kw_only=True)
-class Copy(Span):
+class CopySpan(Span, eq=False, kw_only=True):
     """One transfer job, from the decision to its settlement. `kind` is `load`, `save` or `tail save`."""
 
-    incarnation: Incarnation | None
-    """None where the log lacks the request's arrival."""
     ordinal: int | None
+    """Of the life; None where the log lacks the request's arrival."""
+    trace_parent: bytes
+    """Of the life."""
     kind: str
     job_id: int
     generation: int
@@ -91,15 +89,14 @@ class Copy(Span):
     outcome: str = "open"
     """`completed`, `failed`, `given up` (a rank never reported), or `open`."""
     error: str = ""
-    ranks_done: list[int] = attrs.field(factory=list)
-    ranks_failed: list[int] = attrs.field(factory=list)
+    ranks_done: list[int] = []
+    ranks_failed: list[int] = []
     num_bytes: int = 0
     worker_ns: int = 0
     """Time that the workers measured, added up over their reports."""
 
 
-@attrs.define(eq=False, kw_only=True)
-class Call(Span):
+class CallSpan(Span, eq=False, kw_only=True):
     """Something that an extension's figures say took time: a hook of a recorded connector. Shown when it is over."""
 
     extension: str
@@ -169,8 +166,8 @@ class Step:
     gauges: Gauges
 
 
-class Visitor:
-    """Visits a trace in the order of the log. Everything is ignored until a subclass wants it."""
+class Sink:
+    """Is shown a trace in the order of the log. Everything is ignored until a subclass wants it."""
 
     def began(self, span: Span) -> None:
         """A request arrived, entered a state (or another generation of it), a copy was issued, a call was made."""

@@ -12,7 +12,17 @@ from typing import Any
 
 import msgspec
 
-from kvledger.adapters.tools.export.spans import Call, Copy, Incarnation, Instant, Lookup, Span, State, Step, Visitor
+from kvledger.adapters.tools.export.spans import (
+    CallSpan,
+    CopySpan,
+    Instant,
+    LifeSpan,
+    Lookup,
+    Sink,
+    Span,
+    StateSpan,
+    Step,
+)
 from kvledger.adapters.tools.logs.describe import plain_fields
 from kvledger.adapters.tools.logs.log import Batch
 from kvledger.adapters.tools.logs.selection import Selection
@@ -55,7 +65,7 @@ def _requests_in(state: str) -> _Value:
 
 
 _TABLES: dict[type, tuple[str, dict[str, _Value]]] = {
-    Incarnation: (
+    LifeSpan: (
         "requests",
         {
             **_fields("request_id", "ordinal", "sequence"),
@@ -70,7 +80,7 @@ _TABLES: dict[type, tuple[str, dict[str, _Value]]] = {
             **_fields("num_failures", of="summary"),
         },
     ),
-    State: (
+    StateSpan: (
         "states",
         {
             **_fields("request_id", "ordinal", "generation", "state"),
@@ -81,7 +91,7 @@ _TABLES: dict[type, tuple[str, dict[str, _Value]]] = {
             **_fields("num_computed_tokens", "num_computed_tokens_at_end", "num_tokens"),
         },
     ),
-    Copy: (
+    CopySpan: (
         "transfers",
         {
             **_fields("job_id", "kind", "request_id", "ordinal", "generation"),
@@ -144,7 +154,7 @@ COLUMNS: dict[str, Sequence[str]] = {
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
 
-class Tables(Visitor):
+class Tables(Sink):
     """Writes rows of the wanted tables; the first cell is the name of the log, the last the time of day in UTC.
 
     `opened_at_ns` is when the log was opened, in nanoseconds of Unix time; without it the last cell is empty.
@@ -158,7 +168,7 @@ class Tables(Visitor):
 
     def ended(self, span: Span) -> None:
         """A row of `requests`, `states` or `transfers`; calls are rows of `events`."""
-        if not isinstance(span, Call):
+        if not isinstance(span, CallSpan):
             self._row(span, span.since_ns)
 
     def looked_up(self, lookup: Lookup) -> None:

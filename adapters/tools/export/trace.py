@@ -1,39 +1,36 @@
-"""Folds a log and shows a visitor the spans and instants of the selected part.
+"""Shows a sink the spans and instants of the selected part of a log, as the reader's model knows them.
 
-It remembers what is open and nothing else, so a log of any length takes the memory of its busiest instant. It knows
-events and projections; it must not know files and formats.
+It remembers what is open and nothing else, so a log of any length takes the memory of its busiest instant. It must not
+know files and formats.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
-from collections.abc import Callable
-
 import msgspec
 
+from kvledger.adapters.tools.export.held_blocks import HeldBlocks
 from kvledger.adapters.tools.export.spans import (
-    Call,
-    Copy,
+    CallSpan,
+    CopySpan,
     Gauges,
-    Incarnation,
     Instant,
+    LifeSpan,
     Lookup,
+    Sink,
     Span,
-    State,
+    StateSpan,
     Step,
-    Visitor,
 )
 from kvledger.adapters.tools.logs.describe import describe, figures_of_extension, plain
 from kvledger.adapters.tools.logs.log import Gap
 from kvledger.adapters.tools.logs.requests import Requests, RequestSummary
 from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.logs.totals import LogTotals
 from kvledger.adapters.tools.reasons import is_same_answer
-from kvledger.adapters.totals import Totals
-from kvledger.lifecycle import Core, Projections, RequestRecord, RequestState
+from kvledger.lifecycle import Core, RequestState, on
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT
-from kvledger.lifecycle.reader import Life, Model, Reader
+from kvledger.lifecycle.reader import EVERY_PART, Life, Model, Visitor, Visits
 
 LOST = "events.lost"
 """The kind of the instant at which events are missing."""
@@ -47,287 +44,310 @@ _INSTANTS = (
     *(e.ChunksEvicted, e.CacheReset, e.LogNote, e.TokensRolledBack, e.SessionContinued, e.SaveDeclined),
     *(e.TransferAwaited, e.BlockTableObserved, e.PrefixCacheReset),
 )
-_OF_EXTENSIONS = (e.ExtensionObserved, e.ExtensionDecided, e.ExtensionNoted)
 _KINDS: dict[type[e.Event], str] = {e.LoadIssued: "load", e.SaveIssued: "save", e.TailSaveIssued: "tail save"}
-_SETTLED = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
 
 
-class Trace:
-    """Takes the events of one log in order and folds them.
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """What is open."""
+
+    lives: dict[int, LifeSpan] = {}
+    """By ordinal: those whose beginning is known, from the log or a snapshot."""
+    states: dict[int, StateSpan] = {}
+    """Of these lives, by ordinal."""
+    copies: dict[int, CopySpan] = {}
+    """By job id."""
+    last_answers: dict[int, e.LookupAnswered | e.LookupDeferred] = {}
+    """Of these lives, by ordinal."""
+    kept_blocks: dict[int, list[int]] = {}
+    """Ordinal of a finished life → blocks that are held for its copies."""
+    bytes_per_page: float | None = None
+    """Of the last complete save."""
+    now_ns: int = 0
+    """The latest time seen. Times that run backwards, as in a damaged log, are taken as this."""
+
+
+class Trace(Visitor[Model]):
+    """Makes spans and instants of what happens.
 
     The selection limits what is shown, never what is known: spans that are open where it begins have their true
     beginning, and what reaches beyond its end is left open. Steps, counts and instants of no request belong to every
     choice of a request.
+
+    A reader must be given `visitors` in this order: the summary of a life must be complete where its span ends, and
+    what came back for a request is known until the totals have counted its step.
     """
 
-    def __init__(
-        self,
-        core: Core,
-        model: Model,
-        projections: Projections,
-        totals: Totals,
-        visitor: Visitor,
-        selection: Selection,
-    ) -> None:
-        self._core = core
-        self.projections = projections
+    needs = tuple(EVERY_PART)
+    state: State
+
+    def __init__(self, model: Model, core: Core, totals: LogTotals, sink: Sink, selection: Selection) -> None:
+        super().__init__(model)
+        self.state = State(now_ns=self.moment.time_ns)
         self.totals = totals
-        """Of what `projections` fold."""
-        self.now_ns = projections.tracker.time_ns
-        """The latest time seen. Times that run backwards, as in a damaged log, are taken as this."""
-        self.current = "the first event"
-        """The event that is folded, for who reports that it cannot be."""
-        self._visitor = visitor
+        self._requests = Requests(model, self._summarized)
+        self._summaries: dict[int, RequestSummary] = {}
+        """Of lives that are over at the event at hand, by ordinal."""
+        self._core = core
+        self._sink = sink
         self._selection = selection
         self._is_inside = False
-        self._tracker = projections.tracker
-        self._open: dict[Span, None] = {}
-        """In the order of their beginning."""
-        self._requests = Requests(model, lambda _: None)
-        self._requests.state.summaries.update({life.ordinal: _known(life, self.now_ns) for life in model.lives})
-        self._reader = Reader(model, [self._requests])
-        self._incarnations: dict[str, Incarnation] = {}
-        self._states: dict[int, State] = {}
-        self._copies: dict[int, Copy] = {}
-        self._num_in_state: dict[str, int] = {state.value: 0 for state in RequestState}
-        self._last_answers: dict[int, e.LookupAnswered | e.LookupDeferred] = {}
-        self._num_in_flight: Counter[bool] = Counter()
-        """Whether a load -> copies in flight."""
-        self._held = _HeldBlocks(projections)
-        self._bytes_per_page: float | None = None
-        self._observation: e.Event | None = None
-        self._observed_at = 0
-        self._num_events = 0
-        """Of the observation and its decisions."""
-        self._handlers: dict[type[e.Event], Callable[..., None]] = {
-            e.LookupAnswered: self._answered,
-            e.LookupDeferred: self._answered,
-            e.TransferReported: self._reported,
-            **dict.fromkeys(_KINDS, self._issued),
-            **dict.fromkeys(_SETTLED, self._settled),
-            **dict.fromkeys(_INSTANTS, self._happened),
-            **dict.fromkeys(_OF_EXTENSIONS, self._of_extension),
-        }
+        self._step: e.StepScheduled | None = None
+        """The observation at hand, if it is one."""
+        self.index()
+        for life in model.lives:
+            self._requests.state.summaries[life.ordinal] = self._begin_life(life).summary
+            self._begin_state(life, "")
 
-        for record in self._tracker:
-            self._begin_state(0, "", self._begin_incarnation(0, record), record, 0)
+    @property
+    def visitors(self) -> tuple[Visitor[Model], ...]:
+        """This one, and those that it asks."""
+        return self._requests, self, self.totals
 
-    def take(self, sequence: int, event: e.Event) -> None:
-        """Take up the next event of the log."""
-        self.current = f"event {sequence} ({event.id})"
-        self._reach(sequence)
-        if not event.is_decision:
-            self._complete()
-            self.now_ns = max(self.now_ns, getattr(event, "time_ns", 0))
-            self._observation, self._observed_at, self._num_events = event, sequence, 0
-        self._num_events += 1
-        self._reader.take([(sequence, event)])
-        if isinstance(event, e.RequestEvent):
-            self._take_request_event(sequence, event)
-        elif isinstance(event, e.StepScheduled):
-            self._take_step(sequence, event)
-        else:
-            self.projections.fold(event, sequence)
-        handler = self._handlers.get(type(event))
-        if handler is not None:
-            handler(event, sequence)
+    @property
+    def now_ns(self) -> int:
+        """The latest time seen."""
+        self.state.now_ns = max(self.state.now_ns, self.moment.time_ns)
+        return self.state.now_ns
 
-    def take_gap(self, gap: Gap) -> None:
+    def index(self) -> None:
+        """Count anew what is counted event by event."""
+        self._held = HeldBlocks(self.model, self.state.kept_blocks)
+        self._num_in_state = {state.value: 0 for state in RequestState}
+        for span in self.state.states.values():
+            self._num_in_state[span.state] += 1
+
+    def visits(self) -> Visits:
+        """Whether the selection has begun; a life's state; and what happens besides."""
+        return [
+            *((event_class, self._reach) for event_class in e.STANDARD_EVENTS.values()),
+            *((event_class, self._look) for event_class in self.model.request_events),
+            *super().visits(),
+        ]
+
+    def decided(self) -> None:
+        """Show what can be counted after an observation and everything that was decided upon it."""
+        step, self._step = self._step, None
+        now_ns = self.now_ns
+        if not self._is_inside:
+            return
+        gauges = self._gauges()
+        if step is not None and self.moment.cause >= self._selection.first_sequence:
+            num_events = self.moment.sequence - self.moment.cause + 1
+            self._sink.stepped(
+                Step(step.step, self.moment.cause, now_ns, step.num_scheduled_tokens, num_events, gauges)
+            )
+        self._sink.counted(now_ns, gauges)
+
+    def lost(self, first_sequence: int, last_sequence: int) -> None:
         """Events are missing here. That the oldest are is no trouble: most often they were retired."""
-        self._complete()
-        self._reach(gap.last_sequence)
-        if not gap.is_in_snapshot:
-            self._reader.lost(gap.first_sequence, gap.last_sequence)
+        self.state.kept_blocks.clear()
+        self.index()
+        self._reach_event(last_sequence)
+        gap = Gap(first_sequence, last_sequence)
         self._show_instant(
             Instant(
                 kind=LOST,
-                sequence=gap.first_sequence,
+                sequence=first_sequence,
                 time_ns=self.now_ns,
                 request_id="",
                 ordinal=None,
                 text=str(gap),
                 is_trouble=not gap.is_beginning,
-                fields={"first_sequence": gap.first_sequence, "last_sequence": gap.last_sequence},
+                fields={"first_sequence": first_sequence, "last_sequence": last_sequence},
             )
         )
 
     def finish(self) -> None:
         """Show what the log leaves open, as far as the log reaches."""
-        self._complete()
-        self._reader.finish()
-        for copy in tuple(self._copies.values()):
+        for copy in self.state.copies.values():
             self._end(copy, is_over=False)
-        for incarnation in tuple(self._incarnations.values()):
-            record = self._tracker.get(incarnation.request_id)
-            num_computed = 0 if record is None else self._tracker.num_computed_tokens(record)
-            span = self._states.get(incarnation.ordinal)
-            if span is not None:
-                self._end_state(span, "", num_computed)
-            self._end(incarnation, is_over=False)
+        for life in self.model.lives:
+            self._end_life(life, "", is_over=False)
 
-    def gauges(self) -> Gauges:
+    def _gauges(self) -> Gauges:
         """What can be counted now."""
-        slots = self.projections.slots
-        num_used = slots.num_slots - slots.num_free
-        per_page = self._bytes_per_page
+        slots, copies = self.model.slots, self.model.copies
+        num_used, per_page = slots.num_slots - slots.num_free, self.state.bytes_per_page
         return Gauges(
             self._num_in_state.copy(),
             len(self._held),
             slots.num_free,
             num_used,
             None if per_page is None else round(num_used * per_page),
-            len(self.projections.pool),
-            self._num_in_flight[True],
-            self._num_in_flight[False],
+            len(self.model.chunks.committed),
+            len(copies.loads),
+            len(copies) - len(copies.loads),
         )
 
     # --- the selected part --------------------------------------------------------------------
 
-    def _reach(self, sequence: int) -> None:
-        if not self._is_inside and sequence >= self._selection.first_sequence:
-            self._is_inside = True
-            for span in self._open:
-                if self._selection.holds_request(span.request_id):
-                    self._visitor.began(span)
+    def _reach(self, _event: e.Event) -> None:
+        if not self._is_inside:
+            self._reach_event(self.moment.sequence)
+
+    def _reach_event(self, sequence: int) -> None:
+        if self._is_inside or sequence < self._selection.first_sequence:
+            return
+        self._is_inside = True
+        state = self.state
+        spans: list[Span] = [*state.lives.values(), *state.states.values(), *state.copies.values()]
+        for span in sorted(spans, key=lambda span: span.sequence):
+            self._begin(span)
 
     def _begin(self, span: Span) -> None:
-        self._open[span] = None
         if self._shows(span.request_id):
-            self._visitor.began(span)
+            self._sink.began(span)
 
     def _end(self, span: Span, *, is_over: bool = True) -> None:
-        del self._open[span]
         span.last_ns = self.now_ns
         span.until_ns = self.now_ns if is_over else None
         if self._shows(span.request_id):
-            self._visitor.ended(span)
+            self._sink.ended(span)
 
     def _show_instant(self, instant: Instant) -> None:
         if self._shows(instant.request_id):
-            self._visitor.happened(instant)
+            self._sink.happened(instant)
 
     def _shows(self, request_id: str) -> bool:
         return self._is_inside and self._selection.holds_request(request_id)
 
-    # --- incarnations and states --------------------------------------------------------------
+    # --- lives and their states ---------------------------------------------------------------
 
-    def _take_request_event(self, sequence: int, event: e.RequestEvent) -> None:
-        request_id = event.request_id
-        before = self._tracker.get(request_id)
-        num_computed = 0 if before is None else self._tracker.num_computed_tokens(before)
+    def ended(self, life: Life) -> None:
+        """Its span ends, and that of its state."""
+        self._reach_event(self.moment.sequence)
+        self._held.forget(life.ordinal)
+        self._end_life(life, "" if self.moment.event is None else self.moment.event.id)
+        if self._is_inside and not self.model.lives.num_open:
+            self._sink.idle(self.now_ns)
+
+    def _summarized(self, summary: RequestSummary) -> None:
+        self._summaries[summary.ordinal] = summary
+
+    def _look(self, event: e.RequestEvent) -> None:
+        """The life may be in another state or generation than before."""
+        life = self.moment.life
+        if life is None:
+            return
         if isinstance(event, e.RequestArrived):
-            self._end_incarnation(request_id, event, num_computed)
-        self.projections.fold(event, sequence)
-        record = self._tracker.get(request_id)
-        known = record or before  # a released one holds blocks under an ordinal that the tracker has forgotten by now
-        if known is not None:
-            self._held.take(event, known.ordinal)
-        if record is None:
-            self._end_incarnation(request_id, event, num_computed)
+            self._begin_life(life, event.trace_parent)
+            self._begin_state(life, event.id)
             return
-        incarnation = self._incarnations.get(request_id) or self._begin_incarnation(
-            sequence, record, getattr(event, "trace_parent", b"")
-        )
-        span = self._states.get(incarnation.ordinal)
-        if span is not None and span.state == record.state and span.generation == record.generation:
-            return
-        if span is not None:
-            self._end_state(span, event.id, num_computed)
         # While it decodes, only the steps say how many tokens it has; what takes its blocks lets that be forgotten.
         keeps_tokens = isinstance(event, e.RequestPreempted | e.TokensRolledBack)
-        self._begin_state(sequence, event.id, incarnation, record, num_computed if keeps_tokens else 0)
+        self._move(life, event.id, self.moment.num_computed_tokens, keeps_tokens=keeps_tokens)
 
-    def _begin_incarnation(self, sequence: int, record: RequestRecord, trace_parent: bytes = b"") -> Incarnation:
-        incarnation = Incarnation(
-            request_id=record.request_id,
-            sequence=sequence,
+    def _begin_life(self, life: Life, trace_parent: bytes = b"") -> LifeSpan:
+        tokens = life.num_prompt_tokens, life.num_tokens
+        summary = RequestSummary(life.request_id, life.ordinal, life.arrived_at, life.arrived_at, self.now_ns, *tokens)
+        span = LifeSpan(
+            request_id=life.request_id,
+            sequence=life.arrived_at,
             since_ns=self.now_ns,
-            ordinal=record.ordinal,
-            summary=self._requests.state.summaries[record.ordinal],
+            ordinal=life.ordinal,
+            summary=summary,
             trace_parent=trace_parent,
         )
-        self._incarnations[record.request_id] = incarnation
-        self._begin(incarnation)
-        return incarnation
+        self.state.lives[life.ordinal] = span
+        self._begin(span)
+        return span
 
-    def _begin_state(
-        self, sequence: int, cause: str, incarnation: Incarnation, record: RequestRecord, num_tokens_before: int
-    ) -> None:
-        num_computed = self._tracker.num_computed_tokens(record)
-        span = State(
-            request_id=record.request_id,
-            sequence=sequence,
+    def _move(self, life: Life, cause: str, num_computed_before: int, *, keeps_tokens: bool = False) -> None:
+        span = self.state.states.get(life.ordinal)
+        if span is not None and (span.state != life.state or span.generation != life.generation):
+            self._end_state(span, cause, num_computed_before)
+            self._begin_state(life, cause, num_tokens_before=num_computed_before if keeps_tokens else 0)
+
+    def _begin_state(self, life: Life, cause: str, *, num_tokens_before: int = 0) -> None:
+        num_computed = self.model.lives.num_computed_tokens(life)
+        span = StateSpan(
+            request_id=life.request_id,
+            sequence=self.moment.sequence if cause else 0,
             since_ns=self.now_ns,
-            incarnation=incarnation,
-            ordinal=record.ordinal,
-            state=record.state.value,
-            generation=record.generation,
+            ordinal=life.ordinal,
+            state=life.state.value,
+            generation=life.generation,
             cause=cause,
             num_computed_tokens=num_computed,
-            num_tokens=max(record.num_tokens, num_computed, num_tokens_before),
+            num_tokens=max(life.num_tokens, num_computed, num_tokens_before),
         )
-        self._states[record.ordinal] = span
+        self.state.states[life.ordinal] = span
         self._num_in_state[span.state] += 1
-        if record.state is RequestState.RUNNING and incarnation.first_running_ns is None:
-            incarnation.first_running_ns = self.now_ns
+        life_span = self.state.lives[life.ordinal]
+        if life.state is RequestState.RUNNING and life_span.first_running_ns is None:
+            life_span.first_running_ns = self.now_ns
         self._begin(span)
 
-    def _end_state(self, span: State, left_by: str, num_computed: int) -> None:
-        del self._states[span.ordinal]
+    def _end_state(self, span: StateSpan, left_by: str, num_computed: int) -> None:
+        del self.state.states[span.ordinal]
         span.left_by, span.num_computed_tokens_at_end = left_by, num_computed
         self._num_in_state[span.state] -= 1
-        state_ns = span.incarnation.state_ns
+        state_ns = self.state.lives[span.ordinal].state_ns
         state_ns[span.state] = state_ns.get(span.state, 0) + self.now_ns - span.since_ns
         self._end(span, is_over=bool(left_by))
 
-    def _end_incarnation(self, request_id: str, event: e.Event, num_computed: int) -> None:
-        incarnation = self._incarnations.pop(request_id, None)
-        if incarnation is None:
-            return
-        span = self._states.get(incarnation.ordinal)
-        if span is not None:  # None: in a damaged log another request had the same ordinal, and has ended
-            incarnation.summary.outcome = incarnation.summary.outcome or span.state
-            self._end_state(span, event.id, num_computed)
-        self._last_answers.pop(incarnation.ordinal, None)
-        self._end(incarnation)
-        if self._is_inside and all(other.summary.finished_ns is not None for other in self._incarnations.values()):
-            self._visitor.idle(self.now_ns)
+    def _end_life(self, life: Life, left_by: str, *, is_over: bool = True) -> None:
+        state = self.state.states.get(life.ordinal)
+        if state is not None:
+            self._end_state(state, left_by, self.model.lives.num_computed_tokens(life))
+        span = self.state.lives.pop(life.ordinal, None)
+        self.state.last_answers.pop(life.ordinal, None)
+        if span is not None:
+            span.summary = self._summaries.pop(life.ordinal, span.summary)
+            self._end(span, is_over=is_over)
 
-    def _take_step(self, sequence: int, event: e.StepScheduled) -> None:
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
         """Whoever runs again has what was found and loaded on its way back; the totals count it in this step."""
+        self._step = event
         returning = self.totals.state.returning
         for ordinal, *_ in event.advanced if returning else ():
-            span = self._states.get(ordinal)
+            span = self.state.lives.get(ordinal)
             if span is not None and ordinal in returning:
                 num_retained, num_recovered = returning[ordinal]
-                span.incarnation.num_tokens_retained += num_retained
-                span.incarnation.num_tokens_recovered += num_recovered
-        self.projections.fold(event, sequence)
+                span.num_tokens_retained += num_retained
+                span.num_tokens_recovered += num_recovered
         for ordinal, _ in event.extended:
             self._held.look(ordinal)
+        for life, *_ in self.moment.refused_rows:
+            self._move(life, event.id, self.model.lives.num_computed_before_step(life))
+
+    @on(e.BlocksAllocated, e.BlockTableObserved, e.LookupRequested, e.RequestPreempted, e.RequestFinished)
+    def _table_changed(self, _event: e.RequestEvent) -> None:
+        if self.moment.life is not None:
+            self._held.look(self.moment.life.ordinal)
+
+    @on(e.BlocksHeld)
+    def _blocks_held(self, event: e.BlocksHeld) -> None:
+        self._held.keep(event.ordinal)
 
     # --- lookups ------------------------------------------------------------------------------
 
-    def _answered(self, event: e.LookupAnswered | e.LookupDeferred, sequence: int) -> None:
-        incarnation = self._incarnations.get(event.request_id)
-        ordinal, is_repeated = None, False
-        if incarnation is not None:
-            ordinal = incarnation.ordinal
-            is_repeated = is_same_answer(self._last_answers.get(ordinal), event)
-            self._last_answers[ordinal] = event
+    @on(e.LookupAnswered, e.LookupDeferred)
+    def _answered(self, event: e.LookupAnswered | e.LookupDeferred) -> None:
+        ordinal, answers = self._shown_ordinal(event), self.state.last_answers
+        is_repeated = ordinal is not None and is_same_answer(answers.get(ordinal), event)
+        if ordinal is not None:
+            answers[ordinal] = event
         if self._shows(event.request_id):
-            self._visitor.looked_up(Lookup(sequence, self.now_ns, ordinal, event, is_repeated))
+            self._sink.looked_up(Lookup(self.moment.sequence, self.now_ns, ordinal, event, is_repeated))
+
+    def _shown_ordinal(self, event: e.Event) -> int | None:
+        """Of the present life of the event's request; None if it has no span."""
+        life = self.model.lives.get(getattr(event, "request_id", ""))
+        return None if life is None or life.ordinal not in self.state.lives else life.ordinal
 
     # --- copies -------------------------------------------------------------------------------
 
-    def _issued(self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, sequence: int) -> None:
-        incarnation = self._incarnations.get(event.request_id)
-        copy = Copy(
+    @on(*_KINDS)
+    def _issued(self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> None:
+        life = self.state.lives.get(event.ordinal)
+        span = CopySpan(
             request_id=event.request_id,
-            sequence=sequence,
+            sequence=self.moment.sequence,
             since_ns=self.now_ns,
-            incarnation=incarnation,
-            ordinal=None if incarnation is None else incarnation.ordinal,
+            ordinal=None if life is None else life.ordinal,
+            trace_parent=b"" if life is None else life.trace_parent,
             kind=_KINDS[type(event)],
             job_id=event.job_id,
             generation=event.generation,
@@ -340,143 +360,83 @@ class Trace:
             is_async=getattr(event, "is_async", False),
             before_forward=getattr(event, "before_forward", isinstance(event, e.TailSaveIssued)),
         )
-        earlier = self._copies.pop(event.job_id, None)
+        earlier = self.state.copies.get(event.job_id)
         if earlier is not None:  # a damaged log: job ids are never used twice
             self._end_copy(earlier, is_over=False)
-        self._copies[event.job_id] = copy
-        self._num_in_flight[copy.kind == "load"] += 1
-        self._begin(copy)
+        self.state.copies[event.job_id] = span
+        self._begin(span)
 
-    def _reported(self, event: e.TransferReported, _sequence: int) -> None:
+    @on(e.TransferReported)
+    def _reported(self, event: e.TransferReported) -> None:
         for job_id, num_bytes in zip(event.job_ids, event.num_bytes, strict=False):
-            copy = self._copies.get(job_id)
-            if copy is None:
-                continue
-            copy.ranks_done += [rank for rank in event.ranks_done if rank not in copy.ranks_done]
-            copy.ranks_failed += [rank for rank in event.ranks_failed if rank not in copy.ranks_failed]
-            copy.num_bytes += num_bytes
-            copy.worker_ns += event.duration_ns
-            copy.error = copy.error or event.error
+            span = self.state.copies.get(job_id)
+            if span is not None:
+                span.num_bytes += num_bytes
+                span.worker_ns += event.duration_ns
+                span.error = span.error or event.error
+        for reported in self.model.copies.reported:
+            span = self.state.copies.get(reported.job_id)
+            if span is not None and reported.job is not None:
+                span.ranks_done, span.ranks_failed = sorted(reported.job.ranks_done), sorted(reported.job.ranks_failed)
 
-    def _settled(self, event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed, _sequence: int) -> None:
-        copy = self._copies.pop(event.job_id, None)
-        if copy is None:
+    @on(e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
+    def _settled(self, event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed) -> None:
+        span = self.state.copies.get(event.job_id)
+        if span is None:
             return
-        copy.outcome = "completed"
+        span.outcome = "completed"
         if isinstance(event, e.LoadFailed | e.SaveFailed):
-            copy.outcome = "given up" if isinstance(event, e.SaveFailed) and not event.quiet else "failed"
-            copy.error = event.error or copy.error
-        elif copy.kind == "save" and copy.num_pages and copy.num_bytes:  # what each rank loads may lie there once
-            self._bytes_per_page = copy.num_bytes / copy.num_pages
-        self._end_copy(copy)
+            span.outcome = "given up" if isinstance(event, e.SaveFailed) and not event.quiet else "failed"
+            span.error = event.error or span.error
+        elif span.kind == "save" and span.num_pages and span.num_bytes:  # what each rank loads may lie there once
+            self.state.bytes_per_page = span.num_bytes / span.num_pages
+        self._end_copy(span)
 
-    def _end_copy(self, copy: Copy, *, is_over: bool = True) -> None:
-        is_load = copy.kind == "load"
-        self._num_in_flight[is_load] -= 1
-        if copy.incarnation is not None:
-            copy.incarnation.num_bytes_loaded += copy.num_bytes * is_load
-            copy.incarnation.num_bytes_saved += copy.num_bytes * (not is_load)
-        self._end(copy, is_over=is_over)
+    def _end_copy(self, span: CopySpan, *, is_over: bool = True) -> None:
+        """It is settled, or another one has its number."""
+        del self.state.copies[span.job_id]
+        life = None if span.ordinal is None else self.state.lives.get(span.ordinal)
+        if life is not None and span.kind == "load":
+            life.num_bytes_loaded += span.num_bytes
+        elif life is not None:
+            life.num_bytes_saved += span.num_bytes
+        self._end(span, is_over=is_over)
 
     # --- extensions ---------------------------------------------------------------------------
 
-    def _of_extension(self, event: e.ExtensionEvent, sequence: int) -> None:
+    @on(e.ExtensionObserved, e.ExtensionDecided, e.ExtensionNoted)
+    def _of_extension(self, event: e.ExtensionEvent) -> None:
         for what, duration_ns in figures_of_extension(event, self._core).items():
             if what.endswith("_ns"):
-                call = Call(
+                call = CallSpan(
                     request_id=getattr(event, "request_id", ""),
-                    sequence=sequence,
+                    sequence=self.moment.sequence,
                     since_ns=max(0, self.now_ns - duration_ns),
                     extension=event.extension,
                     name=what.removesuffix("_ns"),
                 )
                 self._begin(call)
                 self._end(call)
-        self._happened(event, sequence)
+        self._happened(event)
 
-    # --- instants and steps -------------------------------------------------------------------
+    # --- instants -----------------------------------------------------------------------------
 
-    def _happened(self, event: e.Event, sequence: int) -> None:
+    @on(*_INSTANTS)
+    def _happened(self, event: e.Event) -> None:
         text = describe(event, self._core)
         if not text and isinstance(event, e.ExtensionEvent):
             return  # another event says it
-        request_id: str = getattr(event, "request_id", "")
-        incarnation = self._incarnations.get(request_id)
         fields = msgspec.structs.asdict(event)
         fields.pop("time_ns", None)
         self._show_instant(
             Instant(
                 kind=event.id,
-                sequence=sequence,
+                sequence=self.moment.sequence,
                 time_ns=self.now_ns,
-                request_id=request_id,
-                ordinal=None if incarnation is None else incarnation.ordinal,
+                request_id=getattr(event, "request_id", ""),
+                ordinal=self._shown_ordinal(event),
                 text=text or event.id,
                 is_trouble=isinstance(event, _TROUBLE),
                 fields={name: plain(value) for name, value in fields.items()},
             )
         )
-
-    def _complete(self) -> None:
-        """The last observation and its decisions are all folded."""
-        event, self._observation = self._observation, None
-        if event is None or not self._is_inside:
-            return
-        gauges = self.gauges()
-        if isinstance(event, e.StepScheduled) and self._observed_at >= self._selection.first_sequence:
-            num_tokens = event.num_scheduled_tokens
-            self._visitor.stepped(
-                Step(event.step, self._observed_at, self.now_ns, num_tokens, self._num_events, gauges)
-            )
-        self._visitor.counted(self.now_ns, gauges)
-
-
-def _known(life: Life, time_ns: int) -> RequestSummary:
-    """A request that was there before the first event, as from a snapshot; when it arrived is not known."""
-    return RequestSummary(life.request_id, life.ordinal, 0, 0, time_ns, life.num_prompt_tokens, life.num_tokens)
-
-
-class _HeldBlocks:
-    """How many distinct blocks requests hold. Blocks with a common prefix stand in several tables and count once.
-
-    It follows the tables one by one instead of counting them all, which would take too long at every step.
-    """
-
-    _CHANGE_TABLES = (
-        *(e.BlocksAllocated, e.BlockTableObserved, e.LookupRequested, e.RequestPreempted, e.RequestArrived),
-        *(e.RequestFinished, e.RequestReleased),
-    )
-
-    def __init__(self, projections: Projections) -> None:
-        self._tracker = projections.tracker
-        self._tables: dict[int, array[int]] = {}
-        self._references: Counter[int] = Counter()
-        for record in projections.tracker:
-            self.look(record.ordinal)
-
-    def __len__(self) -> int:
-        return len(self._references)
-
-    def take(self, event: e.RequestEvent, ordinal: int) -> None:
-        """An event that was folded, of the request with that ordinal."""
-        if isinstance(event, e.BlocksHeld):  # finished, and its blocks are kept for its copies until it is released
-            record = self._tracker.of(ordinal)
-            self._replace(ordinal, array("I", () if record is None else record.lost_block_ids or ()))
-        elif isinstance(event, self._CHANGE_TABLES):
-            self.look(ordinal)
-
-    def look(self, ordinal: int) -> None:
-        """Count the table of that request as it is now."""
-        record = self._tracker.of(ordinal)
-        self._replace(ordinal, array("I", () if record is None else record.block_ids or ()))
-
-    def _replace(self, ordinal: int, table: array[int]) -> None:
-        before = self._tables.pop(ordinal, array("I"))
-        num_kept = len(before) if table[: len(before)] == before else 0  # most often it has only grown
-        self._references.update(table[num_kept:])
-        for block_id in before[num_kept:]:
-            self._references[block_id] -= 1
-            if not self._references[block_id]:
-                del self._references[block_id]
-        if table:
-            self._tables[ordinal] = table

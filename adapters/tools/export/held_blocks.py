@@ -1,0 +1,53 @@
+"""How many distinct blocks requests hold, from one table at a time: to count them all at every step takes too long."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+
+from kvledger.lifecycle.reader import Model
+
+
+class HeldBlocks:
+    """Blocks with a common prefix stand in several tables and count once.
+
+    Args:
+        model: has the tables.
+        kept: ordinal of a finished life → blocks that are held for its copies until it is released.
+    """
+
+    def __init__(self, model: Model, kept: dict[int, list[int]]) -> None:
+        self._model = model
+        self._kept = kept
+        self._tables: dict[int, array[int]] = {}
+        self._references: Counter[int] = Counter()
+        for life in model.lives:
+            self.look(life.ordinal)
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def look(self, ordinal: int) -> None:
+        """Count the table of that life as it is now."""
+        table = array("I", self._kept.get(ordinal) or self._model.tables.of(ordinal))
+        before = self._tables.pop(ordinal, array("I"))
+        num_kept = len(before) if table[: len(before)] == before else 0  # most often it has only grown
+        self._references.update(table[num_kept:])
+        for block_id in before[num_kept:]:
+            self._references[block_id] -= 1
+            if not self._references[block_id]:
+                del self._references[block_id]
+        if table:
+            self._tables[ordinal] = table
+
+    def keep(self, ordinal: int) -> None:
+        """The life has finished, and its blocks are held for its copies."""
+        life = self._model.lives.of(ordinal)
+        if life is not None:
+            self._kept[ordinal] = list(self._model.tables.lost_by(life))
+            self.look(ordinal)
+
+    def forget(self, ordinal: int) -> None:
+        """The life is over."""
+        self._kept.pop(ordinal, None)
+        self.look(ordinal)
