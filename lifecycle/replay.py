@@ -6,7 +6,7 @@ against what was recorded; the first divergence is reported, and folding goes on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -83,10 +83,6 @@ class ReplayedEvent:
     """The last observation: what is decided now is decided upon it."""
 
 
-Around = Callable[[int, Event], None]
-"""Given (sequence number, event) where an event is to be folded."""
-
-
 _OF_A_JOB = {LookupDeferred, TransferAwaited, LoadCompleted, LoadFailed, SaveCompleted, SaveFailed}
 _Standing = tuple[State, ...]
 """In all regions of a request or a job."""
@@ -122,7 +118,6 @@ class Replay:
         self.projections.extensions.on_raised = self._stop_extensions
         self._decider = Decider(core, self.projections, self._decided)
         self.num_events = 0
-        self._around: Around | None = None
         self._events: Iterator[SequencedEvent] = iter(())
         self._read_ahead: SequencedEvent | None = None
         self._is_compared = False
@@ -141,17 +136,13 @@ class Replay:
         self.take(events)
         self.finish()
 
-    def take(self, events: Iterable[SequencedEvent], around: Around | None = None) -> None:
+    def take(self, events: Iterable[SequencedEvent]) -> None:
         """Take events in the order of the log; no observation may be parted from its decisions.
-
-        Args:
-            events: the next ones.
-            around: is given each event in place of the fold, and folds it into `projections`.
 
         Raises:
             Exception: whatever a fold raises; `current` says at which event. Nothing more can be taken.
         """
-        self._events, self._around = iter(events), around
+        self._events = iter(events)
         while (following := self._next()) is not None:
             self._take_up(*following)
 
@@ -249,11 +240,7 @@ class Replay:
         self.num_events += 1
         self.current.sequence, self.current.event = sequence, event
         expected = [] if self._reference is None else self._expected(event, self._reference)
-        if self._around is None:
-            subject = self.projections.fold(event, sequence)
-        else:
-            subject = self.projections.subject_of(event)
-            self._around(sequence, event)
+        subject = self.projections.fold(event, sequence)
         if any(_standing(moved) != states for moved, states in expected):
             self.reference_differences.append(Divergence(sequence, event, None))
         if self._is_extended and (following := self._next()) is not None:

@@ -15,7 +15,7 @@ from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.reader.moment import Moment
-from kvledger.lifecycle.replay import Around, Replay, ReplayedEvent, SequencedEvent, batches
+from kvledger.lifecycle.replay import Replay, ReplayedEvent, SequencedEvent, batches
 
 _EVENTS_PER_BATCH = 256
 
@@ -95,25 +95,22 @@ class Audit:
             self.take_frame(events)
         self.finish()
 
-    def take_frame(self, events: Iterable[SequencedEvent], around: Around | None = None) -> None:
-        """Take up the next events, observations with all of their decisions; reading them must not fail.
-
-        See `Replay.take` for `around`.
-        """
+    def take_frame(self, events: Iterable[SequencedEvent]) -> None:
+        """Take up the next events, observations with all of their decisions; reading them must not fail."""
         if self.unfoldable is not None:
             return
         events = list(events)
-        unfoldable = _take(self._replay.current, self._replay.take, events, around)
+        unfoldable = _take(self._replay.current, self._replay.take, events)
         if unfoldable is not None:
             events = [numbered for numbered in events if numbered[0] < unfoldable.sequence]
         self.unfoldable = _take(self._rules.moment, self._rules.take, events) or unfoldable
 
 
-def _take(at: ReplayedEvent | Moment, take: Callable[..., None], *arguments: object) -> Unfoldable | None:
+def _take(
+    at: ReplayedEvent | Moment, take: Callable[[Iterable[SequencedEvent]], None], events: Iterable[SequencedEvent]
+) -> Unfoldable | None:
     try:
-        take(*arguments)
-    except OSError:  # of `around`: its file cannot be written
-        raise
+        take(events)
     except Exception as error:
         if at.event is None:  # nothing was taken: the events are not such
             raise

@@ -7,7 +7,6 @@ import time
 from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.logs.under_way import UnderWay
 from kvledger.adapters.units import duration, milliseconds, plural
-from kvledger.lifecycle import Projections, RequestState
 from kvledger.storage.events import HowEnded, LogEnding
 
 _WORDS = {
@@ -22,11 +21,6 @@ _SOUND = {
     HowEnded.OPEN: "sound so far",
     HowEnded.UNKNOWN: "sound as far as it was read",
 }
-
-
-def num_open_requests(projections: Projections) -> int:
-    """The requests that had arrived and not finished."""
-    return sum(record.state is not RequestState.FINISHED for record in projections.tracker)
 
 
 def ending_text(ending: LogEnding, num_open: int | None) -> str:

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import attrs
 
 from kvledger.adapters.tools.exit_codes import ExitCode
 from kvledger.adapters.tools.logs.coverage import Coverage, ExtensionEvents, RequestPresence, checked
-from kvledger.adapters.tools.logs.ending import num_open_requests, sound_text
+from kvledger.adapters.tools.logs.ending import sound_text
 from kvledger.adapters.tools.logs.log import Batch, StoredLog
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.sources import start_of
 from kvledger.adapters.tools.logs.workers import WorkerCalls, troubles_of_workers
 from kvledger.adapters.units import plural
-from kvledger.lifecycle import Extension, LedgerConfiguration, Projections
+from kvledger.lifecycle import Extension, LedgerConfiguration, Projections, RequestState
 from kvledger.lifecycle.audit import Audit, Judgement
-from kvledger.lifecycle.events import Event, ExtensionStopped
+from kvledger.lifecycle.events import ExtensionStopped
 from kvledger.storage.events import Damage, HowEnded, Retirement
-
-Around = Callable[[int, Event], None]
 
 _NO_CONFIGURATION = LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
 """For the audit of a log whose configuration is lost: it is given no event."""
@@ -51,20 +49,16 @@ class Verification:
         self._presence = RequestPresence(selection, start)
         self._of_extensions = ExtensionEvents()
 
-    def take(self, batch: Batch, around: Around | None = None) -> bool:
-        """Take up the batch that was just read; False where it cannot be judged, because events before it are missing.
-
-        See `Audit.take_frame` for `around`.
-        """
+    def take(self, batch: Batch) -> None:
+        """Take up the batch that was just read. It cannot be judged if events before it are missing."""
         if not self._log.header or not self._log.is_trusted:
-            return False
+            return
         events = list(batch.numbered())
         self._presence.take(events)
         self._of_extensions.take(events)
-        self.audit.take_frame(events, around)
+        self.audit.take_frame(events)
         if self._calls is not None:
             self._calls.take(events)
-        return True
 
     def findings(self) -> Findings:
         """All of them, when the log has been read."""
@@ -96,7 +90,8 @@ class EndState:
     def of(cls, projections: Projections) -> EndState:
         """Of these."""
         stopped_at = dict(projections.extensions.state.stopped)
-        return cls(num_open_requests(projections), stopped_at)
+        num_open = sum(record.state is not RequestState.FINISHED for record in projections.tracker)
+        return cls(num_open, stopped_at)
 
 
 @attrs.frozen
