@@ -19,9 +19,10 @@ from kvledger.adapters.lab.demo.recompute_counter import RecomputeCounter
 from kvledger.adapters.lab.demo.workload import Workload
 from kvledger.adapters.tools.cli.main import main as kvledger
 from kvledger.adapters.tools.logs.log import open_log
-from kvledger.adapters.totals import Totals
+from kvledger.adapters.tools.logs.totals import LogTotals
 from kvledger.lifecycle import __version__
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reader import Model, Reader
 from kvledger.storage.extras import CONNECTOR, require
 
 DIRECTORY = Path("build/demo")
@@ -112,13 +113,16 @@ Look further
 def _read(log_path: Path) -> tuple[Figures, str]:
     """The figures of a log, and the preempted request that had most to lose; "" where none was preempted."""
     log = open_log(log_path)
-    projections = log.core.new_projections(log.configuration)
-    totals = Totals(projections)
+    model = Model(log.core.tables, log.configuration)
+    totals = LogTotals(model)
+    reader = Reader(model, [totals])
     most_settled, request_id = -1, ""
-    for sequence, event in log.trusted_events():
-        projections.fold(event, sequence)
-        if isinstance(event, e.RequestPreempted) and event.num_settled_tokens > most_settled:
-            most_settled, request_id = event.num_settled_tokens, event.request_id
+    for frame in log.trusted_frames():
+        events = list(frame)
+        reader.take(events)
+        for _, event in events:
+            if isinstance(event, e.RequestPreempted) and event.num_settled_tokens > most_settled:
+                most_settled, request_id = event.num_settled_tokens, event.request_id
     return totals.figures, request_id
 
 

@@ -19,16 +19,15 @@ from kvledger.adapters.tools.cli.output import Output, show_ending, show_title
 from kvledger.adapters.tools.exit_codes import ExitCode, gravest
 from kvledger.adapters.tools.logs.clock import Clock
 from kvledger.adapters.tools.logs.coverage import readable
-from kvledger.adapters.tools.logs.describe import plain, state_change, unfoldable_text
+from kvledger.adapters.tools.logs.describe import plain, state_change
 from kvledger.adapters.tools.logs.facts import UNKNOWN_TOTALS, facts_of
 from kvledger.adapters.tools.logs.index import index_for
-from kvledger.adapters.tools.logs.log import Batch, StoredLog
-from kvledger.adapters.tools.logs.reading import HEADER_LOST, begin_model, take_batch
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.reading import HEADER_LOST, begin_model, begin_totals, take_batch
 from kvledger.adapters.tools.logs.requests import Requests, RequestSummary
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.timeline import Group, Timelines, begin_timelines
 from kvledger.adapters.units import event_range, milliseconds, plural
-from kvledger.lifecycle import Projections
 from kvledger.lifecycle.reader import Model, Reader
 
 _MAX_LISTED = 200
@@ -181,17 +180,6 @@ def _begin(log: StoredLog, output: Output) -> Model:
     return model
 
 
-def _fold(projections: Projections, batch: Batch, output: Output) -> bool:
-    """Fold the batch for the totals; returns whether that is possible, and says why if not."""
-    for at, event in batch.numbered():
-        try:
-            projections.fold(event, at)
-        except Exception as error:  # noqa: BLE001 -- a forged log; what was read is worth showing
-            output.remark(f"{unfoldable_text(at, event, error)} of the totals")
-            return False
-    return True
-
-
 def _show_log(log: StoredLog, selection: Selection, listing: Listing, output: Output) -> None:
     index = index_for(log, output) if selection.last_sequence is None else None
     if index is not None:
@@ -207,19 +195,15 @@ def _show_log(log: StoredLog, selection: Selection, listing: Listing, output: Ou
         return
     found: list[RequestSummary] = []
     model = _begin(log, output)
-    reader = Reader(model, [Requests(model, found.append)])
-    projections = log.start() or log.core.new_projections(log.configuration) if log.header else None
-    totals = None if projections is None else log.totals(projections)
-    is_foldable = True
+    totals = begin_totals(log, model)
+    reader = Reader(model, [Requests(model, found.append), totals])
     with output.progress(log, "reading"):
         for batch in log.batches(selection.last_sequence):
             take_batch(reader, log, batch)
-            if projections is not None and is_foldable and log.is_trusted:
-                is_foldable = _fold(projections, batch, output)
     reader.finish()
     found.sort(key=lambda summary: summary.first_sequence)
     summaries = [summary for summary in found if summary.last_sequence >= selection.first_sequence]
-    figures = None if totals is None else _known_figures(totals.complete_figures, output)
+    figures = _known_figures(totals.complete_figures, output) if log.header else None
     _show_summary(output, log, selection, summaries, figures, model.moment.time_ns, listing)
 
 

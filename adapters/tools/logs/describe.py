@@ -280,11 +280,6 @@ def event_fields(event: e.Event | None) -> dict[str, object] | None:
     return {"event": event.id, "version": event.version, **plain_fields(event)}
 
 
-def unfoldable_text(sequence: int, event: e.Event, error: Exception) -> str:
-    """What a command says that goes on without the state from this event on."""
-    return f"event {sequence} ({event.id}) cannot be folded: {error!r}; what follows is left out"
-
-
 def plain_fields(event: e.Event) -> dict[str, object]:
     """The fields of an event as JSON values; of an extension's own what it says, where that can be read."""
     return {name: plain(value) for name, value in _fields(event).items()}

@@ -32,13 +32,10 @@ from kvledger.adapters.tools.logs.index_memory import (
     memory_fingerprint,
 )
 from kvledger.adapters.tools.logs.log import Batch, StoredLog
-from kvledger.adapters.tools.logs.reading import begin_model, take_batch
+from kvledger.adapters.tools.logs.reading import begin_model, begin_totals, take_batch
 from kvledger.adapters.tools.logs.requests import Requests, RequestSummary
 from kvledger.adapters.tools.reasons import Accounts, RequestHistory
-from kvledger.adapters.totals import Totals
-from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reader import Reader
-from kvledger.lifecycle.snapshots import capture, restore
 from kvledger.lifecycle.untrusted import from_msgpack
 from kvledger.storage.events.files import PRIVATE_DIRECTORY, make_directory, open_for_reading
 
@@ -79,7 +76,7 @@ def earlier_contents(log: StoredLog) -> Contents | None:
             contents: Contents = from_msgpack(stored, Contents)
         is_foldable = contents.first_sequence == 1 and contents.trusted_sequence == contents.last_sequence
         may_go_on = is_foldable and contents.is_whole and contents.describes_beginning(log)
-        return contents if may_go_on and fingerprint == memory_fingerprint(log.core, log.configuration) else None
+        return contents if may_go_on and fingerprint == memory_fingerprint() else None
     except (OSError, sqlite3.Error, ValueError):
         return None
 
@@ -121,19 +118,14 @@ class _Builder:
         self._connection = connection
         self._earlier = earlier
         self._memory = IndexMemory() if memory is None else memory
-        model = begin_model(log)
-        self._reader = Reader(model, [Requests(model, self._write)])
-        if memory is None:
-            self._projections = log.start() or log.core.new_projections(log.configuration)
-            self._totals = log.totals(self._projections)
-        else:
-            self._projections = restore(log.core, memory.projections, log.configuration)
-            self._totals = Totals.continued(self._projections, memory.totals)
+        self._model = begin_model(log)
+        self._totals = begin_totals(log, self._model)
+        self._reader = Reader(self._model, [Requests(self._model, self._write), self._totals])
+        if memory is not None:
             self._reader.resume(memory.reader, log.core.fingerprint())
         self._accounts = Accounts(
             log.configuration, on_end=self._write_story, keeps_histories=True, state=self._memory.accounts
         )
-        self._is_foldable = True
 
     def build(self) -> None:
         """Read everything."""
@@ -162,7 +154,7 @@ class _Builder:
         memory = self._memory
         for batch in batches:
             if memory.num_batches % BATCHES_PER_PLACE == 0:
-                memory.time_ns = max(memory.time_ns, self._projections.tracker.time_ns)
+                memory.time_ns = max(memory.time_ns, self._model.moment.time_ns)
                 row = (batch.first_sequence, memory.time_ns, batch.segment, batch.offset)
                 self._connection.execute("INSERT INTO places VALUES (?, ?, ?, ?)", row)
             memory.num_batches += 1
@@ -170,7 +162,7 @@ class _Builder:
             if batch.gap is not None:
                 self._accounts.lose()
             for sequence, event in batch.numbered():
-                self._take(sequence, event)
+                self._accounts.take(sequence, event)
 
     def _finish(self, extent: tuple[str, str, int]) -> None:
         self._remember()
@@ -182,9 +174,7 @@ class _Builder:
     def _remember(self) -> None:
         """Before what is open is written as if it were over."""
         self._memory.reader = self._reader.capture(self._log.core.fingerprint())
-        self._memory.projections = capture(self._projections) if self._is_foldable else b""
-        self._memory.totals = self._totals.stored()
-        row = (memory_fingerprint(self._log.core, self._log.configuration), packed(self._memory))
+        row = (memory_fingerprint(), packed(self._memory))
         self._connection.execute("INSERT INTO memory VALUES (?, ?)", row)
 
     def _contents(self, extent: tuple[str, str, int]) -> Contents:
@@ -207,18 +197,10 @@ class _Builder:
             first_sequence,
             last_sequence,
             log.trusted_sequence,
-            self._projections.tracker.time_ns,
+            self._model.moment.time_ns,
             self._totals.complete_figures,
             tuple(log.damage),
         )
-
-    def _take(self, sequence: int, event: e.Event) -> None:
-        self._accounts.take(sequence, event)
-        if self._is_foldable and self._log.start_sequence < sequence <= self._log.trusted_sequence:
-            try:
-                self._projections.fold(event, sequence)
-            except Exception:  # noqa: BLE001 -- a forged log; reading reports it, not the index
-                self._is_foldable = False
 
     def _write_story(self, story: RequestHistory, *, is_over: bool = True) -> None:
         row = (story.request_id, packed(story), is_over)

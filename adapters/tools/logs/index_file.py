@@ -18,7 +18,7 @@ from kvledger.lifecycle.untrusted import from_msgpack
 from kvledger.storage.events import Damage
 from kvledger.storage.events.segment_bytes import num_written_bytes
 
-INDEX_FORMAT = 15
+INDEX_FORMAT = 16
 """Grows with every change of what is in an index; another one is built anew."""
 
 SCHEMA = """
