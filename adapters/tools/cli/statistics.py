@@ -180,8 +180,7 @@ class Counting(Visitor[Model]):
         if self._before is None:
             return
         event, wanted = self.moment.event, self._selection.request_id
-        is_report = isinstance(event, e.TransferReported)
-        if wanted in {None, request_id} or (is_report and self._is_selected(event)):
+        if wanted in {None, request_id} or (isinstance(event, e.TransferReported) and self._is_selected(event)):
             self._statistics.percentiles[_DURATIONS[took.of]].add(took.duration_ns)
 
     def _ended(self, history: RequestHistory) -> None:
