@@ -57,7 +57,7 @@ class Picture:
         self._chosen = chosen
         self._num_recomputed = num_recomputed
         self._axis = Axis(
-            (request.incarnation.since_ns, state.last_ns) for request in requests for state in request.states
+            (request.life.since_ns, state.last_ns) for request in requests for state in request.states
         )
         self._bottom = TOP + LANE * len(requests)
         self._story = list(self._moments())
@@ -133,9 +133,9 @@ class Picture:
         waited, took, tokens = load.since_ns - preempted.since_ns, load.worker_ns, plural(load.num_tokens or 0, "token")
         back = f"the KV of {tokens} comes back from host memory, {size(load.num_bytes)} in {duration(took)}."
         yield load.since_ns, f"{duration(waited)} later there is room: {back}"
-        finished = request.incarnation.summary.finished_ns
+        finished = request.life.summary.finished_ns
         if finished is not None:
-            whole = plural(request.incarnation.summary.num_tokens, "token")
+            whole = plural(request.life.summary.num_tokens, "token")
             yield finished, f"It finishes with {whole}. Computed a second time: {self._num_recomputed}."
 
     def _tokens_again(self) -> str:
@@ -146,7 +146,7 @@ class Picture:
 
     @staticmethod
     def _name(request: Request) -> str:
-        return f"request {request.incarnation.request_id.partition('-')[0]}"
+        return f"request {request.life.request_id.partition('-')[0]}"
 
 
 def text(x: float, y: float, words: str, style: str = "") -> str:
@@ -168,9 +168,9 @@ def main(path: str) -> None:
     """Draw a log."""
     log, selection, shown = open_log(Path(path)), Selection(), Shown()
     reasons = Reasons(log, selection)
-    read_trace(log, selection, shown, remark, also=reasons.take)
-    preempted = [request for request in shown.requests if request.incarnation.summary.num_preemptions]
-    chosen = max(preempted, key=lambda request: request.incarnation.summary.num_tokens_loaded)
+    read_trace(log, selection, shown, remark, reasons.take)
+    preempted = [request for request in shown.requests if request.life.summary.num_preemptions]
+    chosen = max(preempted, key=lambda request: request.life.summary.num_tokens_loaded)
     print("\n".join(Picture(shown.requests, chosen, reasons.sums().num_recomputed).svg()))
 
 
