@@ -56,9 +56,7 @@ class Picture:
         self._requests = requests
         self._chosen = chosen
         self._num_recomputed = num_recomputed
-        self._axis = Axis(
-            (request.life.since_ns, state.last_ns) for request in requests for state in request.states
-        )
+        self._axis = Axis((request.life.since_ns, state.last_ns) for request in requests for state in request.states)
         self._bottom = TOP + LANE * len(requests)
         self._story = list(self._moments())
 

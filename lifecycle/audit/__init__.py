@@ -10,9 +10,9 @@ from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.judgement import DecidedAgain, Judgement, RulesHeld, Unfoldable
 from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.audit.rules.recorded import Recorded
+from kvledger.lifecycle.audit.start import Start, StartFolds
 from kvledger.lifecycle.audit.violations import Violation
 from kvledger.lifecycle.reader.moment import Moment, Visits, num_intact_tokens
-from kvledger.lifecycle.reader.start import Start
 
 __all__ = [
     "RECORDED",
@@ -24,6 +24,7 @@ __all__ = [
     "Moment",
     "RulesHeld",
     "Start",
+    "StartFolds",
     "Unfoldable",
     "Violation",
     "Visits",

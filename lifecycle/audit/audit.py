@@ -9,11 +9,10 @@ from kvledger.lifecycle.audit.judgement import DecidedAgain, Judgement, Unfoldab
 from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.audit.of_extensions import RuleOfExtension
 from kvledger.lifecycle.audit.rule_checks import MakeChecker, RuleChecks
-from kvledger.lifecycle.audit.taken_over import taken_over
+from kvledger.lifecycle.audit.start import Start
 from kvledger.lifecycle.audit.violations import Violation, Violations
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
-from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.reader.moment import Moment
 from kvledger.lifecycle.replay import Replay, ReplayedEvent, SequencedEvent, batches
 
@@ -24,7 +23,11 @@ class Audit:
     """Takes the events of one log in order and collects what is wrong with them.
 
     Without `checkers`, runs those of all rules of the core; with `keeps`, counts and collects only the violations that
-    it says True to; with `start`, the state before the first event, the log may begin in its middle.
+    it says True to; with `start`, what is known before the first event, the log may begin in its middle.
+
+    Raises:
+        SnapshotError: `start` cannot be used.
+        NotResumable: likewise.
     """
 
     def __init__(
@@ -34,12 +37,13 @@ class Audit:
         *,
         checkers: Iterable[MakeChecker] | None = None,
         keeps: Callable[[Violation], bool] | None = None,
-        start: Projections | None = None,
+        start: Start | None = None,
     ) -> None:
         self._core = core
         makers = checkers_of(core).values() if checkers is None else checkers
         self._rules = make_rule_checks(core, configuration, makers, keeps=keeps, start=start)
-        self._replay = Replay(core, configuration, reference=core.reference, start=start)
+        projections = None if start is None else start.projections(core, configuration)
+        self._replay = Replay(core, configuration, reference=core.reference, start=projections)
         self.checkers = self._rules.checkers
         self.violations = self._rules.violations.first
         self.num_violations = self._rules.violations.counts
@@ -125,11 +129,13 @@ def make_rule_checks(
     checkers: Iterable[MakeChecker],
     *,
     keeps: Callable[[Violation], bool] | None = None,
-    start: Projections | None = None,
+    start: Start | None = None,
 ) -> RuleChecks:
-    """The half that knows nothing of what decided. Arguments: see `Audit`."""
+    """The half that knows nothing of what decided. Arguments and errors: see `Audit`."""
     model = AuditModel(core.tables, configuration, Violations(keeps))
-    return RuleChecks(model, checkers, None if start is None else taken_over(start))
+    if start is not None:
+        start.resume(model, core)
+    return RuleChecks(model, checkers, begins_late=start is not None)
 
 
 def decided_again(replay: Replay) -> DecidedAgain:

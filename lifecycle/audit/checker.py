@@ -13,7 +13,6 @@ from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.audit.violations import Violation
 from kvledger.lifecycle.events import NO_LIFE
 from kvledger.lifecycle.reader.model import EVERY_PART
-from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.reader.visitor import Visitor
 
 
@@ -35,10 +34,11 @@ class Checker(Visitor[AuditModel]):
         self.lives, self.tables, self.copies, self.answers = model.lives, model.tables, model.copies, model.answers
         self.slots, self.chunks, self.tails, self.room = model.slots, model.chunks, model.tails, model.room
 
-    def begin(self, start: Start) -> None:
-        """Take over what is in flight, so that this raises no false alarm; called where an audit starts in the middle.
+    def begin(self) -> None:
+        """Ask the model what is in flight, so that this raises no false alarm.
 
-        Before the first event, when the model has begun. By default, what came before is unknown.
+        Called before the first event where an audit begins in the middle of a log. The model knows what came before;
+        by default, the checker does not.
         """
 
     def broken(self, detail: str, *evidence: int, request_id: str | None = None) -> None:

@@ -5,19 +5,16 @@ To be folded before the lives: what counts is who was computing before a step.
 
 from __future__ import annotations
 
-from collections import deque
 from fractions import Fraction
 from statistics import mean
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.lives import Lives
 from kvledger.lifecycle.reader.moment import Moment
 from kvledger.lifecycle.states import RequestState
-
-if TYPE_CHECKING:
-    from kvledger.lifecycle.reader.start import Start
 
 STEPS_IN_A_ROW = 8
 SAMPLES = range(8, 64 + 1)
@@ -28,86 +25,92 @@ STANDARD_ERRORS = 2
 TRIED_AFTER_NS = 10_000_000_000
 
 
+class Measured(msgspec.Struct, forbid_unknown_fields=True):
+    """What was measured. Pairs are of tokens and nanoseconds."""
+
+    steps: list[tuple[int, int]] = []
+    """Steps in a row, and when each was scheduled."""
+    samples: list[tuple[int, int]] = []
+    """The last runs of steps."""
+    loads: list[tuple[int, int]] = []
+    """Since the last conclusion."""
+    issued: dict[int, tuple[int, bool]] = {}
+    """Load that nobody has reported → its tokens, and whether a step waits for it."""
+    declined_until_ns: int | None = None
+    """None: loads are offered."""
+    is_slower: bool = False
+
+
 class Costs:
     """Of steps in a row, and of loads."""
 
     def __init__(self, lives: Lives, moment: Moment) -> None:
         self._lives = lives
         self._moment = moment
-        self._steps: list[tuple[int, int]] = []
-        """(tokens, time) of steps in a row."""
-        self._samples: deque[tuple[int, int]] = deque(maxlen=SAMPLES.stop - 1)
-        self._loads: list[tuple[int, int]] = []
-        """(tokens, time) of loads since the last conclusion."""
-        self._issued: dict[int, tuple[int, bool]] = {}
-        """Loads that nobody has reported: tokens, and whether a step waits for them."""
-        self._declined_until: int | None = None
-        """None: loads are offered."""
-        self.is_slower = False
-        """Whether at the last lookup loads were not to be offered."""
+        self.state = Measured()
 
-    def begin(self, start: Start) -> None:
-        """Take over what was measured."""
-        costs = start.costs
-        self._steps, self._loads = list(costs.steps), list(costs.loads)
-        self._samples.extend(costs.samples)
-        self._issued = dict(costs.issued)
-        self._declined_until = costs.declined_until_ns
+    @property
+    def is_slower(self) -> bool:
+        """Whether at the last lookup loads were not to be offered."""
+        return self.state.is_slower
 
     @on(e.LookupRequested)
     def _requested(self, event: e.LookupRequested) -> None:
-        self.is_slower = self._declined_until is not None and event.time_ns < self._declined_until
+        declined_until_ns = self.state.declined_until_ns
+        self.state.is_slower = declined_until_ns is not None and event.time_ns < declined_until_ns
 
     @on(e.StepScheduled)
     def _step(self, event: e.StepScheduled) -> None:
         computing = {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}
+        state = self.state
         if not any(life.state in computing for life in self._lives):
-            self._steps = []
-        if len(self._steps) == STEPS_IN_A_ROW:
-            self._samples.append((sum(tokens for tokens, _ in self._steps), event.time_ns - self._steps[0][1]))
-            self._steps = []
-        if any(holds_up for _, holds_up in self._issued.values()):
-            self._steps = []
+            state.steps = []
+        if len(state.steps) == STEPS_IN_A_ROW:
+            state.samples.append((sum(tokens for tokens, _ in state.steps), event.time_ns - state.steps[0][1]))
+            del state.samples[: -SAMPLES.stop + 1]
+            state.steps = []
+        if any(holds_up for _, holds_up in state.issued.values()):
+            state.steps = []
         else:
-            self._steps.append((event.num_scheduled_tokens, event.time_ns))
+            state.steps.append((event.num_scheduled_tokens, event.time_ns))
 
     @on(e.LoadIssued)
     def _issue(self, event: e.LoadIssued) -> None:
-        self._issued[event.job_id] = event.num_tokens, not event.is_async
+        self.state.issued[event.job_id] = event.num_tokens, not event.is_async
         if not event.is_async:
-            self._steps = []
-        if self._declined_until is not None:
-            self._declined_until = self._moment.time_ns + TRIED_AFTER_NS
+            self.state.steps = []
+        if self.state.declined_until_ns is not None:
+            self.state.declined_until_ns = self._moment.time_ns + TRIED_AFTER_NS
 
     @on(e.LoadCompleted, e.LoadFailed)
     def _settled(self, event: e.LoadCompleted | e.LoadFailed) -> None:
-        self._issued.pop(event.job_id, None)
+        self.state.issued.pop(event.job_id, None)
 
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported) -> None:
         for job_id in event.job_ids:
-            num_tokens, _ = self._issued.pop(job_id, (0, False))
+            num_tokens, _ = self.state.issued.pop(job_id, (0, False))
             if num_tokens and event.duration_ns and not event.ranks_failed:
                 self._judge(num_tokens, event)
 
     def _judge(self, num_tokens: int, event: e.TransferReported) -> None:
-        self._loads.append((num_tokens, event.duration_ns))
-        is_declined = self._declined_until is not None
-        if is_declined or len(self._loads) == LOADS_AT_FIRST:
+        self.state.loads.append((num_tokens, event.duration_ns))
+        is_declined = self.state.declined_until_ns is not None
+        if is_declined or len(self.state.loads) == LOADS_AT_FIRST:
             bound = TAKEN_UP if is_declined else GIVEN_UP
-            loading = Fraction(sum(time for _, time in self._loads), sum(tokens for tokens, _ in self._loads))
+            loading = Fraction(sum(time for _, time in self.state.loads), sum(tokens for tokens, _ in self.state.loads))
             is_slower = self._is_surely_less(loading / bound)
-            self._declined_until = event.time_ns + TRIED_AFTER_NS if is_slower else None
-            self._loads = []
+            self.state.declined_until_ns = event.time_ns + TRIED_AFTER_NS if is_slower else None
+            self.state.loads = []
 
     def _is_surely_less(self, loading: Fraction) -> bool:
         """Whether a step takes that much longer with one token more neither by least squares nor with errors of that.
 
         Not where the steps are too few, or where their time does not grow with their tokens.
         """
-        if len(self._samples) not in SAMPLES:
+        if len(self.state.samples) not in SAMPLES:
             return False
-        samples = [(Fraction(tokens), Fraction(time)) for tokens, time in self._samples]
+        samples = [(Fraction(tokens), Fraction(time)) for tokens, time in self.state.samples]
         middle, mean_time = mean(tokens for tokens, _ in samples), mean(time for _, time in samples)
         spread = sum((tokens - middle) ** 2 for tokens, _ in samples)
         if not spread:

@@ -8,14 +8,15 @@ from typing import Self
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle import machine
-from kvledger.lifecycle.audit.costs import Costs
-from kvledger.lifecycle.audit.room import Room
+from kvledger.lifecycle.audit.costs import Costs, Measured
+from kvledger.lifecycle.audit.room import Room, StoredRoom
 from kvledger.lifecycle.audit.violations import Violations
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.events import NO_SLOT
+from kvledger.lifecycle.reader.chains import Chains
 from kvledger.lifecycle.reader.model import Model
 from kvledger.lifecycle.reader.records import Life
-from kvledger.lifecycle.reader.start import Start
+from kvledger.lifecycle.reader.stored import StoredState
 
 
 class AuditModel(Model):
@@ -34,11 +35,16 @@ class AuditModel(Model):
         model.violations = violations
         return model
 
-    def begin(self, start: Start) -> None:
-        """Restore what is known where an audit starts in the middle of a log."""
-        super().begin(start)
-        self.room.begin(start)
-        self.costs.begin(start)
+    def _stored_besides(self, chains: Chains) -> dict[str, StoredState]:
+        return {
+            "room": StoredState.of(self.room, self.room.stored(chains)),
+            "costs": StoredState.of(self.costs, self.costs.state),
+        }
+
+    def _resume_besides(self, stored: Mapping[str, StoredState], chains: Chains, *, trusts_other_code: bool) -> None:
+        room = stored["room"].state_for(self.room, StoredRoom, trusts_other_code=trusts_other_code)
+        self.room.resume(room, chains)
+        self.costs.state = stored["costs"].state_for(self.costs, Measured, trusts_other_code=trusts_other_code)
 
     def parts(self) -> Mapping[str, object]:
         """Costs ask who was computing before a step; what may leave the pool follows from everything else."""

@@ -26,7 +26,6 @@ from kvledger.lifecycle.events import (
 )
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.moment import Visit, Visits
-from kvledger.lifecycle.reader.start import Start
 
 _OF_EXTENSIONS = (ExtensionObserved, ExtensionDecided, ExtensionNoted)
 _Result = TypeVar("_Result")
@@ -72,13 +71,13 @@ class RuleOfExtension(Checker):
             if type(payload) is kind:
                 _call(check, payload)
 
-    def begin(self, start: Start) -> None:
+    def begin(self) -> None:
         """Where the audit starts in the middle of a log."""
         checker = self._checker
-        if self._extension in start.stopped_extensions:
-            self.not_judged = f"its extension was stopped at event {start.stopped_extensions[self._extension]}"
+        if self._extension in self.lives.stopped_extensions:
+            self.not_judged = f"its extension was stopped at event {self.lives.stopped_extensions[self._extension]}"
         elif checker is not None:
-            self._run(lambda: checker.begin(start))
+            self._run(checker.begin)
 
     def _guarded(self, check: Visit) -> Visit:
         def guarded(event: Any) -> None:  # noqa: ANN401 -- of any class

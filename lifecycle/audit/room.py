@@ -9,21 +9,29 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import attrs
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.answers import ENDS, Answers
+from kvledger.lifecycle.reader.chains import Chains, StoredPrefix
 from kvledger.lifecycle.reader.chunks import Chunks
 from kvledger.lifecycle.reader.copies import Copies, Settled
 from kvledger.lifecycle.reader.lives import Lives
 from kvledger.lifecycle.reader.moment import Moment
-from kvledger.lifecycle.reader.records import NEVER, Prefix
+from kvledger.lifecycle.reader.records import Prefix
 
-if TYPE_CHECKING:
-    from kvledger.lifecycle.reader.start import Start
+
+class StoredRoom(msgspec.Struct, forbid_unknown_fields=True):
+    """What the room knows, as plain values. Uses are named by their places in `uses`."""
+
+    uses: list[tuple[StoredPrefix, int, int]]
+    """Each with the chunks at its beginning among which are all that were taken over, and all that are missing."""
+    last_uses: dict[bytes, int]
+    order: list[int]
+    use_of: dict[int, int]
 
 
 @attrs.define(eq=False)
@@ -31,7 +39,7 @@ class _Use:
     """The last use of some chunks: those of a prefix that no later use took over."""
 
     ordinal: int
-    """Of the life whose prefix it is; `NEVER`: it was before the audit began."""
+    """Of the life whose prefix it is."""
     keys: Sequence[bytes]
     num_chunks: int = 0
     """Of the prefix; without those at its end that are not in the pool."""
@@ -91,12 +99,30 @@ class Room:
                     yield key
                 chunk, key = chunk - 1, use.keys[chunk - 1]
 
-    def begin(self, start: Start) -> None:
-        """Take over in which order chunks were used."""
-        for keys in start.uses:
-            use = _Use(NEVER, keys, len(keys))
-            self._claim(use, range(use.num_chunks), are_new=True)
-            self._put_last(use)
+    def stored(self, chains: Chains) -> StoredRoom:
+        """What is known now."""
+        numbers = {use: number for number, use in enumerate(dict.fromkeys(self._last_use.values()))}
+        return StoredRoom(
+            [
+                (chains.stored(Prefix(use.ordinal, use.keys, use.num_chunks)), use.num_taken, use.num_missing)
+                for use in numbers
+            ],
+            {key: numbers[use] for key, use in self._last_use.items()},
+            [numbers[use] for use in self._order],
+            {ordinal: numbers[use] for ordinal, use in self._use_of.items()},
+        )
+
+    def resume(self, stored: StoredRoom, chains: Chains) -> None:
+        """Know what was stored, and nothing else."""
+        uses = []
+        for stored_prefix, num_taken, num_missing in stored.uses:
+            prefix = chains.prefix(stored_prefix)
+            uses.append(_Use(prefix.ordinal, prefix.keys, prefix.num_chunks, num_taken, num_missing))
+        for key, number in stored.last_uses.items():
+            self._last_use[key] = uses[number]
+            uses[number].num_last += 1
+        self._order = OrderedDict.fromkeys(uses[number] for number in stored.order)
+        self._use_of = {ordinal: uses[number] for ordinal, number in stored.use_of.items()}
 
     # --- uses ------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from kvledger.lifecycle.audit.judgement import RulesHeld
 from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.audit.of_extensions import RuleOfExtension
 from kvledger.lifecycle.events import Event
-from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.reader.visitor import Reader
 
 MakeChecker = Callable[[AuditModel], Checker]
@@ -19,21 +18,19 @@ class RuleChecks:
     """Folds the audit's model and asks each checker about each event. What it finds stands in the model's violations.
 
     Args:
-        model: before the first event.
+        model: before the first event that is taken.
         checkers: made in this order, in which they look at an event.
-        start: what is known where the log begins in its middle.
+        begins_late: whether the audit begins in the middle of a log; the model knows what came before.
     """
 
-    def __init__(self, model: AuditModel, checkers: Iterable[MakeChecker], start: Start | None = None) -> None:
+    def __init__(self, model: AuditModel, checkers: Iterable[MakeChecker], *, begins_late: bool = False) -> None:
         self.moment = model.moment
         """Of the event that is or was last looked at."""
         self.violations = model.violations
         self.checkers = tuple(make(model) for make in checkers)
         self._reader = Reader(model, self.checkers)
-        if start is not None:
-            model.begin(start)
-            for checker in self.checkers:
-                checker.begin(start)
+        for checker in self.checkers if begins_late else ():
+            checker.begin()
 
     def take(self, events: Iterable[tuple[int, Event]]) -> None:
         """Look at the next events, in the order of the log.

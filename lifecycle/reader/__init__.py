@@ -7,8 +7,8 @@ Observations and recorded decisions go in, nothing of `projections/` or `decisio
 from kvledger.lifecycle.reader.model import EVERY_PART, Model
 from kvledger.lifecycle.reader.moment import Moment, Visits, num_intact_tokens
 from kvledger.lifecycle.reader.records import Copy, Life
-from kvledger.lifecycle.reader.start import Start
-from kvledger.lifecycle.reader.visitor import NotResumable, Reader, Visitor
+from kvledger.lifecycle.reader.stored import NotResumable
+from kvledger.lifecycle.reader.visitor import Reader, Visitor
 
 __all__ = [
     "EVERY_PART",
@@ -18,7 +18,6 @@ __all__ = [
     "Moment",
     "NotResumable",
     "Reader",
-    "Start",
     "Visitor",
     "Visits",
     "num_intact_tokens",

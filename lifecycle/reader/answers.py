@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,9 +14,6 @@ from kvledger.lifecycle.reader.forgotten import LIFE, Forgotten
 from kvledger.lifecycle.reader.lives import Lives
 from kvledger.lifecycle.reader.moment import Moment, num_intact_tokens
 from kvledger.lifecycle.reader.records import Answer, Prefix
-
-if TYPE_CHECKING:
-    from kvledger.lifecycle.reader.start import Start
 
 
 class Allocation(NamedTuple):
@@ -79,11 +76,6 @@ class Answers:
         """What is promised or waited for."""
         yield from (answer.promised for answer in self._pending.values())
         yield from (prefix for prefix, _ in self._waited_for.values())
-
-    def begin(self, start: Start) -> None:
-        """Take over the answers that no allocation has claimed, and what is waited for."""
-        self._pending.update(start.answers)
-        self._waited_for.update((who, (prefix, 0)) for who, prefix in start.waited_for.items())
 
     def stored(self, chains: Chains) -> StoredAnswers:
         """What is known now."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,9 +19,6 @@ from kvledger.lifecycle.reader.layout import Layout
 from kvledger.lifecycle.reader.moment import Moment
 from kvledger.lifecycle.reader.records import Copy, Departed, Life
 from kvledger.lifecycle.reader.slots import Slots
-
-if TYPE_CHECKING:
-    from kvledger.lifecycle.reader.start import Start
 
 
 class StoredChunks(msgspec.Struct, forbid_unknown_fields=True):
@@ -96,18 +92,6 @@ class Chunks:
         """Slot → a committed chunk that lies in it, of these slots. Looks at every chunk."""
         wanted = frozenset(slots)
         return {slot: key for key, its in self._committed.items() for slot in wanted.intersection(its)}
-
-    def begin(self, start: Start) -> None:
-        """Take over what is committed, in flight or gone where reading starts in the middle of a log."""
-        self._committed.update(start.committed)
-        for slots in self._committed.values():
-            self._slots.hold(slots)
-        for _, job in self._copies:
-            self._slots.hold(job.slots)
-            if not job.is_load and job.epoch == self._copies.epoch:
-                self._count_saving(job)
-        for job in self._copies.given_up.values():
-            self._slots.hold(job.slots)
 
     def stored(self) -> StoredChunks:
         """What is known now."""

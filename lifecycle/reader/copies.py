@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,10 +20,7 @@ from kvledger.lifecycle.reader.layout import Layout
 from kvledger.lifecycle.reader.lives import Lives
 from kvledger.lifecycle.reader.moment import Moment
 from kvledger.lifecycle.reader.records import NO_PREFIX, Copy, Prefix
-from kvledger.lifecycle.states import BlocksRegion, RequestState
-
-if TYPE_CHECKING:
-    from kvledger.lifecycle.reader.start import Start
+from kvledger.lifecycle.states import BlocksRegion
 
 Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
 
@@ -127,18 +124,6 @@ class Copies:
         """Whether the request still is in the generation that the job was issued for, and holds blocks."""
         life = self._lives.of(job.ordinal)
         return life is not None and life.generation == job.generation and life.blocks is not BlocksRegion.NONE
-
-    def begin(self, start: Start) -> None:
-        """Take over the jobs in flight, since when they are silent, and who has reported them."""
-        self.epoch, self.last_id = start.epoch, start.last_job_id
-        for job in start.jobs:
-            self._add(job)
-            if job.is_load and self.is_own(job):
-                self.filled_by |= dict.fromkeys(job.filled, job.job_id)
-        for life in self._lives:  # what a finished request is still saved from is held: else that was found before
-            if life.state is RequestState.FINISHED and self.reads_blocks_of(life.ordinal):
-                life.held_at = 0
-        self.given_up.update((job.job_id, job) for job in start.given_up)
 
     def stored(self, chains: Chains) -> StoredCopies:
         """What is known now."""

@@ -7,7 +7,6 @@ itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,9 +19,6 @@ from kvledger.lifecycle.reader.records import NEVER, Life
 from kvledger.lifecycle.reader.sub_states import SubStates
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
-if TYPE_CHECKING:
-    from kvledger.lifecycle.reader.start import Start
-
 
 class StoredLives(msgspec.Struct, forbid_unknown_fields=True):
     """What the lives know, as plain values."""
@@ -31,6 +27,9 @@ class StoredLives(msgspec.Struct, forbid_unknown_fields=True):
     """In the order of arrival; each without its keys, and the number of their list."""
     num_steps: int
     num_scheduled_tokens: int
+    num_arrived: int
+    last_steps: tuple[int, int]
+    has_hook_failed: bool
     is_partial: bool
     stopped_extensions: dict[str, int]
 
@@ -58,6 +57,11 @@ class Lives:
         """Whether events are missing."""
         self._over_now: list[Life] = []
         self.num_steps = 0
+        self.last_steps = (0, 0)
+        """Events of the last step and of the one before it; 0: there was none."""
+        self.num_arrived = 0
+        """Lives so far, which is the ordinal of the next one."""
+        self.has_hook_failed = False
         self.num_decoding = 0
         """Lives that decode one token a step without being recorded."""
         self.num_scheduled_tokens = 0
@@ -104,21 +108,15 @@ class Lives:
         """For how many steps it has decoded one token in each without being recorded."""
         return 0 if life.decoding_since == NEVER else self.num_steps - life.decoding_since
 
-    def begin(self, start: Start) -> None:
-        """Take over who is known where an audit starts in the middle of a log."""
-        self.num_steps, self._moment.time_ns = start.num_steps, start.time_ns
-        self._sub_states.stopped.update(start.stopped_extensions)
-        for life in start.lives:
-            self.num_decoding += life.decoding_since != NEVER
-            life.settled = (self.num_computed_tokens(life), 0)
-            self._lives[life.request_id] = self._by_ordinal[life.ordinal] = life
-
     def stored(self, chains: Chains) -> StoredLives:
         """What is known now."""
         return StoredLives(
             [(msgspec.structs.replace(life, keys=[]), chains.number_of(life.keys)) for life in self],
             self.num_steps,
             self.num_scheduled_tokens,
+            self.num_arrived,
+            self.last_steps,
+            self.has_hook_failed,
             self._is_partial,
             dict(self.stopped_extensions),
         )
@@ -126,7 +124,8 @@ class Lives:
     def resume(self, stored: StoredLives, chains: Chains) -> None:
         """Know what was stored, and nothing else."""
         self.num_steps, self.num_scheduled_tokens = stored.num_steps, stored.num_scheduled_tokens
-        self._is_partial = stored.is_partial
+        self.num_arrived, self.last_steps = stored.num_arrived, stored.last_steps
+        self.has_hook_failed, self._is_partial = stored.has_hook_failed, stored.is_partial
         self._sub_states.stopped = dict(stored.stopped_extensions)
         for life, chain in stored.lives:
             life.keys = chains.chains[chain]
@@ -243,6 +242,7 @@ class Lives:
         # In a damaged log another id may have the ordinal.
         for earlier in filter(None, dict.fromkeys((self.get(event.request_id), self.of(event.ordinal)))):
             self._over(earlier)
+        self.num_arrived = max(self.num_arrived, event.ordinal + 1)
         num_tokens, now_ns = event.num_prompt_tokens, event.time_ns
         self._moment.life = life = Life(event.request_id, event.ordinal, num_tokens, num_tokens)
         life.arrived_at = life.moved_at = self._moment.sequence
@@ -317,6 +317,10 @@ class Lives:
         self._moment.was_stale, self._moment.num_steps_decoded = life.is_stale, self.num_steps_decoding(life)
         life.settled_before = life.settled[0]
 
+    @on(e.HookFailed)
+    def _hook_failed(self, _event: e.HookFailed) -> None:
+        self.has_hook_failed = True
+
     @on(e.BlocksHeld)
     def _held(self, event: e.BlocksHeld) -> None:
         life = self.of(event.ordinal)
@@ -384,6 +388,7 @@ class Lives:
             else:
                 self._count(life, self.num_computed_tokens(life))
         self.num_steps += 1
+        self.last_steps = self._moment.sequence, self.last_steps[0]
         self.num_scheduled_tokens = 0
         decoding: list[Life] = []
         for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:

@@ -18,7 +18,7 @@ from kvledger.lifecycle.reader.layout import Layout
 from kvledger.lifecycle.reader.lives import Lives, StoredLives
 from kvledger.lifecycle.reader.moment import Moment, StoredMoment, Visits
 from kvledger.lifecycle.reader.slots import Slots
-from kvledger.lifecycle.reader.start import Start
+from kvledger.lifecycle.reader.stored import StoredState
 from kvledger.lifecycle.reader.tables import StoredTables, Tables
 from kvledger.lifecycle.reader.tails import StoredTails, Tails
 
@@ -46,6 +46,8 @@ class StoredModel(msgspec.Struct, forbid_unknown_fields=True):
     tails: StoredTails
     answers: StoredAnswers
     chains: list[list[bytes]]
+    besides: dict[str, StoredState]
+    """What a model of another class knows besides."""
 
 
 class Model:
@@ -67,11 +69,6 @@ class Model:
         keeps = configuration.keep_for_preempted
         self.answers = Answers(lives, layout.chunk_size, moment, self.forgotten, keep_for_preempted=keeps)
 
-    def begin(self, start: Start) -> None:
-        """Restore what is known where reading starts in the middle of a log."""
-        for part in (self.lives, self.tables, self.copies, self.chunks, self.tails, self.answers):
-            part.begin(start)
-
     def stored(self) -> StoredModel:
         """Everything that is known now."""
         moment, chains = self.moment, Chains()
@@ -85,9 +82,13 @@ class Model:
             self.tails.stored(),
             self.answers.stored(chains),
             chains.chains,
+            self._stored_besides(chains),
         )
 
-    def resume(self, stored: StoredModel) -> None:
+    def _stored_besides(self, _chains: Chains) -> dict[str, StoredState]:
+        return {}
+
+    def resume(self, stored: StoredModel, *, trusts_other_code: bool = False) -> None:
         """Know what was stored; to be called before the first event.
 
         Raises:
@@ -103,6 +104,10 @@ class Model:
         self.chunks.resume(stored.chunks)
         self.tails.resume(stored.tails)
         self.answers.resume(stored.answers, chains)
+        self._resume_besides(stored.besides, chains, trusts_other_code=trusts_other_code)
+
+    def _resume_besides(self, _stored: Mapping[str, StoredState], _chains: Chains, *, trusts_other_code: bool) -> None:
+        """A model of another class has more to know."""
 
     def lost(self) -> None:
         """Events are missing here. What was known of lives is kept as far as it can still be true; all else is not."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,9 +16,6 @@ from kvledger.lifecycle.reader.lives import Lives
 from kvledger.lifecycle.reader.moment import Moment
 from kvledger.lifecycle.reader.records import NEVER, Life
 from kvledger.lifecycle.states import BlocksRegion
-
-if TYPE_CHECKING:
-    from kvledger.lifecycle.reader.start import Start
 
 
 class StoredTables(msgspec.Struct, forbid_unknown_fields=True):
@@ -77,13 +73,6 @@ class Tables:
             shared = suspects.intersection(self._counted(self.of(life.ordinal)))
             if shared:
                 yield life, min(shared)
-
-    def begin(self, start: Start) -> None:
-        """Take over the tables where reading starts in the middle of a log."""
-        for ordinal, table in start.held.items():
-            if len(table):
-                self._hold(ordinal, table)
-        self._lost.update((ordinal, array("I", table)) for ordinal, table in start.lost.items() if len(table))
 
     def stored(self) -> StoredTables:
         """What is known now."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import attrs
 import msgspec
 
@@ -14,9 +12,6 @@ from kvledger.lifecycle.reader.lives import Lives
 from kvledger.lifecycle.reader.moment import Moment
 from kvledger.lifecycle.reader.records import IssuedTail, Life
 from kvledger.lifecycle.reader.slots import Slots
-
-if TYPE_CHECKING:
-    from kvledger.lifecycle.reader.start import Start
 
 _DECIDED_AWAY: tuple[type[e.RequestDecision], ...] = (e.PrefillAdvanced, e.PrefillCompleted, e.RequestQuarantined)
 _TAKEN_AWAY: tuple[type[e.RequestEvent], ...] = (
@@ -69,13 +64,6 @@ class Tails:
             tail, event_id, sequence = self._dropped[ordinal]
             return f"its tail of tokens {tail.first_token} to {tail.end_token} was dropped by {event_id}", sequence
         return "it has no tail", 0
-
-    def begin(self, start: Start) -> None:
-        """Take over the tails where reading starts in the middle of a log."""
-        self._tails.update(start.tails)
-        for tail in start.tails.values():
-            if tail.is_saved:
-                self._slots.hold(tail.slots)
 
     def stored(self) -> StoredTails:
         """What is known now."""

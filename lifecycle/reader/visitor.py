@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
-from hashlib import blake2b
 from typing import Any, ClassVar, Generic, TypeVar
 
 import attrs
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.code import hash_of_module, hash_of_reader
+from kvledger.lifecycle.code import hash_of_reader
 from kvledger.lifecycle.marks import marked
 from kvledger.lifecycle.reader.model import Model, StoredModel
 from kvledger.lifecycle.reader.moment import Visit, Visits
 from kvledger.lifecycle.reader.records import Life
+from kvledger.lifecycle.reader.stored import NotResumable, StoredState, digest, layout_of
 from kvledger.lifecycle.untrusted import from_msgpack
 
 _Model = TypeVar("_Model", bound=Model)
 _encode = msgspec.msgpack.Encoder().encode
-
-
-@cache
-def _layout(state: type[msgspec.Struct]) -> str:
-    return repr(msgspec.inspect.type_info(state))
 
 
 class NoState(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,14 +28,11 @@ class NoState(msgspec.Struct, forbid_unknown_fields=True):
 class StoredReader(msgspec.Struct, forbid_unknown_fields=True):
     """What a reader and its visitors know after an event."""
 
-    fingerprint: str
+    layout: str
+    code: str
     model: StoredModel
-    visitors: list[msgspec.Raw]
-    """The state of each visitor, in their order."""
-
-
-class NotResumable(ValueError):
-    """Stored bytes are no state that this code can go on from; the message says why."""
+    visitors: dict[str, StoredState]
+    """By the name of the visitor's class."""
 
 
 class Visitor(Generic[_Model]):
@@ -84,11 +75,18 @@ class Visitor(Generic[_Model]):
 
 
 class Reader:
-    """Folds the model and calls visitors, in the order in which they are given."""
+    """Folds the model and calls visitors, in the order in which they are given.
 
-    def __init__(self, model: Model, visitors: Iterable[Visitor[Any]]) -> None:
+    Args:
+        model: before the first event.
+        visitors: each is of another class, if the reader is to be captured.
+        needs: names of parts of the model that are folded besides those that the visitors need.
+    """
+
+    def __init__(self, model: Model, visitors: Iterable[Visitor[Any]], *, needs: Iterable[str] = ()) -> None:
         self.model = model
         self._visitors = tuple(visitors)
+        self._needs = frozenset(needs).union(*(visitor.needs for visitor in self._visitors))
         self.num_events = 0
         """Events taken, that at which something was raised included."""
         self._decided = tuple(each.decided for each in self._visitors if type(each).decided is not Visitor.decided)
@@ -99,10 +97,9 @@ class Reader:
 
     def _make_visits(self) -> dict[type[e.Event], tuple[Visit, ...]]:
         """Event class → what is called with each event of it: folds, then methods of visitors."""
-        needs = {name for visitor in self._visitors for name in visitor.needs}
         folds: dict[type[e.Event], list[Visit]] = {}
         methods: dict[type[e.Event], list[Visit]] = {}
-        for event_class, fold in self.model.folds(needs) if self._visitors else ():
+        for event_class, fold in self.model.folds(self._needs) if self._needs else ():
             folds.setdefault(event_class, []).append(fold)  # type: ignore[arg-type]
         for visitor in self._visitors:
             for event_class, method in visitor.visits():
@@ -152,37 +149,48 @@ class Reader:
         Args:
             core_fingerprint: of the core that reads, see `Core.fingerprint`.
         """
-        states = [msgspec.Raw(_encode(visitor.state)) for visitor in self._visitors]
-        return _encode(StoredReader(self.fingerprint(core_fingerprint), self.model.stored(), states))
+        visitors = {_name(visitor): StoredState.of(visitor, visitor.state) for visitor in self._visitors}
+        layout = self._layout(core_fingerprint)
+        return _encode(StoredReader(layout, hash_of_reader(), self.model.stored(), visitors))
 
-    def resume(self, stored: bytes, core_fingerprint: str) -> None:
+    def resume(self, stored: bytes, core_fingerprint: str, *, trusts_other_code: bool = False) -> None:
         """Know what was captured; to be called before the first event.
 
+        What other visitors had remembered is left out.
+
+        Args:
+            stored: as `capture` returned it.
+            core_fingerprint: of the core that reads.
+            trusts_other_code: whether it is used also if other code has folded it, as long as it has the same layout.
+
         Raises:
-            NotResumable: other code captured it, or under another configuration, or it is no such state. This reader
-                is of no use then.
+            NotResumable: other code captured it, or under another configuration, or without one of these visitors, or
+                it is no such state. This reader is of no use then.
         """
         try:
             there: StoredReader = from_msgpack(stored, StoredReader)
-            is_ours = there.fingerprint == self.fingerprint(core_fingerprint)
-            if is_ours:
-                self.model.resume(there.model)
-                for visitor, state in zip(self._visitors, there.visitors, strict=True):
-                    visitor.state = from_msgpack(bytes(state), type(visitor.state))
-                    visitor.index()
+            self._check(there, core_fingerprint, trusts_other_code=trusts_other_code)
+            self.model.resume(there.model, trusts_other_code=trusts_other_code)
+            for visitor in self._visitors:
+                state = there.visitors[_name(visitor)]
+                visitor.state = state.state_for(visitor, type(visitor.state), trusts_other_code=trusts_other_code)
+                visitor.index()
+        except NotResumable as error:
+            message = f"the stored state cannot be used: {error}"
+            raise NotResumable(message) from error
         except Exception as error:  # a state that no log leads to may stumble anywhere
             message = f"the stored state cannot be used: {type(error).__name__}: {error}"
             raise NotResumable(message) from error
-        if not is_ours:
-            message = "the stored state cannot be used: other code stored it, or for another configuration"
-            raise NotResumable(message)
 
-    def fingerprint(self, core_fingerprint: str) -> str:
-        """What must be equal for a state to mean the same: code, configuration, and the layout of the state."""
-        kinds = [(type(visitor).__qualname__, hash_of_module(type(visitor).__module__)) for visitor in self._visitors]
-        layouts = [_layout(StoredModel), *(_layout(type(visitor.state)) for visitor in self._visitors)]
-        parts = core_fingerprint, attrs.asdict(self.model.configuration), hash_of_reader(), kinds, layouts
-        return blake2b(_encode(parts), digest_size=16).hexdigest()
+    def _check(self, there: StoredReader, core_fingerprint: str, *, trusts_other_code: bool) -> None:
+        if there.layout != self._layout(core_fingerprint):
+            raise NotResumable("it was stored for another configuration, or has another layout")
+        if there.code != hash_of_reader() and not trusts_other_code:
+            raise NotResumable("other code has stored it")
+
+    def _layout(self, core_fingerprint: str) -> str:
+        """What must be equal for the model's state to mean the same, besides the code."""
+        return digest(core_fingerprint, attrs.asdict(self.model.configuration), layout_of(StoredModel))
 
     def lost(self, first_sequence: int, last_sequence: int) -> None:
         """Events are missing here, or the log begins late."""
@@ -196,3 +204,7 @@ class Reader:
         """The log has no more events."""
         for visitor in self._visitors:
             visitor.finish()
+
+
+def _name(visitor: Visitor[Any]) -> str:
+    return type(visitor).__qualname__

@@ -38,7 +38,7 @@ __all__ = [
     "write_snapshot",
 ]
 
-SNAPSHOT_FORMAT_VERSION: Final = 1
+SNAPSHOT_FORMAT_VERSION: Final = 2
 _MAGIC: Final = b"KVLEDGERSNAP"
 _CRC: Final = struct.Struct("<I")
 _encode = msgspec.msgpack.Encoder().encode
@@ -54,6 +54,8 @@ class Snapshot:
     fingerprint: str
     """What must be equal for `state` to mean what it meant when it was written."""
     state: bytes
+    reader: bytes
+    """What a reader of the log knows there; it says itself who can use it."""
     totals: bytes = b""
     """Sums over the events up to there, which no later event depends on; empty: whoever wrote it had none."""
     format_version: int = SNAPSHOT_FORMAT_VERSION

@@ -19,7 +19,7 @@ from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import Core, Replay, RequestState, log_header
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit
+from kvledger.lifecycle.audit import Audit, Start
 from kvledger.lifecycle.events import RequestEvent, trigger_of, triggers_of
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.snapshots import capture
@@ -53,6 +53,14 @@ def placed(standing: tuple[RequestState, BlocksRegion]) -> Driver:
     driver = story()
     driver.record("a").state, driver.record("a").blocks = standing
     return driver
+
+
+def start_in(standing: tuple[RequestState, BlocksRegion]) -> Start:
+    """What a log is read with that begins there."""
+    folds = story().folded()
+    for life in (folds.projections.tracker.get("a"), folds.model.lives.get("a")):
+        life.state, life.blocks = standing
+    return folds.start()
 
 
 def busy() -> Driver:
@@ -272,7 +280,7 @@ def test_a_replay_and_an_audit_see_what_the_ledger_saw(event: Any) -> None:
         assert replay.divergences == []
         assert replay.reference_differences == []
         assert parts(replay.projections) == parts(driver.projections)
-        audit = Audit(CORE, driver.configuration, start=placed(standing).projections)
+        audit = Audit(CORE, driver.configuration, start=start_in(standing))
         audit.run(events)
         recorded = [each.rule for _, each in events if isinstance(each, e.InvariantViolated)]
         named = [violation for violation in audit.violations if violation.rule == "LEGAL_TRANSITION"]

@@ -13,7 +13,6 @@ from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import Core, Replay
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.snapshots import capture, restore
 
 PREFIX = keys_of("prefix", 4)
 
@@ -175,7 +174,7 @@ def test_a_snapshot_knows_for_which_load_somebody_waits() -> None:
     driver, load = loading()
     asks(driver)
     driver.ledger.commit()
-    middle = restore(Core.standard(), capture(driver.projections), driver.configuration)
+    middle = driver.folded().start()
     num_events = len(driver.sink.events())
     again = driver.poll("b", 0, 74)
     assert isinstance(again, e.LookupDeferred)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 from lifecycle_driver import Driver, keys_of
 
-from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.costs import MIN_LOADS, MIN_SAMPLES, NUM_STEPS, PAUSE_NS
-from kvledger.lifecycle.replay import fold
 
 NUM_TOKENS = 32
 """Of the prefix that everybody asks for: two blocks."""
@@ -183,5 +181,5 @@ def test_an_audit_that_begins_in_the_middle_takes_over_what_was_measured(num_eve
     server.ledger.commit()
     events = list(server.sink.events())
     middle = next(n for n in range(len(events) - num_events_left, 0, -1) if not events[n][1].is_decision)
-    start = fold(Core.standard(), events[:middle], server.configuration)
+    start = server.folded(middle).start()
     assert server.audited(events[middle:], start=start).violations == []

@@ -27,9 +27,8 @@ from kvledger.lifecycle import (
     effects_delivered,
 )
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit
+from kvledger.lifecycle.audit import Audit, Start, StartFolds
 from kvledger.lifecycle.copy_moments import Hook
-from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.request_record import RequestRecord
 from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.lifecycle.snapshots import capture, restore
@@ -123,13 +122,20 @@ class Driver:
         events: Iterable[SequencedEvent] | None = None,
         *,
         core: Core = Core.standard(),
-        start: Projections | None = None,
+        start: Start | None = None,
     ) -> Audit:
         """The finished audit of the log, or of other events under its configuration."""
         self.ledger.commit()
         audit = Audit(core, self.configuration, start=start)
         audit.run(self.sink.events() if events is None else events)
         return audit
+
+    def folded(self, num_events: int | None = None, *, core: Core = Core.standard()) -> StartFolds:
+        """What is known after so many events, or after the last one."""
+        self.ledger.commit()
+        folds = StartFolds(core, self.configuration)
+        folds.take(self.events()[:num_events])
+        return folds
 
     def events(self) -> list[SequencedEvent]:
         """What is in the log: to be altered before it is audited."""

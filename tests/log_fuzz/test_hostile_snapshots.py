@@ -19,6 +19,7 @@ from kvledger.adapters.tools.logs.log import StoredLog, open_log
 from kvledger.adapters.tools.logs.snapshots import write_snapshots
 from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core, LedgerConfiguration
+from kvledger.lifecycle.audit import StartFolds
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.lifecycle.events import ExtensionEvent, field_names
 from kvledger.lifecycle.snapshots import capture, restore, state_fingerprint
@@ -137,12 +138,12 @@ def test_a_state_that_is_accepted_can_be_folded_on(tmp_path: Path) -> None:
         chance = random.Random(seed)
         mutation = other_snapshot(chance.choice(with_snapshots()), chance)
         log = open_log(mutation.write(tmp_path / str(seed)), Core.standard())
-        projections = log.start()
-        if projections is not None:
+        start = log.start()
+        if start is not None:
             num_accepted += 1
-            log.totals(projections)
-            for sequence, event in log.trusted_events():
-                projections.fold(event, sequence)
+            folds = StartFolds(log.core, log.configuration, start)
+            log.totals(folds.projections)
+            folds.take(log.trusted_events())
     assert num_accepted > 20
 
 

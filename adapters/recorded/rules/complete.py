@@ -13,7 +13,7 @@ from kvledger.adapters.recorded import payloads
 from kvledger.adapters.recorded.rules.under_way import Begun, RuleOfCopies
 from kvledger.lifecycle import BlocksRegion, RequestState, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import AuditModel, Checker, Start, num_intact_tokens
+from kvledger.lifecycle.audit import AuditModel, Checker, num_intact_tokens
 from kvledger.lifecycle.events import NULL_BLOCK
 
 MAX_REMEMBERED_BLOCKS = 1 << 20
@@ -244,9 +244,9 @@ class LoadComplete(Checker):
         self._last_step = 0
         """Event of the last step."""
 
-    def begin(self, start: Start) -> None:
+    def begin(self) -> None:
         """Which metadata are decoded is not known, so nothing is judged."""
-        super().begin(start)
+        super().begin()
         self._is_decoded[""] = False
 
     @on(payloads.MetadataSeen)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from kvledger.adapters.recorded import payloads
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle import on
-from kvledger.lifecycle.audit import AuditModel, Checker, Start
+from kvledger.lifecycle.audit import AuditModel, Checker
 
 MAX_SILENT_NS = 60 * 10**9
 """After so long something that vLLM waits for counts as forgotten."""
@@ -68,7 +68,7 @@ class CompletionOnce(RuleOfEnds):
         self._reporters: dict[tuple[str, bool], dict[str, None]] = {}
         """(request id, whether of kept blocks) → classes of the children that have reported it in this output."""
 
-    def begin(self, _start: Start) -> None:
+    def begin(self) -> None:
         """What is owed from before is not known."""
         self._is_alone = self._is_from_beginning = False
 

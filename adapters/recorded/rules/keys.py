@@ -11,7 +11,7 @@ from kvledger.adapters.recorded import payloads
 from kvledger.adapters.recorded.rules.copies import RuleOfTables
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle import on
-from kvledger.lifecycle.audit import AuditModel, Start
+from kvledger.lifecycle.audit import AuditModel
 
 MAX_KEYS = 1 << 20
 """After so many different ones it is no longer known what is saved."""
@@ -75,7 +75,7 @@ class SavedUnderKey(RuleOfTables):
         self._is_in_own_memory: dict[str, bool] = {}
         """Place of a connector, as in `MetadataSeen` → whether its store was empty when the log began."""
 
-    def begin(self, _start: Start) -> None:
+    def begin(self) -> None:
         """What was saved before is not known."""
         self._knows_all = False
 

@@ -10,7 +10,7 @@ from kvledger.adapters.recorded import payloads
 from kvledger.adapters.recorded.rules.copies import RuleOfTables
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle import on
-from kvledger.lifecycle.audit import AuditModel, Start
+from kvledger.lifecycle.audit import AuditModel
 
 MAX_KEYS = 1 << 20
 """After so many different ones it is no longer known what is stored."""
@@ -50,7 +50,7 @@ class StoreContiguous(RuleOfTables):
         self._block_size = model.configuration.block_size
         self._group = next((group for group, window in enumerate(model.configuration.windows) if not window), None)
 
-    def begin(self, _start: Start) -> None:
+    def begin(self) -> None:
         """What was saved before is not known."""
         self._knows_all = False
 

@@ -40,9 +40,9 @@ class RequestPresence:
     Most steps do not name the requests that they run, so its own events alone do not tell.
     """
 
-    def __init__(self, selection: Selection, start: Projections | None = None) -> None:
+    def __init__(self, selection: Selection, before: Projections | None = None) -> None:
         self._selection = selection
-        self._is_alive = start is not None and start.tracker.get(selection.request_id or "") is not None
+        self._is_alive = before is not None and before.tracker.get(selection.request_id or "") is not None
         self.is_found = selection.request_id is None
 
     def take(self, events: Iterable[SequencedEvent]) -> None:

@@ -16,10 +16,12 @@ from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, unreadab
 from kvledger.adapters.totals import Totals
 from kvledger.adapters.units import plural
 from kvledger.lifecycle import Core, CoreError, LedgerConfiguration, Projections, SequencedEvent
+from kvledger.lifecycle.audit import Start, StartFolds
 from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew, vocabulary_header
 from kvledger.lifecycle.events import Event, ExtensionEvent
 from kvledger.lifecycle.ranges import MAX_INT64, MAX_NS
-from kvledger.lifecycle.snapshots import SnapshotError, restore, state_fingerprint
+from kvledger.lifecycle.reader import NotResumable
+from kvledger.lifecycle.snapshots import SnapshotError, state_fingerprint
 from kvledger.lifecycle.untrusted import Undecodable, converted, from_msgpack
 from kvledger.storage.events import (
     Damage,
@@ -140,7 +142,7 @@ class StoredLog:
     start_remarks: list[str] = attrs.field(factory=list, init=False)
     """Why snapshots were passed over."""
     start_totals: bytes = attrs.field(default=b"", init=False)
-    """What the snapshot has of them from which folding begins."""
+    """What the snapshot has of them from which reading begins."""
     ending: LogEnding = attrs.field(default=_NOT_READ, init=False)
     """How the log ended; known after a reading that came to its end."""
     last_events: Sequence[SequencedEvent] = attrs.field(default=(), init=False)
@@ -152,12 +154,12 @@ class StoredLog:
     _was_open: bool = attrs.field(init=False)
     """Whether somebody was writing the log when reading began: what came to its end since, came too late to be read."""
 
-    def start(self) -> Projections | None:
-        """The state at the first place from which the log can be folded, if that is not its beginning.
+    def start(self) -> Start | None:
+        """What is known at the first place from which the log can be folded, if that is not its beginning.
 
         Of a log whose oldest segments were retired: the earliest snapshot that fits the log and today's state, and was
         folded by this code or is trusted all the same; None: there is none, or the log has its beginning. From here on,
-        what is trusted is what stands behind `start_sequence`. The projections are the caller's, who folds them on.
+        what is trusted is what stands behind `start_sequence`.
         """
         self.start_sequence, self.start_remarks, self.start_totals = 0, [], b""
         if not self.header or not self.path.is_dir() or self._reader.first_sequence in {None, 1}:
@@ -173,13 +175,14 @@ class StoredLog:
         found, self.start_remarks = find_snapshot(self.path, log_id=str(self.header["log_id"]), fingerprint=fingerprint)
         if found is None:
             return None
+        start = Start(found.state, found.reader, trusts_other_code=self.trusts_snapshots)
         try:
-            projections = restore(self.core, found.state, self.configuration)
-        except SnapshotError as error:
+            StartFolds(self.core, self.configuration, start)
+        except (SnapshotError, NotResumable) as error:
             self.start_remarks.append(str(error))
             return None
         self.start_sequence, self.start_totals = found.sequence, found.totals
-        return projections
+        return start
 
     def totals(self, projections: Projections) -> Totals:
         """Totals that count what `projections` fold from here on. To be asked for after `start`, before the first fold.

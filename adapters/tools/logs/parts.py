@@ -19,8 +19,16 @@ from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.logs.processes import Processes
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.verification import EndState, Findings
-from kvledger.lifecycle import Divergence, Projections, Replay
-from kvledger.lifecycle.audit import DecidedAgain, Judgement, RulesHeld, checkers_of, decided_again, make_rule_checks
+from kvledger.lifecycle import Divergence, Replay
+from kvledger.lifecycle.audit import (
+    DecidedAgain,
+    Judgement,
+    RulesHeld,
+    Start,
+    checkers_of,
+    decided_again,
+    make_rule_checks,
+)
 from kvledger.lifecycle.snapshots import capture, restore, state_fingerprint
 from kvledger.storage.events import LogError, Snapshot, is_being_written, usable_snapshot
 from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX
@@ -86,7 +94,8 @@ def _verify(
     parts = list(pairwise([None, *_cuts(log, selection), None]))
     others = [processes.submit(_hold_again, open_log, selection, rules) for rules in elsewhere]
     deciding = [processes.submit(decide_part, open_log, selection, *part) for part in parts]
-    presence = RequestPresence(selection, start)
+    before = None if start is None else start.projections(log.core, log.configuration)
+    presence = RequestPresence(selection, before)
     of_extensions = ExtensionEvents()
     held = [hold(log, selection, here, start, (presence, of_extensions))]
     decided = {
@@ -128,7 +137,7 @@ def hold(
     log: StoredLog,
     selection: Selection,
     rules: Sequence[str],
-    start: Projections | None,
+    start: Start | None,
     others: Sequence[RequestPresence | ExtensionEvents] = (),
 ) -> tuple[RulesHeld, tuple[int, bytes]]:
     """Hold these rules against the log; returns what was found, the last event that was taken, and its chain hash.
@@ -164,11 +173,13 @@ def decide_part(open_log: OpenLog, selection: Selection, begin: Cut | None, end:
     core, configuration = log.core, log.configuration
     until = selection.last_sequence if end is None else end.sequence
     if begin is None:
-        start, batches = log.start(), log.batches(until)
+        start = log.start()
+        before = None if start is None else start.projections(core, configuration)
+        batches = log.batches(until)
     else:
-        start = restore(core, _state_at(begin, log), configuration)
+        before = restore(core, _state_at(begin, log), configuration)
         batches = log.batches_behind(begin.sequence, until=until)  # whose segment's header has that hash
-    replay = Replay(core, configuration, reference=core.reference, start=start)
+    replay = Replay(core, configuration, reference=core.reference, start=before)
     replay.divergences.keeps = replay.reference_differences.keeps = selection.concerns
     last = (0, b"") if begin is None else (begin.sequence, begin.chain_hash)
     for batch in batches:

@@ -6,7 +6,6 @@ from kvledger.adapters.figures import decoded
 from kvledger.adapters.tools.logs.log import Batch, StoredLog
 from kvledger.adapters.tools.logs.totals import LogTotals
 from kvledger.lifecycle import LedgerConfiguration
-from kvledger.lifecycle.audit.taken_over import taken_over
 from kvledger.lifecycle.reader import Model, Reader
 
 HEADER_LOST = LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
@@ -29,7 +28,7 @@ def begin_model(log: StoredLog, configuration: LedgerConfiguration | None = None
     model = Model(log.core.tables, configuration or log.configuration)
     start = log.start()
     if start is not None:
-        model.begin(taken_over(start))
+        start.resume(model, log.core)
     return model
 
 

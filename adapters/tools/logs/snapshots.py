@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.log import Batch, StoredLog
 from kvledger.adapters.totals import Totals
-from kvledger.lifecycle import Projections
-from kvledger.lifecycle.events import Event
-from kvledger.lifecycle.snapshots import SnapshotError, capture, restore, state_fingerprint
+from kvledger.lifecycle.audit import Start, StartFolds
+from kvledger.lifecycle.reader import NotResumable
+from kvledger.lifecycle.snapshots import SnapshotError, state_fingerprint
 from kvledger.storage.events import LogError, Snapshot, find_snapshot, segments_without_snapshot, write_snapshot
 from kvledger.storage.events.segment_file import first_sequence_of, read_header
 
@@ -43,12 +43,12 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
         )
     log_id, fingerprint = str(log.header["log_id"]), state_fingerprint(log.core, log.configuration)
     begun, _ = find_snapshot(log.path, log_id=log_id, fingerprint=fingerprint, at_most=min(lacking), newest=True)
-    projections, batches = log.core.new_projections(log.configuration), log.batches()
-    totals = Totals(projections)
+    folds, batches = StartFolds(log.core, log.configuration), log.batches()
+    totals = Totals(folds.projections)
     if begun is not None:
-        with suppress(SnapshotError):  # then from the log's beginning, if it is there
-            projections = restore(log.core, begun.state, log.configuration)
-            totals = Totals.continued(projections, begun.totals)
+        with suppress(SnapshotError, NotResumable):  # then from the log's beginning, if it is there
+            folds = StartFolds(log.core, log.configuration, Start(begun.state, begun.reader))
+            totals = Totals.continued(folds.projections, begun.totals)
             batches = log.batches_behind(begun.sequence)
     num_written = 0
     for batch in batches:
@@ -58,13 +58,14 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
                 "not known",
                 ExitCode.DAMAGED if log.damage else ExitCode.NOTHING_CHECKED,
             )
-        for sequence, event in batch.numbered():
-            _fold(projections, log, sequence, event)
+        _fold(folds, log, batch)
         segment = lacking.pop(batch.last_sequence, None)
         if segment is not None:
             chain_hash = _hash_before(segment)
-            state = capture(projections)
-            snapshot = Snapshot(log_id, batch.last_sequence, chain_hash, fingerprint, state, totals.stored())
+            start = folds.start()
+            snapshot = Snapshot(
+                log_id, batch.last_sequence, chain_hash, fingerprint, start.state, start.reader, totals.stored()
+            )
             write_snapshot(segment, snapshot)
             num_written += 1
         if not lacking:
@@ -72,15 +73,17 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
     return num_written
 
 
-def _fold(projections: Projections, log: StoredLog, sequence: int, event: Event) -> None:
-    try:
-        projections.fold(event, sequence)
-    except Exception as error:
-        raise CommandFailed(
-            f"{log.path}: event {sequence} ({event.id}) cannot be folded: {error!r}; no snapshot can be made of what "
-            "follows. `kvledger verify` says what is wrong before it",
-            ExitCode.DIVERGED,
-        ) from error
+def _fold(folds: StartFolds, log: StoredLog, batch: Batch) -> None:
+    for numbered in batch.numbered():
+        try:
+            folds.take([numbered])
+        except Exception as error:
+            sequence, event = numbered
+            raise CommandFailed(
+                f"{log.path}: event {sequence} ({event.id}) cannot be folded: {error!r}; no snapshot can be made of "
+                "what follows. `kvledger verify` says what is wrong before it",
+                ExitCode.DIVERGED,
+            ) from error
 
 
 def _hash_before(segment: Path) -> bytes:

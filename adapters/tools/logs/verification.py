@@ -46,7 +46,7 @@ class Verification:
         self.audit = Audit(log.core, configuration, keeps=selection.concerns_violation, start=start)
         self.audit.divergences.keeps = self.audit.reference_differences.keeps = selection.concerns
         self._calls = None if log.worker_rank is None else WorkerCalls()
-        self._presence = RequestPresence(selection, start)
+        self._presence = RequestPresence(selection, self.audit.projections)
         self._of_extensions = ExtensionEvents()
 
     def take(self, batch: Batch) -> None:

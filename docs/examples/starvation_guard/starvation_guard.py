@@ -8,7 +8,7 @@ import msgspec
 
 from kvledger.lifecycle import Extension, Projection, Projections, ProjectionSpec, RequestState, StateHandler, Turn, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import AuditModel, Checker, Start
+from kvledger.lifecycle.audit import AuditModel, Checker
 
 
 class Starving(msgspec.Struct, frozen=True):
@@ -68,9 +68,9 @@ class StarvingKept(Checker):
         self._starving: dict[int, int] = {}
         """Ordinal -> event that said so."""
 
-    def begin(self, start: Start) -> None:
+    def begin(self) -> None:
         """Take over who is starving where an audit starts in the middle of a log."""
-        self._starving |= dict.fromkeys(start.of_extensions["starving"].starving, 0)  # type: ignore[attr-defined]
+        self._starving |= {life.ordinal: 0 for life in self.lives if life.sub_state == "starving"}
 
     @on(Starving)
     def _said(self, _starving: Starving) -> None:

@@ -12,7 +12,6 @@ from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.copies import Settled
 from kvledger.lifecycle.reader.moment import Visits, num_intact_tokens
 from kvledger.lifecycle.reader.records import NEVER, Copy
-from kvledger.lifecycle.reader.start import Start
 
 
 class EvictIdleOnly(Checker):
@@ -32,7 +31,7 @@ class EvictIdleOnly(Checker):
         self._loads: dict[int, tuple[int, set[bytes]]] = {}
         """Job id -> (sequence of the load, keys of the chunks whose slots it reads)."""
 
-    def begin(self, _start: Start) -> None:
+    def begin(self) -> None:
         """Take over what loads in flight read."""
         for job_id, job in self.copies:
             if job.is_load:

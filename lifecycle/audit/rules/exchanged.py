@@ -7,7 +7,6 @@ from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.forgotten import LIFE
-from kvledger.lifecycle.reader.start import Start
 
 _COUNTED = tuple(field for field in e.field_names(e.HooksExchanged) if field.startswith("num_"))
 _WORDS = {
@@ -64,7 +63,7 @@ class ToldAsDecided(Checker):
         self._has_failed = False
         """Whether a hook has failed since the last one."""
 
-    def begin(self, _start: Start) -> None:
+    def begin(self) -> None:
         """What came since the last `hooks.exchanged` is not known."""
         self._knows_all = False
 

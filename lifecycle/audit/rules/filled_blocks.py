@@ -9,7 +9,6 @@ from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.records import NEVER, Life
-from kvledger.lifecycle.reader.start import Start
 
 
 class LoadDstExclusive(Checker):
@@ -120,40 +119,26 @@ class LoadXorStores(Checker):
 
     rule = "LOAD_XOR_STORES"
 
-    def __init__(self, model: AuditModel) -> None:
-        super().__init__(model)
-        self._before_last_step: frozenset[int] = frozenset()
-        """Of the loads in flight where the audit begins."""
-        self._last_step = self._step_before = 0
-
-    def begin(self, start: Start) -> None:
-        """Take over which loads the last step had; it stands before the first event of the audit, as 0."""
-        self._before_last_step = frozenset(job.job_id for job in start.jobs if job.since_step < start.num_steps)
-
-    @on(e.StepScheduled)
-    def _step_scheduled(self, _event: e.StepScheduled) -> None:
-        self._step_before, self._last_step = self._last_step, self.moment.sequence
-
     @on(e.SaveIssued, e.TailSaveIssued)
     def _check_save(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
         if not self.copies.filled_by:
             return
         is_first = isinstance(event, e.TailSaveIssued) or event.before_forward
         # What is decided on a step goes out with it, and so does what was decided since the step before.
-        begin_of_step = self._step_before if event.cause == self._last_step else self._last_step
+        last_step, step_before = self.lives.last_steps
+        begin_of_step = step_before if event.cause == last_step else last_step
         filled_by = self.copies.filled_by
         for job_id in sorted({filled_by[block] for block in event.block_ids if block in filled_by}):
             load = self.copies.get(job_id)
-            if load is None or 0 < load.lost_at < self._last_step:
+            if load is None or 0 < load.lost_at < last_step:
                 continue  # until the step after they were lost, its blocks can still be read
-            sequence = -1 if job_id in self._before_last_step else load.sequence
-            if is_first and sequence > begin_of_step:
+            if is_first and load.sequence > begin_of_step:
                 continue
-            if not load.is_async and sequence < self._last_step < event.cause:
+            if not load.is_async and load.sequence < last_step < event.cause:
                 continue  # between two steps, of which the first one had the load in it
             if load.is_async or load.request_id == event.request_id:
                 detail = f"save {event.job_id} reads blocks that load {job_id} is still filling"
-                self.broken(detail, max(0, sequence), event.cause)
+                self.broken(detail, load.sequence, event.cause)
 
 
 class NewBlockExclusive(Checker):

@@ -8,7 +8,6 @@ from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.copies import Settled
 from kvledger.lifecycle.reader.records import Copy
-from kvledger.lifecycle.reader.start import Start
 
 
 class CompletionOnce(Checker):
@@ -227,10 +226,10 @@ class DeliveredOnce(Checker):
         """Whether the log is of kvledger's own connector: a recorder hears of ends when vLLM has them."""
         self._is_over = False
 
-    def begin(self, start: Start) -> None:
+    def begin(self) -> None:
         """Nothing is known of what was handed over before."""
-        self._first_ordinal = start.num_arrived
-        self._first_job = 1 + start.last_job_id
+        self._first_ordinal = self.lives.num_arrived
+        self._first_job = 1 + self.copies.last_id
 
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered) -> None:

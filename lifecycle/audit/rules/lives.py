@@ -10,7 +10,6 @@ from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.moment import Visits
 from kvledger.lifecycle.reader.records import Copy, Life
-from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 _OF_NO_REQUEST = (e.ChunksEvicted, e.ChunksTainted, e.InvariantViolated, e.ExtensionStopped)
@@ -193,9 +192,9 @@ class ReleaseAll(Checker):
         self._finished: set[int] = set()
         """Ordinals of lives that are over, until released."""
 
-    def begin(self, start: Start) -> None:
+    def begin(self) -> None:
         """Take over who has finished and is not released."""
-        self._finished.update(life.ordinal for life in start.lives if life.state is RequestState.FINISHED)
+        self._finished.update(life.ordinal for life in self.lives if life.state is RequestState.FINISHED)
 
     @on(e.RequestFinished)
     def _request_finished(self, _event: e.RequestFinished) -> None:

@@ -7,8 +7,7 @@ from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.forgotten import LIFE
-from kvledger.lifecycle.reader.records import Copy, Life
-from kvledger.lifecycle.reader.start import Start
+from kvledger.lifecycle.reader.records import NEVER, Copy, Life
 
 
 class LookupPure(Checker):
@@ -200,16 +199,16 @@ class DeferBounded(Checker):
         model.forgotten.at((e.RequestArrived, e.RequestPreempted, e.RequestFinished), self._in_a_row)
         model.forgotten.at((e.RequestArrived, e.RequestPreempted, e.RequestFinished), self._last_load)
 
-    def begin(self, start: Start) -> None:
-        """Take over how often in a row each request was put off."""
-        self._in_a_row.update(start.num_deferred)
-        self._last_load.update(start.deferred_for)
+    def begin(self) -> None:
+        """How often in a row each request was put off is not known until an event tells it."""
+        self._in_a_row.update((life.request_id, NEVER) for life in self.lives)
 
     @on(e.LookupDeferred)
     def _deferred(self, event: e.LookupDeferred) -> None:
         job, before = self.copies.get(event.job_id), self._in_a_row.get(event.request_id, 0)
         is_same_load = job is not None and job.is_load and self._last_load.get(event.request_id) == event.job_id
-        count = before if before and is_same_load and event.num_deferred == before else before + 1
+        is_told_again = before == NEVER or (before and is_same_load and event.num_deferred == before)
+        count = event.num_deferred if is_told_again else before + 1
         self._in_a_row[event.request_id], self._last_load[event.request_id] = count, event.job_id
         if job is None:
             self.broken(f"put off for job {event.job_id}, which is not in flight", event.cause)

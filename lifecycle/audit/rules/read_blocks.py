@@ -10,7 +10,6 @@ from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.events import NULL_BLOCK
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.records import NEVER, Copy
-from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 
@@ -78,9 +77,9 @@ class BlockReuseFenced(Checker):
         self._read_by: dict[int, int] = {}
         """Block id -> job id of an asynchronous save."""
 
-    def begin(self, start: Start) -> None:
+    def begin(self) -> None:
         """Take over the saves in flight."""
-        for job in start.jobs:
+        for _, job in self.copies:
             if job.is_async and not job.is_load:
                 self._read_by |= dict.fromkeys(job.block_ids, job.job_id)
 

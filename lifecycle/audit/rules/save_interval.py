@@ -9,7 +9,6 @@ from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.forgotten import LIFE
 from kvledger.lifecycle.reader.moment import num_intact_tokens
 from kvledger.lifecycle.reader.records import Life
-from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.states import BlocksRegion
 
 _NUM_STEPS = 8
@@ -37,9 +36,9 @@ class SaveInterval(Checker):
         self._interval_chunks = max(1, -(-self.configuration.save_interval_tokens // chunk_size))
         model.forgotten.at(LIFE, self._loaded)
 
-    def begin(self, start: Start) -> None:
+    def begin(self) -> None:
         """How long ago a load was settled is not known."""
-        self._loaded.update((life.request_id, start.num_steps) for life in start.lives)
+        self._loaded.update((life.request_id, self.lives.num_steps) for life in self.lives)
 
     @on(e.LoadCompleted, e.LoadFailed)
     def _load_settled(self, event: e.LoadCompleted | e.LoadFailed) -> None:

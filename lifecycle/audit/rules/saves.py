@@ -12,7 +12,7 @@ from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.forgotten import LIFE
 from kvledger.lifecycle.reader.moment import Visits, num_intact_tokens
-from kvledger.lifecycle.reader.start import Start
+from kvledger.lifecycle.reader.records import NEVER
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 
@@ -75,9 +75,9 @@ class CursorLeFrontier(Checker):
         self._chunk_size = model.configuration.chunk_size
         model.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._cursors)
 
-    def begin(self, start: Start) -> None:
-        """Take over the cursors."""
-        self._cursors.update((request_id, (num_chunks, 0)) for request_id, num_chunks in start.cursors.items())
+    def begin(self) -> None:
+        """How far each request was dealt with is not known until a step tells it."""
+        self._cursors.update((life.request_id, (NEVER, 0)) for life in self.lives)
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
@@ -110,7 +110,7 @@ class CursorLeFrontier(Checker):
             request_id = life.request_id
             num_chunks, sequence = cursors.get(request_id, _AT_THE_BEGINNING)
             end_chunk = num_settled_tokens // chunk_size
-            if first_chunk != num_chunks or first_chunk > end_chunk:
+            if num_chunks not in {first_chunk, NEVER} or first_chunk > end_chunk:
                 detail = (
                     f"the cursor stands at chunk {first_chunk}, {num_chunks} chunks had been dealt with "
                     f"and {end_chunk} are settled"
@@ -173,9 +173,9 @@ class StoreContiguous(Checker):
         self._chunk_size = model.configuration.chunk_size
         model.forgotten.at(LIFE, self._accounts)
 
-    def begin(self, start: Start) -> None:
+    def begin(self) -> None:
         """What became of the chunks known by now is not recorded: all count as named."""
-        for life in start.lives:
+        for life in self.lives:
             num_chunks = len(life.keys)
             self._accounts[life.request_id] = _Accounted(num_chunks, end_chunk=num_chunks)
 

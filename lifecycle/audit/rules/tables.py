@@ -12,7 +12,6 @@ from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.moment import Visits
 from kvledger.lifecycle.reader.records import Copy, Life
-from kvledger.lifecycle.reader.start import Start
 from kvledger.lifecycle.states import RequestState
 
 
@@ -166,16 +165,16 @@ class GroupAgreement(Checker):
         """Request id -> (settled tokens, sequence) as recorded since the last step."""
         self._left: dict[str, tuple[int, int]] = {}
         """The same, recorded right before the last step."""
-        self._step_sequence = 0
+        self._first_known_step = 0
+        """Number of the step from which on it is known what was recorded before."""
 
     def visits(self) -> Visits:
         """None where no group has a window."""
         return super().visits() if self.layout.has_windows else []
 
-    def begin(self, start: Start) -> None:
-        """Take over which windows were being left."""
-        self._leaving = {request_id: (num_tokens, 0) for request_id, num_tokens in start.leaving.items()}
-        self._left = {request_id: (num_tokens, 0) for request_id, num_tokens in start.left.items()}
+    def begin(self) -> None:
+        """Which windows were being left is not known until two steps have been scheduled."""
+        self._first_known_step = self.lives.num_steps + 2
 
     @on(e.WindowLeft)
     def _window_left(self, event: e.WindowLeft) -> None:
@@ -184,10 +183,12 @@ class GroupAgreement(Checker):
 
     @on(e.StepScheduled)
     def _step_scheduled(self, _event: e.StepScheduled) -> None:
-        self._left, self._leaving, self._step_sequence = self._leaving, {}, self.moment.sequence
+        self._left, self._leaving = self._leaving, {}
 
     @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued) -> None:
+        if event.before_forward and self.lives.num_steps < self._first_known_step:
+            return
         self._check_save(event, self.layout.pages_of_chunks(event.chunks, len(event.slots)))
 
     @on(e.TailSaveIssued)
@@ -198,7 +199,7 @@ class GroupAgreement(Checker):
         """What was recorded about pages that were being left; they must be copied before the forward."""
         if isinstance(event, e.TailSaveIssued) or not event.before_forward:
             return None
-        known = self._left if event.cause == self._step_sequence else self._leaving
+        known = self._left if event.cause == self.lives.last_steps[0] else self._leaving
         return known.get(event.request_id)
 
     def _settled(self) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.forgotten import LIFE
 from kvledger.lifecycle.reader.records import NEVER, Answer, Life
-from kvledger.lifecycle.reader.start import Start
 
 
 class LastToken(Checker):
@@ -277,9 +276,9 @@ class StepSum(Checker):
         super().__init__(model)
         self._may_be_hidden = False
 
-    def begin(self, start: Start) -> None:
+    def begin(self) -> None:
         """What the log before the first event has."""
-        self._may_be_hidden = start.has_hook_failed
+        self._may_be_hidden = self.lives.has_hook_failed
 
     @on(e.HookFailed)
     def _hook_failed(self, _event: e.HookFailed) -> None:
@@ -316,10 +315,10 @@ class SettledExact(Checker):
         """Request id -> True, once a hook failed for it."""
         model.forgotten.at(LIFE, self._may_be_given_up)
 
-    def begin(self, start: Start) -> None:
+    def begin(self) -> None:
         """What the log before the first event has."""
-        if start.has_hook_failed:
-            self._may_be_given_up.update((life.request_id, True) for life in start.lives)
+        if self.lives.has_hook_failed:
+            self._may_be_given_up.update((life.request_id, True) for life in self.lives)
 
     @on(e.HookFailed)
     def _hook_failed(self, event: e.HookFailed) -> None:

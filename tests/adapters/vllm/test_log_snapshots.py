@@ -81,7 +81,8 @@ def test_what_is_left_of_a_retired_log_is_verified_from_a_snapshot(
     assert start is not None
     first = stored.start_sequence + 1
     assert first > 1
-    assert fold(Core.standard(), stored.trusted_events(), stored.configuration, start=start).snapshot() == state
+    projections = start.projections(stored.core, stored.configuration)
+    assert fold(stored.core, stored.trusted_events(), stored.configuration, start=projections).snapshot() == state
     found, verdict = _verify(log, capsys)
     assert found == [violation for violation in expected if violation["sequence"] >= first]
     assert (verdict["num_damage"], verdict["num_divergences"]) == (0, 0)

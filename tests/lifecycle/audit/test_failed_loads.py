@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from lifecycle_driver import Driver, keys_of
 
-from kvledger.lifecycle import Core, RequestState
+from kvledger.lifecycle import RequestState
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Violation
-from kvledger.lifecycle.snapshots import capture, restore
 
 
 def broken_rules(driver: Driver) -> list[str]:
@@ -58,10 +57,9 @@ def hit_after_a_failure() -> Driver:
     return driver
 
 
-def violations_from(driver: Driver, state: bytes, cut: int) -> list[Violation]:
-    """What an audit finds that begins behind the first `cut` events, in this state."""
-    core = Core.standard()
-    start = restore(core, state, driver.configuration)
+def violations_from(driver: Driver, cut: int) -> list[Violation]:
+    """What an audit finds that begins behind the first `cut` events."""
+    start = driver.folded(cut).start()
     return driver.audited(enumerate(driver.observed[cut:], start=cut + 1), start=start).violations
 
 
@@ -116,12 +114,11 @@ def test_blocks_that_are_given_anew_are_filled_whoever_fills_them() -> None:
     driver.admit("b", keys, 33, (1, 2, 4))
     driver.step(("b", 32, 1, 33))
     assert not driver.projections.tracker.unfilled.blocks.keys() & {1, 2, 4}
-    state = capture(driver.projections)
     cut = len(driver.observed)
     driver.step(settled=[("b", 0, 33)])
     driver.start("c", keys, 34, (1, 2, 5), num_computed=32)
     assert broken_rules(driver) == []
-    assert violations_from(driver, state, cut) == []
+    assert violations_from(driver, cut) == []
 
 
 def test_a_block_that_is_hit_stays_unfilled() -> None:
@@ -139,14 +136,14 @@ def test_what_the_ledger_only_doubts_is_no_finding_of_an_audit_that_begins_there
     driver.start("b", keys_of("b", 4), 16, (2,))
     fail_blocks(driver, (1,))
     assert driver.projections.tracker.unfilled.blocks.keys() >= {1, 2}
-    cut, state = len(driver.observed), capture(driver.projections)
+    cut = len(driver.observed)
     driver.preempt("b", 16)
     driver.step()
     driver.lookup("b", 16, 17)
     driver.allocate("b", (2, 4))
     driver.step(("b", 16, 1, 17))
     assert broken_rules(driver) == []
-    assert violations_from(driver, state, cut) == []
+    assert violations_from(driver, cut) == []
 
 
 def not_handed_out(*, rolls_back: bool) -> Driver:
@@ -206,10 +203,9 @@ def test_who_computes_on_blocks_of_a_lost_table_relies_on_no_asynchronous_load_i
     assert load.is_async
     driver.report(load.job_id, ok=False)
     assert driver.projections.tracker.unfilled.blocks.keys() == {1}
-    state = capture(driver.projections)
     cut = len(driver.observed)
     driver.step(("computes", 33, 1, 34), settled=[("computes", 0, 33)])
     assert driver.all_of(e.SaveIssued)[-1].request_id == "computes"
     driver.start("hits", keys_of("computes", 4), 34, (2, 3, 5), num_computed=32)
     assert broken_rules(driver) == []
-    assert violations_from(driver, state, cut) == []
+    assert violations_from(driver, cut) == []

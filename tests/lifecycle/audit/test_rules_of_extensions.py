@@ -10,7 +10,7 @@ from starvation_guard import StarvationGuard, StarvingKept
 
 from kvledger.lifecycle import Core, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import AuditModel, Start, Visits
+from kvledger.lifecycle.audit import AuditModel, Visits
 
 NUM_RULES = len(Core.standard().rules) - 1
 """Without EVICTION_ORDER: the extension says what is evicted last."""
@@ -51,7 +51,7 @@ class Yields(StarvingKept):
 class RaisesWhenItBegins(StarvingKept):
     """Cannot take over."""
 
-    def begin(self, _start: Start) -> None:
+    def begin(self) -> None:
         """What is there."""
         raise KeyError("a prompt")
 
@@ -102,7 +102,7 @@ def test_one_that_cannot_begin_in_the_middle_is_not_judged() -> None:
     driver = preempted_while_it_computes(core_with(StarvingKept))
     for checker, is_judged in ((StarvingKept, True), (RaisesWhenItBegins, False)):
         core = core_with(checker)
-        audit = driver.audited(core=core, events=[], start=driver.audited(core=core).projections)
+        audit = driver.audited(core=core, events=[], start=driver.folded(core=core).start())
         assert (StarvingKept.rule in audit.judgement().judged) is is_judged
 
 
@@ -115,7 +115,9 @@ def test_the_rules_of_an_extension_end_where_it_is_stopped() -> None:
     whole = driver.audited(core=core, events=[*events, stop])
     assert whole.is_sound
     assert whole.judgement().held.not_judged == {StarvingKept.rule: f"its extension was stopped at event {stop[0]}"}
-    begun = driver.audited(core=core, events=[], start=whole.projections)
+    folds = driver.folded(core=core)
+    folds.take([stop])
+    begun = driver.audited(core=core, events=[], start=folds.start())
     assert begun.judgement().held.not_judged == whole.judgement().held.not_judged
     other = e.ExtensionStopped("other", 1, "keeps", "KeyError", events[-1][0])
     assert driver.audited(core=core, events=[*events, (stop[0], other)]).judgement().held.not_judged == {}

@@ -149,9 +149,9 @@ def test_no_checker_can_reach_what_decided() -> None:
     configuration, events = driver.configuration, driver.observed
     whole = Audit(core, configuration)
     whole.run(enumerate(events, 1))
-    start = fold(core, enumerate(events, 1), configuration, at=len(events) // 2)
-    assert len(start.tracker)
-    begun = Audit(core, configuration, start=start)
+    folded = driver.folded(len(events) // 2)
+    assert len(folded.projections.tracker)
+    begun = Audit(core, configuration, start=folded.start())
     assert _judged([whole.checkers, begun.checkers]) == set()
 
 

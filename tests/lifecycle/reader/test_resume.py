@@ -15,8 +15,10 @@ from lifecycle_driver.any_events import any_log
 
 from kvledger.lifecycle import Core, LedgerConfiguration, SequencedEvent
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import AuditModel
+from kvledger.lifecycle.audit.violations import Violations
 from kvledger.lifecycle.marks import on
-from kvledger.lifecycle.reader import EVERY_PART, Life, Model, NotResumable, Reader, Visitor
+from kvledger.lifecycle.reader import EVERY_PART, Life, Model, NotResumable, Reader, Visitor, visitor
 
 CORE = Core.standard()
 FINGERPRINT = CORE.fingerprint()
@@ -103,14 +105,44 @@ def test_whatever_a_log_says_it_can_be_stopped_and_resumed(log: tuple[LedgerConf
     check_resumed_everywhere(configuration, list(enumerate(events, 1)), stops=5)
 
 
-def test_state_of_another_configuration_or_code_is_refused() -> None:
+def test_state_of_another_configuration_or_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a reason; it would mean something else."""
     configuration = LedgerConfiguration(16, 16, num_slots=4)
     stored = known(new_reader(configuration))
-    with pytest.raises(NotResumable, match="other code stored it, or for another configuration"):
+    with pytest.raises(NotResumable, match="for another configuration, or has another layout"):
         new_reader(attrs.evolve(configuration, num_slots=5)).resume(stored, FINGERPRINT)
-    with pytest.raises(NotResumable, match="other code"):
+    with pytest.raises(NotResumable, match="another layout"):
         new_reader(configuration).resume(stored, "another core")
+    monkeypatch.setattr(visitor, "hash_of_reader", lambda: "of tomorrow")
+    with pytest.raises(NotResumable, match="other code has stored it"):
+        new_reader(configuration).resume(stored, FINGERPRINT)
+    new_reader(configuration).resume(stored, FINGERPRINT, trusts_other_code=True)
+
+
+def test_a_reader_with_fewer_visitors_goes_on_and_one_with_more_does_not() -> None:
+    """One state serves whoever asks for a part of it."""
+    driver = play_seed(1, 10, chunk_size=16, block_size=16)
+    reader = new_reader(driver.configuration)
+    reader.take(enumerate(driver.observed, 1))
+    model = Model(CORE.tables, driver.configuration)
+    Reader(model, ()).resume(known(reader), FINGERPRINT)
+    assert model.stored() == reader.model.stored()
+    without = Reader(Model(CORE.tables, driver.configuration), (), needs=EVERY_PART)
+    without.take(enumerate(driver.observed, 1))
+    with pytest.raises(NotResumable, match="Counts"):
+        new_reader(driver.configuration).resume(known(without), FINGERPRINT)
+
+
+def test_the_model_of_the_rules_knows_more_than_a_reader_needs() -> None:
+    """A reader can go on from its state, and rules not from a reader's."""
+    driver = play_seed(2, 40, chunk_size=16, block_size=16)
+    stored = driver.folded().start().reader
+    new = Model(CORE.tables, driver.configuration)
+    Reader(new, ()).resume(stored, FINGERPRINT)
+    plain = Reader(new, ()).capture(FINGERPRINT)
+    audited = AuditModel(CORE.tables, driver.configuration, Violations())
+    with pytest.raises(NotResumable, match="room"):
+        Reader(audited, ()).resume(plain, FINGERPRINT)
 
 
 @settings(max_examples=100)

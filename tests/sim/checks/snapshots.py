@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core
-from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.snapshots import capture, restore
+from kvledger.lifecycle.audit import Audit, StartFolds
 from sim.checks.audit import rule_of
 from sim.checks.rules import allowed_rules
 
@@ -34,18 +33,17 @@ def check_snapshots(world: World) -> None:
 def _check(log: LogEnd, allowed: frozenset[str], chance: Random) -> None:
     places = [n for n in range(1, len(log.events)) if not log.events[n][1].is_decision]
     cuts = sorted(chance.sample(places, min(_NUM_CUTS, len(places))))
-    whole = Core.standard().new_projections(log.configuration)
-    totals = Totals(whole)
+    whole = StartFolds(Core.standard(), log.configuration)
+    totals = Totals(whole.projections)
     begun: list[tuple[int, Audit, Totals]] = []
     for number, (sequence, event) in enumerate(log.events):
         if number in cuts:
-            start = restore(Core.standard(), capture(whole), log.configuration)
-            continued = Totals.continued(start, totals.stored())
-            audit = Audit(Core.standard(), log.configuration, start=start)
+            audit = Audit(Core.standard(), log.configuration, start=whole.start())
+            continued = Totals.continued(audit.projections, totals.stored())
             audit.take_frame(log.events[number:])
             begun.append((sequence, audit, continued))
-        whole.fold(event, sequence)
-    expected = whole.snapshot()
+        whole.take([(sequence, event)])
+    expected = whole.projections.snapshot()
     for cut, audit, continued in begun:
         if not log.gaps:
             audit.finish()

@@ -91,7 +91,7 @@ class _Maker(_SlowMaker):
         super().make(directory)
         for segment in segments_without_snapshot(directory):
             header = read_header(segment)
-            snapshot = Snapshot(header.log_id, header.first_sequence - 1, header.previous_head_hash, "", b"")
+            snapshot = Snapshot(header.log_id, header.first_sequence - 1, header.previous_head_hash, "", b"", b"")
             write_snapshot(segment, snapshot)
         self.made.release()
 

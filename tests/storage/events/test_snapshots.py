@@ -31,7 +31,7 @@ def _log_with_snapshots(directory: Path) -> tuple[str, list[Snapshot]]:
         header = read_header(segment)
         state = b"state %d" % header.first_sequence
         before = header.first_sequence - 1
-        snapshots.append(Snapshot(header.log_id, before, header.previous_head_hash, _FINGERPRINT, state))
+        snapshots.append(Snapshot(header.log_id, before, header.previous_head_hash, _FINGERPRINT, state, b"reader"))
         write_snapshot(segment, snapshots[-1])
     assert len(snapshots) > 3
     assert segments_without_snapshot(directory) == []

@@ -1,0 +1,59 @@
+"""State that goes from one process to another: what may be read back of it, and by which code."""
+
+from __future__ import annotations
+
+from functools import cache
+from hashlib import blake2b
+from typing import Self, TypeVar
+
+import msgspec
+
+from kvledger.lifecycle.code import hash_of_module
+from kvledger.lifecycle.untrusted import from_msgpack
+
+_State = TypeVar("_State", bound=msgspec.Struct)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class NotResumable(ValueError):
+    """Stored bytes are no state that this code can go on from; the message says why."""
+
+
+@cache
+def layout_of(state: type[msgspec.Struct]) -> str:
+    """What can be read back of a state."""
+    return repr(msgspec.inspect.type_info(state))
+
+
+def digest(*parts: object) -> str:
+    """What is equal if all of these plain values are."""
+    return blake2b(_encode(parts), digest_size=16).hexdigest()
+
+
+class StoredState(msgspec.Struct, forbid_unknown_fields=True):
+    """What one visitor, or one part that only some models have, knows after an event."""
+
+    layout: str
+    code: str
+    state: msgspec.Raw
+
+    @classmethod
+    def of(cls, owner: object, state: msgspec.Struct) -> Self:
+        """Store the state of its owner."""
+        return cls(*_fingerprints(owner, type(state)), msgspec.Raw(_encode(state)))
+
+    def state_for(self, owner: object, kind: type[_State], *, trusts_other_code: bool) -> _State:
+        """The state, for an owner of the same class.
+
+        Raises:
+            NotResumable: other code has stored it, and is not trusted, or the owner keeps something else.
+            Undecodable: the bytes are damaged.
+        """
+        layout, code = _fingerprints(owner, kind)
+        if layout != self.layout or (code != self.code and not trusts_other_code):
+            raise NotResumable(f"other code has stored what {type(owner).__qualname__} knows")
+        return from_msgpack(bytes(self.state), kind)
+
+
+def _fingerprints(owner: object, state: type[msgspec.Struct]) -> tuple[str, str]:
+    return digest(type(owner).__qualname__, layout_of(state)), hash_of_module(type(owner).__module__)
