@@ -113,14 +113,19 @@ class Room:
         )
 
     def resume(self, stored: StoredRoom, chains: Chains) -> None:
-        """Know what was stored, and nothing else."""
+        """Know what was stored, and nothing else. Raises `ValueError` where it does not fit together."""
         uses = []
         for stored_prefix, num_taken, num_missing in stored.uses:
             prefix = chains.prefix(stored_prefix)
             uses.append(_Use(prefix.ordinal, prefix.keys, prefix.num_chunks, num_taken, num_missing))
+        known = [frozenset(use.keys[: use.num_chunks]) for use in uses]
         for key, number in stored.last_uses.items():
+            if key not in known[number]:
+                raise ValueError("a chunk is said to be used last with a prefix that it is not in")
             self._last_use[key] = uses[number]
             uses[number].num_last += 1
+        if not all(uses[number].num_last for number in (*stored.order, *stored.use_of.values())):
+            raise ValueError("a use is said to be the last one of some chunk, and is of none")
         self._order = OrderedDict.fromkeys(uses[number] for number in stored.order)
         self._use_of = {ordinal: uses[number] for ordinal, number in stored.use_of.items()}
 

@@ -303,11 +303,13 @@ def compress_all(directory: Path) -> None:
 
 
 def other_snapshot(log: Log, chance: random.Random) -> Mutation:
-    """Numbers, keys and entries of a snapshot's state and totals are others; each may be one from elsewhere in them."""
+    """Numbers, keys and entries of a snapshot's state are others; each may be one from elsewhere in it."""
     changed, texts = copy.deepcopy(log), []
     for _ in range(chance.randint(1, 3)):
         snapshot = changed.snapshot or {}
-        parts = [each for name in ("state", "totals") for each in _parts(("snapshot", name), snapshot.get(name))]
+        parts = [
+            each for name in ("state", "reader", "totals") for each in _parts(("snapshot", name), snapshot.get(name))
+        ]
         path, part = chance.choice(parts)
         places = list(part) if isinstance(part, dict) else list(range(len(part)))
         place, other = chance.choice(places), chance.choice(places)

@@ -20,11 +20,13 @@ from kvledger.adapters.recorded.extension import Recorder
 from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import StartFolds
 from kvledger.lifecycle.codec import EventDecoder, encode_events, vocabulary_header
-from kvledger.lifecycle.snapshots import capture, state_fingerprint
+from kvledger.lifecycle.snapshots import state_fingerprint
 from kvledger.storage.events.end_record import RecordedEnd
 from kvledger.storage.events.frames import FrameKind, encode_frame
 from kvledger.storage.events.segment_file import NO_PREVIOUS_HASH, encode_header, segment_name
+from kvledger.storage.events.snapshots import SNAPSHOT_FORMAT_VERSION
 
 LOG_ID = "f" * 32
 
@@ -85,7 +87,7 @@ class Log:
             (directory / "retired.jsonl").write_bytes(line + b"\n")
         if self.snapshot is not None:
             fields = _added(self.snapshot, "chain_hash", previous)
-            for name in ("state", "totals"):
+            for name in ("state", "reader", "totals"):
                 part = fields.get(name) if isinstance(fields, dict) else None
                 fields = _added(fields, name, part and msgspec.msgpack.encode(part), replace=True)
             body = msgspec.msgpack.encode(fields)
@@ -133,21 +135,23 @@ def without_beginning(log: Log, core: Core, configuration: LedgerConfiguration) 
     """The same after its first half was retired: it begins with a snapshot."""
     half = len(log.frames) // 2
     decoder = EventDecoder(core, log.header)
-    projections = core.new_projections(configuration)
-    totals = Totals(projections)
+    folds = StartFolds(core, configuration)
+    totals = Totals(folds.projections)
     sequence = 0
     for frame in log.frames[:half]:
         for event in decoder.decode(msgspec.msgpack.encode(frame)):
             sequence += 1
-            projections.fold(event, sequence)
+            folds.take([(sequence, event)])
+    start = folds.start()
     found = attrs.evolve(log, name=f"{log.name} without its beginning")
     found.snapshot = {
         "log_id": LOG_ID,
         "sequence": sequence,
         "fingerprint": state_fingerprint(core, configuration),
-        "state": msgspec.msgpack.decode(capture(projections)),
+        "state": msgspec.msgpack.decode(start.state),
+        "reader": msgspec.msgpack.decode(start.reader),
         "totals": msgspec.msgpack.decode(totals.stored()),
-        "format_version": 1,
+        "format_version": SNAPSHOT_FORMAT_VERSION,
     }
     found.retirement = {
         "log": "log",

@@ -51,8 +51,8 @@ class Counts(Visitor[Model]):
 
 
 def new_reader(configuration: LedgerConfiguration) -> Reader:
-    """Before the first event."""
-    model = Model(CORE.tables, configuration)
+    """Before the first event, with all that any model knows."""
+    model = AuditModel(CORE.tables, configuration, Violations())
     return Reader(model, [Counts(model)])
 
 
@@ -126,20 +126,19 @@ def test_a_reader_with_fewer_visitors_goes_on_and_one_with_more_does_not() -> No
     reader.take(enumerate(driver.observed, 1))
     model = Model(CORE.tables, driver.configuration)
     Reader(model, ()).resume(known(reader), FINGERPRINT)
-    assert model.stored() == reader.model.stored()
-    without = Reader(Model(CORE.tables, driver.configuration), (), needs=EVERY_PART)
-    without.take(enumerate(driver.observed, 1))
+    assert known(Reader(model, ()))
+    without = driver.folded().start().reader
     with pytest.raises(NotResumable, match="Counts"):
-        new_reader(driver.configuration).resume(known(without), FINGERPRINT)
+        new_reader(driver.configuration).resume(without, FINGERPRINT)
 
 
 def test_the_model_of_the_rules_knows_more_than_a_reader_needs() -> None:
     """A reader can go on from its state, and rules not from a reader's."""
     driver = play_seed(2, 40, chunk_size=16, block_size=16)
     stored = driver.folded().start().reader
-    new = Model(CORE.tables, driver.configuration)
-    Reader(new, ()).resume(stored, FINGERPRINT)
-    plain = Reader(new, ()).capture(FINGERPRINT)
+    model = Model(CORE.tables, driver.configuration)
+    Reader(model, ()).resume(stored, FINGERPRINT)
+    plain = known(Reader(model, ()))
     audited = AuditModel(CORE.tables, driver.configuration, Violations())
     with pytest.raises(NotResumable, match="room"):
         Reader(audited, ()).resume(plain, FINGERPRINT)
