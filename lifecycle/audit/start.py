@@ -62,13 +62,26 @@ class StartFolds:
             self.projections = start.projections(core, configuration)
             start.resume(self.model, core)
         self._reader = Reader(self.model, (), needs=EVERY_PART)
+        self.current: SequencedEvent | None = None
+        """The event that was folded last, or raised."""
 
     def take(self, events: Iterable[SequencedEvent]) -> None:
-        """Fold the next events. Raises whatever a fold raises."""
+        """Fold the next events, observations with all of their decisions.
+
+        Raises:
+            Exception: whatever a fold raises; `current` says at which event. Nothing more can be taken.
+        """
         events = list(events)
-        for sequence, event in events:
+        for self.current in events:
+            sequence, event = self.current
             self.projections.fold(event, sequence)
-        self._reader.take(events)
+        try:
+            self._reader.take(events)
+        except Exception:
+            moment = self.model.moment
+            if moment.event is not None:
+                self.current = moment.sequence, moment.event
+            raise
 
     def start(self) -> Start:
         """What is known now; to be asked for where an observation comes next."""

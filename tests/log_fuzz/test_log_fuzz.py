@@ -31,6 +31,8 @@ def test_some_changed_logs_end_in_stated_exit_codes(tmp_path: Path) -> None:
     assert not failures, "\n".join(failures)
 
 
+# It waits for each command at most as long as `guarded.py` says; all of them together take long on a busy machine.
+@pytest.mark.timeout(4 * 3600)
 @pytest.mark.long
 @pytest.mark.usefixtures("_no_default_log")
 def test_changed_logs_end_in_stated_exit_codes() -> None:

@@ -74,16 +74,17 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
 
 
 def _fold(folds: StartFolds, log: StoredLog, batch: Batch) -> None:
-    for numbered in batch.numbered():
-        try:
-            folds.take([numbered])
-        except Exception as error:
-            sequence, event = numbered
-            raise CommandFailed(
-                f"{log.path}: event {sequence} ({event.id}) cannot be folded: {error!r}; no snapshot can be made of "
-                "what follows. `kvledger verify` says what is wrong before it",
-                ExitCode.DIVERGED,
-            ) from error
+    try:
+        folds.take(batch.numbered())
+    except Exception as error:
+        if folds.current is None:  # nothing was folded: the log cannot be read
+            raise
+        sequence, event = folds.current
+        raise CommandFailed(
+            f"{log.path}: event {sequence} ({event.id}) cannot be folded: {error!r}; no snapshot can be made of what "
+            "follows. `kvledger verify` says what is wrong before it",
+            ExitCode.DIVERGED,
+        ) from error
 
 
 def _hash_before(segment: Path) -> bytes:
