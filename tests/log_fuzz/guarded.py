@@ -25,7 +25,7 @@ CPU_SECONDS, CPU_SECONDS_PER_BYTE = 5, 20e-6
 """What one command may take: so much, and so much more for each byte of the log. A sound log takes a tenth of it."""
 _MISTAKE = re.compile(r"judgement of the log: (\w+).*(\(\w+\.py:\d+\))")
 _WAIT_SECONDS = 120
-"""A command that waits is ended then."""
+"""A command that uses no CPU time for so long waits, and is ended."""
 
 
 @attrs.frozen
@@ -133,11 +133,14 @@ def _run_in_child(
 
 def _wait(pid: int) -> str:
     descriptor = os.pidfd_open(pid)
+    used = -1
     try:
-        if not select.select([descriptor], [], [], _WAIT_SECONDS)[0]:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return f"it was waiting for {_WAIT_SECONDS} s"
+        while not select.select([descriptor], [], [], _WAIT_SECONDS)[0]:
+            before, used = used, _cpu_ticks(pid)
+            if used == before:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return f"it was waiting for {_WAIT_SECONDS} s"
     finally:
         os.close(descriptor)
     _, status = os.waitpid(pid, 0)
@@ -145,6 +148,12 @@ def _wait(pid: int) -> str:
         number = os.WTERMSIG(status)
         return {signal.SIGXCPU: "it took too much CPU time"}.get(signal.Signals(number), signal.Signals(number).name)
     return f"the process ended with {os.WEXITSTATUS(status)}"
+
+
+def _cpu_ticks(pid: int) -> int:
+    """CPU time of a process, as the kernel counts it; the name in front of the numbers may have spaces in it."""
+    numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(numbers[11]) + int(numbers[12])
 
 
 def _virtual_bytes() -> int:
