@@ -7,14 +7,24 @@ printed or compared. Every decoder of the project is made here; only the module 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 
 import msgspec
 
 from kvledger.lifecycle.errors import raise_if_unstoppable
 
-__all__ = ["MAX_DEPTH", "Undecodable", "converted", "from_json", "from_msgpack", "is_too_deep", "msgpack_decoder"]
+__all__ = [
+    "MAX_DEPTH",
+    "Undecodable",
+    "as_counter",
+    "converted",
+    "from_json",
+    "from_msgpack",
+    "is_too_deep",
+    "msgpack_decoder",
+]
 
 MAX_DEPTH: Final = 64
 """Containers within one another that a decoded value may have. kvledger itself writes fewer than ten."""
@@ -74,6 +84,12 @@ def msgpack_decoder(kind: Any, hook: Hook | None = None) -> Callable[[bytes], An
             raise _undecodable(error) from error
 
     return decode_untrusted
+
+
+def as_counter(counter_type: type, counts: dict[Any, int]) -> Counter[Any]:
+    """A `Hook` for counters, which msgspec encodes and does not decode."""
+    (key_type,) = get_args(counter_type)
+    return Counter({key_type(key): int(count) for key, count in counts.items()})
 
 
 def _no_extension_type(code: int, _data: memoryview) -> object:

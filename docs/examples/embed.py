@@ -8,6 +8,7 @@ from kvledger.adapters.tools.reasons import Accounts
 from kvledger.lifecycle import Channel, Core, Ledger, LedgerConfiguration, Scheduled, StepEncoder, log_header
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
+from kvledger.lifecycle.reader import Model, Reader
 from kvledger.storage.events import SegmentEventStore
 
 core, configuration = Core.standard(), LedgerConfiguration(block_size=16, chunk_size=16, num_slots=8)
@@ -41,9 +42,8 @@ observe(steps.encode([Scheduled("a", loaded, 41 - loaded, num_tokens=41)], next(
 observe(e.RequestFinished("a", "stopped", 41, 42, next(clock)))
 store.close()
 
-log, accounts = open_log(log_dir), Accounts(configuration)
+log, model = open_log(log_dir), Model(core.tables, configuration)
 (audit := Audit(core, configuration)).run(log.events())
-for sequence, event in log.events():
-    accounts.take(sequence, event)
+Reader(model, [accounts := Accounts(model)]).take(log.events())
 print("sound:", audit.is_sound, *audit.violations, *audit.divergences)
 print("left to compute, by reason:", {str(reason): count for reason, count in accounts.sums().misses().items()})

@@ -18,6 +18,7 @@ from kvledger.adapters.tools.export.reading import read_trace
 from kvledger.adapters.tools.export.reasons import Reasons
 from kvledger.adapters.tools.export.shown import Request, Shown
 from kvledger.adapters.tools.logs.log import open_log
+from kvledger.adapters.tools.logs.reading import begin_model
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.visible import remark
 from kvledger.adapters.units import duration, plural, size
@@ -165,8 +166,8 @@ def badge(x: float, y: float, number: int) -> str:
 def main(path: str) -> None:
     """Draw a log."""
     log, selection, shown = open_log(Path(path)), Selection(), Shown()
-    reasons = Reasons(log, selection)
-    read_trace(log, selection, shown, remark, reasons.take)
+    reasons = Reasons(model := begin_model(log), selection)
+    read_trace(log, model, selection, shown, remark, visitors=[reasons])
     preempted = [request for request in shown.requests if request.life.summary.num_preemptions]
     chosen = max(preempted, key=lambda request: request.life.summary.num_tokens_loaded)
     print("\n".join(Picture(shown.requests, chosen, reasons.sums().num_recomputed).svg()))

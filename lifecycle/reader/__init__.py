@@ -6,12 +6,13 @@ Observations and recorded decisions go in, nothing of `projections/` or `decisio
 
 from kvledger.lifecycle.reader.model import EVERY_PART, Model
 from kvledger.lifecycle.reader.moment import Moment, Visits, num_intact_tokens
-from kvledger.lifecycle.reader.records import Copy, Life
+from kvledger.lifecycle.reader.records import NEVER, Copy, Life
 from kvledger.lifecycle.reader.stored import NotResumable
 from kvledger.lifecycle.reader.visitor import Reader, Visitor
 
 __all__ = [
     "EVERY_PART",
+    "NEVER",
     "Copy",
     "Life",
     "Model",

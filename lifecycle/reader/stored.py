@@ -9,7 +9,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from kvledger.lifecycle.code import hash_of_module
-from kvledger.lifecycle.untrusted import from_msgpack
+from kvledger.lifecycle.untrusted import as_counter, from_msgpack
 
 _State = TypeVar("_State", bound=msgspec.Struct)
 _encode = msgspec.msgpack.Encoder().encode
@@ -52,7 +52,7 @@ class StoredState(msgspec.Struct, forbid_unknown_fields=True):
         layout, code = _fingerprints(owner, kind)
         if layout != self.layout or (code != self.code and not trusts_other_code):
             raise NotResumable(f"other code has stored what {type(owner).__qualname__} knows")
-        return from_msgpack(bytes(self.state), kind)
+        return from_msgpack(bytes(self.state), kind, as_counter)
 
 
 def _fingerprints(owner: object, state: type[msgspec.Struct]) -> tuple[str, str]:

@@ -9,7 +9,9 @@ from kvledger.adapters.tools.reasons import Accounts, LoadFate, Reason, RequestH
 from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core, LedgerConfiguration, fold
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reader import Model, Reader
 
+CORE = Core.standard()
 _OF_SHARERS = (
     e.RequestArrived,
     e.ChunkKeysObserved,
@@ -112,15 +114,13 @@ def stories_of(
 ) -> list[RequestHistory]:
     """The stories of all requests, or of one, in the order in which they ended."""
     ended: list[RequestHistory] = []
-    accounts = Accounts(configuration, request_id=request_id, on_end=ended.append, keeps_histories=True)
-    for sequence, event in events:
-        accounts.take(sequence, event)
+    model = Model(CORE.tables, configuration)
+    accounts = Accounts(model, request_id=request_id, on_end=ended.append, keeps_histories=True)
+    Reader(model, [accounts]).take(events)
     return ended + accounts.histories
 
 
-def figures_of(
-    events: Iterable[tuple[int, e.Event]], configuration: LedgerConfiguration, core: Core = Core.standard()
-) -> Figures:
+def figures_of(events: Iterable[tuple[int, e.Event]], configuration: LedgerConfiguration, core: Core = CORE) -> Figures:
     """The totals of a log, counted by reading it."""
     projections = core.new_projections(configuration)
     totals = Totals(projections)
@@ -130,9 +130,8 @@ def figures_of(
 
 def check_reasons(events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> Sums:
     """The reasons add up to the totals of the log, and for each life; returns the sums."""
-    accounts = Accounts(configuration)
-    for sequence, event in events:
-        accounts.take(sequence, event)
+    model = Model(CORE.tables, configuration)
+    Reader(model, [accounts := Accounts(model)]).take(events)
     sums = accounts.sums()
     differences = sums.differences(figures_of(events, configuration))
     assert not differences, f"the reasons do not add up: {differences}"

@@ -23,6 +23,7 @@ from kvledger.adapters.tools.export.perfetto import EngineTrace, TraceFile
 from kvledger.adapters.tools.export.reading import read_trace
 from kvledger.adapters.tools.export.tables import COLUMNS, EVENTS, Tables, WriteRow
 from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.reading import begin_model
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.visible import visible
 from kvledger.adapters.units import plural, size
@@ -117,7 +118,7 @@ def _export_trace(logs: _Selected, file: IO[bytes], output: Output) -> None:
         label = log.path.name if len(logs) > 1 else ""
         engine = EngineTrace(trace, engine=number, label=label, shift_ns=shift_ns)
         with output.progress(log, "exporting"):
-            read = read_trace(log, selection, engine, output.remark)
+            read = read_trace(log, begin_model(log), selection, engine, output.remark)
         engine.end(read.now_ns)
     about = {
         "exported_by": "kvledger export --perfetto",
@@ -149,7 +150,7 @@ def _export_tables(logs: _Selected, writers: Mapping[str, WriteRow], output: Out
         tables = Tables(log.path.name, _opened_at(log), writers)
         also = [partial(tables.take_events, selection=selection)] if EVENTS in writers else []
         with output.progress(log, "exporting"):
-            read_trace(log, selection, tables, output.remark, *also)
+            read_trace(log, begin_model(log), selection, tables, output.remark, *also)
 
 
 def _export_all_tables(logs: _Selected, folder: Path | None, output: Output, *, overwrite: bool) -> list[Path]:

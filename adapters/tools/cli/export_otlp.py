@@ -15,6 +15,7 @@ from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, gravest
 from kvledger.adapters.tools.export.reading import read_trace
 from kvledger.adapters.tools.export.request_sums import RequestSums
 from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.reading import begin_model
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.units import plural
 from kvledger.storage.extras import OTLP, require
@@ -75,10 +76,11 @@ def _export(log: StoredLog, selection: Selection, target: SpanTarget, output: Ou
             f"{log.path}: its header does not say when it was opened, and spans need a time of day; --perfetto does not"
         )
     batches = Batches(target)
-    sums = RequestSums(log, selection)
+    model = begin_model(log)
+    sums = RequestSums(model, selection)
     spans = LogSpans(log, opened_at, sums, batches.add)
     with output.progress(log, "exporting"):
-        read = read_trace(log, selection, spans, output.remark, sums.take)
+        read = read_trace(log, model, selection, spans, output.remark, visitors=[sums])
         spans.end(read.now_ns)
         batches.flush()
     return batches.num_spans

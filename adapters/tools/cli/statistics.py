@@ -17,7 +17,7 @@ from kvledger.adapters.tools.reasons import Accounts, RequestHistory, Sums
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import encode_events
-from kvledger.lifecycle.reader import Model, Visitor, Visits
+from kvledger.lifecycle.reader import Life, Model, Visitor, Visits
 
 MAX_TOP = 10
 _DURATIONS = {
@@ -73,18 +73,18 @@ class Statistics:
 class Counting(Visitor[Model]):
     """Counts what a log says, and what the totals and the reasons add up to. `result` has it at the end.
 
-    Its reader must call it before the totals: where the selection begins, they must not contain the event at hand.
+    A reader must be given `visitors` in this order: where the selection begins, totals and reasons must not contain the
+    event at hand.
     """
 
     needs = ("lives", "copies")
 
     def __init__(self, model: Model, core: Core, selection: Selection) -> None:
         super().__init__(model)
-        self.totals = LogTotals(model, on_took=self._took)
-        """To be read after this visitor."""
+        self._totals = LogTotals(model, on_took=self._took)
+        self._accounts = Accounts(model, request_id=selection.request_id, on_end=self._explained)
         self._core = core
         self._selection = selection
-        self._accounts = Accounts(model.configuration, request_id=selection.request_id, on_end=self._ended)
         self._first_ns = 0
         self._before: tuple[Sums, Figures] | None = None
         """Of what precedes the selection; None before it begins."""
@@ -93,13 +93,18 @@ class Counting(Visitor[Model]):
         """Whether the frame at hand has a step."""
         self._statistics = Statistics(num_logs=1)
 
+    @property
+    def visitors(self) -> tuple[Visitor[Model], ...]:
+        """This one, and those that it asks."""
+        return self, self._totals, self._accounts
+
     def visits(self) -> Visits:
-        """Every event, and then what is counted of it besides."""
+        """Every event."""
         return [(event_class, self._take) for event_class in e.STANDARD_EVENTS.values()]
 
-    def lost(self, _first_sequence: int, _last_sequence: int) -> None:
-        """The reasons go on without what they knew."""
-        self._accounts.lose()
+    def ended(self, _life: Life) -> None:
+        """The selection may begin with the event that ends it."""
+        self._reach()
 
     def end_frame(self, batch: Batch) -> None:
         """Count the frame whose events were just read."""
@@ -118,10 +123,10 @@ class Counting(Visitor[Model]):
         """Everything that was counted."""
         result = self._statistics
         before_sums, before_figures = self._begin()
-        sums, figures = self._accounts.sums(), self.totals.figures
+        sums, figures = self._accounts.sums(), self._totals.figures
         result.differences = sums.differences(figures if self._selection.request_id is None else None)
         for history in self._accounts.histories:
-            self._ended(history)
+            self._explained(history)
         result.sums = sums.since(before_sums)
         for field in attrs.fields(Figures):
             setattr(result.figures, field.name, getattr(figures, field.name) - getattr(before_figures, field.name))
@@ -133,17 +138,22 @@ class Counting(Visitor[Model]):
     def _begin(self) -> tuple[Sums, Figures]:
         """The selection begins, unless it has: what was counted before is subtracted in the end."""
         if self._before is None:
-            self._before = (self._accounts.sums(), attrs.evolve(self.totals.figures))
+            self._before = (self._accounts.sums(), attrs.evolve(self._totals.figures))
             self._first_ns = self.moment.time_ns
         return self._before
 
-    def _take(self, event: e.Event) -> None:
-        if self.moment.sequence >= self._selection.first_sequence:
+    def _reach(self) -> bool:
+        """Whether the selection contains the event at hand."""
+        is_inside = self.moment.sequence >= self._selection.first_sequence
+        if is_inside:
             self._begin()
+        return is_inside
+
+    def _take(self, event: e.Event) -> None:
+        if self._reach():
             self._has_step |= isinstance(event, e.StepScheduled)
             if self._is_selected(event):
                 self._count(event)
-        self._accounts.take(self.moment.sequence, event)
 
     def _is_selected(self, event: e.Event) -> bool:
         wanted = self._selection.request_id
@@ -183,7 +193,7 @@ class Counting(Visitor[Model]):
         if wanted in {None, request_id} or (isinstance(event, e.TransferReported) and self._is_selected(event)):
             self._statistics.percentiles[_DURATIONS[took.of]].add(took.duration_ns)
 
-    def _ended(self, history: RequestHistory) -> None:
+    def _explained(self, history: RequestHistory) -> None:
         if history.sums.num_recomputed and self._before is not None:
             self._statistics.top.append((history.sums.num_recomputed, history.request_id, history.ordinal))
             if len(self._statistics.top) > 8 * MAX_TOP:

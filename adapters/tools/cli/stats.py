@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
 def _count(log: StoredLog, selection: Selection, output: Output) -> Statistics:
     model = Model(log.core.tables, log.configuration)  # of no snapshot: every event of the log is counted
     counting = Counting(model, log.core, selection)
-    reader = Reader(model, [counting, counting.totals])
+    reader = Reader(model, counting.visitors)
     with output.progress(log, "counting"):
         for batch in log.batches(selection.last_sequence):
             take_batch(reader, log, batch)

@@ -25,6 +25,7 @@ from kvledger.adapters.tools.logs.facts import UNKNOWN_TOTALS, facts_of, figures
 from kvledger.adapters.tools.logs.histories import Histories, NamedEvents, named_by
 from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.logs.progress import Progress
+from kvledger.adapters.tools.logs.reading import begin_model
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.verification import Findings, Verification
 from kvledger.adapters.units import plural
@@ -65,11 +66,11 @@ class Reading:
     def of(cls, log: StoredLog, selection: Selection, output: Progress) -> Reading:
         """The selected part of the log."""
         shown = Shown()
-        accounts = reasons.Reasons(log, selection, shown.explained)
+        model = begin_model(log)
+        accounts = reasons.Reasons(model, selection, shown.explained)
         verification = Verification(log, selection)
         with output.progress(log, "reading"):
-            trace = read_trace(log, selection, shown, output.remark, verification.take, accounts.take)
-        accounts.finish()
+            trace = read_trace(log, model, selection, shown, output.remark, verification.take, visitors=[accounts])
         figures = trace.totals.complete_figures
         return cls(log, selection, shown, accounts, verification.findings(), figures, trace.now_ns)
 

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvledger.adapters.tools.export.spans import Sink
 from kvledger.adapters.tools.export.trace import Trace
 from kvledger.adapters.tools.logs.log import Batch, StoredLog
-from kvledger.adapters.tools.logs.reading import begin_model, begin_totals, take_batch
+from kvledger.adapters.tools.logs.reading import begin_totals, take_batch
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.units import plural
-from kvledger.lifecycle.reader import Reader
+from kvledger.lifecycle.reader import Model, Reader, Visitor
 
 
 def read_trace(
-    log: StoredLog, selection: Selection, sink: Sink, remark: Callable[[str], None], *also: Callable[[Batch], object]
+    log: StoredLog,
+    model: Model,
+    selection: Selection,
+    sink: Sink,
+    remark: Callable[[str], None],
+    *also: Callable[[Batch], object],
+    visitors: Sequence[Visitor[Model]] = (),
 ) -> Trace:
     """Read the log from its beginning and show the sink the selected part.
 
     Args:
         log: the opened log.
+        model: as `begin_model` returns it.
         selection: what is selected of it.
         sink: is shown it.
         remark: given, in a sentence, what the reader of the result should know.
         also: each is given each batch before the trace takes it.
+        visitors: called before the trace with each event.
     """
-    model = begin_model(log)
     trace = Trace(model, log.core, begin_totals(log, model), sink, selection)
-    reader = Reader(model, trace.visitors)
+    reader = Reader(model, [*visitors, *trace.visitors])
     if log.start_sequence:
-        trace.lost(1, log.start_sequence)
+        for visitor in (*visitors, trace):
+            visitor.lost(1, log.start_sequence)
     for batch in log.batches(selection.last_sequence):
         for take in also:
             take(batch)

@@ -6,60 +6,67 @@ from collections.abc import Callable
 
 from kvledger.adapters.tools.logs.explanation import Cause, balance, causes_of, sums_by_reason
 from kvledger.adapters.tools.logs.histories import Histories
-from kvledger.adapters.tools.logs.log import Batch, StoredLog
+from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.reasons import Accounts, RequestHistory, Sums
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reader import Life, Model, Visits
 
 
-class Reasons:
-    """Keeps the accounts of the selected part of a log, and the history of one request; give it every batch."""
+class Reasons(Accounts):
+    """The accounts of the selected part of a log, and the histories of the selected request.
+
+    Args:
+        model: of the reader.
+        selection: what is selected.
+        explained: given each life of a request, its sums at least; those that are not over at the end of the log.
+    """
 
     def __init__(
-        self, log: StoredLog, selection: Selection, explained: Callable[[RequestHistory], None] | None = None
+        self, model: Model, selection: Selection, explained: Callable[[RequestHistory], None] | None = None
     ) -> None:
-        """Begin with nothing; `explained` is given each life of a request, its sums at least."""
-        self._request_id = selection.request_id
-        self._first_sequence = selection.first_sequence
+        self._selection = selection
         self._explained = explained
         self._ended: list[RequestHistory] = []
-        self._accounts = Accounts(
-            log.configuration,
-            request_id=self._request_id,
-            on_end=self._end,
-            keeps_histories=self._request_id is not None,
-        )
         self._before: Sums | None = None
+        """Of what precedes the selection; None before it begins."""
+        one = selection.request_id
+        super().__init__(model, request_id=one, on_end=self._keep, keeps_histories=one is not None)
 
-    def take(self, batch: Batch) -> None:
-        """Take up the next batch of the log."""
-        if batch.gap is not None:
-            self._accounts.lose()
-        for sequence, event in batch.numbered():
-            if self._before is None and sequence >= self._first_sequence:
-                self._before = self._accounts.sums()
-            self._accounts.take(sequence, event)
+    def visits(self) -> Visits:
+        """Whether the selection has begun, and then what the accounts count."""
+        return [*((event_class, self._reach) for event_class in e.STANDARD_EVENTS.values()), *super().visits()]
+
+    def ended(self, life: Life) -> None:
+        """Close its account, in the selection if the event at hand is in it."""
+        self._reach()
+        super().ended(life)
 
     def finish(self) -> None:
-        """The log was read to its end: what is known of lives that are not over is told, too."""
+        """Hand out the lives that are not over."""
         if self._explained is not None:
-            for history in self._accounts.histories:
+            for history in super().histories:
                 self._explained(history)
-
-    def _end(self, history: RequestHistory) -> None:
-        if self._request_id is not None:
-            self._ended.append(history)
-        if self._explained is not None:
-            self._explained(history)
 
     def sums(self) -> Sums:
         """Of the selected part."""
-        sums = self._accounts.sums()
+        sums = super().sums()
         return sums if self._before is None else sums.since(self._before)
 
     @property
     def histories(self) -> list[RequestHistory]:
-        """Of the incarnations of the selected request, if one is selected."""
-        return [] if self._request_id is None else [*self._ended, *self._accounts.histories]
+        """Of the lives of the selected request, if one is selected."""
+        return [] if self._selection.request_id is None else [*self._ended, *super().histories]
+
+    def _reach(self, _event: e.Event | None = None) -> None:
+        if self._before is None and self.moment.sequence >= self._selection.first_sequence:
+            self._before = super().sums()
+
+    def _keep(self, history: RequestHistory) -> None:
+        if self._selection.request_id is not None:
+            self._ended.append(history)
+        if self._explained is not None:
+            self._explained(history)
 
 
 def totals(sums: Sums) -> dict[str, object]:

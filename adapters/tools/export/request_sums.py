@@ -7,37 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvledger.adapters.tools.logs.log import Batch, StoredLog
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.reasons import Accounts, RequestHistory
+from kvledger.lifecycle.reader import Model
 
 
-class RequestSums:
-    """Keeps the accounts of a log; give it every batch, and take out each request when it is over."""
+class RequestSums(Accounts):
+    """The accounts of a log. Ask it for each request at the event that ends it, or at the end of the log.
 
-    def __init__(self, log: StoredLog, selection: Selection) -> None:
-        self._accounts = Accounts(log.configuration, request_id=selection.request_id, on_end=self._end)
-        self._ended: dict[int, RequestHistory] = {}
-        """By ordinal, in the last batch: who is not shown then never will be."""
-        self._open: dict[int, RequestHistory] | None = None
-        """The same of those that are not over, as of the last batch; None: not asked for."""
+    A reader must call it before whoever asks.
+    """
 
-    def take(self, batch: Batch) -> None:
-        """Take up the next batch of the log."""
-        self._ended.clear()
-        self._open = None
-        if batch.gap is not None:
-            self._accounts.lose()
-        for sequence, event in batch.numbered():
-            self._accounts.take(sequence, event)
+    def __init__(self, model: Model, selection: Selection) -> None:
+        super().__init__(model, request_id=selection.request_id, on_end=self._keep)
+        self._asked: Mapping[int, RequestHistory] = {}
+        """By ordinal: the life that has just ended; at the end of the log those that are not over."""
+
+    def finish(self) -> None:
+        """Lives that are not over may be asked for."""
+        self._asked = {each.ordinal: each for each in self.histories}
 
     def attributes_of(self, ordinal: int) -> Mapping[str, int]:
         """Of a request that is shown for the last time."""
-        history = self._ended.pop(ordinal, None)
-        if history is None:
-            if self._open is None:
-                self._open = {each.ordinal: each for each in self._accounts.histories}
-            history = self._open.get(ordinal)
+        history = self._asked.get(ordinal)
         if history is None:
             return {}
         sums = history.sums
@@ -48,5 +40,5 @@ class RequestSums:
             **{f"kvledger.missed.{reason}": count for reason, count in sorted(sums.misses().items()) if count},
         }
 
-    def _end(self, history: RequestHistory) -> None:
-        self._ended[history.ordinal] = history
+    def _keep(self, history: RequestHistory) -> None:
+        self._asked = {history.ordinal: history}

@@ -13,9 +13,11 @@ import attrs
 from kvledger.adapters.tools.logs.index import LogIndex, index_for
 from kvledger.adapters.tools.logs.log import Batch, StoredLog
 from kvledger.adapters.tools.logs.progress import Progress
+from kvledger.adapters.tools.logs.reading import begin_accounts, begin_model, take_batch
 from kvledger.adapters.tools.logs.selection import Selection
-from kvledger.adapters.tools.reasons import Accounts, RequestHistory
+from kvledger.adapters.tools.reasons import RequestHistory
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reader import Reader
 
 
 @attrs.frozen
@@ -52,12 +54,11 @@ def read_histories(log: StoredLog, selection: Selection, request_id: str, output
                 return _from_index(index, request_id)
     with output.progress(log, "finding the reasons"):
         histories: list[RequestHistory] = []
-        accounts = Accounts(log.configuration, request_id=request_id, on_end=histories.append, keeps_histories=True)
+        model = begin_model(log)
+        accounts = begin_accounts(log, model, request_id=request_id, on_end=histories.append)
+        reader = Reader(model, [accounts])
         for batch in log.batches(selection.last_sequence):
-            if batch.gap is not None:
-                accounts.lose()
-            for sequence, event in batch.numbered():
-                accounts.take(sequence, event)
+            take_batch(reader, log, batch)
         histories += accounts.histories
     damage = tuple(log.damage)
     named = NamedEvents(named_by(histories))

@@ -32,9 +32,9 @@ from kvledger.adapters.tools.logs.index_memory import (
     memory_fingerprint,
 )
 from kvledger.adapters.tools.logs.log import Batch, StoredLog
-from kvledger.adapters.tools.logs.reading import begin_model, begin_totals, take_batch
+from kvledger.adapters.tools.logs.reading import begin_accounts, begin_model, begin_totals, take_batch
 from kvledger.adapters.tools.logs.requests import Requests, RequestSummary
-from kvledger.adapters.tools.reasons import Accounts, RequestHistory
+from kvledger.adapters.tools.reasons import RequestHistory
 from kvledger.lifecycle.reader import Reader
 from kvledger.lifecycle.untrusted import from_msgpack
 from kvledger.storage.events.files import PRIVATE_DIRECTORY, make_directory, open_for_reading
@@ -120,12 +120,11 @@ class _Builder:
         self._memory = IndexMemory() if memory is None else memory
         self._model = begin_model(log)
         self._totals = begin_totals(log, self._model)
-        self._reader = Reader(self._model, [Requests(self._model, self._write), self._totals])
+        self._accounts = begin_accounts(log, self._model, on_end=self._write_story)
+        visitors = Requests(self._model, self._write), self._totals, self._accounts
+        self._reader = Reader(self._model, visitors)
         if memory is not None:
             self._reader.resume(memory.reader, log.core.fingerprint())
-        self._accounts = Accounts(
-            log.configuration, on_end=self._write_story, keeps_histories=True, state=self._memory.accounts
-        )
 
     def build(self) -> None:
         """Read everything."""
@@ -159,10 +158,6 @@ class _Builder:
                 self._connection.execute("INSERT INTO places VALUES (?, ?, ?, ?)", row)
             memory.num_batches += 1
             take_batch(self._reader, self._log, batch)
-            if batch.gap is not None:
-                self._accounts.lose()
-            for sequence, event in batch.numbered():
-                self._accounts.take(sequence, event)
 
     def _finish(self, extent: tuple[str, str, int]) -> None:
         self._remember()

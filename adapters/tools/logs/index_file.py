@@ -5,20 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections import Counter
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TypeVar
 
 import attrs
 import msgspec
 
 from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.logs.log import StoredLog
-from kvledger.lifecycle.untrusted import from_msgpack
+from kvledger.lifecycle.untrusted import as_counter, from_msgpack
 from kvledger.storage.events import Damage
 from kvledger.storage.events.segment_bytes import num_written_bytes
 
-INDEX_FORMAT = 16
+INDEX_FORMAT = 17
 """Grows with every change of what is in an index; another one is built anew."""
 
 SCHEMA = """
@@ -49,13 +48,7 @@ def unpacked(stored: bytes, value_type: type[_Value]) -> _Value:
         zlib.error: it is something else.
         Undecodable: likewise.
     """
-    return from_msgpack(zlib.decompress(stored), value_type, _counter)
-
-
-def _counter(counter_type: type, counts: dict[str, int]) -> Counter[Any]:
-    """What `msgspec` cannot decode by itself: counts by the members of an enumeration."""
-    (key_type,) = get_args(counter_type)
-    return Counter({key_type(key): count for key, count in counts.items()})
+    return from_msgpack(zlib.decompress(stored), value_type, as_counter)
 
 
 @attrs.frozen

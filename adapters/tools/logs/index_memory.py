@@ -9,18 +9,16 @@ import hashlib
 
 import msgspec
 
-from kvledger.adapters.tools.reasons import State
-
 
 class IndexMemory(msgspec.Struct, forbid_unknown_fields=True):
     """Everything that goes on: what is over is in the index."""
 
     reader: bytes = b""
-    """What the reader knows, the requests that are not over, and the totals, as `Reader.capture` returns it."""
+    """What the reader knows, the requests that are not over, the totals and the reasons, as `Reader.capture` returns
+    it."""
     num_batches: int = 0
     time_ns: int = 0
     """The latest time before the last place at which reading can begin."""
-    accounts: State = msgspec.field(default_factory=State)
 
 
 def memory_fingerprint() -> str:

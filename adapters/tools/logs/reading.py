@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvledger.adapters.figures import decoded
 from kvledger.adapters.tools.logs.log import Batch, StoredLog
 from kvledger.adapters.tools.logs.totals import LogTotals
+from kvledger.adapters.tools.reasons import Accounts, RequestHistory
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle.reader import Model, Reader
 
@@ -39,6 +42,23 @@ def begin_totals(log: StoredLog, model: Model) -> LogTotals:
     """
     state = decoded(log.start_totals) if log.start_sequence else None
     return LogTotals(model, state, is_complete=state is not None or not log.start_sequence)
+
+
+def begin_accounts(
+    log: StoredLog,
+    model: Model,
+    *,
+    request_id: str | None = None,
+    on_end: Callable[[RequestHistory], None] | None = None,
+) -> Accounts:
+    """Accounts with histories of what a reader with this model is given; call it after `begin_model`.
+
+    If reading begins at a snapshot, the accounts do not have what happened to chunks before.
+    """
+    accounts = Accounts(model, request_id=request_id, on_end=on_end, keeps_histories=True)
+    if log.start_sequence:
+        accounts.lost(1, log.start_sequence)
+    return accounts
 
 
 def take_batch(reader: Reader, log: StoredLog, batch: Batch) -> None:

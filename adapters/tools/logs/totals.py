@@ -111,4 +111,4 @@ def _counted(life: Life | None) -> Life | None:
 
     One whose arrival is not in the log is not. The reasons leave it out, too.
     """
-    return None if life is None or (life.is_partial and not life.arrived_at) else life
+    return life if life is not None and life.has_known_beginning else None

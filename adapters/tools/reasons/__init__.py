@@ -1,14 +1,12 @@
 """Why tokens were missed and computed again: every one of them has exactly one reason, and the reasons add up.
 
-A fold of its own over the log, next to the projections and on purpose without them: what it says is compared with the
-totals. It reads no clock and does no I/O; times are looked up by whoever shows the history. `docs/reasons.md` defines
-what is counted.
+A visitor of the reader counts them, apart from the totals: what it says is compared with those. It reads no clock and
+does no I/O; whoever shows a history looks up the times. `docs/reasons.md` defines what is counted.
 """
 
 from kvledger.adapters.tools.reasons.accounts import Accounts
 from kvledger.adapters.tools.reasons.admissions import is_same_answer
 from kvledger.adapters.tools.reasons.chunk_history import ChunkFact, ChunkStatus
-from kvledger.adapters.tools.reasons.memory import State
 from kvledger.adapters.tools.reasons.reason import BY_DESIGN, Reason
 from kvledger.adapters.tools.reasons.request_history import Admission, Lookup, Recomputation, RequestHistory, SharedLoad
 from kvledger.adapters.tools.reasons.spans import Span
@@ -28,7 +26,6 @@ __all__ = [
     "RequestHistory",
     "SharedLoad",
     "Span",
-    "State",
     "Sums",
     "is_same_answer",
 ]

@@ -2,111 +2,112 @@
 
 from __future__ import annotations
 
-from kvledger.adapters.tools.reasons.chunk_history import ChunkFact, ChunkHistory, ChunkStatus
-from kvledger.adapters.tools.reasons.life import Life, Tail
-from kvledger.adapters.tools.reasons.lives import Lives
-from kvledger.lifecycle import Projection, on
+from kvledger.adapters.tools.reasons.chunk_history import ChunkFact, ChunkStatus
+from kvledger.adapters.tools.reasons.memory import Memory, Tail
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle import on
+from kvledger.lifecycle.reader import NEVER, num_intact_tokens
 
 
-class ChunkEvents(Projection):
-    """Folds all events about chunks."""
+class ChunkEvents:
+    """Called with all events about chunks."""
 
-    def __init__(self, chunk_size: int, lives: Lives, chunks: ChunkHistory) -> None:
-        self._chunk_size = chunk_size
-        self._lives = lives
-        self._chunks = chunks
-
-    def end_unsettled(self, life: Life, num_settled_tokens: int) -> None:
-        """A request ends: of the chunks that it did not compute, nobody need know."""
-        size = self._chunk_size
-        beyond = (key for chunk, key in life.keys.items() if (chunk + 1) * size > num_settled_tokens)
-        self._chunks.forget_known(beyond, life.request_id)
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._model, self._moment = memory.model, memory.model.moment
+        self._chunk_size = memory.model.configuration.chunk_size
 
     @on(e.ChunkKeysObserved)
-    def _keys_observed(self, event: e.ChunkKeysObserved, sequence: int) -> None:
-        life = self._lives.any(event.request_id)
-        life.cut_keys(event.first_chunk)
-        life.keys.update(enumerate(event.keys, event.first_chunk))
-        self._chunks.known(event.keys, sequence, event.request_id, life.ordinal)
+    def _keys_observed(self, event: e.ChunkKeysObserved) -> None:
+        life = self._moment.life
+        ordinal = NEVER if life is None else life.ordinal
+        self._memory.chunks.known(event.keys, self._moment.sequence, event.request_id, ordinal)
+
+    @on(e.RequestFinished)
+    def _finished(self, event: e.RequestFinished) -> None:
+        """Of the chunks that a request did not compute, nobody need know."""
+        life = self._moment.life
+        if life is not None:
+            beyond = life.keys[max(0, num_intact_tokens(event)) // self._chunk_size :]
+            self._memory.chunks.forget_known(beyond, event.request_id)
 
     @on(e.SaveIssued)
-    def _save_issued(self, event: e.SaveIssued, sequence: int) -> None:
-        life = self._lives.any(event.request_id)
-        keys = (life.keys[chunk] for chunk in event.chunks if chunk in life.keys)
-        self._chunks.save_issued(keys, _saving(event, sequence, life))
+    def _save_issued(self, event: e.SaveIssued) -> None:
+        save = self._model.copies.current
+        if save is not None:
+            self._memory.chunks.save_issued(save.keys, self._saving(event))
 
     @on(e.TailSaveIssued)
-    def _tail_save_issued(self, event: e.TailSaveIssued, sequence: int) -> None:
-        life = self._lives.kept(event.request_id)
-        if life is not None:
-            fact = _saving(event, sequence, life)
-            life.tail = Tail(event.first_token, event.first_token + min(event.num_tokens, self._chunk_size), fact)
+    def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
+        account = self._memory.decided(event)
+        if account is not None:
+            end_token = event.first_token + min(event.num_tokens, self._chunk_size)
+            account.tail = Tail(event.first_token, end_token, self._saving(event))
 
-    @on(e.SaveCompleted)
-    def _save_completed(self, event: e.SaveCompleted, sequence: int) -> None:
-        self._chunks.save_settled(event.job_id, sequence, event.cause, None)
-        self._settle_tail(event, sequence, ChunkStatus.SAVED, "")
-
-    @on(e.SaveFailed)
-    def _save_failed(self, event: e.SaveFailed, sequence: int) -> None:
-        self._chunks.save_settled(event.job_id, sequence, event.cause, event.error)
-        self._settle_tail(event, sequence, ChunkStatus.SAVE_FAILED, event.error)
-
-    def _settle_tail(
-        self, event: e.SaveCompleted | e.SaveFailed, sequence: int, status: ChunkStatus, error: str
-    ) -> None:
-        life = self._lives.get(event.request_id)
-        if life is not None and life.tail is not None and life.tail.fact.job_id == event.job_id:
-            life.tail.fact = life.tail.fact.settled(status, sequence, event.cause, error)
+    @on(e.SaveCompleted, e.SaveFailed)
+    def _save_settled(self, event: e.SaveCompleted | e.SaveFailed) -> None:
+        status, error = ChunkStatus.SAVED, ""
+        if isinstance(event, e.SaveFailed):
+            status, error = ChunkStatus.SAVE_FAILED, event.error
+        save, sequence = self._model.copies.current, self._moment.sequence
+        # What is saved after a reset stays lost to it.
+        if save is not None and (status is ChunkStatus.SAVE_FAILED or save.epoch == self._model.copies.epoch):
+            self._memory.chunks.save_settled(save.keys, event.job_id, status, sequence, event.cause, error)
+        account = self._memory.decided(event)
+        if account is not None and account.tail is not None and account.tail.fact.job_id == event.job_id:
+            account.tail.fact = account.tail.fact.settled(status, sequence, event.cause, error)
 
     @on(e.SaveDeclined)
-    def _save_declined(self, event: e.SaveDeclined, sequence: int) -> None:
-        life = self._lives.any(event.request_id)
-        fact = ChunkFact(
-            ChunkStatus.DECLINED, sequence, event.request_id, life.ordinal, detail=event.reason, cause=event.cause
-        )
-        first_token = event.first_chunk * self._chunk_size
-        if event.cause == life.preempted and first_token + self._chunk_size > life.mark:
-            life.tail = Tail(first_token, max(life.mark, first_token), fact)
+    def _save_declined(self, event: e.SaveDeclined) -> None:
+        life = self._model.lives.of(event.ordinal)
+        if life is None:
             return
-        keys = (life.keys[chunk] for chunk in sorted(life.keys) if chunk >= event.first_chunk)
-        self._chunks.declined(keys, event.num_chunks, fact)
+        fact = ChunkFact(
+            ChunkStatus.DECLINED,
+            self._moment.sequence,
+            event.request_id,
+            event.ordinal,
+            detail=event.reason,
+            cause=event.cause,
+        )
+        first_token, mark = event.first_chunk * self._chunk_size, life.num_tokens_before_preemption
+        if event.cause == life.preempted_at and first_token + self._chunk_size > mark:
+            account = self._memory.account(life)
+            if account is not None:
+                account.tail = Tail(first_token, max(mark, first_token), fact)
+            return
+        self._memory.chunks.declined(life.keys[max(0, event.first_chunk) :], event.num_chunks, fact)
 
-    @on(e.ChunksEvicted)
-    def _evicted(self, event: e.ChunksEvicted, sequence: int) -> None:
-        fact = ChunkFact(ChunkStatus.EVICTED, sequence, event.request_id, cause=event.cause)
+    @on(e.ChunksEvicted, e.ChunksTainted)
+    def _left(self, event: e.ChunksEvicted | e.ChunksTainted) -> None:
+        fact = ChunkFact(ChunkStatus.TAINTED, self._moment.sequence, cause=event.cause)
+        if isinstance(event, e.ChunksEvicted):
+            fact = ChunkFact(ChunkStatus.EVICTED, self._moment.sequence, event.request_id, cause=event.cause)
         for key in event.keys:
-            self._chunks.left(key, fact)
-
-    @on(e.ChunksTainted)
-    def _tainted(self, event: e.ChunksTainted, sequence: int) -> None:
-        fact = ChunkFact(ChunkStatus.TAINTED, sequence, cause=event.cause)
-        for key in event.keys:
-            self._chunks.left(key, fact)
+            self._memory.chunks.left(key, fact)
 
     @on(e.PrefillAdvanced, e.PrefillCompleted)
-    def _progressed(self, event: e.PrefillAdvanced | e.PrefillCompleted, _sequence: int) -> None:
-        life = self._lives.get(event.request_id)
-        if life is not None and life.tail is not None:
-            life.tail = None  # it has been used
+    def _progressed(self, event: e.PrefillAdvanced | e.PrefillCompleted) -> None:
+        account = self._memory.decided(event)
+        if account is not None:
+            account.tail = None  # it has been used
 
     @on(e.CacheReset)
-    def _reset(self, _event: e.CacheReset, sequence: int) -> None:
-        self._chunks.reset(sequence)
-        for life in self._lives:
-            if life.is_computing or life.admission is not None:
-                life.reset = sequence
-            if life.tail is not None:
-                life.tail.fact = ChunkFact(ChunkStatus.RESET, sequence, cause=sequence, earlier=life.tail.fact)
+    def _reset(self, _event: e.CacheReset) -> None:
+        sequence = self._moment.sequence
+        self._memory.chunks.reset(sequence)
+        for account in self._memory.state.accounts.values():
+            if account.tail is not None:
+                earlier = account.tail.fact
+                account.tail.fact = ChunkFact(ChunkStatus.RESET, sequence, cause=sequence, earlier=earlier)
 
     @on(e.PrefixCacheReset)
-    def _spared(self, _event: e.PrefixCacheReset, sequence: int) -> None:
-        self._chunks.spared(sequence)
-        for life in self._lives:
-            if life.tail is not None:
-                life.tail.before_reset = sequence
+    def _spared(self, _event: e.PrefixCacheReset) -> None:
+        self._memory.chunks.spared(self._moment.sequence)
+        for account in self._memory.state.accounts.values():
+            if account.tail is not None:
+                account.tail.before_reset = self._moment.sequence
 
-
-def _saving(event: e.SaveIssued | e.TailSaveIssued, sequence: int, life: Life) -> ChunkFact:
-    return ChunkFact(ChunkStatus.SAVING, sequence, event.request_id, life.ordinal, event.job_id, cause=event.cause)
+    def _saving(self, event: e.SaveIssued | e.TailSaveIssued) -> ChunkFact:
+        sequence = self._moment.sequence
+        return ChunkFact(ChunkStatus.SAVING, sequence, event.request_id, event.ordinal, event.job_id, cause=event.cause)

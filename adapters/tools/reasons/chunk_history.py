@@ -10,7 +10,6 @@ import enum
 from collections.abc import Iterable
 from itertools import islice
 
-import attrs
 import msgspec
 
 MAX_GONE = 131_072
@@ -64,14 +63,6 @@ _IN_POOL = frozenset({ChunkStatus.SAVING, ChunkStatus.SAVED})
 _STORY = frozenset({ChunkStatus.SAVED, ChunkStatus.EVICTED, ChunkStatus.TAINTED, ChunkStatus.RESET})
 
 
-@attrs.frozen
-class SaveUnderWay:
-    """A save in flight, and after how many resets it was issued."""
-
-    keys: tuple[bytes, ...]
-    num_resets: int
-
-
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """All that is remembered."""
 
@@ -80,8 +71,6 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """The one that was touched last comes last."""
     has_forgotten: bool = False
     """Whether any of `gone` were forgotten for want of room since events were lost."""
-    saves: dict[int, SaveUnderWay] = {}
-    num_resets: int = 0
     before_reset: dict[bytes, int] = {}
     """Chunk in the pool, or on its way there, when vLLM reset its prefix cache alone -> the last such reset."""
     loaded_since: dict[bytes, int] = {}
@@ -114,29 +103,21 @@ class ChunkHistory:
 
     def save_issued(self, keys: Iterable[bytes], fact: ChunkFact) -> None:
         """A save of these chunks starts; `fact` is noted for each."""
-        kept = tuple(keys)
-        self._state.saves[fact.job_id] = SaveUnderWay(kept, self._state.num_resets)
-        for key in kept:
+        for key in keys:
             before = self.get(key)
             if before is None or before.status is not ChunkStatus.SAVED:  # pages of windows may be added to a chunk
                 self._put(key, fact.after(_request_history(before)))
                 if key in self._state.loaded_since:  # saved again from the blocks into which it was loaded
                     self._state.before_reset[key] = self._state.loaded_since[key]
 
-    def save_settled(self, job_id: int, sequence: int, cause: int, error: str | None) -> None:
-        """A save is done, or failed with `error`."""
-        save = self._state.saves.pop(job_id, None)
-        if save is None:
-            return
-        for key in save.keys:
+    def save_settled(
+        self, keys: Iterable[bytes], job_id: int, status: ChunkStatus, sequence: int, cause: int, error: str
+    ) -> None:
+        """The save of these chunks is done, or failed with `error`."""
+        for key in keys:
             before = self.get(key)
-            of_this = before is not None and before.status is ChunkStatus.SAVING and before.job_id == job_id
-            if before is None or not of_this:
-                continue
-            if error is not None:
-                self._put(key, before.settled(ChunkStatus.SAVE_FAILED, sequence, cause, error))
-            elif save.num_resets == self._state.num_resets:
-                self._put(key, before.settled(ChunkStatus.SAVED, sequence, cause))
+            if before is not None and before.status is ChunkStatus.SAVING and before.job_id == job_id:
+                self._put(key, before.settled(status, sequence, cause, error))
 
     def declined(self, keys: Iterable[bytes], num_chunks: int, fact: ChunkFact) -> None:
         """Of these chunks the first `num_chunks` that are not in the pool were not saved."""
@@ -156,7 +137,6 @@ class ChunkHistory:
 
     def reset(self, sequence: int) -> None:
         """Everything in the pool, and on its way there, is stale."""
-        self._state.num_resets += 1
         self._state.loaded_since.clear()
         for key, before in tuple(self._state.in_pool.items()):
             earlier = before.after(None)
@@ -200,7 +180,6 @@ class ChunkHistory:
         self._state.has_forgotten = False
         self._state.in_pool.clear()
         self._state.gone.clear()
-        self._state.saves.clear()
         self._state.before_reset.clear()
         self._state.loaded_since.clear()
 

@@ -1,23 +1,21 @@
 """From one answered lookup to the reason of every token that it leaves to compute.
 
-Pure: a function of the answer, of what is remembered of the request, and of the chunks' history at that moment.
+Pure: a function of the answer, of what is known of the request, and of the chunks' history at that moment.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
-from functools import cached_property
 
 import attrs
 
 from kvledger.adapters.tools.reasons.chunk_history import ChunkFact, ChunkStatus
-from kvledger.adapters.tools.reasons.life import Life
-from kvledger.adapters.tools.reasons.memory import Memory
+from kvledger.adapters.tools.reasons.memory import Account, Memory
 from kvledger.adapters.tools.reasons.reason import Reason
 from kvledger.adapters.tools.reasons.spans import Span, joined
 from kvledger.lifecycle import LedgerConfiguration, MissReason
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reader import NEVER, Life
 
 _GONE: dict[ChunkStatus, Reason] = {
     ChunkStatus.SAVING: Reason.SAVING,
@@ -44,7 +42,7 @@ class Explainer:
     configuration: LedgerConfiguration
     memory: Memory
 
-    def explain(self, answer: e.LookupAnswered, sequence: int, life: Life) -> tuple[Span, ...]:
+    def explain(self, answer: e.LookupAnswered, sequence: int, life: Life, account: Account) -> tuple[Span, ...]:
         """The reasons of all tokens from the end of the offer to the last known one."""
         last = answer.num_tokens - 1
         offered_end = answer.num_computed_tokens + answer.num_external_tokens
@@ -52,21 +50,21 @@ class Explainer:
         of_last = Span(max(offered_end, last), answer.num_tokens, Reason.LAST_TOKEN, (sequence,))
         if answer.miss_reason == MissReason.RECORDED:
             return joined((Span(offered_end, last, Reason.RECORDED, (sequence,)), of_last))
-        behind = _Behind(self, life, sequence, answer)
+        behind = _Behind(self, life, account, sequence, answer)
         return joined(
             (
-                *self._cut(answer, sequence, life, offered_end, hit_end),
+                *self._cut(answer, sequence, life, account, offered_end, hit_end),
                 *behind.spans(max(offered_end, hit_end), last),
                 of_last,
             )
         )
 
     def without_answer(
-        self, first_token: int, num_tokens: int, sequence: int, life: Life, *, reason: Reason
+        self, first_token: int, num_tokens: int, sequence: int, life: Life, account: Account, *, reason: Reason
     ) -> tuple[Span, ...]:
         """The reasons where no lookup is in the log: `reason`, except for what no cache could have spared."""
         last = num_tokens - 1
-        behind = _Behind(self, life, sequence, None, reason)
+        behind = _Behind(self, life, account, sequence, None, reason)
         return joined(
             (
                 *behind.spans(first_token, last),
@@ -75,11 +73,17 @@ class Explainer:
         )
 
     def _cut(
-        self, answer: e.LookupAnswered, sequence: int, life: Life, first_token: int, end_token: int
+        self,
+        answer: e.LookupAnswered,
+        sequence: int,
+        life: Life,
+        account: Account,
+        first_token: int,
+        end_token: int,
     ) -> Iterator[Span]:
         """Tokens that are hit and not offered."""
         if answer.miss_reason in _OF_ALL:
-            evidence = life.quarantined if answer.miss_reason == MissReason.QUARANTINED else life.load_failed
+            evidence = account.quarantine if answer.miss_reason == MissReason.QUARANTINED else account.load_failed
             yield Span(first_token, end_token, _OF_ALL[answer.miss_reason], (*evidence, sequence))
         elif answer.miss_reason == MissReason.WINDOW:
             limit = self._limit(life, end_token)
@@ -108,6 +112,7 @@ class _Behind:
 
     explainer: Explainer
     life: Life
+    account: Account
     sequence: int
     answer: e.LookupAnswered | None
     instead: Reason | None = None
@@ -124,59 +129,56 @@ class _Behind:
 
     def _bounds(self, at: int, num_tokens: int) -> tuple[int, ...]:
         size = self.explainer.configuration.chunk_size
-        tail = self.life.tail
+        tail = self.account.tail
         of_tail = () if tail is None else (tail.first_token, tail.end_token)
-        bounds = (self.life.mark, *of_tail)
+        bounds = (self._mark, *of_tail)
         end, end_of_whole = (at // size + 1) * size, num_tokens // size * size
-        if at // size in self.life.keys or end >= end_of_whole:
+        if 0 <= at // size < len(self.life.keys) or end >= end_of_whole:
             return (end, *bounds)
         # Whole chunks without keys have one reason, and a log may count far more tokens than it has keys for.
-        place = bisect_right(self._keyed, at // size)
-        following = (self._keyed[place] * size,) if place < len(self._keyed) else ()
-        return (end_of_whole, *following, *bounds, *(bound // size * size for bound in bounds))
+        return (end_of_whole, *bounds, *(bound // size * size for bound in bounds))
 
-    @cached_property
-    def _keyed(self) -> list[int]:
-        """Chunks whose keys are known, ascending."""
-        return sorted(self.life.keys)
+    @property
+    def _mark(self) -> int:
+        """Tokens below it were computed before a preemption."""
+        return self.life.num_tokens_before_preemption
 
     def _overruled(self, span: Span) -> Span:
         """What makes the request compute whatever is there goes over what was there."""
         reason = self.instead
         if self.answer is not None:
             reason = _OF_ALL.get(self.answer.miss_reason)
-        was_computed = span.first_token < self.life.mark
+        was_computed = span.first_token < self._mark
         if reason is None or (span.reason in {Reason.NEW, Reason.PARTIAL_CHUNK} and not was_computed):
             return span
         return Span(span.first_token, span.end_token, reason, (*self._evidence(reason), self.sequence))
 
     def _evidence(self, reason: Reason) -> tuple[int, ...]:
         if reason is Reason.QUARANTINED:
-            return self.life.quarantined
+            return self.account.quarantine
         if reason is Reason.LOAD_FAILED:
-            return self.life.load_failed
+            return self.account.load_failed
         if reason is Reason.HOOK_FAILED:
-            return (self.life.hook_failed,)
+            return (self.account.hook_failed,)
         if reason is Reason.WITHHELD:
-            return (self.life.withheld,)
+            return (self.account.withheld,)
         return ()
 
     def _reason_of(self, first_token: int, end_token: int) -> Span:
         life, size = self.life, self.explainer.configuration.chunk_size
         chunk = first_token // size
-        tail = life.tail
+        tail = self.account.tail
         if tail is not None and tail.first_token <= first_token < tail.end_token:
             return self._from_fact(first_token, end_token, tail.fact)
-        key = life.keys.get(chunk)
-        if key is None:
+        if not 0 <= chunk < len(life.keys):
             return self._without_key(first_token, end_token)
-        fact = self.explainer.memory.chunks.get(key)
+        fact = self.explainer.memory.chunks.get(life.keys[chunk])
         told = self._told_of(first_token)
         if told == MissReason.SAVING:
             return self._being_saved(first_token, end_token, fact)
         span = self._from_fact(first_token, end_token, fact)
         # Where events are lost, one of them may have been the save of the chunk.
-        may_be_lost = first_token >= life.mark or span.reason is Reason.UNSAVED
+        may_be_lost = first_token >= self._mark or span.reason is Reason.UNSAVED
         is_in_pool = span.reason in {Reason.BEHIND_GAP, Reason.SAVING, Reason.DEFERRAL_EXHAUSTED}
         contradicts = told == MissReason.MISSING and is_in_pool
         if contradicts or (may_be_lost and self._is_history_lost(fact)):
@@ -193,9 +195,10 @@ class _Behind:
         life, size = self.life, self.explainer.configuration.chunk_size
         num_tokens = end_token + 1 if self.answer is None else self.answer.num_tokens
         if (first_token // size + 1) * size <= num_tokens:
-            reason = Reason.QUARANTINED if life.quarantined else Reason.NO_KEY
-            return Span(first_token, end_token, reason, (*life.quarantined, self.sequence))
-        if first_token < life.mark:
+            reason = Reason.UNKNOWN if life.is_partial else Reason.NO_KEY
+            reason = Reason.QUARANTINED if life.quarantined else reason
+            return Span(first_token, end_token, reason, (*self.account.quarantine, self.sequence))
+        if first_token < self._mark:
             return self._never_saved(first_token, end_token, None)
         return Span(first_token, end_token, Reason.PARTIAL_CHUNK, (self.sequence,))
 
@@ -212,38 +215,43 @@ class _Behind:
         return span if agrees else Span(first_token, end_token, Reason.SAVING, (self.sequence,))
 
     def _from_fact(self, first_token: int, end_token: int, fact: ChunkFact | None) -> Span:
-        life = self.life
+        account = self.account
         if fact is None or fact.status is ChunkStatus.KNOWN:
             return self._never_saved(first_token, end_token, fact)
         reason = _GONE[fact.status]
         evidence = tuple(_told_by(fact))
         limit = self.explainer.configuration.max_deferred_lookups
-        if reason is Reason.SAVING and life.num_deferred and life.num_deferred >= limit:
-            return Span(first_token, end_token, Reason.DEFERRAL_EXHAUSTED, (*evidence, *life.deferrals), fact)
+        if reason is Reason.SAVING and account.num_deferred and account.num_deferred >= limit:
+            return Span(first_token, end_token, Reason.DEFERRAL_EXHAUSTED, (*evidence, *account.deferrals), fact)
         return Span(first_token, end_token, reason, evidence, fact)
 
     def _never_saved(self, first_token: int, end_token: int, fact: ChunkFact | None) -> Span:
         life = self.life
-        if first_token < life.mark:
+        if first_token < self._mark:
             size = self.explainer.configuration.chunk_size
             if life.quarantined:
-                return Span(first_token, end_token, Reason.QUARANTINED, life.quarantined)
-            if life.reset:
-                return Span(first_token, end_token, Reason.STALE, (life.reset, life.preempted))
-            if (first_token // size + 1) * size > life.mark:  # it was part-filled when the blocks were taken
+                return Span(first_token, end_token, Reason.QUARANTINED, self.account.quarantine)
+            if life.reset_at > self.account.started_at:  # since then it got no other blocks
+                return Span(first_token, end_token, Reason.STALE, (life.reset_at, life.preempted_at))
+            if (first_token // size + 1) * size > self._mark:  # it was part-filled when the blocks were taken
                 return self._not_copied(first_token, end_token)
-            return Span(first_token, end_token, Reason.UNSAVED, (life.preempted,), fact)
-        is_own = fact is None or (fact.request_id, fact.ordinal) == (life.request_id, life.ordinal)
-        if is_own:
+            return Span(first_token, end_token, Reason.UNSAVED, (life.preempted_at,), fact)
+        if fact is None or self._is_own(fact):
             return Span(first_token, end_token, Reason.NEW, (self.sequence,))
         return Span(first_token, end_token, Reason.UNSAVED, tuple(_told_by(fact)), fact)
+
+    def _is_own(self, fact: ChunkFact) -> bool:
+        """Whether it is this life that brought the key; before a decision names a partial life, it has no ordinal."""
+        life = self.life
+        is_unnamed = fact.ordinal == NEVER and life.is_partial
+        return fact.request_id == life.request_id and (fact.ordinal == life.ordinal or is_unnamed)
 
     def _not_copied(self, first_token: int, end_token: int) -> Span:
         """Computed tokens behind the last whole chunk, of which there is no copy."""
         size = self.explainer.configuration.chunk_size
         if self.answer is not None and first_token // size > self.answer.num_hit_tokens // size:
             return Span(first_token, end_token, Reason.BEHIND_GAP, (self.sequence,))
-        return Span(first_token, end_token, Reason.PARTIAL_CHUNK, (self.life.preempted,))
+        return Span(first_token, end_token, Reason.PARTIAL_CHUNK, (self.life.preempted_at,))
 
 
 def _told_by(fact: ChunkFact | None) -> Iterator[int]:

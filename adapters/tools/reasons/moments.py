@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from kvledger.adapters.tools.reasons.memory import Memory
+from kvledger.adapters.tools.reasons.memory import Account, Memory
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle import on
 
 _OF_A_REQUEST = (
     e.RequestArrived,
@@ -25,52 +24,46 @@ _OF_A_REQUEST = (
 
 
 class Moments:
-    """Adds to the histories of the lives that are kept."""
+    """Adds to the histories that are kept. To be called after the parts that count."""
 
     def __init__(self, memory: Memory) -> None:
-        self._lives = memory.lives
-        self._preempted = memory.state.preempted
-        self._notes: dict[type[e.Event], Callable[..., None]] = {
-            **dict.fromkeys(_OF_A_REQUEST, self._of_a_request),
-            e.StepScheduled: self._step,
-            **dict.fromkeys((e.CacheReset, e.PrefixCacheReset, e.ExtensionStopped), self._of_all),
-            e.HookFailed: self._hook_failed,
-            **dict.fromkeys((e.LookupAnswered, e.LookupDeferred), self._answered),
-        }
+        self._memory = memory
 
-    def take(self, sequence: int, event: e.Event) -> None:
-        """Take up an event, after the accounts have."""
-        note = self._notes.get(type(event))
-        if note is not None:
-            note(event, sequence)
-
-    def _step(self, _event: e.StepScheduled, sequence: int) -> None:
+    @on(e.StepScheduled)
+    def _step_scheduled(self, _event: e.StepScheduled) -> None:
         # The step for which blocks were taken is recorded right behind the preemption.
-        for life in map(self._lives.get, self._preempted):
-            if life is not None and life.history is not None and life.preempted:  # else another one has its id by now
-                life.history.keep(life.history.moments, sequence)
-        self._preempted.clear()
+        preempted = self._memory.state.preempted
+        for life in map(self._memory.model.lives.get, preempted):
+            if life is not None and life.preempted_at:  # else another one has its id by now
+                self._note(self._memory.account(life))
+        preempted.clear()
 
-    def _of_all(self, _event: e.Event, sequence: int) -> None:
-        for life in self._lives:
-            if life.history is not None:
-                life.history.keep(life.history.moments, sequence)
+    @on(e.CacheReset, e.PrefixCacheReset, e.ExtensionStopped)
+    def _of_all(self, _event: e.Event) -> None:
+        for _, account in self._memory.lives():
+            self._note(account)
 
-    def _hook_failed(self, event: e.HookFailed, sequence: int) -> None:
+    @on(e.HookFailed)
+    def _hook_failed(self, event: e.HookFailed) -> None:
         if event.request_id:
-            self._of_a_request(event, sequence)
+            self._of_a_request(event)
         else:
-            self._of_all(event, sequence)
+            self._of_all(event)
 
-    def _answered(self, event: e.LookupAnswered | e.LookupDeferred, _sequence: int) -> None:
+    @on(e.LookupAnswered, e.LookupDeferred)
+    def _answered(self, event: e.LookupAnswered | e.LookupDeferred) -> None:
         # An extension that answers does so in an event of its own; a lookup shows it, and folds what repeats.
-        life = self._lives.get(event.request_id)
-        if life is not None and life.history is not None and life.history.moments[-1:] == [event.cause]:
-            life.history.moments.pop()
+        account = self._memory.present(event.request_id)
+        if account is not None and account.history is not None and account.history.moments[-1:] == [event.cause]:
+            account.history.moments.pop()
 
-    def _of_a_request(self, event: e.RequestEvent | e.HookFailed | e.InvariantViolated, sequence: int) -> None:
-        life = self._lives.get(event.request_id)
-        if life is not None and life.history is not None:
-            life.history.keep(life.history.moments, sequence)
-            if isinstance(event, e.RequestPreempted):
-                self._preempted.append(event.request_id)
+    @on(*_OF_A_REQUEST)
+    def _of_a_request(self, event: e.RequestEvent | e.HookFailed | e.InvariantViolated) -> None:
+        account = self._memory.present(event.request_id)
+        self._note(account)
+        if account is not None and isinstance(event, e.RequestPreempted):
+            self._memory.state.preempted.append(event.request_id)
+
+    def _note(self, account: Account | None) -> None:
+        if account is not None and account.history is not None:
+            account.history.keep(account.history.moments, self._memory.model.moment.sequence)

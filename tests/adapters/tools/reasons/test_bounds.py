@@ -15,7 +15,7 @@ def test_of_chunks_that_are_gone_the_latest_are_remembered() -> None:
     history = ChunkHistory(max_gone=2)
     kept, *others = keys_of("a", 4)
     history.save_issued([kept], ChunkFact(ChunkStatus.SAVING, 1, "a", 0, job_id=1))
-    history.save_settled(1, 2, 2, None)
+    history.save_settled([kept], 1, ChunkStatus.SAVED, 2, 2, "")
     for sequence, key in enumerate(others, 3):
         history.left(key, ChunkFact(ChunkStatus.EVICTED, sequence, "b"))
     assert [history.get(key) is None for key in others] == [True, False, False]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import attrs
 import pytest
 from lifecycle_driver import Driver, keys_of
-from lifecycle_driver.concerned import check_proofs, check_reasons, stories_of
+from lifecycle_driver.concerned import CORE, check_proofs, check_reasons, stories_of
 
 from kvledger.adapters.tools.reasons import Accounts, ChunkStatus, Reason, RequestHistory, Span, Sums
 from kvledger.adapters.tools.reasons.chunk_history import MAX_GONE
 from kvledger.adapters.tools.reasons.spans import joined
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reader import Model, Reader
 
 
 def story_of(driver: Driver, request_id: str = "a") -> RequestHistory:
@@ -36,6 +37,14 @@ def span_with(story: RequestHistory, reason: Reason) -> Span:
 def event_at(driver: Driver, sequence: int) -> e.Event:
     """The event with that number."""
     return dict(driver.sink.events())[sequence]
+
+
+def behind_a_gap(driver: Driver, last_sequence: int) -> tuple[Reader, Accounts]:
+    """Accounts, and the reader that calls them, of a log whose events up to this one are missing."""
+    model = Model(CORE.tables, driver.configuration)
+    reader = Reader(model, [accounts := Accounts(model, keeps_histories=True)])
+    reader.lost(1, last_sequence)
+    return reader, accounts
 
 
 def come_back(driver: Driver, num_tokens: int, request_id: str = "a", num_external_tokens: int | None = None) -> None:
@@ -480,11 +489,8 @@ def test_behind_lost_events_what_is_not_known_is_unknown() -> None:
     driver.ledger.commit()
     events = driver.sink.events()
     arrival = next(sequence for sequence, event in events if getattr(event, "request_id", "") == "c")
-    late = [(sequence, event) for sequence, event in events if sequence >= arrival]
-    accounts = Accounts(driver.configuration, keeps_histories=True)
-    accounts.lose()
-    for sequence, event in late:
-        accounts.take(sequence, event)
+    reader, accounts = behind_a_gap(driver, arrival - 1)
+    reader.take((sequence, event) for sequence, event in events if sequence >= arrival)
     story = next(story for story in accounts.histories if story.request_id == "c")
     assert missed(story) == [(0, 32, Reason.UNKNOWN)]
 
@@ -496,12 +502,9 @@ def test_lost_events_matter_as_long_as_their_chunks_would_be_remembered(num_gone
     driver.arrive("a", 33, keys_of("a", 4))
     come_back(driver, 33)
     driver.ledger.commit()
-    accounts = Accounts(driver.configuration, keeps_histories=True)
-    accounts.lose()
+    reader, accounts = behind_a_gap(driver, 1)
     keys = tuple(number.to_bytes(16) for number in range(num_gone - 4))
-    accounts.take(1, e.ChunkKeysObserved("other", 0, keys))
-    for sequence, event in driver.sink.events():
-        accounts.take(sequence, event)
+    reader.take([(1, e.ChunkKeysObserved("other", 0, keys)), *driver.sink.events()])
     (story,) = [story for story in accounts.histories if story.request_id == "a"]
     assert missed(story) == [(0, 32, reason)]
 

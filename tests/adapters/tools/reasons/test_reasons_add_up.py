@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lifecycle_driver import Driver, play_seed
-from lifecycle_driver.concerned import check_reasons, check_stories
+from lifecycle_driver.concerned import CORE, check_reasons, check_stories
 
+from kvledger.adapters.tools.logs.totals import LogTotals
 from kvledger.adapters.tools.reasons import Accounts, LoadFate, OfferFate, Reason, Sums
-from kvledger.adapters.totals import Totals
-from kvledger.lifecycle import Core, LedgerConfiguration
+from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reader import Model, Reader
 
 SEEDS = [int(os.environ["WALK_SEED"])] if "WALK_SEED" in os.environ else list(range(12))
 GEOMETRIES = [(8, 16), (16, 16), (32, 16)]
@@ -77,15 +78,12 @@ def test_they_add_up_at_every_moment_and_behind_every_gap(seed: int) -> None:
     events = driver.sink.events()
     check_reasons(events[: len(events) // 3], driver.configuration)
     lost = range(len(events) // 3, len(events) // 2)
-    accounts = Accounts(driver.configuration)
-    projections = Core.standard().new_projections(driver.configuration)
-    totals = Totals(projections)
-    for index, (sequence, event) in enumerate(events):
-        if index == lost.start:
-            accounts.lose()
-        if index not in lost:
-            accounts.take(sequence, event)
-            projections.fold(event, sequence)
+    model = Model(CORE.tables, driver.configuration)
+    accounts, totals = Accounts(model), LogTotals(model)
+    reader = Reader(model, [accounts, totals])
+    reader.take(events[: lost.start])
+    reader.lost(events[lost.start][0], events[lost.stop - 1][0])
+    reader.take(events[lost.stop :])
     kept = [event for index, event in enumerate(events) if index not in lost]
     assert accounts.sums().differences(totals.figures) == []
     check_reasons(kept, driver.configuration)
@@ -120,13 +118,19 @@ def any_event(event_class: type[e.Event]) -> st.SearchStrategy[e.Event]:
 
 
 @settings(max_examples=400)
-@given(events=st.lists(st.one_of(*map(any_event, Core.standard().events.values())), max_size=60))
-def test_no_event_makes_the_accounts_fail(events: list[e.Event]) -> None:
+@given(events=st.lists(st.one_of(*map(any_event, CORE.events.values())), max_size=60), gap=st.integers(0, 60))
+def test_no_event_makes_the_accounts_fail(events: list[e.Event], gap: int) -> None:
     """A forged or damaged log gives odd reasons, never none, and the sums still add up."""
     ended = []
-    accounts = Accounts(LedgerConfiguration(16, 8, 10), on_end=ended.append, keeps_histories=True)
-    for sequence, event in enumerate(events, 1):
-        accounts.take(sequence, event)
+    model = Model(CORE.tables, LedgerConfiguration(16, 8, 10))
+    accounts = Accounts(model, on_end=ended.append, keeps_histories=True)
+    reader = Reader(model, [accounts])
+    numbered = list(enumerate(events, 1))
+    reader.take(numbered[:gap])
+    if gap:
+        reader.lost(gap, gap)
+    reader.take(numbered[gap:])
+    reader.finish()
     assert accounts.sums().differences() == []
     for story in (*ended, *accounts.histories):
         assert story.sums.differences() == []
