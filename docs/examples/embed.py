@@ -1,14 +1,13 @@
 """The core without an engine (`embed.py LOG_DIR`): a request is computed, preempted, comes back, is judged."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 
-from kvledger.adapters.tools.logs.log import open_log
-from kvledger.adapters.tools.reasons import Accounts
+import kvledger
 from kvledger.lifecycle import Channel, Core, Ledger, LedgerConfiguration, Scheduled, StepEncoder, log_header
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.reader import Model, Reader
 from kvledger.storage.events import SegmentEventStore
 
 core, configuration = Core.standard(), LedgerConfiguration(block_size=16, chunk_size=16, num_slots=8)
@@ -42,8 +41,9 @@ observe(steps.encode([Scheduled("a", loaded, 41 - loaded, num_tokens=41)], next(
 observe(e.RequestFinished("a", "stopped", 41, 42, next(clock)))
 store.close()
 
-log, model = open_log(log_dir), Model(core.tables, configuration)
-(audit := Audit(core, configuration)).run(log.events())
-Reader(model, [accounts := Accounts(model)]).take(log.events())
+log = kvledger.open_log(log_dir)
+(audit := Audit(core, configuration)).run((entry.sequence, entry.event) for entry in log.entries())
+left = [reason for reason in log.request("a").why() if reason.of == "admission"]
+tokens = Counter(str(reason.code) for reason in left for _ in range(reason.first_token, reason.end_token))
 print("sound:", audit.is_sound, *audit.violations, *audit.divergences)
-print("left to compute, by reason:", {str(reason): count for reason, count in accounts.sums().misses().items()})
+print("left to compute, by reason:", dict(tokens))

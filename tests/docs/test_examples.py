@@ -20,10 +20,6 @@ PROMISED = {
     "kvledger.storage.kv",
 }
 """Modules, as `kvledger.lifecycle` says."""
-PROMISED_OF_ADAPTERS = {
-    "kvledger.adapters.tools.logs.log.open_log",
-    "kvledger.adapters.tools.reasons.Accounts",
-}
 
 
 def source_of(file: Path) -> str:
@@ -46,7 +42,7 @@ def imported(source: str) -> Iterator[tuple[str, str]]:
 
 def is_promised(module: str, name: str) -> bool:
     """Whether everybody may import it from there."""
-    if f"{module}.{name}" in PROMISED | PROMISED_OF_ADAPTERS:
+    if f"{module}.{name}" in PROMISED:
         return True
     if module not in PROMISED:
         return False
