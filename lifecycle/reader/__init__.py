@@ -4,6 +4,7 @@ Observations and recorded decisions go in, nothing of `projections/` or `decisio
 `layout.py`. What is shared by nature is the vocabulary and the transition table.
 """
 
+from kvledger.lifecycle.marks import marked
 from kvledger.lifecycle.reader.model import EVERY_PART, Model
 from kvledger.lifecycle.reader.moment import Moment, Visits, num_intact_tokens
 from kvledger.lifecycle.reader.records import NEVER, Copy, Life
@@ -21,5 +22,6 @@ __all__ = [
     "Reader",
     "Visitor",
     "Visits",
+    "marked",
     "num_intact_tokens",
 ]

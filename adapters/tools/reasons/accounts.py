@@ -20,9 +20,7 @@ from kvledger.adapters.tools.reasons.request_history import RequestHistory
 from kvledger.adapters.tools.reasons.sums import OfferFate, Sums
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle import on
-from kvledger.lifecycle.marks import marked
-from kvledger.lifecycle.reader import Life, Model, Visitor, Visits
-from kvledger.lifecycle.states import BlocksRegion
+from kvledger.lifecycle.reader import Life, Model, Visitor, Visits, marked
 
 
 class Accounts(Visitor[Model]):
@@ -59,7 +57,7 @@ class Accounts(Visitor[Model]):
             *([Moments(memory)] if keeps_histories else []),
         )
         for life, account in memory.lives():  # of a snapshot
-            account.is_computing = life.blocks is not BlocksRegion.NONE
+            account.is_computing = life.has_blocks
 
     def index(self) -> None:
         """Find everything in the state that is there now."""

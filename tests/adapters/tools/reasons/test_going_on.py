@@ -10,8 +10,9 @@ from lifecycle_driver.concerned import CORE
 
 from kvledger.adapters.tools.logs.totals import LogTotals
 from kvledger.adapters.tools.reasons import Accounts, Reason, RequestHistory
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import LedgerConfiguration, fold
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.taken_over import taken_over
 from kvledger.lifecycle.reader import Model, Reader
 
 
@@ -111,4 +112,22 @@ def test_what_a_life_without_its_arrival_computes_again_is_counted_by_neither(se
         reader = Reader(model, [accounts, totals])
         reader.lost(1, first - 1)
         reader.take(log[first - 1 :])
+        assert accounts.sums().differences(totals.figures) == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_reasons_add_up_where_reading_begins_at_a_snapshot(seed: int) -> None:
+    """A request that has blocks in the snapshot is not admitted by the first step that has it."""
+    driver = play_seed(seed, 60, chunk_size=16, block_size=16)
+    log = list(enumerate(driver.observed, 1))
+    for cut in (at - 1 for at, event in log[60::101] if not event.is_decision):
+        model = Model(CORE.tables, driver.configuration)
+        model.begin(taken_over(fold(CORE, log[:cut], driver.configuration)))
+        running = {life.request_id for life in model.lives if life.has_blocks}
+        accounts, totals = Accounts(model, keeps_histories=True), LogTotals(model)
+        accounts.lost(1, cut)
+        reader = Reader(model, [accounts, totals])
+        reader.take(log[cut : cut + 1])
+        assert not any(each.admissions for each in accounts.histories if each.request_id in running)
+        reader.take(log[cut + 1 :])
         assert accounts.sums().differences(totals.figures) == []
