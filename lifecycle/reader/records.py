@@ -89,11 +89,6 @@ class Life(msgspec.Struct, gc=False, eq=False):
         return f"{self.state}.{self.sub_state}" if self.sub_state else self.state.value
 
     @property
-    def has_blocks(self) -> bool:
-        """Whether vLLM has given it blocks."""
-        return self.blocks is not BlocksRegion.NONE
-
-    @property
     def has_known_beginning(self) -> bool:
         """Whether its arrival was read, or the snapshot has it from which reading began."""
         return self.arrived_at > 0 or not self.is_partial

@@ -18,8 +18,8 @@ from kvledger.adapters.tools.reasons.memory import Account, Memory, State
 from kvledger.adapters.tools.reasons.moments import Moments
 from kvledger.adapters.tools.reasons.request_history import RequestHistory
 from kvledger.adapters.tools.reasons.sums import OfferFate, Sums
+from kvledger.lifecycle import BlocksRegion, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle import on
 from kvledger.lifecycle.reader import Life, Model, Visitor, Visits, marked
 
 
@@ -57,7 +57,7 @@ class Accounts(Visitor[Model]):
             *([Moments(memory)] if keeps_histories else []),
         )
         for life, account in memory.lives():  # of a snapshot
-            account.is_computing = life.has_blocks
+            account.is_computing = life.blocks is not BlocksRegion.NONE
 
     def index(self) -> None:
         """Find everything in the state that is there now."""

@@ -10,7 +10,7 @@ from lifecycle_driver.concerned import CORE
 
 from kvledger.adapters.tools.logs.totals import LogTotals
 from kvledger.adapters.tools.reasons import Accounts, Reason, RequestHistory
-from kvledger.lifecycle import LedgerConfiguration, fold
+from kvledger.lifecycle import BlocksRegion, LedgerConfiguration, fold
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.taken_over import taken_over
 from kvledger.lifecycle.reader import Model, Reader
@@ -123,7 +123,7 @@ def test_reasons_add_up_where_reading_begins_at_a_snapshot(seed: int) -> None:
     for cut in (at - 1 for at, event in log[60::101] if not event.is_decision):
         model = Model(CORE.tables, driver.configuration)
         model.begin(taken_over(fold(CORE, log[:cut], driver.configuration)))
-        running = {life.request_id for life in model.lives if life.has_blocks}
+        running = {life.request_id for life in model.lives if life.blocks is not BlocksRegion.NONE}
         accounts, totals = Accounts(model, keeps_histories=True), LogTotals(model)
         accounts.lost(1, cut)
         reader = Reader(model, [accounts, totals])
