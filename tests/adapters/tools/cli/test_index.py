@@ -23,10 +23,11 @@ from kvledger.adapters.tools.logs import index as index_module
 from kvledger.adapters.tools.logs import index_builder, index_file
 from kvledger.adapters.tools.logs.index import build_index, index_path, open_index
 from kvledger.adapters.tools.logs.log import open_log
+from kvledger.adapters.tools.reasons import Accounts
 from kvledger.adapters.tools.reasons.memory import Tail
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import encode_events
-from kvledger.lifecycle.reader import visitor
+from kvledger.lifecycle.reader import stored as stored_states
 from kvledger.storage.events import retire
 from kvledger.storage.events.segment_file import segment_paths
 
@@ -295,7 +296,7 @@ def forged_account(stored: bytes, forge: Callable[[Any], object]) -> bytes:
 
     def forge_reader(memory: Any) -> None:
         reader = msgspec.msgpack.decode(memory["reader"])
-        forge(reader["visitors"][-1]["accounts"]["chat-17-b6"])
+        forge(reader["visitors"][Accounts.__qualname__]["state"]["accounts"]["chat-17-b6"])
         memory["reader"] = msgspec.msgpack.encode(reader)
 
     return forged(stored, forge_reader)
@@ -344,8 +345,8 @@ def test_a_memory_of_another_layout_is_not_used(story: Driver, tmp_path: Path, m
     build_index(open_log(log)).close()
     append(log, list(story.observed[40:]))
     monkeypatch.setitem(Tail.__annotations__, "end_token", "int | None")
-    visitor._layout.cache_clear()  # in one process a layout never changes
+    stored_states.layout_of.cache_clear()  # in one process a layout never changes
     grown = open_log(log)
     build_index(grown).close()
-    visitor._layout.cache_clear()
+    stored_states.layout_of.cache_clear()
     assert grown.num_events == len(story.observed), "the log was read from its beginning"

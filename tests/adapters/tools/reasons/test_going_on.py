@@ -10,9 +10,8 @@ from lifecycle_driver.concerned import CORE
 
 from kvledger.adapters.tools.logs.totals import LogTotals
 from kvledger.adapters.tools.reasons import Accounts, Reason, RequestHistory
-from kvledger.lifecycle import BlocksRegion, LedgerConfiguration, fold
+from kvledger.lifecycle import BlocksRegion, LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.taken_over import taken_over
 from kvledger.lifecycle.reader import Model, Reader
 
 
@@ -122,7 +121,7 @@ def test_reasons_add_up_where_reading_begins_at_a_snapshot(seed: int) -> None:
     log = list(enumerate(driver.observed, 1))
     for cut in (at - 1 for at, event in log[60::101] if not event.is_decision):
         model = Model(CORE.tables, driver.configuration)
-        model.begin(taken_over(fold(CORE, log[:cut], driver.configuration)))
+        driver.folded(cut).start().resume(model, CORE)
         running = {life.request_id for life in model.lives if life.blocks is not BlocksRegion.NONE}
         accounts, totals = Accounts(model, keeps_histories=True), LogTotals(model)
         accounts.lost(1, cut)
