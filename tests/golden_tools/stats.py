@@ -130,7 +130,6 @@ TOTAL = {
     "to_load": {"loaded": 56, "failed": 64},
     "num_tokens_duplicated": 0,
     "duplicated": {},
-    "differences": [],
 }
 
 TOP = {"request_id": "b", "ordinal": 1, "num_tokens_recomputed": 50}

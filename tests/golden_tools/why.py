@@ -151,7 +151,6 @@ TOTALS = [
         "to_load": {"loaded": 64},
         "num_tokens_duplicated": 0,
         "duplicated": {},
-        "differences": [],
         "num_left_out": 0,
     },
     {
@@ -173,7 +172,6 @@ TOTALS = [
         "to_load": {"failed": 128},
         "num_tokens_duplicated": 0,
         "duplicated": {},
-        "differences": [],
         "num_left_out": 0,
     },
 ]

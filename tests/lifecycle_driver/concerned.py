@@ -128,12 +128,35 @@ def figures_of(events: Iterable[tuple[int, e.Event]], configuration: LedgerConfi
     return totals.figures
 
 
+def differences_of(sums: Sums, figures: Figures | None = None) -> list[str]:
+    """Where sums do not add up; each entry names both sides. Empty unless kvledger is wrong.
+
+    Args:
+        sums: of all requests, or of one life.
+        figures: the totals of the same events; without them only the sums themselves are compared.
+    """
+    there = sums.num_retained + sums.num_claimed + sums.num_elsewhere
+    balances = [
+        ("tokens needed", sums.num_needed, there + sums.missed.total()),
+        ("tokens offered", sums.num_offered, sums.offered.total()),
+        ("tokens to load", sums.num_to_load, sums.to_load.total()),
+        ("tokens recomputed", sums.num_recomputed, sums.recomputed.total()),
+    ]
+    if figures is not None:
+        balances += [
+            ("tokens offered, by the totals", figures.num_tokens_offered, sums.num_offered),
+            ("tokens loaded, by the totals", figures.num_tokens_loaded, sums.to_load[LoadFate.LOADED]),
+            ("tokens recomputed, by the totals", figures.num_tokens_recomputed, sums.num_recomputed),
+        ]
+    return [f"{name}: {whole}, their parts add up to {parts}" for name, whole, parts in balances if whole != parts]
+
+
 def check_reasons(events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> Sums:
     """The reasons add up to the totals of the log, and for each life; returns the sums."""
     model = Model(CORE.tables, configuration)
     Reader(model, [accounts := Accounts(model)]).take(events)
     sums = accounts.sums()
-    differences = sums.differences(figures_of(events, configuration))
+    differences = differences_of(sums, figures_of(events, configuration))
     assert not differences, f"the reasons do not add up: {differences}"
     return sums
 
@@ -153,7 +176,7 @@ def check_stories(events: Sequence[tuple[int, e.Event]], configuration: LedgerCo
     stories = stories_of(events, configuration)
     whole = Sums()
     for story in stories:
-        differences = story.sums.differences()
+        differences = differences_of(story.sums)
         assert not differences, f"the story of {story.request_id} does not add up: {differences}"
         whole.add(story.sums)
     sums = check_reasons(events, configuration)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import msgspec
@@ -129,3 +130,9 @@ def unfoldable(events: Sequence[e.Event], number: int = 0) -> list[e.Event]:
     life = save.request_id, save.ordinal, save.generation
     changed.insert(settled + 1, e.RequestQuarantined(*life, "TABLE_EQ", save.cause))
     return changed
+
+
+def adds_up(total: Mapping[str, Any]) -> bool:
+    """Whether the parts of the sums that `why` and `stats` print as JSON are as many as the wholes."""
+    is_offered = total["num_tokens_offered"] == sum(total["offered"].values())
+    return is_offered and total["num_tokens_recomputed"] == sum(total["recomputed"].values())

@@ -7,7 +7,6 @@ from kvledger.adapters.tools.api.errors import (
     Error,
     LogNotFound,
     LogUnreadable,
-    ReasonsDoNotAddUp,
     RequestAmbiguous,
     RequestNotFound,
 )
@@ -42,7 +41,6 @@ __all__ = [
     "Lookup",
     "Reason",
     "ReasonCode",
-    "ReasonsDoNotAddUp",
     "Report",
     "Request",
     "RequestAmbiguous",

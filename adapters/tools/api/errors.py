@@ -32,10 +32,6 @@ class RequestAmbiguous(Error):
     """Several requests have the given part in their ids, or several logs have the id."""
 
 
-class ReasonsDoNotAddUp(Error):
-    """The reasons of a request do not cover its tokens exactly once: a bug of kvledger, and not of the log."""
-
-
 _OPTIONS_AS_ARGUMENTS = {"--lenient": "lenient=True"}
 """Option of the command that a remedy may name → the same as an argument of `open_log`."""
 

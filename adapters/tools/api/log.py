@@ -50,7 +50,6 @@ class Request:
 
         Raises:
             LogUnreadable: the log's header is lost, and with it the sizes of blocks and chunks.
-            ReasonsDoNotAddUp: a bug of kvledger.
         """
         return reading.reasons(self._source, self.request_id)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import attrs
 
-from kvledger.adapters.tools.api.errors import ReasonsDoNotAddUp, public_errors
+from kvledger.adapters.tools.api.errors import public_errors
 from kvledger.adapters.tools.api.records import Advance, Copy, Entry, Eviction, Life, Lookup, Reason, Step
 from kvledger.adapters.tools.logs import log as stored
 from kvledger.adapters.tools.logs.explanation import Cause, causes_of, groups_of, reason_text
@@ -249,11 +249,6 @@ def reasons(source: Source, request_id: str) -> Iterator[Reason]:
                         group,
                         reason_text(group, histories, log.configuration.chunk_size, cause.time_ns),
                     )
-            if differences := history.sums.differences():
-                raise ReasonsDoNotAddUp(
-                    f"{log.path}: the reasons of {request_id} do not add up ({'; '.join(differences)}). This is a bug "
-                    "of kvledger: please report it with this line and, if you may share it, the log"
-                )
 
 
 def _about_computed_tokens(causes: list[Cause]) -> list[Cause]:

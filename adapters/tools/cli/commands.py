@@ -66,12 +66,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         ),
         "why": Command(
             "say why a request was preempted, missed the cache, computed again",
-            {
-                ExitCode.SOUND: _DAMAGED_TOO,
-                ExitCode.DAMAGED: _UNREADABLE,
-                ExitCode.DIVERGED: "the reasons do not add up, which is a mistake in kvledger",
-                ExitCode.NOTHING_CHECKED: _NOTHING,
-            },
+            {ExitCode.SOUND: _DAMAGED_TOO, ExitCode.DAMAGED: _UNREADABLE, ExitCode.NOTHING_CHECKED: _NOTHING},
             {
                 "why one request waited and computed again": "kvledger why logs chat-17",
                 "its causes from event 10 on, for a program": "kvledger why logs chat-17 --since 10 --json",
@@ -79,12 +74,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         ),
         "stats": Command(
             "sum up what the cache did, with a reason for every missed and recomputed token",
-            {
-                ExitCode.SOUND: _DAMAGED_TOO,
-                ExitCode.DAMAGED: _UNREADABLE,
-                ExitCode.DIVERGED: "the reasons do not add up, which is a mistake in kvledger",
-                ExitCode.NOTHING_CHECKED: _NOTHING,
-            },
+            {ExitCode.SOUND: _DAMAGED_TOO, ExitCode.DAMAGED: _UNREADABLE, ExitCode.NOTHING_CHECKED: _NOTHING},
             {
                 "each log, and all together": "kvledger stats logs",
                 "one log from a moment on": "kvledger stats logs --newest --since 20ms",

@@ -45,7 +45,6 @@ class Statistics:
     """From the first to the last moment that is counted."""
     figures: Figures = attrs.field(factory=Figures)
     sums: Sums = attrs.field(factory=Sums)
-    differences: list[str] = attrs.field(factory=list)
     events: Counter[str] = attrs.field(factory=Counter)
     event_bytes: Counter[str] = attrs.field(factory=Counter)
     percentiles: dict[str, Percentiles] = attrs.field(factory=lambda: {name: Percentiles() for name in _PERCENTILES})
@@ -64,7 +63,6 @@ class Statistics:
         for field in attrs.fields(Figures):
             setattr(self.figures, field.name, getattr(self.figures, field.name) + getattr(other.figures, field.name))
         self.sums.add(other.sums)
-        self.differences += other.differences
         for name, percentiles in other.percentiles.items():
             self.percentiles.setdefault(name, Percentiles()).merge(percentiles)
         self.top = heapq.nlargest(MAX_TOP, [*self.top, *other.top])
@@ -124,7 +122,6 @@ class Counting(Visitor[Model]):
         result = self._statistics
         before_sums, before_figures = self._begin()
         sums, figures = self._accounts.sums(), self._totals.figures
-        result.differences = sums.differences(figures if self._selection.request_id is None else None)
         for history in self._accounts.histories:
             self._explained(history)
         result.sums = sums.since(before_sums)

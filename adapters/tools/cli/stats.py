@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         if not output.is_json:
             output.line()
         _show(output, None, whole, arguments.sort)
-    return gravest([*codes, *([ExitCode.DIVERGED] if whole.differences else [])])
+    return gravest(codes)
 
 
 def _count(log: StoredLog, selection: Selection, output: Output) -> Statistics:
@@ -105,7 +105,7 @@ def _show_json(output: Output, log: StoredLog | None, statistics: Statistics, so
     )
     if log is not None:
         show_ending(output, log, statistics.num_open_requests)
-    output.record("total", {"path": path, **total(statistics.sums), "differences": statistics.differences})
+    output.record("total", {"path": path, **total(statistics.sums)})
     for name, percentiles in statistics.percentiles.items():
         output.record("percentiles", {"path": path, "of": name, **percentiles.summary()})
     for name, amount in sorted(statistics.of_extensions.items()):
@@ -163,7 +163,7 @@ def _show_text(output: Output, log: StoredLog | None, statistics: Statistics, so
     output.line()
     _show_percentiles(output, statistics)
     output.line()
-    show_total(output, statistics.sums, statistics.differences)
+    show_total(output, statistics.sums)
     if statistics.top:
         output.line()
         rows = [[request_id, str(count)] for count, request_id, _ in statistics.top]

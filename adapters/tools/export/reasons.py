@@ -77,7 +77,6 @@ def totals(sums: Sums) -> dict[str, object]:
     return {
         "reasons": [*rows, ("all", all_missed, all_again, "")] if rows else [],
         "balance": balance(sums),
-        "differences": sums.differences(),
     }
 
 

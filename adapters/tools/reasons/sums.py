@@ -1,7 +1,6 @@
-"""The sums over a log, and what must be equal in them.
+"""The sums over a log: tokens that were needed at admissions, offered by lookups, to be loaded, and computed again.
 
-Four balances: what was needed at admissions, what was offered by lookups, what was to be loaded, what was computed
-again. Each is counted twice, as a whole and by reason or fate, and compared with the totals of the projections.
+Each is counted twice, as a whole and by reason or fate. Tests compare the two, and both with the totals of the log.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections import Counter
 
 import attrs
 
-from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.reasons.reason import BY_DESIGN, Reason
 
 
@@ -101,24 +99,3 @@ class Sums:
             else:
                 setattr(sums, field.name, mine - before)
         return sums
-
-    def differences(self, figures: Figures | None = None) -> list[str]:
-        """Where the sums do not add up; each entry names both sides. Empty unless kvledger is wrong.
-
-        Args:
-            figures: the totals of the same events; without them only the sums themselves are compared.
-        """
-        there = self.num_retained + self.num_claimed + self.num_elsewhere
-        balances = [
-            ("tokens needed", self.num_needed, there + self.missed.total()),
-            ("tokens offered", self.num_offered, self.offered.total()),
-            ("tokens to load", self.num_to_load, self.to_load.total()),
-            ("tokens recomputed", self.num_recomputed, self.recomputed.total()),
-        ]
-        if figures is not None:
-            balances += [
-                ("tokens offered, by the totals", figures.num_tokens_offered, self.num_offered),
-                ("tokens loaded, by the totals", figures.num_tokens_loaded, self.to_load[LoadFate.LOADED]),
-                ("tokens recomputed, by the totals", figures.num_tokens_recomputed, self.num_recomputed),
-            ]
-        return [f"{name}: {whole}, their parts add up to {parts}" for name, whole, parts in balances if whole != parts]

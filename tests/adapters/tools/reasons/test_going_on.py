@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from lifecycle_driver import Driver, keys_of, play_seed
-from lifecycle_driver.concerned import CORE
+from lifecycle_driver.concerned import CORE, differences_of
 
 from kvledger.adapters.tools.logs.totals import LogTotals
 from kvledger.adapters.tools.reasons import Accounts, Reason, RequestHistory
@@ -111,7 +111,7 @@ def test_what_a_life_without_its_arrival_computes_again_is_counted_by_neither(se
         reader = Reader(model, [accounts, totals])
         reader.lost(1, first - 1)
         reader.take(log[first - 1 :])
-        assert accounts.sums().differences(totals.figures) == []
+        assert differences_of(accounts.sums(), totals.figures) == []
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -129,4 +129,4 @@ def test_reasons_add_up_where_reading_begins_at_a_snapshot(seed: int) -> None:
         reader.take(log[cut : cut + 1])
         assert not any(each.admissions for each in accounts.histories if each.request_id in running)
         reader.take(log[cut + 1 :])
-        assert accounts.sums().differences(totals.figures) == []
+        assert differences_of(accounts.sums(), totals.figures) == []

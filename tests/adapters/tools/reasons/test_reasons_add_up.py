@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lifecycle_driver import Driver, play_seed
-from lifecycle_driver.concerned import CORE, check_reasons, check_stories
+from lifecycle_driver.concerned import CORE, check_reasons, check_stories, differences_of
 
 from kvledger.adapters.tools.logs.totals import LogTotals
 from kvledger.adapters.tools.reasons import Accounts, LoadFate, OfferFate, Reason, Sums
@@ -86,15 +86,15 @@ def test_they_add_up_at_every_moment_and_behind_every_gap(seed: int) -> None:
     reader.lost(events[lost.start][0], events[lost.stop - 1][0])
     reader.take(events[lost.stop :])
     kept = [event for index, event in enumerate(events) if index not in lost]
-    assert accounts.sums().differences(totals.figures) == []
+    assert differences_of(accounts.sums(), totals.figures) == []
     check_reasons(kept, driver.configuration)
     check_reasons(kept[len(kept) // 2 :], driver.configuration)
 
 
 def test_a_difference_is_named_with_both_sides() -> None:
-    """What `stats` prints as a fault of kvledger says which sum is wrong."""
+    """So that a test that fails says which sum is wrong."""
     sums = Sums(num_recomputed=5, recomputed=Counter({Reason.EVICTED: 3}))
-    assert sums.differences() == ["tokens recomputed: 5, their parts add up to 3"]
+    assert differences_of(sums) == ["tokens recomputed: 5, their parts add up to 3"]
 
 
 SMALL = st.integers(-1, 40)
@@ -141,6 +141,6 @@ def test_no_event_makes_the_accounts_fail(events: list[e.Event], gap: int) -> No
         reader.lost(gap, gap)
     reader.take(numbered[gap:])
     reader.finish()
-    assert accounts.sums().differences() == []
+    assert differences_of(accounts.sums()) == []
     for story in (*ended, *accounts.histories):
-        assert story.sums.differences() == []
+        assert differences_of(story.sums) == []
