@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 import pytest
-from lifecycle_driver.concerned import figures_of
+from lifecycle_driver.concerned import check_reasons, figures_of
 
 from kvledger.adapters.figures import Figures
 from kvledger.adapters.lab.demo.workload import Workload
@@ -84,7 +84,7 @@ class ReadLog:
 
 
 def read_sound_log(path: Path | None, *, was_killed: bool = False) -> ReadLog:
-    """The log at `path`, after every check: chain, rules, decisions, the reference machine, nothing left over.
+    """The log at `path`, after every check: chain, rules, decisions, the reference machine, reasons, nothing left over.
 
     Where its writer `was_killed`, that may have been in the middle of a frame.
     """
@@ -100,6 +100,7 @@ def read_sound_log(path: Path | None, *, was_killed: bool = False) -> ReadLog:
     assert list(audit.divergences) == []
     assert list(audit.reference_differences) == []
     assert not [event for _, event in events if isinstance(event, e.InvariantViolated | e.HookFailed)]
+    check_reasons(events, log.configuration)
     projections, figures = audit.projections, figures_of(events, log.configuration)
     committed = frozenset(projections.pool)
     return ReadLog(path, events, figures, len(projections.tracker), committed)
