@@ -48,6 +48,17 @@ def hash_of_module(name: str) -> str:
         return UNKNOWN
 
 
+@cache
+def hash_of_package(name: str) -> str:
+    """Of the sources of the package that a module is in: what works together is changed together."""
+    from importlib.resources import files  # noqa: PLC0415 -- as above
+
+    package = getattr(sys.modules.get(name), "__package__", None)
+    if not package:
+        return hash_of_module(name)
+    return _hashed([part for source in sorted(_sources(files(package), f"{package}/")) for part in source])
+
+
 def _sources(folder: Any, path: str) -> Iterator[tuple[str, str]]:  # noqa: ANN401 -- typeshed has two Traversables
     for entry in folder.iterdir():
         if entry.is_dir():

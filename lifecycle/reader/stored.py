@@ -8,7 +8,7 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from kvledger.lifecycle.code import hash_of_module
+from kvledger.lifecycle.code import hash_of_package
 from kvledger.lifecycle.untrusted import as_counter, from_msgpack
 
 _State = TypeVar("_State", bound=msgspec.Struct)
@@ -56,4 +56,4 @@ class StoredState(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _fingerprints(owner: object, state: type[msgspec.Struct]) -> tuple[str, str]:
-    return digest(type(owner).__qualname__, layout_of(state)), hash_of_module(type(owner).__module__)
+    return digest(type(owner).__qualname__, layout_of(state)), hash_of_package(type(owner).__module__)

@@ -11,8 +11,11 @@ from typing import TypeVar
 import attrs
 import msgspec
 
+from kvledger.adapters import figures
 from kvledger.adapters.figures import Figures
+from kvledger.adapters.tools import reasons
 from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.lifecycle.code import hash_of_module, hash_of_package, hash_of_reader
 from kvledger.lifecycle.untrusted import as_counter, from_msgpack
 from kvledger.storage.events import Damage
 from kvledger.storage.events.segment_bytes import num_written_bytes
@@ -103,8 +106,9 @@ class Contents:
 
 
 def folded_by(log: StoredLog) -> str:
-    """The code that reads the log; and whether it begins with what other code has folded."""
-    return f"{dict(log.core.code)}{' and others' * log.trusts_snapshots}"
+    """The code that reads the log, and what it finds in it; and whether it begins with what other code has folded."""
+    code = [hash_of_reader(), *map(hash_of_package, (__name__, reasons.__name__)), hash_of_module(figures.__name__)]
+    return f"{dict(log.core.code)} {' '.join(code)}{' and others' * log.trusts_snapshots}"
 
 
 def index_path(log: StoredLog) -> Path:

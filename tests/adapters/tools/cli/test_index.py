@@ -162,6 +162,14 @@ def test_an_index_of_another_format_is_not_used(log: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("indexed")
+def test_an_index_that_other_code_has_made_is_not_used(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake in the reasons that was mended would live on in it: their source was no part of its fingerprint."""
+    build_index(open_log(log)).close()
+    monkeypatch.setattr(index_file, "hash_of_package", lambda name: f"the source of {name} tomorrow")
+    assert open_index(open_log(log)) is None
+
+
+@pytest.mark.usefixtures("indexed")
 def test_where_no_index_can_be_kept_the_log_is_read(
     run: Any, log: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
