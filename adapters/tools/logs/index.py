@@ -19,7 +19,7 @@ import attrs
 
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.tools.logs.index_builder import BATCHES_PER_PLACE, earlier_contents, write_index
-from kvledger.adapters.tools.logs.index_file import Contents, index_path, unpacked
+from kvledger.adapters.tools.logs.index_file import Contents, SegmentStart, index_path, unpacked
 from kvledger.adapters.tools.logs.log import Batch, StoredLog
 from kvledger.adapters.tools.logs.progress import Progress
 from kvledger.adapters.tools.logs.requests import RequestSummary
@@ -62,9 +62,13 @@ class LogIndex:
         try:
             ((contents,),) = self._connection.execute("SELECT contents FROM log")
             self.contents: Contents = from_msgpack(contents, Contents)
+            left: tuple[SegmentStart, ...] = self.contents.segments_left(log)
         except BaseException:
             self._connection.close()
             raise
+
+        self._first_sequence = left[0].first_sequence if left else self.contents.first_sequence
+        """Of the events that the log still has."""
 
     def close(self) -> None:
         """Let go of the file."""
@@ -77,16 +81,34 @@ class LogIndex:
         )
         return bool(num_lives) and bool(num_lives == num_ended)
 
+    def lacks_beginning(self, part: str) -> bool:
+        """Whether a request that has this in its id has events in the log, and its arrival was retired since."""
+        ((is_any,),) = self._rows(
+            "SELECT EXISTS (SELECT 1 FROM lives WHERE instr(request_id, ?) AND first_sequence < ? AND "
+            "(last_sequence >= ? OR NOT has_ended))",
+            part,
+            self._first_sequence,
+            self._first_sequence,
+        )
+        return bool(is_any)
+
     def request_ids(self, part: str) -> list[str]:
         """The ids of requests that have this in them, in the order of their first arrival."""
         rows = self._rows(
-            "SELECT request_id FROM lives WHERE instr(request_id, ?) GROUP BY request_id ORDER BY min(ordinal)", part
+            "SELECT request_id FROM lives WHERE instr(request_id, ?) AND (last_sequence >= ? OR NOT has_ended) "
+            "GROUP BY request_id ORDER BY min(ordinal)",
+            part,
+            self._first_sequence,
         )
         return [self._typed(request_id, str) for (request_id,) in rows]
 
     def summaries(self, since_sequence: int = 1) -> Iterator[RequestSummary]:
-        """The lives that had not ended before `since_sequence`, in the order of arrival."""
-        rows = self._rows("SELECT summary FROM lives WHERE last_sequence >= ? ORDER BY first_sequence", since_sequence)
+        """The lives that began in the log and had not ended before `since_sequence`, in the order of arrival."""
+        rows = self._rows(
+            "SELECT summary FROM lives WHERE first_sequence >= ? AND last_sequence >= ? ORDER BY first_sequence",
+            self._first_sequence,
+            since_sequence,
+        )
         decode = msgpack_decoder(RequestSummary)
         try:
             for (summary,) in rows:
@@ -98,8 +120,9 @@ class LogIndex:
         """The lives of an id, in order."""
         rows = self._rows(
             "SELECT ordinal, first_sequence, last_sequence, has_ended FROM lives WHERE request_id = ? "
-            "ORDER BY first_sequence",
+            "AND first_sequence >= ? ORDER BY first_sequence",
             request_id,
+            self._first_sequence,
         )
         found = [[self._typed(each, int) for each in row] for row in rows]
         spans = [Span(*numbers) for *numbers, _ in found]
@@ -114,7 +137,11 @@ class LogIndex:
 
     def histories(self, request_id: str) -> list[RequestHistory]:
         """The histories of an id's lives, in the order in which they ended."""
-        rows = self._rows("SELECT story FROM stories WHERE request_id = ? ORDER BY rowid", request_id)
+        rows = self._rows(
+            "SELECT story FROM stories WHERE request_id = ? AND last_sequence >= ? ORDER BY rowid",
+            request_id,
+            self._first_sequence,
+        )
         try:
             return [unpacked(story, RequestHistory) for (story,) in rows]
         except (zlib.error, TypeError, Undecodable) as error:
@@ -152,9 +179,10 @@ class LogIndex:
             yield from batch.numbered()
 
     def _batches_from(self, column: str, at_most: int) -> Iterator[Batch]:
-        query = f"SELECT segment, offset FROM places WHERE {column} <= ? ORDER BY first_sequence DESC LIMIT 1"  # noqa: S608 -- the column is ours
-        row = next(self._rows(query, at_most), None)
-        row = row or next(self._rows("SELECT segment, offset FROM places ORDER BY first_sequence"), None)
+        places = "SELECT segment, offset FROM places WHERE first_sequence >= ?"
+        query = f"{places} AND {column} <= ? ORDER BY first_sequence DESC LIMIT 1"
+        row = next(self._rows(query, self._first_sequence, at_most), None)
+        row = row or next(self._rows(f"{places} ORDER BY first_sequence", self._first_sequence), None)
         if row is None:
             return iter(())
         segment, offset = self._typed(row[0], str), self._typed(row[1], int)
@@ -194,8 +222,16 @@ def index_for(log: StoredLog, output: Progress, request: str | None = None) -> L
     if log.is_smaller_than(INDEX_FROM_BYTES) or not log.header:
         return None
     index = open_index(log, request)
-    if index is not None:
-        return index
+    if index is None:
+        index = _built(log, output)
+    if index is not None and request is not None and index.lacks_beginning(request):
+        index.close()
+        return None
+    return index
+
+
+def _built(log: StoredLog, output: Progress) -> LogIndex | None:
+    """The index of the log as it is now; None, with a remark, where none can be kept."""
     try:
         what = "bringing the index up to date" if earlier_contents(log) is not None else "building an index, once"
         with output.progress(log, what):

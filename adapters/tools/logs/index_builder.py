@@ -7,6 +7,7 @@ the log is read from its beginning. It must not answer anything.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import shutil
 import sqlite3
@@ -20,6 +21,7 @@ from kvledger.adapters.tools.logs.index_file import (
     INDEX_FORMAT,
     SCHEMA,
     Contents,
+    SegmentStart,
     extent_of,
     folded_by,
     index_path,
@@ -34,8 +36,9 @@ from kvledger.adapters.tools.logs.index_memory import (
 from kvledger.adapters.tools.logs.log import Batch, StoredLog
 from kvledger.adapters.tools.logs.reading import begin_accounts, begin_model, begin_totals, take_batch
 from kvledger.adapters.tools.logs.requests import Requests, RequestSummary
-from kvledger.adapters.tools.reasons import RequestHistory
-from kvledger.lifecycle.reader import Reader
+from kvledger.adapters.tools.logs.totals import LogTotals
+from kvledger.adapters.tools.reasons import Accounts, RequestHistory
+from kvledger.lifecycle.reader import Model, Reader
 from kvledger.lifecycle.untrusted import from_msgpack
 from kvledger.storage.events.files import PRIVATE_DIRECTORY, make_directory, open_for_reading
 
@@ -74,7 +77,7 @@ def earlier_contents(log: StoredLog) -> Contents | None:
         with _opened(f"{index_path(log).absolute().as_uri()}?mode=ro") as connection:
             ((stored, fingerprint),) = connection.execute("SELECT contents, fingerprint FROM log, memory")
             contents: Contents = from_msgpack(stored, Contents)
-        is_foldable = contents.first_sequence == 1 and contents.trusted_sequence == contents.last_sequence
+        is_foldable = contents.trusted_sequence == contents.last_sequence
         may_go_on = is_foldable and contents.is_whole and contents.describes_beginning(log)
         return contents if may_go_on and fingerprint == memory_fingerprint() else None
     except (OSError, sqlite3.Error, ValueError):
@@ -118,9 +121,17 @@ class _Builder:
         self._connection = connection
         self._earlier = earlier
         self._memory = IndexMemory() if memory is None else memory
-        self._model = begin_model(log)
-        self._totals = begin_totals(log, self._model)
-        self._accounts = begin_accounts(log, self._model, on_end=self._write_story)
+        if earlier is None:
+            self._model = begin_model(log)
+            self._totals = begin_totals(log, self._model)
+            self._accounts = begin_accounts(log, self._model, on_end=self._write_story)
+        else:  # which has the state of all of them
+            self._model = Model(log.core.tables, log.configuration)
+            self._totals = LogTotals(self._model, is_complete=earlier.figures is not None)
+            self._accounts = Accounts(self._model, on_end=self._write_story, keeps_histories=True)
+        self._segments = list(() if earlier is None else earlier.segments_left(log))
+        self._counts = (0, 0, 0) if earlier is None else (earlier.num_bytes, earlier.num_frames, earlier.num_events)
+        """Bytes, frames and events before the batch at hand."""
         visitors = Requests(self._model, self._write), self._totals, self._accounts
         self._reader = Reader(self._model, visitors)
         if memory is not None:
@@ -141,6 +152,10 @@ class _Builder:
         self._connection.execute("DELETE FROM log")
         self._connection.execute("DELETE FROM memory")
         self._connection.execute("DELETE FROM stories WHERE NOT is_over")
+        first_sequence = self._segments[0].first_sequence if self._segments else 1
+        self._connection.execute("DELETE FROM places WHERE first_sequence < ?", (first_sequence,))
+        self._connection.execute("DELETE FROM lives WHERE has_ended AND last_sequence < ?", (first_sequence,))
+        self._connection.execute("DELETE FROM stories WHERE last_sequence < ?", (first_sequence,))
         if log.on_bytes is not None:
             log.on_bytes(earlier.num_bytes)
         self._read(log.batches_behind(earlier.last_sequence, earlier.head_hash))
@@ -150,16 +165,22 @@ class _Builder:
         return True
 
     def _read(self, batches: Iterator[Batch]) -> None:
-        memory = self._memory
+        memory, log = self._memory, self._log
+        earlier_counts = self._counts
         for batch in batches:
-            if memory.num_batches % BATCHES_PER_PLACE == 0:
+            begins_segment = not self._segments or batch.segment != self._segments[-1].name
+            if begins_segment:
+                self._segments.append(SegmentStart(batch.segment, batch.first_sequence, *self._counts))
+            if begins_segment or memory.num_batches % BATCHES_PER_PLACE == 0:
                 memory.time_ns = max(memory.time_ns, self._model.moment.time_ns)
                 row = (batch.first_sequence, memory.time_ns, batch.segment, batch.offset)
                 self._connection.execute("INSERT INTO places VALUES (?, ?, ?, ?)", row)
             memory.num_batches += 1
-            take_batch(self._reader, self._log, batch)
+            counts = log.num_bytes, log.num_frames, log.num_events
+            self._counts = tuple(map(operator.add, earlier_counts, counts))
+            take_batch(self._reader, log, batch)
 
-    def _finish(self, extent: tuple[str, str, int]) -> None:
+    def _finish(self, extent: tuple[str, int]) -> None:
         self._remember()
         self._reader.finish()
         for story in self._accounts.histories:
@@ -172,7 +193,7 @@ class _Builder:
         row = (memory_fingerprint(), packed(self._memory))
         self._connection.execute("INSERT INTO memory VALUES (?, ?)", row)
 
-    def _contents(self, extent: tuple[str, str, int]) -> Contents:
+    def _contents(self, extent: tuple[str, int]) -> Contents:
         log, earlier = self._log, self._earlier
         num_bytes, num_frames, num_events = log.num_bytes, log.num_frames, log.num_events
         first_sequence, last_sequence = log.first_sequence, log.last_sequence
@@ -185,6 +206,7 @@ class _Builder:
             folded_by(self._log),
             log_id_of(log),
             extent,
+            tuple(self._segments),
             log.head_hash,
             num_bytes,
             num_frames,
@@ -198,8 +220,8 @@ class _Builder:
         )
 
     def _write_story(self, story: RequestHistory, *, is_over: bool = True) -> None:
-        row = (story.request_id, packed(story), is_over)
-        self._connection.execute("INSERT INTO stories VALUES (?, ?, ?)", row)
+        row = (story.request_id, self._model.moment.sequence, packed(story), is_over)
+        self._connection.execute("INSERT INTO stories VALUES (?, ?, ?, ?)", row)
 
     def _write(self, summary: RequestSummary) -> None:
         row = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import zlib
 from pathlib import Path
@@ -18,9 +19,10 @@ from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.lifecycle.code import hash_of_module, hash_of_package, hash_of_reader
 from kvledger.lifecycle.untrusted import as_counter, from_msgpack
 from kvledger.storage.events import Damage
+from kvledger.storage.events.retirements import read_retirements, retired_between
 from kvledger.storage.events.segment_bytes import num_written_bytes
 
-INDEX_FORMAT = 17
+INDEX_FORMAT = 18
 """Grows with every change of what is in an index; another one is built anew."""
 
 SCHEMA = """
@@ -31,7 +33,8 @@ CREATE TABLE places (first_sequence INTEGER PRIMARY KEY, time_ns INTEGER NOT NUL
 CREATE TABLE lives (ordinal INTEGER PRIMARY KEY, request_id TEXT NOT NULL, first_sequence INTEGER NOT NULL,
                     last_sequence INTEGER NOT NULL, has_ended INTEGER NOT NULL, summary BLOB NOT NULL);
 CREATE INDEX lives_by_id ON lives (request_id);
-CREATE TABLE stories (request_id TEXT NOT NULL, story BLOB NOT NULL, is_over INTEGER NOT NULL);
+CREATE TABLE stories (request_id TEXT NOT NULL, last_sequence INTEGER NOT NULL, story BLOB NOT NULL,
+                      is_over INTEGER NOT NULL);
 CREATE INDEX stories_by_id ON stories (request_id);
 """
 
@@ -55,6 +58,17 @@ def unpacked(stored: bytes, value_type: type[_Value]) -> _Value:
 
 
 @attrs.frozen
+class SegmentStart:
+    """A segment that was read, its first event, and what an index had counted before it."""
+
+    name: str
+    first_sequence: int
+    num_bytes: int
+    num_frames: int
+    num_events: int
+
+
+@attrs.frozen
 class Contents:
     """What an index says about the log as a whole, as it was when the index was built."""
 
@@ -62,8 +76,10 @@ class Contents:
     folded_by: str
     """Which code has made it, see `folded_by`."""
     log_id: str
-    extent: tuple[str, str, int]
-    """The first segment, the last one, and the size of that in bytes, as it was written."""
+    extent: tuple[str, int]
+    """The last segment, and its size in bytes, as it was written."""
+    segments: tuple[SegmentStart, ...]
+    """Those that were read, but for some that were retired since."""
     head_hash: str
     num_bytes: int
     num_frames: int
@@ -82,20 +98,43 @@ class Contents:
 
     def describes(self, log: StoredLog) -> bool:
         """Whether it is of this log as it is now."""
-        return self.is_of(log) and self.extent == extent_of(log)
+        return self.is_of(log) and self.extent == extent_of(log) and self._has_segments_of(log)
 
     def describes_beginning(self, log: StoredLog) -> bool:
-        """Whether it is of this log as it was earlier: appended to since, and nothing retired."""
-        first, last, num_bytes = self.extent
+        """Whether it is of this log as it was earlier: appended to since, and perhaps its oldest segments retired."""
+        last, num_bytes = self.extent
         files = {file.name: file for file in log.files()}
-        if not self.is_of(log) or extent_of(log)[0] != first or last not in files:
+        if not self.is_of(log) or last not in files or not self._has_segments_of(log):
             return False
         return num_written_bytes(files[last]) >= num_bytes
 
+    def _has_segments_of(self, log: StoredLog) -> bool:
+        """Whether what was read is still there, or is recorded as retired."""
+        names = [file.name for file in log.files()]
+        left = self.segments_left(log)
+        if not left:
+            return not self.segments
+        if names[: len(left)] != [segment.name for segment in left]:
+            return False
+        first, first_left = self.segments[0].first_sequence, left[0].first_sequence
+        if first == first_left:
+            return True
+        retirements = read_retirements(log.path)
+        return self.is_whole and retired_between(retirements, log.header.get("log_id"), first, first_left) is not None
+
+    def segments_left(self, log: StoredLog) -> tuple[SegmentStart, ...]:
+        """Those that were read, from the log's first segment on."""
+        first = log.files()[0].name
+        return tuple(itertools.dropwhile(lambda segment: segment.name != first, self.segments))
+
     def copy_counts(self, log: StoredLog) -> None:
         """Give the opened log the counts and the damage that a reading of it would have."""
-        log.num_events, log.num_frames, log.num_bytes = self.num_events, self.num_frames, self.num_bytes
-        log.first_sequence, log.last_sequence = self.first_sequence, self.last_sequence
+        left = self.segments_left(log)
+        first = left[0] if left else SegmentStart("", self.first_sequence, 0, 0, 0)
+        log.num_events = self.num_events - first.num_events
+        log.num_frames = self.num_frames - first.num_frames
+        log.num_bytes = self.num_bytes - first.num_bytes
+        log.first_sequence, log.last_sequence = first.first_sequence, self.last_sequence
         log.trusted_sequence = self.trusted_sequence
         log.damage[:] = self.damage
 
@@ -119,10 +158,10 @@ def index_path(log: StoredLog) -> Path:
     return Path(cache) / "kvledger" / "indexes" / f"{log_id_of(log)}-{place}.sqlite"
 
 
-def extent_of(log: StoredLog) -> tuple[str, str, int]:
-    """The first segment, the last one and its size: what changes when a log is appended to, or loses its oldest."""
-    files = log.files()
-    return files[0].name, files[-1].name, num_written_bytes(files[-1])
+def extent_of(log: StoredLog) -> tuple[str, int]:
+    """The last segment and its size: what changes when a log is appended to."""
+    last = log.files()[-1]
+    return last.name, num_written_bytes(last)
 
 
 def log_id_of(log: StoredLog) -> str:

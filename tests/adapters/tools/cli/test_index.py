@@ -23,6 +23,7 @@ from kvledger.adapters.tools.logs import index as index_module
 from kvledger.adapters.tools.logs import index_builder, index_file
 from kvledger.adapters.tools.logs.index import build_index, index_path, open_index
 from kvledger.adapters.tools.logs.log import open_log
+from kvledger.adapters.tools.logs.snapshots import write_snapshots
 from kvledger.adapters.tools.reasons import Accounts
 from kvledger.adapters.tools.reasons.memory import Tail
 from kvledger.lifecycle import events as e
@@ -143,14 +144,44 @@ def test_a_request_that_has_ended_is_shown_from_an_earlier_index(run: Any, story
     assert "arrived with 7 prompt tokens" in run("show", log, "late").out
 
 
-@pytest.mark.usefixtures("indexed")
-def test_an_index_of_a_log_that_lost_its_oldest_segments_is_not_used(tmp_path: Path) -> None:
-    """It would point at what is gone."""
-    log, driver = walked(tmp_path / "log", 4)
+def lines(answered: list[Any]) -> list[list[str]]:
+    """What was printed, but for what is missing before a log's first event: an index does not say that."""
+    return [[line for line in each.out.splitlines() if '"what":"lost"' not in line] for each in answered]
+
+
+def tokens_needed(run: Any, log: Path, request_ids: list[str]) -> list[list[int]]:
+    """Of each life of each request. Which reasons they have may differ: an index knows chunks from before."""
+    totals = (run("why", "--json", log, request_id).objects("total") for request_id in request_ids)
+    return [[total["num_tokens_needed"] for total in its] for its in totals]
+
+
+@pytest.mark.parametrize("seed", [4, 7, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 14))])
+def test_an_index_goes_on_where_the_oldest_segments_were_retired(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any, seed: int
+) -> None:
+    """Each retirement made the index of a log at its limit worthless, and the whole log was read again."""
+    log, driver = walked(tmp_path / "log", seed)
+    write_snapshots(open_log(log))
+    request.getfixturevalue("indexed")
     build_index(open_log(log)).close()
-    retire(log, max_bytes=10_000)
-    request_id = next(event.request_id for event in driver.observed if isinstance(event, e.RequestFinished))
-    assert open_index(open_log(log), request_id) is None
+    kept = segment_paths(log)[len(segment_paths(log)) // 2]
+    assert retire(log, max_bytes=sum(file.stat().st_size for file in log.glob("0*") if file.name >= kept.name))
+    request_ids = list(dict.fromkeys(event.request_id for event in driver.all_of(e.RequestArrived)))
+    for num_appended in (0, 1):
+        append(log, [e.LogNote("later", 1)] * num_appended)
+        opened = open_log(log)
+        if num_appended:
+            assert open_index(opened) is None
+            build_index(opened).close()
+        assert opened.num_events == num_appended, "what the index knows is not read again"
+        index = open_index(open_log(log))
+        assert index is not None
+        index.close()
+        with_index, needed = answers(run, log, request_ids), tokens_needed(run, log, request_ids)
+        with monkeypatch.context() as patched:
+            patched.setattr(index_module, "INDEX_FROM_BYTES", 1 << 40)
+            assert lines(answers(run, log, request_ids)) == lines(with_index)
+            assert tokens_needed(run, log, request_ids) == needed
 
 
 @pytest.mark.usefixtures("indexed")
