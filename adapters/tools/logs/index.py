@@ -1,8 +1,8 @@
 """An index over one log: where each request lives in it, and what became of it.
 
-Built by one pass and continued when the log has grown, kept outside of the log in the user's cache folder, and worth
-nothing by itself: whoever deletes it, or has one of an older version, pays another pass. It must not judge a log, and
-nothing is ever only in it.
+Built by one pass, and continued when the log has grown and when its oldest segments were retired. It is kept outside of
+the log in the user's cache folder: whoever deletes it, or has one of an older version, pays another pass. It must not
+judge a log, and of requests that began before what is left of the log it says nothing.
 """
 
 from __future__ import annotations

@@ -75,7 +75,9 @@ def whole(tmp_path: Path, many: Driver) -> Path:
 @pytest.fixture
 def beginless(run: Any, whole: Path) -> Path:
     """The same after its oldest segment was retired, without a snapshot."""
-    num_bytes = sum(file.stat().st_size for file in segment_paths(whole)[1:])
+    _, *kept = segment_paths(whole)
+    files = [file for segment in kept for file in (segment, segment.with_suffix(".snapshot"))]
+    num_bytes = sum(file.stat().st_size for file in files)
     assert run("retire", whole, "--max-bytes", num_bytes).exit_code == 0
     for snapshot in whole.glob("*.snapshot"):
         snapshot.unlink()
