@@ -19,7 +19,7 @@ from kvledger.lifecycle.reader.chains import Chains, StoredPrefix
 from kvledger.lifecycle.reader.layout import Layout
 from kvledger.lifecycle.reader.lives import Lives
 from kvledger.lifecycle.reader.moment import Moment
-from kvledger.lifecycle.reader.records import NO_PREFIX, Copy, Prefix
+from kvledger.lifecycle.reader.records import NEVER, Copy, Prefix
 from kvledger.lifecycle.states import BlocksRegion
 
 Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
@@ -129,7 +129,11 @@ class Copies:
         """What is known now."""
 
         def each(copies: Iterable[Copy]) -> list[tuple[Copy, StoredPrefix]]:
-            return [(msgspec.structs.replace(copy, prefix=NO_PREFIX), chains.stored(copy.prefix)) for copy in copies]
+            # Not `NO_PREFIX`: once somebody has asked for its keys as a set, they would be stored with it.
+            return [
+                (msgspec.structs.replace(copy, prefix=Prefix(NEVER, (), 0)), chains.stored(copy.prefix))
+                for copy in copies
+            ]
 
         return StoredCopies(
             each(self._jobs.values()),

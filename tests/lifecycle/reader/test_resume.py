@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lifecycle_driver import play_seed
+from lifecycle_driver import Driver, keys_of, play_seed
 from lifecycle_driver.any_events import any_log
 
 from kvledger.lifecycle import Core, LedgerConfiguration, SequencedEvent
@@ -19,6 +19,7 @@ from kvledger.lifecycle.audit import AuditModel
 from kvledger.lifecycle.audit.violations import Violations
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader import EVERY_PART, Life, Model, NotResumable, Reader, Visitor, visitor
+from kvledger.lifecycle.reader.records import NO_PREFIX
 
 CORE = Core.standard()
 FINGERPRINT = CORE.fingerprint()
@@ -117,6 +118,16 @@ def test_state_of_another_configuration_or_code_is_refused(monkeypatch: pytest.M
     with pytest.raises(NotResumable, match="other code has stored it"):
         new_reader(configuration).resume(stored, FINGERPRINT)
     new_reader(configuration).resume(stored, FINGERPRINT, trusts_other_code=True)
+
+
+def test_what_a_process_did_before_does_not_change_what_is_stored() -> None:
+    """Snapshots of one log differed: the set of the keys of no prefix was stored once somebody had asked for it."""
+    driver = Driver(async_saves=True)
+    driver.start("a", keys_of("a", 2), 33, (1, 2, 3))
+    driver.finish("a", 33, 34)
+    stored = driver.folded().start().reader
+    assert not NO_PREFIX.key_set
+    assert driver.folded().start().reader == stored
 
 
 def test_a_reader_with_fewer_visitors_goes_on_and_one_with_more_does_not() -> None:
