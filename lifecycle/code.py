@@ -24,19 +24,13 @@ _NOT_DECIDING = {"audit", "reader", "testing"}
 @cache
 def hash_of_core() -> str:
     """Of kvledger's version, and of the source of all that decides and folds in the package."""
-    from importlib.resources import files  # noqa: PLC0415 -- it takes longer to import than it is needed for
-
-    sources = sorted(_sources(files(PACKAGE), ""))
-    return _hashed([__version__, *(part for source in sources for part in source)]) if sources else UNKNOWN
+    return _hash_of_sources(PACKAGE, "", __version__)
 
 
 @cache
 def hash_of_reader() -> str:
     """Of the same, and of the source of the reader, which decides nothing."""
-    from importlib.resources import files  # noqa: PLC0415 -- as above
-
-    sources = sorted(_sources(files(f"{PACKAGE}.reader"), "reader/"))
-    return _hashed([hash_of_core(), *(part for source in sources for part in source)]) if sources else UNKNOWN
+    return _hash_of_sources(f"{PACKAGE}.reader", "reader/", hash_of_core())
 
 
 @cache
@@ -51,12 +45,15 @@ def hash_of_module(name: str) -> str:
 @cache
 def hash_of_package(name: str) -> str:
     """Of the sources of the package that a module is in: what works together is changed together."""
-    from importlib.resources import files  # noqa: PLC0415 -- as above
-
     package = getattr(sys.modules.get(name), "__package__", None)
-    if not package:
-        return hash_of_module(name)
-    return _hashed([part for source in sorted(_sources(files(package), f"{package}/")) for part in source])
+    return _hash_of_sources(package, f"{package}/") if package else hash_of_module(name)
+
+
+def _hash_of_sources(package: str, path: str, *before: str) -> str:
+    from importlib.resources import files  # noqa: PLC0415 -- it takes longer to import than it is needed for
+
+    sources = sorted(_sources(files(package), path))
+    return _hashed([*before, *(part for source in sources for part in source)]) if sources else UNKNOWN
 
 
 def _sources(folder: Any, path: str) -> Iterator[tuple[str, str]]:  # noqa: ANN401 -- typeshed has two Traversables

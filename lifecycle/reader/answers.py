@@ -54,7 +54,7 @@ class Answers:
         self._pending: dict[str, Answer] = {}
         self._allocations: dict[str, Allocation] = {}
         self._waited_for: dict[str, tuple[Prefix, int]] = {}
-        """What it waits for, and the event of the preemption (0: before reading began)."""
+        """What it waits for, and the event of the preemption."""
         self.let_go: list[Prefix] = []
         """What the request of the event at hand relied on before it and does not any more; only at events of `ENDS`."""
         taken_back: tuple[type[e.Event], ...] = (*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished)

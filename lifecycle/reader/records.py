@@ -32,27 +32,27 @@ class Life(msgspec.Struct, gc=False, eq=False):
     is_state_known: bool = True
     """False for a partial life until an event tells its state."""
     arrived_at: int = 0
-    """Sequence number of its arrival; 0: before reading began."""
+    """Sequence number of its arrival; 0: it is not known."""
     arrived_ns: int = 0
     state_since_ns: int = 0
     num_preemptions: int = 0
     num_tokens_before_preemption: int = 0
     """The most settled tokens that it ever lost. Tokens below that are computed again, if they are."""
     preempted_at: int = 0
-    """Event of its last preemption; 0: none, or before reading began."""
+    """Event of its last preemption; 0: none is known."""
     reset_at: int = 0
-    """Event of the last reset that came while it held blocks; 0: none, or before reading began."""
+    """Event of the last reset that came while it held blocks; 0: none is known."""
     generation: int = 0
     num_failed_loads: int = 0
     computes_first: bool = False
     """Its load failed, and no step has computed anything for it since."""
     moved_at: int = NEVER
-    """The last observation at which its path changed; `NEVER`: none since reading began."""
+    """The last observation at which its path changed; `NEVER`: none is known."""
     path_before: str = ""
     """Its path before that observation."""
     quarantined: bool = False
     quarantined_at: int = 0
-    """Event of its first quarantine; 0: none, or before reading began."""
+    """Event of its first quarantine; 0: none is known."""
     stale_generation: int = NEVER
     """The generation that a reset has made stale; nothing of it may be saved."""
     counted_tokens: int = 0
@@ -70,9 +70,9 @@ class Life(msgspec.Struct, gc=False, eq=False):
     num_old: int = NEVER
     """The same of its last allocation."""
     finished_at: int = 0
-    """Event of its end; 0: not ended, or before reading began."""
+    """Event of its end; 0: none is known."""
     held_at: int = NEVER
-    """Event that held its blocks for a copy; 0: before reading began."""
+    """Event that held its blocks for a copy; `NEVER`: none is known."""
     keys: list[bytes] = msgspec.field(default_factory=list)
     """Of its chunks, from the first one on, as far as they were observed. It only grows: a cut makes another list."""
 
@@ -133,7 +133,7 @@ class Copy(msgspec.Struct, gc=False):
     """One load or save that has not been settled."""
 
     sequence: int
-    """Of the event that issued it; 0 where that was before reading began."""
+    """Of the event that issued it."""
     job_id: int
     request_id: str
     ordinal: int
@@ -167,7 +167,7 @@ class Copy(msgspec.Struct, gc=False):
     is_before_forward: bool = False
     """Whether it is a save that must be over before its step computes anything."""
     num_tokens: int = 0
-    """Tokens of a load or of a tail; 0 of a save of chunks, and of a load that was issued before reading began."""
+    """Tokens of a load or of a tail; 0 of a save of chunks."""
     delivered_at: int = 0
     """Sequence number of the `EffectsDelivered` with which it was handed out; 0 if none is in the log."""
     delivered_step: int = 0
@@ -194,7 +194,7 @@ class Answer(NamedTuple):
     """The last answer to a lookup."""
 
     sequence: int
-    """0 where that was before reading began."""
+    """Of the event."""
     event: LookupAnswered
     promised: Prefix
     """The chunks that it lets the scheduler count on."""

@@ -21,6 +21,7 @@ from kvledger.adapters.tools.logs.index_file import (
     INDEX_FORMAT,
     SCHEMA,
     Contents,
+    IndexMemory,
     SegmentStart,
     extent_of,
     folded_by,
@@ -28,10 +29,6 @@ from kvledger.adapters.tools.logs.index_file import (
     log_id_of,
     packed,
     unpacked,
-)
-from kvledger.adapters.tools.logs.index_memory import (
-    IndexMemory,
-    memory_fingerprint,
 )
 from kvledger.adapters.tools.logs.log import Batch, StoredLog
 from kvledger.adapters.tools.logs.reading import begin_accounts, begin_model, begin_totals, take_batch
@@ -75,11 +72,11 @@ def earlier_contents(log: StoredLog) -> Contents | None:
     try:
         os.close(open_for_reading(index_path(log)))
         with _opened(f"{index_path(log).absolute().as_uri()}?mode=ro") as connection:
-            ((stored, fingerprint),) = connection.execute("SELECT contents, fingerprint FROM log, memory")
+            ((stored,),) = connection.execute("SELECT contents FROM log")
             contents: Contents = from_msgpack(stored, Contents)
         is_foldable = contents.trusted_sequence == contents.last_sequence
         may_go_on = is_foldable and contents.is_whole and contents.describes_beginning(log)
-        return contents if may_go_on and fingerprint == memory_fingerprint() else None
+        return contents if may_go_on else None
     except (OSError, sqlite3.Error, ValueError):
         return None
 
@@ -190,8 +187,7 @@ class _Builder:
     def _remember(self) -> None:
         """Before what is open is written as if it were over."""
         self._memory.reader = self._reader.capture(self._log.core.fingerprint())
-        row = (memory_fingerprint(), packed(self._memory))
-        self._connection.execute("INSERT INTO memory VALUES (?, ?)", row)
+        self._connection.execute("INSERT INTO memory VALUES (?)", (packed(self._memory),))
 
     def _contents(self, extent: tuple[str, int]) -> Contents:
         log, earlier = self._log, self._earlier

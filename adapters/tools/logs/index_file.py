@@ -22,12 +22,12 @@ from kvledger.storage.events import Damage
 from kvledger.storage.events.retirements import read_retirements, retired_between
 from kvledger.storage.events.segment_bytes import num_written_bytes
 
-INDEX_FORMAT = 18
+INDEX_FORMAT = 19
 """Grows with every change of what is in an index; another one is built anew."""
 
 SCHEMA = """
 CREATE TABLE log (contents BLOB NOT NULL);
-CREATE TABLE memory (fingerprint TEXT NOT NULL, stored BLOB NOT NULL);
+CREATE TABLE memory (stored BLOB NOT NULL);
 CREATE TABLE places (first_sequence INTEGER PRIMARY KEY, time_ns INTEGER NOT NULL, segment TEXT NOT NULL,
                      offset INTEGER NOT NULL);
 CREATE TABLE lives (ordinal INTEGER PRIMARY KEY, request_id TEXT NOT NULL, first_sequence INTEGER NOT NULL,
@@ -142,6 +142,19 @@ class Contents:
     def is_whole(self) -> bool:
         """Whether no event is missing between the first and the last."""
         return all(damage.kind == "torn_tail" for damage in self.damage)
+
+
+class IndexMemory(msgspec.Struct, forbid_unknown_fields=True):
+    """What whoever built an index knew at its end, so that it is continued where the log has grown, not built anew.
+
+    Plain values, of which nothing is checked but their types: an index may be false, it can make nothing else happen.
+    """
+
+    reader: bytes = b""
+    """What the reader knows, the requests that are not over, the totals and the reasons: see `Reader.capture`."""
+    num_batches: int = 0
+    time_ns: int = 0
+    """The latest time before the last place at which reading can begin."""
 
 
 def folded_by(log: StoredLog) -> str:

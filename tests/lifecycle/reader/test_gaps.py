@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lifecycle_driver import Driver, play_seed
 from lifecycle_driver.any_events import any_log
+from lifecycle_driver.gaps import take_with_gap
 
 from kvledger.lifecycle import Core, LedgerConfiguration, SequencedEvent
 from kvledger.lifecycle import events as e
@@ -57,11 +58,7 @@ def read(
     model = Model(CORE.tables, configuration)
     ends = Ends(model)
     reader = Reader(model, [ends])
-    for sequence, event in events:
-        if gap is not None and sequence == gap[0]:
-            reader.lost(*gap)
-        if gap is None or not gap[0] <= sequence <= gap[1]:
-            reader.take([(sequence, event)])
+    take_with_gap(reader, events, gap)
     reader.finish()
     return model, ends
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lifecycle_driver import Driver, keys_of, play_seed
 from lifecycle_driver.any_events import any_log
+from lifecycle_driver.gaps import take_with_gap
 
 from kvledger.adapters.tools.export.perfetto import EngineTrace, TraceFile
 from kvledger.adapters.tools.export.shown import Shown
@@ -79,11 +80,7 @@ def read(
     """What is shown of a log without the events of the gap (first and last sequence number)."""
     kept = Kept()
     reader, _ = trace_of(configuration, kept)
-    for sequence, event in events:
-        if gap is not None and sequence == gap[0]:
-            reader.lost(*gap)
-        if gap is None or not gap[0] <= sequence <= gap[1]:
-            reader.take([(sequence, event)])
+    take_with_gap(reader, events, gap)
     reader.finish()
     return kept
 
@@ -211,9 +208,5 @@ def test_no_order_of_events_makes_an_export_raise(
     for order in (events, shuffled):
         for gap in (None, (first, last)):
             reader, _ = trace_of(configuration, Several())
-            for sequence, event in enumerate(order, 1):
-                if gap is not None and sequence == gap[0]:
-                    reader.lost(*gap)
-                if gap is None or not gap[0] <= sequence <= gap[1]:
-                    reader.take([(sequence, event)])
+            take_with_gap(reader, enumerate(order, 1), gap)
             reader.finish()
