@@ -1,8 +1,8 @@
 """Sums over the events of a log, for metrics and reports. No decision uses them, so they are no part of the core.
 
-The connector counts while it serves requests (`totals.py`), and the tools count while they read a log
-(`tools/logs/totals.py`). Both find the request, the answer and the copy that an event is about. This module says what
-the event adds.
+The connector counts while it serves requests (`Totals`), and the tools count while they read a log
+(`tools/logs/totals.py`). Both find the request, the answer and the copy that an event is about, and what the event adds
+is said once.
 
 Recomputed means computed before a preemption and again after it; recovered means loaded from the host pool
 on the way back; retained means still found in vLLM's own prefix cache.
@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, NamedTuple, Protocol, TypeVar
 import attrs
 import msgspec
 
+from kvledger.lifecycle import Projections, Subject, raise_if_unstoppable
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.ranges import MAX_INT64, Count, Int64, JobId, LifeOrdinal, NumTokens, SumOfTokens, TimeNs
 from kvledger.lifecycle.untrusted import Undecodable, msgpack_decoder
@@ -156,8 +157,8 @@ class Copy(Protocol):
         """Whether it is a load, and no save."""
 
 
-class About(NamedTuple):
-    """What an event is about, as far as figures need it."""
+class About(msgspec.Struct, frozen=True, gc=False):
+    """What an event is about, as far as figures need it. Made for each event that the connector counts."""
 
     request: Request | None = None
     """Of an observation, as it was before; the one that a decision names."""
@@ -327,3 +328,82 @@ ADDS: Mapping[type[e.Event], Add] = {
     e.TransferReported: _reported,
 }
 """Event class → what adds such an event. A step is added row by row: `add_row`."""
+
+
+# --- counted live -------------------------------------------------------------------------------
+
+
+class Totals:
+    """Counts each event right before `projections` fold it: it adds what the request and the copy were until then.
+
+    A refused observation is not counted, and nothing is called for events that change no figure.
+
+    Args:
+        projections: those that fold the log.
+        state: the totals so far; default: none, before the first event.
+        is_complete: False if events before the first that is counted are missing in `state`.
+        on_failed: called once if counting raises, which then ends. Default: it raises into the fold.
+    """
+
+    def __init__(
+        self,
+        projections: Projections,
+        state: State | None = None,
+        *,
+        is_complete: bool = True,
+        on_failed: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._tracker = projections.tracker
+        self._jobs = projections.jobs
+        self.state = State() if state is None else state
+        self.figures = self.state.figures
+        """The sums of what was counted."""
+        self._is_complete = is_complete
+        self._on_failed = on_failed
+        adds: dict[type[e.Event], Add] = {
+            **ADDS,
+            e.StepScheduled: self._step_scheduled,
+            e.TransferReported: self._reported,
+        }
+        projections.follow({event_class: self._counts(add) for event_class, add in adds.items()})
+
+    @classmethod
+    def continued(cls, projections: Projections, stored: bytes) -> Totals:
+        """Totals that go on from what `stored` returned; not complete if that is empty or this code cannot use it."""
+        state = decoded(stored)
+        return cls(projections, state, is_complete=state is not None)
+
+    @property
+    def complete_figures(self) -> Figures | None:
+        """The same; None if events are missing in them."""
+        return self.state.figures if self._is_complete else None
+
+    def stored(self) -> bytes:
+        """The totals as bytes for `continued`; empty if events are missing in them."""
+        return encoded(self.state) if self._is_complete else b""
+
+    def _counts(self, add: Add) -> Callable[[Any, int, Subject], None]:
+        def count(event: e.Event, _sequence: int, subject: Subject) -> None:
+            if not self._is_complete and self._on_failed is not None:
+                return
+            request = subject.request
+            try:
+                add(self.state, event, About(request, None if request is None else request.answer, subject.copy))
+            except BaseException as error:
+                if self._on_failed is None:
+                    raise
+                raise_if_unstoppable(error)  # a wrong figure must cost no request anything
+                self._is_complete = False
+                self._on_failed(error)
+
+        return count
+
+    def _step_scheduled(self, state: State, event: e.StepScheduled, _about: About) -> None:
+        for row in event.advanced:
+            request = self._tracker.of(row[0])
+            if request is not None:
+                add_row(state, event, row, request)
+
+    def _reported(self, state: State, event: e.TransferReported, _about: About) -> None:
+        copy = next(filter(None, map(self._jobs.get, event.job_ids)), None)
+        _reported(state, event, About(copy=copy))

@@ -50,7 +50,7 @@ from typing import Any, Protocol, TypeVar
 
 import attrs
 
-from kvledger.adapters.totals import Totals
+from kvledger.adapters.figures import Totals
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import (

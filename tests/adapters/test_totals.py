@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from lifecycle_driver import Driver, keys_of, play_seed
 from lifecycle_driver.any_events import any_log
 
-from kvledger.adapters.figures import ADDS, DURATION_BOUNDS_NS, FORMAT, Durations, Figures, encoded
+from kvledger.adapters.figures import ADDS, DURATION_BOUNDS_NS, FORMAT, Durations, Figures, Totals, encoded
 from kvledger.adapters.tools.logs.totals import LogTotals
-from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reader import Model, Reader

@@ -94,8 +94,8 @@ def movers() -> list[str]:
 
 def num_tokens_recovered(log_path: Path) -> int:
     """How many tokens the log says were brought back after a preemption."""
+    from kvledger.adapters.figures import Totals
     from kvledger.adapters.tools.logs.log import open_log
-    from kvledger.adapters.totals import Totals
 
     log = open_log(log_path)
     projections = log.core.new_projections(log.configuration)

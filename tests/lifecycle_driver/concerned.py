@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvledger.adapters.figures import Figures
+from kvledger.adapters.figures import Figures, Totals
 from kvledger.adapters.tools.reasons import Accounts, LoadFate, Reason, RequestHistory, Sums
-from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core, LedgerConfiguration, fold
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reader import Model, Reader

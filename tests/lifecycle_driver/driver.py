@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvledger.adapters.totals import Totals
+from kvledger.adapters.figures import Totals
 from kvledger.lifecycle import (
     Channel,
     Core,

@@ -16,8 +16,8 @@ from google_crc32c import value as crc32c
 from lifecycle_driver import play_seed
 from stored_logs import header_of, tell_story
 
+from kvledger.adapters.figures import Totals
 from kvledger.adapters.recorded.extension import Recorder
-from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import StartFolds

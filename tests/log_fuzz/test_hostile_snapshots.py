@@ -13,11 +13,10 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from kvledger.adapters.figures import State
+from kvledger.adapters.figures import State, Totals
 from kvledger.adapters.recorded.extension import Recorder
 from kvledger.adapters.tools.logs.log import StoredLog, open_log
 from kvledger.adapters.tools.logs.snapshots import write_snapshots
-from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle.audit import StartFolds
 from kvledger.lifecycle.codec import EventDecoder

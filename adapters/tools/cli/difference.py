@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 import attrs
 
+from kvledger.adapters.figures import Totals
 from kvledger.adapters.tools.cli.output import Output
 from kvledger.adapters.tools.cli.state import show_state
 from kvledger.adapters.tools.exit_codes import ExitCode
@@ -16,7 +17,6 @@ from kvledger.adapters.tools.logs.coverage import checked
 from kvledger.adapters.tools.logs.describe import event_fields, event_text, plain
 from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.logs.selection import Selection
-from kvledger.adapters.totals import Totals
 from kvledger.adapters.units import plural
 from kvledger.lifecycle.events import Event, field_names
 from kvledger.lifecycle.untrusted import Undecodable, from_msgpack

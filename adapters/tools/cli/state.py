@@ -6,10 +6,10 @@ from typing import Any
 
 import attrs
 
+from kvledger.adapters.figures import Totals
 from kvledger.adapters.tools.cli.output import Output
 from kvledger.adapters.tools.logs.describe import plain
 from kvledger.adapters.tools.logs.facts import UNKNOWN_TOTALS
-from kvledger.adapters.totals import Totals
 from kvledger.adapters.units import plural
 from kvledger.lifecycle import Projections, RequestRecord, TrustRegion
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import attrs
 
 from kvledger.adapters.core import available_extensions
+from kvledger.adapters.figures import Totals
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, unreadable_text
-from kvledger.adapters.totals import Totals
 from kvledger.adapters.units import plural
 from kvledger.lifecycle import Core, CoreError, LedgerConfiguration, Projections, SequencedEvent
 from kvledger.lifecycle.audit import Start, StartFolds

@@ -8,9 +8,9 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from kvledger.adapters.figures import Totals
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.tools.logs.log import Batch, StoredLog
-from kvledger.adapters.totals import Totals
 from kvledger.lifecycle.audit import Start, StartFolds
 from kvledger.lifecycle.reader import NotResumable
 from kvledger.lifecycle.snapshots import SnapshotError, state_fingerprint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from kvledger.adapters.totals import Totals
+from kvledger.adapters.figures import Totals
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit, StartFolds
 from sim.checks.audit import rule_of

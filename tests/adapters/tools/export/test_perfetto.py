@@ -13,10 +13,9 @@ from lifecycle_driver import Driver
 from stored_logs import tell_story, write_log
 from trace_importer import NotImportable, Trace, read_trace
 
-from kvledger.adapters.figures import Figures
+from kvledger.adapters.figures import Figures, Totals
 from kvledger.adapters.tools.logs.log import open_log
 from kvledger.adapters.tools.logs.sources import find_logs
-from kvledger.adapters.totals import Totals
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections import Projections
