@@ -70,6 +70,10 @@ TEXT = [
     f"tokens 128–148: {_AFTER_CHUNKS}",
     f"token 149: {_LAST}",
     "15:06:40.071 71.000 45 admitted with 150 tokens: 128 to be loaded, 22 left to compute",
+    (
+        "tokens 0–127 (chunks 0–1): their load failed, or the load before had failed and the request had to compute "
+        "first (event 49: load 5 failed: broken)"
+    ),
     "15:06:40.073 73.000 49 load 5 failed: broken",
     (
         "15:06:40.073 73.000 53 quarantined (holds blocks that could not be filled): cache disabled for this request, "
@@ -126,6 +130,7 @@ REASONS = [
     *((0, "admission", 28, *span) for span in _BACK),
     *((0, "recomputed", 30, *span) for span in _AGAIN),
     *((2, "lookup", 43, *span) for span in _SECOND),
+    (2, "admission", 45, "load_failed", 0, 128, (49, 48)),
     *((2, "admission", 45, *span) for span in _SECOND),
     (2, "computed_twice", 55, "load_failed", 0, 150, (49, 48)),
 ]

@@ -16,14 +16,13 @@ from kvledger.adapters.tools.api.errors import public_errors
 from kvledger.adapters.tools.api.records import Advance, Copy, Entry, Eviction, Life, Lookup, Reason, Step
 from kvledger.adapters.tools.logs import log as stored
 from kvledger.adapters.tools.logs.explanation import Cause, causes_of, groups_of, reason_text
-from kvledger.adapters.tools.logs.histories import Histories, read_histories
+from kvledger.adapters.tools.logs.histories import read_histories
 from kvledger.adapters.tools.logs.index import index_for
 from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.logs.reading import HEADER_LOST, begin_model, take_batch
 from kvledger.adapters.tools.logs.requests import Requests, RequestSummary
 from kvledger.adapters.tools.logs.selection import Selection
-from kvledger.adapters.tools.reasons import Admission, RequestHistory, Span
-from kvledger.adapters.tools.reasons import Reason as ReasonCode
+from kvledger.adapters.tools.reasons import RequestHistory, Span
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.reader import Reader
@@ -236,12 +235,8 @@ def reasons(source: Source, request_id: str) -> Iterator[Reason]:
     with public_errors(source.path):
         histories = read_histories(log, Selection(request_id=request_id), request_id, Silence())
         for history in histories.of_incarnations:
-            admissions = {admission.sequence: admission for admission in history.admissions}
             for cause in _about_computed_tokens(causes_of(history, histories, log.core, log.configuration)):
-                spans = list(cause.spans)
-                if cause.what == "admission":
-                    spans[:0] = _not_loaded(admissions[cause.sequence], histories)
-                for group in groups_of(spans):
+                for group in groups_of(cause.spans):
                     yield _reason(
                         source,
                         history,
@@ -255,26 +250,6 @@ def _about_computed_tokens(causes: list[Cause]) -> list[Cause]:
     """Those from which reasons are taken: where tokens were computed, or else the last lookup of a waiting request."""
     computed = [cause for cause in causes if cause.what in _COMPUTED]
     return computed or [cause for cause in causes if cause.what == "lookup"][-1:]
-
-
-def _not_loaded(admission: Admission, histories: Histories) -> list[Span]:
-    """Why the tokens that were to be loaded at an admission were not, if that is so. They lie before those left."""
-    first, end = admission.num_retained, admission.num_retained + admission.num_claimed
-    is_delivered = admission.job_id or not (
-        admission.is_started or any(span.reason is ReasonCode.NOT_DELIVERED for span in admission.spans)
-    )
-    if first < end and not is_delivered:
-        broken = [
-            named.sequence
-            for named in histories.events.values()
-            if isinstance(named.event, e.InvariantViolated) and named.event.cause == admission.sequence
-        ]
-        return [Span(first, end, ReasonCode.NOT_DELIVERED, (*broken, admission.sequence))]
-    return [
-        attrs.evolve(span, first_token=max(first, span.first_token), end_token=min(end, span.end_token))
-        for span in admission.spans
-        if span.reason is ReasonCode.LOAD_FAILED and span.first_token < end and span.end_token > first
-    ]
 
 
 def _reason(source: Source, history: RequestHistory, cause: Cause, group: Sequence[Span], text: str) -> Reason:

@@ -244,11 +244,12 @@ class _Chain:
         parts += [f"{admission.num_elsewhere} from elsewhere"] if admission.num_elsewhere else []
         parts.append(f"{num_left} left to compute")
         text = f"admitted with {plural(admission.num_tokens, 'token')}: {', '.join(parts)}"
-        cause = Cause("admission", admission.sequence, admission.sequence, time_ns, text, spans=admission.missed)
+        left = (*admission.not_loaded, *admission.missed)
+        cause = Cause("admission", admission.sequence, admission.sequence, time_ns, text, spans=left)
         cause.evidence = tuple(filter(None, (admission.answer_sequence, admission.reset_sequence)))
         answers = (lookup for lookup in self.history.lookups if lookup.last_sequence == admission.answer_sequence)
         explained = {(span.end_token, span.reason) for lookup in answers for span in lookup.spans}
-        new = [span for span in admission.missed if (span.end_token, span.reason) not in explained]
+        new = [span for span in left if (span.end_token, span.reason) not in explained]
         cause.reasons = self._texts(new, time_ns)
         if admission.duplicated is not None:
             cause.reasons.append(self._duplicated_text(admission.duplicated))

@@ -108,7 +108,7 @@ def named_by(histories: Iterable[RequestHistory]) -> set[int]:
         named.update(again.sequence for again in history.recomputations)
         of_entries = (
             *(lookup.spans for lookup in history.lookups),
-            *((*admission.spans, *admission.missed) for admission in history.admissions),
+            *((*admission.spans, *admission.not_loaded, *admission.missed) for admission in history.admissions),
             *(again.spans for again in history.recomputations),
         )
         named.update(number for spans in of_entries for span in spans for number in span.evidence)

@@ -139,6 +139,8 @@ class Accounts(Visitor[Model]):
         if account is not None:
             account.quarantine = account.quarantine or (self.moment.sequence, event.cause)
             account.tail = None
+            if event.cause == account.undelivered_sequence:  # no load will follow
+                self._admissions.give_up_undelivered(account)
 
     @on(e.InvariantViolated)
     def _violated(self, event: e.InvariantViolated) -> None:

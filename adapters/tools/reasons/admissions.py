@@ -317,7 +317,7 @@ class Admissions:
         admission = _admission_of(loaded, load)
         if admission is not None:
             failed = Span(load.first_token, load.first_token + load.num_tokens, Reason.LOAD_FAILED, evidence)
-            admission.spans = replaced(admission.spans, failed)
+            admission.spans, admission.not_loaded = replaced(admission.spans, failed), (failed,)
         if loaded.taken_back_reason is Reason.LOAD_FAILED and loaded.taken_back:
             self._prove(loaded, admission, evidence)
 
@@ -355,6 +355,7 @@ class Admissions:
             evidence = tuple(filter(None, (account.broken_rule, account.undelivered_sequence)))
             undelivered = Span(first, first + num_tokens, Reason.NOT_DELIVERED, evidence)
             account.admission.spans = replaced(account.admission.spans, undelivered)
+            account.admission.not_loaded = (undelivered,)
 
 
 def _known(life: Life, first_token: int, end_token: int, chunk_size: int) -> range:

@@ -61,6 +61,8 @@ class Admission:
     """Of the tokens left to compute; a failed load adds its own."""
     missed: tuple[Span, ...] = ()
     """The same as it was when blocks were given."""
+    not_loaded: tuple[Span, ...] = ()
+    """Claimed tokens that no load brought."""
     num_elsewhere: int = 0
     """There already when the first step began, and not by this connector's doing."""
     is_started: bool = False

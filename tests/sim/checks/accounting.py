@@ -72,4 +72,21 @@ def _has_no_excuse(world: World) -> bool:
         and never_slower
         and is_asked_first
         and (waits or (max_deferred and not has_waited_in_vain))
+        and not _lost_blocks_while_loading(world)
     )
+
+
+def _lost_blocks_while_loading(world: World) -> bool:
+    """Whether a request was preempted before its load was reported.
+
+    What it had computed behind the loaded tokens is not saved, because the load may still fail (world 780352).
+    """
+    loading: dict[int, str] = {}
+    for _, event in world.log.events:
+        if isinstance(event, e.LoadIssued):
+            loading[event.job_id] = event.request_id
+        elif isinstance(event, e.LoadCompleted | e.LoadFailed):
+            loading.pop(event.job_id, None)
+        elif isinstance(event, e.RequestPreempted) and event.request_id in loading.values():
+            return True
+    return False
