@@ -45,10 +45,3 @@ class Divergences(list[Divergence]):
         self.num_found += 1
         if len(self) < self.MAX_KEPT:
             super().append(divergence)
-
-    def continued(self, following: Divergences) -> Divergences:
-        """These and then those, of which each counts what its own `keeps` wants."""
-        both = Divergences()
-        both.extend([*self, *following][: self.MAX_KEPT])
-        both.num_found = self.num_found + following.num_found
-        return both

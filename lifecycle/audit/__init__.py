@@ -5,9 +5,9 @@ cannot reach what decided; an import contract and a test hold that. Each checker
 not; rules that no checker can decide stand in `Core.not_checked` with the reason.
 """
 
-from kvledger.lifecycle.audit.audit import Audit, checkers_of, decided_again, make_rule_checks
+from kvledger.lifecycle.audit.audit import Audit
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.judgement import DecidedAgain, Judgement, RulesHeld, Unfoldable
+from kvledger.lifecycle.audit.judgement import Judgement, Unfoldable
 from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.audit.rules.recorded import Recorded
 from kvledger.lifecycle.audit.start import Start, StartFolds
@@ -19,18 +19,13 @@ __all__ = [
     "Audit",
     "AuditModel",
     "Checker",
-    "DecidedAgain",
     "Judgement",
     "Moment",
-    "RulesHeld",
     "Start",
     "StartFolds",
     "Unfoldable",
     "Violation",
     "Visits",
-    "checkers_of",
-    "decided_again",
-    "make_rule_checks",
     "num_intact_tokens",
 ]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from kvledger.lifecycle.audit.judgement import DecidedAgain, Judgement, Unfoldable
+from kvledger.lifecycle.audit.judgement import Judgement, Unfoldable
 from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.audit.of_extensions import RuleOfExtension
 from kvledger.lifecycle.audit.rule_checks import MakeChecker, RuleChecks
@@ -39,9 +39,11 @@ class Audit:
         keeps: Callable[[Violation], bool] | None = None,
         start: Start | None = None,
     ) -> None:
-        self._core = core
-        makers = checkers_of(core).values() if checkers is None else checkers
-        self._rules = make_rule_checks(core, configuration, makers, keeps=keeps, start=start)
+        model = AuditModel(core.tables, configuration, Violations(keeps))
+        if start is not None:
+            start.resume(model, core)
+        makers = _checkers_of(core) if checkers is None else checkers
+        self._rules = RuleChecks(model, makers, begins_late=start is not None)
         projections = None if start is None else start.projections(core, configuration)
         self._replay = Replay(core, configuration, reference=core.reference, start=projections)
         self.checkers = self._rules.checkers
@@ -72,8 +74,19 @@ class Audit:
 
     def judgement(self) -> Judgement:
         """What was found so far."""
-        held, decided = self._rules.held(), decided_again(self._replay)
-        return Judgement.of(self._core.rules, [held], [decided], self.unfoldable)
+        rules = [checker.rule for checker in self.checkers]
+        of_extensions = (checker for checker in self.checkers if isinstance(checker, RuleOfExtension))
+        return Judgement(
+            self._rules.num_events,
+            rules,
+            {checker.rule: checker.not_judged for checker in of_extensions if checker.not_judged},
+            self.violations,
+            {rule: self.num_violations[rule] for rule in rules if rule in self.num_violations},
+            self.divergences,
+            self.reference_differences,
+            self._replay.num_unjudged,
+            self.unfoldable,
+        )
 
     def finish(self) -> None:
         """Notice decisions that are missing at the end."""
@@ -123,31 +136,9 @@ def _take(
     return None
 
 
-def make_rule_checks(
-    core: Core,
-    configuration: LedgerConfiguration,
-    checkers: Iterable[MakeChecker],
-    *,
-    keeps: Callable[[Violation], bool] | None = None,
-    start: Start | None = None,
-) -> RuleChecks:
-    """The half that knows nothing of what decided. Arguments and errors: see `Audit`."""
-    model = AuditModel(core.tables, configuration, Violations(keeps))
-    if start is not None:
-        start.resume(model, core)
-    return RuleChecks(model, checkers, begins_late=start is not None)
-
-
-def decided_again(replay: Replay) -> DecidedAgain:
-    """What a replay has found so far."""
-    return DecidedAgain(replay.divergences, replay.reference_differences, replay.num_unjudged)
-
-
-def checkers_of(core: Core) -> dict[str, MakeChecker]:
-    """Every rule of the core, in order, and what makes its checker."""
+def _checkers_of(core: Core) -> Iterator[MakeChecker]:
+    """What makes the checker of each rule of the core, in order."""
     extension_of = {rule: extension for extension in core.extensions for rule in extension.rules}
-    return {
-        rule: make if its is None else partial(RuleOfExtension, rule, its.name, its.payload_of, make)
-        for rule, make in core.rules.items()
-        for its in (extension_of.get(rule),)
-    }
+    for rule, make in core.rules.items():
+        its = extension_of.get(rule)
+        yield make if its is None else partial(RuleOfExtension, rule, its.name, its.payload_of, make)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.judgement import RulesHeld
 from kvledger.lifecycle.audit.model import AuditModel
-from kvledger.lifecycle.audit.of_extensions import RuleOfExtension
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.reader.visitor import Reader
 
@@ -32,6 +30,11 @@ class RuleChecks:
         for checker in self.checkers if begins_late else ():
             checker.begin()
 
+    @property
+    def num_events(self) -> int:
+        """Events looked at."""
+        return self._reader.num_events
+
     def take(self, events: Iterable[tuple[int, Event]]) -> None:
         """Look at the next events, in the order of the log.
 
@@ -39,14 +42,3 @@ class RuleChecks:
             Exception: whatever a fold or a check raises; `moment` says at which event. Nothing more can be taken.
         """
         self._reader.take(events)
-
-    def held(self) -> RulesHeld:
-        """What was found so far."""
-        of_extensions = (checker for checker in self.checkers if isinstance(checker, RuleOfExtension))
-        return RulesHeld(
-            self._reader.num_events,
-            [checker.rule for checker in self.checkers],
-            {checker.rule: checker.not_judged for checker in of_extensions if checker.not_judged},
-            self.violations.first,
-            self.violations.counts,
-        )

@@ -121,7 +121,7 @@ class ExtensionContract(abc.ABC):
         """Nor does any other rule find anything in the walk, or anything be decided otherwise."""
         for play in self._walks():
             audit = _audited(play, self._core())
-            not_judged = audit.judgement().held.not_judged
+            not_judged = audit.judgement().not_judged
             assert not not_judged, f"{play.name}: {not_judged}"
             assert audit.is_sound, f"{play.name}: {audit.violations[:3]}, {audit.divergences[:3]}, {audit.unfoldable}"
 

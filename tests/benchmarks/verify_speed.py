@@ -4,8 +4,7 @@ A log is made by vLLM's own scheduler with our connector; what the scheduler's t
 the stages of an audit go through the log, each including those before it, several times in turns. The clock is the
 thread's CPU time.
 
-By several processes, the whole command is measured, by the clock and in CPU time: on one log of several segments with
-their snapshots, and on logs side by side.
+By several processes, the whole command is measured, by the clock and in CPU time: on four logs side by side.
 """
 
 from __future__ import annotations
@@ -26,18 +25,14 @@ from benchmarks.figures import Cases, Figure, compared
 from benchmarks.served import Load, Server, ours
 
 from kvledger.adapters.tools.logs.log import StoredLog, open_log
-from kvledger.adapters.tools.logs.snapshots import write_snapshots
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.lifecycle.replay import Replay, SequencedEvent
 from kvledger.storage.events import read_log
-from kvledger.storage.events.segment_file import segment_paths
 
 _STEPS_OF_AN_HOUR = 50 * 3600
-_BYTES_A_STEP = 4_200
-"""Of a log with a save for each block."""
-_NUM_SEGMENTS, _NUM_LOGS = 8, 4
+_NUM_LOGS = 4
 _SERVING = "serving it (scheduler)"
 
 
@@ -116,15 +111,11 @@ def _measure(mix: _Mix, num_steps: int, num_rounds: int) -> Sequence[Figure]:
         ]
 
 
-def _measure_processes(num_logs: int, num_steps: int, num_rounds: int) -> Sequence[Figure]:
-    """So many logs, with so many steps together."""
+def _measure_processes(num_steps: int, num_rounds: int) -> Sequence[Figure]:
+    """Logs with so many steps together."""
     mix = MIXES["a save for each block"]
-    segment_bytes = num_steps * _BYTES_A_STEP // _NUM_SEGMENTS
-    mix = attrs.evolve(mix, extra_config={**mix.extra_config, "segment_bytes": segment_bytes})
     with tempfile.TemporaryDirectory() as folder:
-        logs = [serve(mix, Path(folder), num_steps // num_logs)[0] for _ in range(num_logs)]
-        for log in logs:
-            write_snapshots(log)
+        logs = [serve(mix, Path(folder), num_steps // _NUM_LOGS)[0] for _ in range(_NUM_LOGS)]
         clock: dict[str, list[float]] = {}
         cpu: dict[str, list[float]] = {}
         for _ in range(num_rounds):
@@ -138,7 +129,6 @@ def _measure_processes(num_logs: int, num_steps: int, num_rounds: int) -> Sequen
             *compared("by the clock", "s", clock, anchor=anchor),
             *compared("CPU time", "s", cpu, anchor=anchor),
             Figure("size", anchor, sum(log.total_bytes() for log in logs) / 1e6, "MB"),
-            Figure("segments", anchor, sum(len(segment_paths(log.path)) for log in logs), ""),
         ]
 
 
@@ -198,6 +188,5 @@ def cases(*, full: bool) -> Cases:
             name: partial(_measure, mix, mix.num_steps if full else mix.num_steps // 4, num_rounds)
             for name, mix in MIXES.items()
         },
-        "processes: one log": partial(_measure_processes, 1, num_steps, num_rounds),
-        f"processes: {_NUM_LOGS} logs": partial(_measure_processes, _NUM_LOGS, num_steps, num_rounds),
+        f"processes: {_NUM_LOGS} logs": partial(_measure_processes, num_steps, num_rounds),
     }

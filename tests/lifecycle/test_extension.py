@@ -140,7 +140,7 @@ def test_a_log_is_verified_with_its_extension() -> None:
     audit = audited(preempted_twice(), CORE)
     assert audit.is_sound, (audit.violations, audit.divergences)
     assert StarvingKept.rule in CORE.rules
-    assert audit.judgement().decided.num_unjudged == 0
+    assert audit.judgement().num_unjudged == 0
 
 
 def test_a_reader_without_the_extension_verifies_the_rest() -> None:
@@ -150,7 +150,7 @@ def test_a_reader_without_the_extension_verifies_the_rest() -> None:
     assert [extension.name for extension in core.absent] == ["starvation"]
     audit = audited(driver, core)
     assert audit.is_sound, (audit.violations, audit.divergences)
-    assert audit.judgement().decided.num_unjudged > 0
+    assert audit.judgement().num_unjudged > 0
     record = audit.projections.tracker.get("a")
     assert record is not None
     assert record.path == "preempted.starving"

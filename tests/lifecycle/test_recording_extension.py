@@ -104,7 +104,7 @@ def test_a_reader_without_its_code_leaves_the_same_rules_out_and_judges_no_decis
     assert core.not_checked == CORE.not_checked
     audit = audited(a_wrong_answer(), core)
     assert audit.is_sound, (audit.violations, audit.divergences)
-    assert audit.judgement().decided.num_unjudged == 3, "its arrival, its lookup and the answer"
+    assert audit.judgement().num_unjudged == 3, "its arrival, its lookup and the answer"
     assert (e.RequestPreempted, RequestState.NEW) in core.unjudged
     assert (e.RequestPreempted, RequestState.RUNNING) not in core.unjudged
 

@@ -178,7 +178,7 @@ def verified(source: Source) -> LogReport:
         for batch in log.batches():
             verification.take(batch)
         findings = verification.findings()
-    held, decided = findings.judgement.held, findings.judgement.decided
+    judgement = findings.judgement
     place: Mapping[str, Any] = {"start": source.start, "rank": source.rank}
     return LogReport(
         **place,
@@ -188,12 +188,12 @@ def verified(source: Source) -> LogReport:
         num_events=log.num_events,
         first_event_checked=findings.checked.first_sequence or None,
         last_event_checked=findings.checked.last_sequence or None,
-        violations=tuple(Violation(**place, **attrs.asdict(each, recurse=False)) for each in held.violations),
-        num_violations=dict(held.num_violations),
+        violations=tuple(Violation(**place, **attrs.asdict(each, recurse=False)) for each in judgement.violations),
+        num_violations=dict(judgement.num_violations),
         divergences=_divergences(source, findings),
-        num_divergences=decided.divergences.num_found + decided.reference_differences.num_found,
+        num_divergences=judgement.divergences.num_found + judgement.reference_differences.num_found,
         damage=tuple(Damage(**place, **attrs.asdict(each)) for each in findings.damage),
-        not_judged={**held.not_judged, **log.core.not_checked},
+        not_judged={**judgement.not_judged, **log.core.not_checked},
         remarks=(*findings.remarks, *findings.of_workers),
         ended=log.ending.how.value,
         head_hash=log.head_hash,
@@ -201,10 +201,10 @@ def verified(source: Source) -> LogReport:
 
 
 def _divergences(source: Source, findings: Findings) -> tuple[Divergence, ...]:
-    decided, unfoldable = findings.judgement.decided, findings.judgement.unfoldable
+    judgement, unfoldable = findings.judgement, findings.judgement.unfoldable
     found: Sequence[tuple[int, Event | None, Event | None, str]] = [
-        *((each.sequence, each.recorded, each.decided, "") for each in decided.divergences),
-        *((each.sequence, each.recorded, each.decided, "") for each in decided.reference_differences),
+        *((each.sequence, each.recorded, each.decided, "") for each in judgement.divergences),
+        *((each.sequence, each.recorded, each.decided, "") for each in judgement.reference_differences),
         *([] if unfoldable is None else [(unfoldable.sequence, unfoldable.event, None, unfoldable.error)]),
     ]
     return tuple(

@@ -261,7 +261,7 @@ def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
 
 def show_divergences(output: Output, judgement: Judgement) -> None:
     """Where the code here decides otherwise than the log."""
-    found, differences = judgement.decided.divergences, judgement.decided.reference_differences
+    found, differences = judgement.divergences, judgement.reference_differences
     unfoldable = judgement.unfoldable
     if output.is_json:
         for kind, divergences in (("divergence", found), ("reference_difference", differences)):

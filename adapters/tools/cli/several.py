@@ -41,12 +41,11 @@ class Printed:
 def side_by_side(command: OnLogs, arguments: argparse.Namespace, output: Output, *, on_lost: OnLost) -> list[ExitCode]:
     """Run it on each of `arguments.logs`, on `arguments.jobs` of them at a time, and print everything."""
     num_logs = len(arguments.logs)
-    jobs_each = max(1, arguments.jobs // num_logs)
     codes: list[ExitCode] = []
     with separate_processes(min(arguments.jobs, num_logs)) as others:
         begun: dict[Path, Future[Printed]] = {}
         for path in sorted(arguments.logs, key=num_bytes, reverse=True):  # what takes longest is begun first
-            of_one = argparse.Namespace(**{**vars(arguments), "logs": [path], "jobs": jobs_each})
+            of_one = argparse.Namespace(**{**vars(arguments), "logs": [path]})
             begun[path] = others.submit(_printed, command, of_one, is_terminal=sys.stdout.isatty())
         for number, path in enumerate(arguments.logs, 1):
             try:

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import attrs
 
-from kvledger.adapters.tools.cli.finding import opened_log, selected
+from kvledger.adapters.tools.cli.finding import selected
 from kvledger.adapters.tools.cli.options import add_handlers, positive
 from kvledger.adapters.tools.cli.output import Output, show_divergences, show_ending
 from kvledger.adapters.tools.cli.several import num_bytes, side_by_side
 from kvledger.adapters.tools.exit_codes import ExitCode, gravest
 from kvledger.adapters.tools.logs.describe import event_text, plain, violation_place
 from kvledger.adapters.tools.logs.log import StoredLog, open_log
-from kvledger.adapters.tools.logs.parts import verify_in_parts
-from kvledger.adapters.tools.logs.processes import num_cores, processes
+from kvledger.adapters.tools.logs.processes import num_cores
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.verification import Findings, Verification
 from kvledger.adapters.units import plural, size
@@ -30,22 +29,22 @@ _MAX_SHOWN = 20
 """Of each kind for people; programs get all that is kept."""
 _OBJECTS_PER_COLLECTION = 200_000
 MIN_BYTES = 4 << 20
-"""Of logs that are verified by several processes: of less, one is done before others have started."""
+"""Of logs that are verified side by side: of less, one process is done before others have started."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """What only this command has."""
     parser.add_argument("-v", "--verbose", action="store_true", help="list the rules that a log cannot decide, and why")
     parser.add_argument(
-        "--jobs", metavar="N", type=positive, default=num_cores(), help="processes to verify with; default: all cores"
+        "--jobs", metavar="N", type=positive, default=num_cores(), help="logs at a time; default: one for each core"
     )
     add_handlers(parser)
 
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Verify each log; the exit code is that of the worst."""
-    is_split = arguments.jobs > 1 and sum(map(num_bytes, arguments.logs)) >= MIN_BYTES
-    if is_split and len(arguments.logs) > 1 and arguments.request is None:
+    has_work = sum(map(num_bytes, arguments.logs)) >= MIN_BYTES
+    if has_work and arguments.jobs > 1 and len(arguments.logs) > 1 and arguments.request is None:
         codes = side_by_side(partial(_verify_each, follows=True), arguments, output, on_lost=_show_lost)
     else:
         codes = _verify_each(arguments, output)
@@ -75,7 +74,7 @@ def _verify_each(arguments: argparse.Namespace, output: Output, *, follows: bool
 
 def _verify(log: StoredLog, selection: Selection, output: Output, arguments: argparse.Namespace) -> ExitCode:
     with output.progress(log, "verifying"), _rare_collections():
-        findings = _findings(log, selection, arguments)
+        findings = _findings(log, selection)
     if output.is_json:
         _show_json(output, log, findings)
     else:
@@ -85,7 +84,7 @@ def _verify(log: StoredLog, selection: Selection, output: Output, arguments: arg
 
 def _show_lost(path: Path, reason: str, output: Output) -> ExitCode:
     """Of a log that no process could verify to the end."""
-    remedy = "verify it alone, with --jobs 1 or on a machine with more memory"
+    remedy = "verify it alone, on a machine with more memory"
     if output.is_json:
         output.record("log", {"path": str(path), "header": None})
         code = ExitCode.NOT_VERIFIED
@@ -98,13 +97,7 @@ def _show_lost(path: Path, reason: str, output: Output) -> ExitCode:
     return ExitCode.NOT_VERIFIED
 
 
-def _findings(log: StoredLog, selection: Selection, arguments: argparse.Namespace) -> Findings:
-    found = None
-    if arguments.jobs > 1 and num_bytes(log.path) >= MIN_BYTES:
-        with processes(arguments.jobs - 1) as others:
-            found = verify_in_parts(log, selection, partial(opened_log, log.path, arguments), others, arguments.jobs)
-    if found is not None:
-        return found
+def _findings(log: StoredLog, selection: Selection) -> Findings:
     verification = Verification(log, selection)
     for batch in log.batches(selection.last_sequence):
         verification.take(batch)
@@ -125,14 +118,14 @@ def _rare_collections() -> Iterator[None]:
 
 
 def _show_json(output: Output, log: StoredLog, findings: Findings) -> None:
-    judgement, held = findings.judgement, findings.judgement.held
+    judgement = findings.judgement
     output.record("log", {"path": str(log.path), "header": plain(log.header)})
     for damage in findings.damage:
         output.record("damage", attrs.asdict(damage))
-    for violation in held.violations:
+    for violation in judgement.violations:
         output.record("violation", attrs.asdict(violation))
     show_divergences(output, judgement)
-    for rule, reason in {**held.not_judged, **log.core.not_checked}.items():
+    for rule, reason in {**judgement.not_judged, **log.core.not_checked}.items():
         output.record("not_checked", {"rule": rule, "reason": reason})
     show_ending(output, log, findings.end_state.num_open_requests)
     output.record(
@@ -142,7 +135,7 @@ def _show_json(output: Output, log: StoredLog, findings: Findings) -> None:
             "exit_code": findings.exit_code.value,
             "end": log.ending.how.value,
             "num_events": log.num_events,
-            "num_events_checked": held.num_events,
+            "num_events_checked": judgement.num_events,
             "first_event_checked": findings.checked.first_sequence or None,
             "last_event_checked": findings.checked.last_sequence or None,
             "text": findings.verdict,
@@ -151,8 +144,8 @@ def _show_json(output: Output, log: StoredLog, findings: Findings) -> None:
             "head_hash": log.head_hash,
             "num_skipped": dict(log.skipped),
             "num_damage": len(findings.damage),
-            "num_violations": held.num_violations,
-            "num_divergences": judgement.decided.divergences.num_found,
+            "num_violations": judgement.num_violations,
+            "num_divergences": judgement.divergences.num_found,
             "rules": judgement.judged if log.header else [],
             "stopped_extensions": [attrs.asdict(each) for each in findings.stopped],
             "remarks": findings.remarks,
@@ -162,7 +155,7 @@ def _show_json(output: Output, log: StoredLog, findings: Findings) -> None:
 
 
 def _show_text(output: Output, log: StoredLog, findings: Findings, *, verbose: bool) -> None:
-    judgement, held = findings.judgement, findings.judgement.held
+    judgement = findings.judgement
     output.field("log", str(log.path))
     output.field("written by", log.written_by)
     frames = f"in {plural(log.num_frames, 'frame')}, {size(log.num_bytes)}"
@@ -174,14 +167,15 @@ def _show_text(output: Output, log: StoredLog, findings: Findings, *, verbose: b
         output.line(f"  {damage}")
     _show_more(output, num_damaged)
     show_ending(output, log, findings.end_state.num_open_requests)
-    num_broken = len(held.num_violations)
-    rules = f"{len(judgement.judged)} checked over {plural(held.num_events, 'event')}, {num_broken or 'none'} broken"
+    num_broken = len(judgement.num_violations)
+    over = plural(judgement.num_events, "event")
+    rules = f"{len(judgement.judged)} checked over {over}, {num_broken or 'none'} broken"
     is_checked = not findings.checked.why_nothing or num_broken > 0
     output.field("rules", rules if is_checked else "not checked", _style(is_checked, num_broken))
-    evidence = _evidence(log, held.violations[:_MAX_SHOWN])
-    for violation in held.violations[:_MAX_SHOWN]:
+    evidence = _evidence(log, judgement.violations[:_MAX_SHOWN])
+    for violation in judgement.violations[:_MAX_SHOWN]:
         _show_violation(output, violation, evidence)
-    _show_more(output, sum(held.num_violations.values()))
+    _show_more(output, sum(judgement.num_violations.values()))
     if is_checked or not judgement.is_sound:
         show_divergences(output, judgement)
     elif log.header:

@@ -40,15 +40,15 @@ def listed(found: Findings, proof: Mapping[int, NamedEvent]) -> tuple[list[Findi
         *_breaches(_listed(judgement), proof),
         *_divergences(judgement),
     ]
-    diverged = (judgement.decided.divergences, judgement.decided.reference_differences)
+    diverged = (judgement.divergences, judgement.reference_differences)
     num_diverged = sum(each.num_found for each in diverged) + (judgement.unfoldable is not None)
-    num_broken = sum(judgement.held.num_violations.values())
+    num_broken = sum(judgement.num_violations.values())
     num_found = len(found.of_workers) + len(found.stopped) + len(found.damage) + num_broken + num_diverged
     return findings[:MAX_FINDINGS], num_found - len(findings[:MAX_FINDINGS])
 
 
 def _listed(judgement: Judgement) -> Sequence[Violation]:
-    return judgement.held.violations[:MAX_FINDINGS]
+    return judgement.violations[:MAX_FINDINGS]
 
 
 def _breaches(violations: Sequence[Violation], proof: Mapping[int, NamedEvent]) -> Iterator[Finding]:
@@ -61,7 +61,7 @@ def _breaches(violations: Sequence[Violation], proof: Mapping[int, NamedEvent]) 
 def _divergences(judgement: Judgement) -> Iterator[Finding]:
     if judgement.unfoldable is not None:
         yield Finding("An event that cannot be folded", str(judgement.unfoldable))
-    for divergence in (*judgement.decided.divergences, *judgement.decided.reference_differences):
+    for divergence in (*judgement.divergences, *judgement.reference_differences):
         sides = [
             (divergence.sequence, f"{who}: {'nothing' if event is None else event_text(event)}")
             for who, event in (("recorded", divergence.recorded), ("decided today", divergence.decided))

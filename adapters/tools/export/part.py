@@ -193,7 +193,7 @@ def _checked(reading: Reading) -> str:
     if why_nothing:
         return f"Neither rules nor decisions could be checked: {why_nothing}."
     return (
-        f"{len(judgement.judged)} rules were held against {plural(judgement.held.num_events, 'event')}, and every "
+        f"{len(judgement.judged)} rules were held against {plural(judgement.num_events, 'event')}, and every "
         f"decision was made again; {len(reading.log.core.not_checked)} rules cannot be decided from a log: kvledger "
         "verify --verbose lists them."
     )

@@ -303,19 +303,18 @@ class StoredLog:
         """The same, with the place of each frame, and with what is missing before it."""
         return _up_to(until, self._intact())
 
-    def batches_behind(self, sequence: int, head_hash: str = "", *, until: int | None = None) -> Iterator[Batch]:
+    def batches_behind(self, sequence: int, head_hash: str = "") -> Iterator[Batch]:
         """The batches behind an event up to which an earlier reading found nothing missing. Counts these alone.
 
         Args:
             sequence: the number of that event, the last of its frame.
             head_hash: the chain hash (hex) of that frame, where the next one follows from it; empty: a segment begins
                 there, whose header was compared.
-            until: the last event that is wanted.
 
         Raises:
             LogError: what stands behind it in the log does not follow from it.
         """
-        return _up_to(until, self._intact(behind=sequence, head_hash=head_hash))
+        return self._intact(behind=sequence, head_hash=head_hash)
 
     def batches_from(self, segment: str, offset: int) -> Iterator[Batch]:
         """The batches from a place on that an earlier reading gave, as far as they can be read. Reports no damage."""

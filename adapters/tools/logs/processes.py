@@ -133,16 +133,6 @@ def separate_processes(number: int) -> Iterator[SeparateProcesses]:
         started.end()
 
 
-@contextmanager
-def processes(number: int) -> Iterator[Processes]:
-    """That many, until the context is left."""
-    started = Processes(number)
-    try:
-        yield started
-    finally:
-        started.end()
-
-
 def _end_with(reader: Connection) -> None:
     """End this process when the pipe's other end is closed, which the death of the process that has it does, too."""
 

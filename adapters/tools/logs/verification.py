@@ -165,7 +165,7 @@ class Findings:
         damage = tuple(d for d in log.damage if d.sequence is None or selection.holds(d.sequence))
         if damage:
             exit_code = ExitCode.DAMAGED
-        elif judgement.held.num_violations:
+        elif judgement.num_violations:
             exit_code = ExitCode.RULE_BROKEN
         elif not judgement.is_sound:
             exit_code = ExitCode.DIVERGED
@@ -213,7 +213,7 @@ def _verdict(log: StoredLog, selection: Selection, judgement: Judgement, exit_co
     }
     verdict = words.get(exit_code, exit_code.name.lower().replace("_", " "))
     is_rule_broken = exit_code is ExitCode.RULE_BROKEN
-    if log.worker_rank is not None and is_rule_broken and list(judgement.held.num_violations) == ["RECORDED"]:
+    if log.worker_rank is not None and is_rule_broken and list(judgement.num_violations) == ["RECORDED"]:
         verdict += f": a hook of worker {log.worker_rank} raised"
     if exit_code is ExitCode.NOTHING_CHECKED and not covered.why_nothing:
         verdict += f" but the calls of worker {log.worker_rank}"
@@ -228,7 +228,7 @@ def _verdict(log: StoredLog, selection: Selection, judgement: Judgement, exit_co
         part = f"{part or covered.text} of {selection.request_id}"
     verdict += f"; only {part} {'was' if part.startswith('event ') else 'were'} checked" if part else ""
     unjudged = [f"rules of extension {extension.name}" for extension in log.core.absent]
-    unjudged += [f"rule {rule}" for rule in judgement.held.not_judged]
+    unjudged += [f"rule {rule}" for rule in judgement.not_judged]
     return f"{verdict}; not checked: {', '.join(unjudged)}" if unjudged else verdict
 
 
@@ -317,7 +317,7 @@ def _not_judged(log: StoredLog, judgement: Judgement, num_events: int, named: Co
     """What could not be judged of extensions, but for the rules that are `named` already."""
     for extension in log.core.absent:
         yield _absence(extension, judgement, num_events)
-    for rule, reason in judgement.held.not_judged.items():
+    for rule, reason in judgement.not_judged.items():
         if rule in named and reason.startswith("its extension was stopped"):
             continue
         yield f"rule {rule} of an extension could not be judged, or not to the end: {reason}"
@@ -330,6 +330,6 @@ def _absence(extension: Extension, judgement: Judgement, num_events: int) -> str
         f"the log was written with extension {extension.name} {extension.version} ({declared.made_by}), which is not "
         f"here. Its sub-states follow the rows in the header, {plural(num_events, 'event')} of extensions "
         f"{'was' if num_events == 1 else 'were'} accepted{rules}. What was decided upon "
-        f"{plural(judgement.decided.num_unjudged, 'observation')} it may have influenced: that was not decided again. "
+        f"{plural(judgement.num_unjudged, 'observation')} it may have influenced: that was not decided again. "
         "Install it, or name it with --extensions"
     )

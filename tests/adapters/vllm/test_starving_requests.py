@@ -67,7 +67,7 @@ def test_requests_starve_and_the_log_is_sound(starving: Path) -> None:
     assert all(isinstance(each, Starving) and each.num_preemptions >= 2 for each in said)
     audit = judged(starving, StarvationGuard())
     assert audit.is_sound, (audit.violations, audit.divergences)
-    assert audit.judgement().decided.num_unjudged == 0
+    assert audit.judgement().num_unjudged == 0
     evicted = [event for _, event in open_log(starving).trusted_events() if isinstance(event, e.ChunksEvicted)]
     assert sum(len(event.keys) for event in evicted) > len(said)
 
@@ -95,7 +95,7 @@ def test_verify_says_what_a_reader_without_it_lacks(starving: Path, capsys: pyte
     assert f"{num_said} events of extensions were accepted; its rules {StarvingKept.rule} were not checked" in verdict
     with_it, without = judged(starving, StarvationGuard()), judged(starving)
     assert without.is_sound, (without.violations, without.divergences)
-    assert without.judgement().decided.num_unjudged > 0
+    assert without.judgement().num_unjudged > 0
     assert without.projections.snapshot().items() < with_it.projections.snapshot().items()
 
 

@@ -129,7 +129,7 @@ def test_an_extension_that_raises_is_stopped_and_everybody_is_served(
         audit = Audit(stored.core, stored.configuration)
         audit.run_frames(stored.trusted_frames())
         assert audit.is_sound, (audit.violations, audit.divergences)
-        assert audit.judgement().held.not_judged == {StarvingKept.rule: f"its extension was stopped at event {number}"}
+        assert audit.judgement().not_judged == {StarvingKept.rule: f"its extension was stopped at event {number}"}
     alive = next(event for at, event in found if at > number and isinstance(event, e.LookupAnswered)).request_id
     for command in (["show", log, alive], ["why", log, alive]):
         code, said = told(capsys, *command)

@@ -88,7 +88,7 @@ def test_a_rule_that_raises_is_not_judged_and_says_why(checker: type[StarvingKep
     for events in (None, [*enumerate(driver.observed, 1), extra]):
         audit = driver.audited(core=core_with(checker), events=events)
         assert audit.unfoldable is None
-        reason = audit.judgement().held.not_judged[StarvingKept.rule]
+        reason = audit.judgement().not_judged[StarvingKept.rule]
         assert f"its checker raised {error}" in reason
         assert "a prompt" not in reason
         assert len(audit.judgement().judged) == NUM_RULES
@@ -114,10 +114,10 @@ def test_the_rules_of_an_extension_end_where_it_is_stopped() -> None:
     stop = (len(events) + 1, e.ExtensionStopped("starvation", 1, "keeps", "KeyError", events[-1][0]))
     whole = driver.audited(core=core, events=[*events, stop])
     assert whole.is_sound
-    assert whole.judgement().held.not_judged == {StarvingKept.rule: f"its extension was stopped at event {stop[0]}"}
+    assert whole.judgement().not_judged == {StarvingKept.rule: f"its extension was stopped at event {stop[0]}"}
     folds = driver.folded(core=core)
     folds.take([stop])
     begun = driver.audited(core=core, events=[], start=folds.start())
-    assert begun.judgement().held.not_judged == whole.judgement().held.not_judged
+    assert begun.judgement().not_judged == whole.judgement().not_judged
     other = e.ExtensionStopped("other", 1, "keeps", "KeyError", events[-1][0])
-    assert driver.audited(core=core, events=[*events, (stop[0], other)]).judgement().held.not_judged == {}
+    assert driver.audited(core=core, events=[*events, (stop[0], other)]).judgement().not_judged == {}
