@@ -150,8 +150,8 @@ class NewBlockExclusive(Checker):
     Verifies: at the first step after an allocation and at each step that extends a table, that no other request that
     computes held one of the new blocks before, or got it as a new one in the same step.
     Does not verify: groups with a window and requests whose load has failed, whose blocks vLLM frees without a hook;
-    blocks that a load fills (LOAD_DST_EXCLUSIVE); quarantined requests; an allocation whose lookup came before the
-    audit began.
+    blocks that a load fills (LOAD_DST_EXCLUSIVE); quarantined requests; where the audit begins in the middle of a
+    log, an allocation before it began, and blocks of the prefix cache until the next step.
     """
 
     rule = "NEW_BLOCK_EXCLUSIVE"
@@ -162,6 +162,10 @@ class NewBlockExclusive(Checker):
         """Ordinals of lives with an allocation since the last step."""
         self._suspects: list[tuple[int, int, int, int]] = []
         """(sequence of an allocation since then, ordinal, block, ordinal of a life that had it)."""
+
+    def begin(self) -> None:
+        """Where the audit starts in the middle of a log: each life may have been given blocks since the last step."""
+        self._allocated.update(life.ordinal for life in self.lives)
 
     @on(e.BlocksAllocated)
     def _given(self, event: e.BlocksAllocated) -> None:
