@@ -139,7 +139,7 @@ _NOTHING_TO_TAKE_OVER = {
     "COMPLETION_ONCE", "LOAD_DST_EXCLUSIVE", "SRC_BLOCK_STABLE", "FAILED_LOAD_TAINT",
     # What they do not know they do not judge.
     "LAST_TOKEN", "TOKEN_CONSERVATION", "DELAY_FREE_CONTRACT", "TABLE_EQ", "RESUME_COVERS_OUTPUT", "ROLLBACK_OBSERVED",
-    "KEY_IDENTITY", "BYTES_UNCHANGED", "COPY_IN_TIME", "SETTLED_AT_CLOSE", "NEW_BLOCK_EXCLUSIVE",
+    "KEY_IDENTITY", "BYTES_UNCHANGED", "COPY_IN_TIME", "SETTLED_AT_CLOSE",
     "LIVENESS",  # the first step tells who is overdue; the time of what came before it could be later than its own
 }  # fmt: skip
 
@@ -160,5 +160,21 @@ def test_shared_blocks_are_not_named_if_the_audit_begins_between_lookup_and_allo
     driver.lookup("shares", 64, 65)
     cut, start = len(driver.observed), driver.folded().start()
     driver.allocate("shares", (0, 1, 2, 3, 9), 0)
+    for at, known in ((0, None), (cut, start)):
+        assert _audit(driver.observed, driver.configuration, at, known).violations == []
+
+
+def test_a_shared_block_that_is_filled_in_the_next_step_is_not_named_if_the_audit_begins_before_it() -> None:
+    """World 781643: one request gets a block of the prefix cache, another one grows by it and fills it."""
+    driver, keys = Driver(), keys_of("document", 3)
+    driver.arrive("fills", 48, keys)
+    driver.lookup("fills", 0, 48)
+    driver.allocate("fills", (1,))
+    driver.step(("fills", 0, 16, 48))
+    driver.arrive("shares", 48, keys)
+    driver.lookup("shares", 32, 48)
+    driver.allocate("shares", (1, 2, 3))
+    cut, start = len(driver.observed), driver.folded().start()
+    driver.step(("fills", 16, 16, 48), ("shares", 32, 16, 48), extended=[("fills", (2,))])
     for at, known in ((0, None), (cut, start)):
         assert _audit(driver.observed, driver.configuration, at, known).violations == []
