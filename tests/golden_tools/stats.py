@@ -30,8 +30,9 @@ _LEFT = {
     "load_failed": 64,
 }
 # `b` computes again what it had when it was preempted, 50 tokens. `a` is rolled back from 71 to 50, `c` from 65 to 0.
+# Of the 65, `c` had computed one: the other 64 were to be loaded.
 _RECOMPUTED = {"declined": 32, "stale": 18}
-_TWICE = {"rolled_back": 21, "load_failed": 65}
+_TWICE = {"rolled_back": 21, "load_failed": 1}
 
 TEXT = [
     "covers 120.0 ms, 4 requests, 12 steps",
@@ -57,10 +58,10 @@ TEXT = [
     "events a step 12 6 9 10 10",
     "",
     "reason left to compute computed again what it means",
-    "load_failed 64 65 their load failed, or the load before had failed and the request had to compute first",
     "declined 32 32 not saved, because the host pool had no room or a load had failed into their blocks",
     "rolled_back 0 21 taken back by the scheduler",
     "stale 18 18 computed before a cache reset and not saved by then",
+    "load_failed 64 1 their load failed, or the load before had failed and the request had to compute first",
     "reset 64 0 lost to a cache reset",
     "new 96 0 nobody had computed them before",
     "partial_chunk 25 0 behind the last whole chunk, so nothing is saved under a key",

@@ -4,7 +4,8 @@ First life: chunks 0 and 1 hold 128 of its 150 tokens. Token 149 is the last one
 chunks. It comes back with 153 tokens, 152 of which had settled. 64 are loaded. The other 89 are 64 of chunk 1, the
 last token, and 24 between them.
 
-Second life: 128 tokens are claimed and not loaded, 21 + 1 are left. A step has counted 150 when all are taken back.
+Second life: 128 tokens are claimed and not loaded, 21 + 1 are left. A step has counted 150 when all are taken back;
+it computed the 22.
 """
 
 from __future__ import annotations
@@ -80,18 +81,18 @@ TEXT = [
         "because of event 52"
     ),
     "15:06:40.073 73.000 54 rolled back to 0 computed tokens",
-    "15:06:40.080 80.000 55 computed 150 tokens again after a rollback: 150 tokens load_failed",
+    "15:06:40.080 80.000 55 computed 22 tokens again after a rollback: 22 tokens load_failed",
     (
-        "tokens 0–149 (chunks 0–2): their load failed, or the load before had failed and the request had to compute "
+        "tokens 128–149 (chunk 2): their load failed, or the load before had failed and the request had to compute "
         "first (event 49, 7.0 ms before: load 5 failed: broken)"
     ),
     "15:06:40.090 90.000 57 finished (FINISHED_STOPPED) with 151 tokens",
     "",
     _TABLE,
-    "load_failed 128 150 their load failed, or the load before had failed and the request had to compute first",
+    "load_failed 128 22 their load failed, or the load before had failed and the request had to compute first",
     f"partial_chunk 21 0 {_AFTER_CHUNKS}",
     f"last_token 1 0 {_LAST}",
-    "all 150 150",
+    "all 150 22",
     "150 tokens at 1 admission = 0 from vLLM's prefix cache + 0 loaded + 150 left to compute",
 ]
 
@@ -132,7 +133,7 @@ REASONS = [
     *((2, "lookup", 43, *span) for span in _SECOND),
     (2, "admission", 45, "load_failed", 0, 128, (49, 48)),
     *((2, "admission", 45, *span) for span in _SECOND),
-    (2, "computed_twice", 55, "load_failed", 0, 150, (49, 48)),
+    (2, "computed_twice", 55, "load_failed", 128, 22, (49, 48)),
 ]
 
 TOTALS = [
@@ -171,7 +172,7 @@ TOTALS = [
         "missed": {"partial_chunk": 21, "last_token": 1, "load_failed": 128},
         "num_tokens_recomputed": 0,
         "recomputed": {},
-        "computed_twice": {"load_failed": 150},
+        "computed_twice": {"load_failed": 22},
         "num_tokens_offered": 128,
         "offered": {"claimed": 128},
         "to_load": {"failed": 128},

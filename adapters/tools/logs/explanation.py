@@ -209,10 +209,18 @@ class _Chain:
                 f", and blocks went to {', '.join(others)}: vLLM takes a running request's blocks when another needs "
                 "one and none is free; that it was for these is inferred"
             )
+            return
+        own = next((each for each in self.history.preemptions if each.sequence == cause.sequence), None)
+        if own is not None and own.num_needed > own.num_blocks:
+            cause.text += (
+                f", and no other request got a block: its own tokens needed {own.num_needed} and it had "
+                f"{own.num_blocks}. vLLM takes the blocks of the request that comes last when none is free; that this "
+                "was the request itself is inferred"
+            )
         else:
             cause.text += (
-                ", and nobody else got a block that the log records; a reset of the prefix cache, or a request that "
-                "was preempted itself, looks like this (inferred)"
+                ", and no other request got a block that the log records; a reset of the prefix cache looks like this "
+                "(inferred)"
             )
 
     # --- lookups, admissions, steps ---------------------------------------------------------------

@@ -38,9 +38,9 @@ class Admissions:
         sums.to_load[LoadFate.UNDER_WAY] += sum(load.num_tokens for load in loads)
         return sums
 
-    def is_loading(self, admission: Admission) -> bool:
-        """Whether the admission's load has not been reported."""
-        return admission.job_id in self._memory.state.loads
+    def load_for(self, admission: Admission) -> Load | None:
+        """The admission's load, if it has not been reported."""
+        return self._memory.state.loads.get(admission.job_id)
 
     def leave(self, account: Account, fate: OfferFate = OfferFate.WITHDRAWN) -> None:
         """The request waits no more, and computes no more."""
@@ -184,7 +184,7 @@ class Admissions:
             sequence, answer_sequence, num_tokens, num_retained, num_claimed, mark, missed, missed
         )
         self._date(admission, life, account)
-        account.computed_end = 0
+        account.computed_end, account.never_computed = 0, (0, 0)
         sums = account.sums
         sums.num_admissions += 1
         sums.num_needed += num_tokens
@@ -314,6 +314,8 @@ class Admissions:
         loaded = self._settle(load, LoadFate.FAILED)
         if loaded is None:
             return
+        if not loaded.taken_back_from:  # else they are computed already, or `never_computed` says so
+            loaded.never_computed = load.first_token, load.first_token + load.num_tokens
         admission = _admission_of(loaded, load)
         if admission is not None:
             failed = Span(load.first_token, load.first_token + load.num_tokens, Reason.LOAD_FAILED, evidence)
@@ -356,6 +358,7 @@ class Admissions:
             undelivered = Span(first, first + num_tokens, Reason.NOT_DELIVERED, evidence)
             account.admission.spans = replaced(account.admission.spans, undelivered)
             account.admission.not_loaded = (undelivered,)
+            account.never_computed = first, first + num_tokens
 
 
 def _known(life: Life, first_token: int, end_token: int, chunk_size: int) -> range:

@@ -6,7 +6,7 @@ from kvledger.adapters.tools.reasons.admissions import Admissions
 from kvledger.adapters.tools.reasons.memory import Account, Memory
 from kvledger.adapters.tools.reasons.reason import Reason
 from kvledger.adapters.tools.reasons.request_history import Admission, Recomputation
-from kvledger.adapters.tools.reasons.spans import Span, replaced, within
+from kvledger.adapters.tools.reasons.spans import Span, joined, replaced, within
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle import on
 from kvledger.lifecycle.reader import Life
@@ -45,6 +45,9 @@ class Computing:
         if life.num_preemptions:
             self._recompute(account, first_token, min(end_token, mark))
         self._compute_twice(account, max(first_token, mark), min(end_token, account.taken_back_from))
+        first, end = account.never_computed
+        if first_token <= first:
+            account.never_computed = max(first, end_token), end
         account.computed_end = max(account.computed_end, end_token)
         if account.computed_end >= account.taken_back_from:
             account.taken_back_from = 0
@@ -60,10 +63,15 @@ class Computing:
         self._keep(account, spans, after_rollback=False)
 
     def _compute_twice(self, account: Account, first_token: int, end_token: int) -> None:
-        if first_token < end_token:
-            span = Span(first_token, end_token, account.taken_back_reason, account.taken_back)
+        first, end = account.never_computed
+        ranges = [(first_token, end_token)]
+        if first < end:
+            ranges = [(first_token, min(end_token, first)), (max(first_token, end), end_token)]
+        spans = joined(Span(*between, account.taken_back_reason, account.taken_back) for between in ranges)
+        for span in spans:
             account.sums.computed_twice[span.reason] += span.num_tokens
-            self._keep(account, (span,), after_rollback=True)
+        if spans:
+            self._keep(account, spans, after_rollback=True)
 
     def _keep(self, account: Account, spans: tuple[Span, ...], *, after_rollback: bool) -> None:
         if account.history is not None:
@@ -77,8 +85,10 @@ class Computing:
             return
         admission, sequence = account.admission, self._moment.sequence
         failed = account.load_failed
-        if not failed and admission is not None and self._admissions.is_loading(admission):
-            failed = (sequence,)  # the report of the load is still to come
+        load = None if admission is None else self._admissions.load_for(admission)
+        if load is not None:  # its report is still to come
+            failed = failed or (sequence,)
+            account.never_computed = load.first_token, load.first_token + load.num_tokens
         reason, evidence = (Reason.LOAD_FAILED, failed) if failed else (Reason.ROLLED_BACK, (sequence,))
         account.taken_back_from = max(account.taken_back_from, account.computed_end)
         account.taken_back_reason, account.taken_back = reason, evidence

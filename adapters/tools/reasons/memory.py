@@ -84,6 +84,8 @@ class Account:
     """How far steps say that it computed since it was admitted."""
     taken_back_from: int = 0
     """How far it had computed when the scheduler took tokens back."""
+    never_computed: tuple[int, int] = (0, 0)
+    """First token and the one after the last, of tokens that were claimed, not loaded, and not computed since."""
     taken_back: tuple[int, ...] = ()
     taken_back_reason: Reason = Reason.ROLLED_BACK
 

@@ -87,6 +87,19 @@ class Recomputation:
     """Computed twice without a preemption in between."""
 
 
+@attrs.frozen
+class Preemption:
+    """Its blocks were taken."""
+
+    sequence: int
+    """Of `request.preempted`."""
+    num_blocks: int
+    """That it had."""
+    num_needed: int
+    """Blocks that hold all of its tokens, the next one to compute included. 0: not known, because a group of layers has
+    a window."""
+
+
 @attrs.define
 class RequestHistory:
     """One life. `moments` are the sequence numbers of what happened to it, in order."""
@@ -98,6 +111,7 @@ class RequestHistory:
     admissions: list[Admission] = attrs.field(factory=list)
     recomputations: list[Recomputation] = attrs.field(factory=list)
     moments: list[int] = attrs.field(factory=list)
+    preemptions: list[Preemption] = attrs.field(factory=list)
     num_left_out: int = 0
 
     def keep(self, entries: list[_Entry], entry: _Entry) -> None:
