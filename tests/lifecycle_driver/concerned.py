@@ -99,7 +99,7 @@ def concerning(events: Sequence[tuple[int, e.Event]], request_id: str) -> list[t
             or (isinstance(event, e.HookFailed) and not whose)
         )
         if isinstance(event, e.StepScheduled):
-            concerns = awaits_step or any(ordinal in ordinals for ordinal, *_ in event.advanced)
+            concerns = awaits_step or any(ordinal in ordinals for ordinal, *_ in (*event.advanced, *event.extended))
             awaits_step = False
         elif isinstance(event, e.RequestPreempted) and concerns:
             awaits_step = True

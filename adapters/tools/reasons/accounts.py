@@ -33,7 +33,7 @@ class Accounts(Visitor[Model]):
         keeps_histories: whether histories hold more than sums.
     """
 
-    needs = ("lives", "copies")
+    needs = ("lives", "tables", "copies")
     state: State
 
     def __init__(

@@ -72,7 +72,7 @@ class Moments:
         num_blocks, num_needed = len(model.tables.lost_by(model.moment.life)), 0
         if not model.layout.has_windows:
             # vLLM gives blocks for tokens that are computed before they are known, too (`Scheduler.schedule`, 0.33).
-            num_tokens = event.num_tokens + event.num_in_flight_tokens
+            num_tokens = event.num_tokens + max(0, event.num_in_flight_tokens)
             num_needed = -(-num_tokens // model.layout.block_size) * model.layout.num_groups
         return Preemption(model.moment.sequence, num_blocks, num_needed)
 

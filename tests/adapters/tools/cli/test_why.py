@@ -45,6 +45,24 @@ def evicted(tmp_path: Path) -> tuple[Path, Driver]:
     return write_log(tmp_path / "evicted", driver.observed, driver.configuration), driver
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "text"), [(33, "needed 3 and it had 2. vLLM takes"), (32, "a reset of the prefix")]
+)
+def test_a_request_that_lost_its_blocks_to_nobody_needed_one_itself(
+    run: Any, tmp_path: Path, num_tokens: int, text: str
+) -> None:
+    """Incident: for 2 of the demo's 4 preemptions nobody had got a block; the request's own next token needed one."""
+    driver = Driver()
+    driver.start("a", keys_of("a", 4), num_tokens - 1, (1, 2))
+    driver.preempt("a", num_tokens - 1, num_tokens)
+    driver.step()
+    driver.ledger.commit()
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    (line,) = (line for line in run("why", log, "a").out.splitlines() if "preempted with" in line)
+    assert "no other request got a block" in line
+    assert text in line
+
+
 def test_reasons_that_changed_while_the_answer_did_not_stand_at_the_admission(run: Any, tmp_path: Path) -> None:
     """The other request that had been about to compute the chunks ended before it did."""
     driver = Driver()
