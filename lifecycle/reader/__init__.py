@@ -7,7 +7,7 @@ Observations and recorded decisions go in, nothing of `projections/` or `decisio
 from kvledger.lifecycle.marks import marked
 from kvledger.lifecycle.reader.model import EVERY_PART, Model
 from kvledger.lifecycle.reader.moment import Moment, Visits, num_intact_tokens
-from kvledger.lifecycle.reader.records import NEVER, Copy, Life
+from kvledger.lifecycle.reader.records import NEVER, Copy, Life, Spent
 from kvledger.lifecycle.reader.stored import NotResumable
 from kvledger.lifecycle.reader.visitor import Reader, Visitor
 
@@ -20,6 +20,7 @@ __all__ = [
     "Moment",
     "NotResumable",
     "Reader",
+    "Spent",
     "Visitor",
     "Visits",
     "marked",

@@ -15,7 +15,7 @@ from kvledger.lifecycle.machine import Standing, Tables
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.chains import Chains
 from kvledger.lifecycle.reader.moment import Moment, Visits, num_intact_tokens
-from kvledger.lifecycle.reader.records import NEVER, Life
+from kvledger.lifecycle.reader.records import NEVER, Life, Spent
 from kvledger.lifecycle.reader.sub_states import SubStates
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
@@ -134,6 +134,10 @@ class Lives:
                 self._by_ordinal[life.ordinal] = life
             self.num_decoding += life.decoding_since != NEVER
 
+    def spent(self, life: Life) -> Spent:
+        """How a life spent its time until now."""
+        return life.spent.with_time_in(life.state, self._moment.time_ns - life.state_since_ns)
+
     def pop_over(self) -> list[Life]:
         """The lives that ended since the last call."""
         over, self._over_now = self._over_now, []
@@ -192,6 +196,7 @@ class Lives:
     def _move(self, life: Life, state: RequestState, blocks: BlocksRegion, *, is_legal: bool) -> None:
         life.blocks = blocks
         if state is not life.state:
+            life.spent = self.spent(life)
             life.state, life.state_since_ns = state, self._moment.time_ns
             if not is_legal:  # so no row of a sub-state was taken
                 life.sub_state = ""

@@ -15,6 +15,33 @@ from kvledger.lifecycle.states import BlocksRegion, RequestState
 NEVER = -1
 
 
+class Spent(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """How a life spent its time until it finished, in nanoseconds."""
+
+    queued_ns: int = 0
+    """From its arrival until its first step, or until what that step loads has arrived."""
+    running_ns: int = 0
+    preempted_ns: int = 0
+    """Without its blocks, and until what is loaded back has arrived."""
+
+    @property
+    def total_ns(self) -> int:
+        """All of it."""
+        return self.queued_ns + self.running_ns + self.preempted_ns
+
+    def with_time_in(self, state: RequestState, duration_ns: int) -> Spent:
+        """The same with more time in a state."""
+        match state:
+            case RequestState.NEW:
+                return Spent(self.queued_ns + duration_ns, self.running_ns, self.preempted_ns)
+            case RequestState.PREEMPTED | RequestState.RECOVERING:
+                return Spent(self.queued_ns, self.running_ns, self.preempted_ns + duration_ns)
+            case RequestState.FINISHED:
+                return self
+            case _:
+                return Spent(self.queued_ns, self.running_ns + duration_ns, self.preempted_ns)
+
+
 class Life(msgspec.Struct, gc=False, eq=False):
     """One life of a request id, from its arrival until it is released or another one takes its id."""
 
@@ -35,6 +62,8 @@ class Life(msgspec.Struct, gc=False, eq=False):
     """Sequence number of its arrival; 0: it is not known."""
     arrived_ns: int = 0
     state_since_ns: int = 0
+    spent: Spent = Spent()
+    """Before `state_since_ns`."""
     num_preemptions: int = 0
     num_tokens_before_preemption: int = 0
     """The most settled tokens that it ever lost. Tokens below that are computed again, if they are."""

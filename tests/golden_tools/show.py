@@ -31,12 +31,12 @@ LIST = [
     "lost 0 chunks evicted, 0 tainted, 0 loads failed",
     "faults 0 rules broken, 0 hooks failed",
     "",
-    "request outcome UTC arrived ms took ms prompt tokens preempted lookups loaded saved chunks failures",
+    "request outcome UTC arrived ms took ms queued ms prompt tokens preempted lookups loaded saved chunks failures",
     # The save of its third chunk is reported when the id is used again and this life is no longer there: 2 chunks.
-    "chat STOPPED 15:06:40.000 0.000 90.000 72 102 1 3 74 2 0",
-    "draft ABORTED 15:06:40.003 3.000 6.000 20 20 0 1 0 0 0",
+    "chat STOPPED 15:06:40.000 0.000 90.000 2.000 72 102 1 3 74 2 0",
+    "draft ABORTED 15:06:40.003 3.000 6.000 6.000 20 20 0 1 0 0 0",
     # 40 tokens of the prompt, and steps at 100, 110 and 120 ms: 43. The report at 96 ms is none of this life's.
-    "chat running 15:06:40.095 95.000 40 43 0 1 0 0 1",
+    "chat running 15:06:40.095 95.000 2.000 40 43 0 1 0 0 1",
 ]
 
 
@@ -316,6 +316,10 @@ GOLDEN = {
         _timeline,
         [
             "chat, 2025-06-15T15:06:40.000Z",
+            # From 0 to 90 ms: its first step is at 2 ms, it is preempted at 40 ms, its load has arrived at 55 ms.
+            "took 90.0 ms: 2.0 ms queued, 73.0 ms running, 15.0 ms preempted (once)",
+            # From 95 to 120 ms, where the log ends; its first step is at 97 ms.
+            "took 25.0 ms so far: 2.0 ms queued, 23.0 ms running",
             "UTC ms events state what happened",
             *(group.line for group in TIMELINE),
         ],

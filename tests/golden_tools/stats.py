@@ -50,6 +50,8 @@ TEXT = [
     "faults 0 rules broken, 0 hooks failed",
     "",
     "within 1% count p50 p90 p99 max",
+    # `c` waits 3 ms for its load, the others run at once.
+    "queued 4 0.0 µs 3.0 ms 3.0 ms 3.0 ms",
     "load 1 2.0 ms 2.0 ms 2.0 ms 2.0 ms",
     "save 4 1.0 ms 1.0 ms 1.0 ms 1.0 ms",
     # `a` from 20 to 30 ms, when a step schedules it; `b` from 50 to 60 ms.

@@ -26,6 +26,8 @@ _TABLE = "reason left to compute computed again what it means"
 TEXT = [
     "essay, 2025-06-15T15:06:40.000Z",
     "incarnation 1 of 2",
+    # Its first step is at 1 ms. It is preempted at 30 ms, and what it loads has arrived at 44 ms.
+    "took 60.0 ms: 1.0 ms queued, 45.0 ms running, 14.0 ms preempted (once)",
     "15:06:40.000 0.000 1 arrived with 150 prompt tokens",
     f"15:06:40.001 1.000 3–4 {_ASKED} 150 tokens: 0 are saved, 0 offered; the next chunk is not in the pool",
     f"tokens 0–127: {_NEW}",
@@ -66,6 +68,8 @@ TEXT = [
     "all 239 88",
     "303 tokens at 2 admissions = 0 from vLLM's prefix cache + 64 loaded + 239 left to compute",
     "incarnation 2 of 2",
+    # From 70 to 90 ms; its load is reported at 73 ms.
+    "took 20.0 ms: 3.0 ms queued, 17.0 ms running",
     "15:06:40.070 70.000 41 arrived with 150 prompt tokens",
     f"15:06:40.071 71.000 43–44 {_ASKED} 150 tokens: 128 are saved, 128 offered; nothing is missing",
     f"tokens 128–148: {_AFTER_CHUNKS}",
@@ -141,6 +145,9 @@ TOTALS = [
         "type": "total",
         "request_id": "essay",
         "ordinal": 0,
+        "queued_ns": 1 * MS,
+        "running_ns": 45 * MS,
+        "preempted_ns": 14 * MS,
         "num_admissions": 2,
         "num_tokens_needed": 150 + 153,
         "num_tokens_retained": 0,
@@ -163,6 +170,9 @@ TOTALS = [
         "type": "total",
         "request_id": "essay",
         "ordinal": 2,
+        "queued_ns": 3 * MS,
+        "running_ns": 17 * MS,
+        "preempted_ns": 0,
         "num_admissions": 1,
         "num_tokens_needed": 150,
         "num_tokens_retained": 0,

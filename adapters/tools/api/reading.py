@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -210,7 +211,9 @@ def lives(source: Source) -> dict[str, tuple[Life, ...]]:
     with public_errors(source.path):
         found: dict[str, list[Life]] = {}
         for summary in sorted(_summaries(log), key=lambda summary: summary.first_sequence):
-            life = Life(**{field.name: getattr(summary, field.name) for field in attrs.fields(Life)})
+            fields: dict[str, Any] = summary.fields()
+            del fields["request_id"]
+            life = Life(**fields)
             found.setdefault(summary.request_id, []).append(life)
         return {request_id: tuple(its) for request_id, its in found.items()}
 

@@ -86,6 +86,11 @@ class Life:
     num_failures: int
     """Failed copies, refused loads, broken rules and failed hooks."""
     is_quarantined: bool
+    queued_ns: int
+    """From its arrival until its first step, or until what that step loads has arrived."""
+    running_ns: int
+    preempted_ns: int
+    """Without its blocks, and until what was loaded back had arrived."""
 
 
 @attrs.frozen(kw_only=True)

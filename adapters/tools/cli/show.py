@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import msgspec
@@ -19,7 +19,7 @@ from kvledger.adapters.tools.cli.output import Output, show_ending, show_title
 from kvledger.adapters.tools.exit_codes import ExitCode, gravest
 from kvledger.adapters.tools.logs.clock import Clock
 from kvledger.adapters.tools.logs.coverage import readable
-from kvledger.adapters.tools.logs.describe import plain, state_change
+from kvledger.adapters.tools.logs.describe import plain, spent_text, state_change
 from kvledger.adapters.tools.logs.facts import UNKNOWN_TOTALS, facts_of
 from kvledger.adapters.tools.logs.index import index_for
 from kvledger.adapters.tools.logs.log import StoredLog
@@ -39,6 +39,7 @@ _COLUMNS = {
     "UTC": "left",
     "arrived ms": "right",
     "took ms": "right",
+    "queued ms": "right",
     "prompt": "right",
     "tokens": "right",
     "preempted": "right",
@@ -47,8 +48,15 @@ _COLUMNS = {
     "saved chunks": "right",
     "failures": "right",
 }
-_SPARE = ("lookups", "saved chunks", "arrived ms", "prompt", "tokens", "UTC")
+_SPARE = ("lookups", "saved chunks", "arrived ms", "prompt", "tokens", "queued ms", "UTC")
 """Left out first where a terminal is narrow."""
+_ARRIVED = "arrived"
+_SORTS: Mapping[str, Callable[[RequestSummary], int] | None] = {
+    _ARRIVED: None,
+    "took": lambda summary: summary.spent.total_ns,
+    "queued": lambda summary: summary.spent.queued_ns,
+    "preempted": lambda summary: summary.spent.preempted_ns,
+}
 _STATUS = "FINISHED_"
 """How vLLM's names of what has ended begin."""
 
@@ -58,12 +66,15 @@ class Listing:
     """Which requests are listed."""
 
     limit: int
-    """So many, the last ones; 0: all."""
+    """So many, the last ones in that order; 0: all."""
     only_failed: bool
+    sort: str
 
     def chosen(self, summaries: Sequence[RequestSummary]) -> Sequence[RequestSummary]:
-        """Those that may be listed."""
-        return [each for each in summaries if each.has_failed] if self.only_failed else summaries
+        """Those that may be listed, in order."""
+        chosen = [each for each in summaries if each.has_failed] if self.only_failed else summaries
+        key = _SORTS[self.sort]
+        return chosen if key is None else sorted(chosen, key=key)
 
     def said(self, num_listed: int, summaries: Sequence[RequestSummary]) -> str:
         """What is listed, where that is not every request."""
@@ -89,6 +100,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="list the last N requests; 0: all of them",
     )
     parser.add_argument(
+        "--sort",
+        choices=_SORTS,
+        default=_ARRIVED,
+        help="list by arrival, or by how long they took, were queued or were without their blocks, the longest last",
+    )
+    parser.add_argument(
         "--failed",
         action="store_true",
         help="list only requests that ended in an error or were quarantined, of which a load or a save failed, or that "
@@ -108,7 +125,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
             if selection.request_id is not None:
                 is_found = _show_request(log, selection, selection.request_id, output)
             else:
-                _show_log(log, selection, Listing(arguments.limit, arguments.failed), output)
+                _show_log(log, selection, Listing(arguments.limit, arguments.failed, arguments.sort), output)
                 is_found = True
             output.damage_of(log)
             codes.append(output.coverage_of(log, selection, is_found=is_found))
@@ -120,10 +137,11 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
 
 def _show_request(log: StoredLog, selection: Selection, request_id: str, output: Output) -> bool:
     """Show its timeline; returns whether it has an event in the selected part."""
+    lives: list[RequestSummary] = []
     index = index_for(log, output, request_id)
     if index is not None and index.contents.is_whole:
         timelines = Timelines(Model(log.core.tables, log.configuration), log.core, [request_id])
-        reader = Reader(timelines.model, [timelines])
+        reader = Reader(timelines.model, [timelines, Requests(timelines.model, lives.append)])
         with contextlib.closing(index):
             for span in index.spans(request_id):  # what happened before and between makes no difference to it
                 events = index.events_between(span.first_sequence, span.last_sequence)
@@ -131,16 +149,20 @@ def _show_request(log: StoredLog, selection: Selection, request_id: str, output:
             index.contents.copy_counts(log)
     else:
         timelines = begin_timelines(log, [request_id])
-        reader = Reader(timelines.model, [timelines])
+        reader = Reader(timelines.model, [timelines, Requests(timelines.model, lives.append)])
         with output.progress(log, "reading"):
             for batch in log.batches(selection.last_sequence):
                 take_batch(reader, log, batch)
+    reader.finish()
+    lives = [each for each in lives if each.request_id == request_id]
     groups = [each for each in timelines.state.groups[request_id] if each.last_sequence >= selection.first_sequence]
-    _show_timeline(output, log, request_id, groups)
+    _show_timeline(output, log, request_id, groups, lives)
     return bool(groups)
 
 
-def _show_timeline(output: Output, log: StoredLog, request_id: str, groups: list[Group]) -> None:
+def _show_timeline(
+    output: Output, log: StoredLog, request_id: str, groups: list[Group], lives: Sequence[RequestSummary]
+) -> None:
     clock = Clock(log.header)
     if output.is_json:
         for group in groups:
@@ -150,6 +172,8 @@ def _show_timeline(output: Output, log: StoredLog, request_id: str, groups: list
             output.record("group", {"request_id": request_id, **fields, **times, "text": group.text})
         return
     show_title(output, request_id, clock, groups[0].time_ns if groups else 0)
+    for life in lives:
+        output.line(spent_text(life.spent, life.num_preemptions, has_finished=life.finished_ns is not None))
     columns = {"UTC": "left", "ms": "right", "events": "right", "state": "left", "what happened": "left"}
     rows = []
     for group in groups:
@@ -248,7 +272,7 @@ def _show_summary(
         for summary in listing.chosen(summaries):
             unix = {"arrived_unix_ns": summary.arrived_ns, "finished_unix_ns": summary.finished_ns}
             times = {name: clock.unix_ns(time_ns) for name, time_ns in unix.items()}
-            output.record("request", {**msgspec.structs.asdict(summary), **times})
+            output.record("request", {**summary.fields(), **times})
         return
     for name, text in facts_of(log, duration_ns).items():
         output.field(name, text, "red" if name == "sizes" and not log.header else "")
@@ -291,4 +315,5 @@ def _request_row(summary: RequestSummary, clock: Clock) -> list[str]:
         summary.num_failures,
     )
     arrived = (clock.time_of_day(summary.arrived_ns), milliseconds(summary.arrived_ns))
-    return [summary.request_id, summary.outcome.removeprefix(_STATUS), *arrived, took, *map(str, counts)]
+    queued = milliseconds(summary.spent.queued_ns)
+    return [summary.request_id, summary.outcome.removeprefix(_STATUS), *arrived, took, queued, *map(str, counts)]

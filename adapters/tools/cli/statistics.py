@@ -14,7 +14,7 @@ from kvledger.adapters.tools.logs.log import Batch
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.totals import LogTotals
 from kvledger.adapters.tools.reasons import Accounts, RequestHistory, Sums
-from kvledger.lifecycle import Core
+from kvledger.lifecycle import Core, RequestState
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import encode_events
 from kvledger.lifecycle.reader import Life, Model, Visitor, Visits
@@ -26,7 +26,8 @@ _DURATIONS = {
     "recovery_times": "recovery_time_ns",
 }
 """Field of the totals → its name here."""
-_PERCENTILES = (*_DURATIONS.values(), "events_per_step", "bytes_per_step")
+_QUEUED = "queue_time_ns"
+_PERCENTILES = (_QUEUED, *_DURATIONS.values(), "events_per_step", "bytes_per_step")
 
 
 @attrs.define
@@ -171,6 +172,10 @@ class Counting(Visitor[Model]):
                 statistics.num_tokens_scheduled += event.num_scheduled_tokens
             case e.LookupDeferred():
                 statistics.num_deferrals += 1
+            case e.PrefillAdvanced() | e.PrefillCompleted():
+                life = self.moment.life
+                if life is not None and self.moment.state_before is RequestState.NEW is not life.state:
+                    statistics.percentiles[_QUEUED].add(life.spent.queued_ns)
             case e.ExtensionObserved() | e.ExtensionNoted() | e.ExtensionDecided():
                 self._count_of_extension(event)
 

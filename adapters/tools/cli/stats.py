@@ -175,6 +175,7 @@ def _show_text(output: Output, log: StoredLog | None, statistics: Statistics, so
 _NAMES = {
     "load_time_ns": "load",
     "save_time_ns": "save",
+    "queue_time_ns": "queued",
     "recovery_time_ns": "preempted → running again",
     "events_per_step": "events a step",
     "bytes_per_step": "log bytes a step",

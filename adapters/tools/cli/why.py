@@ -6,12 +6,14 @@ import argparse
 from collections.abc import Sequence
 
 import attrs
+import msgspec
 
 from kvledger.adapters.tools.cli.finding import selected_one
 from kvledger.adapters.tools.cli.options import add_request
 from kvledger.adapters.tools.cli.output import Output, show_title
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.tools.logs.clock import Clock
+from kvledger.adapters.tools.logs.describe import spent_text
 from kvledger.adapters.tools.logs.explanation import (
     Cause,
     balance,
@@ -88,7 +90,8 @@ def _show_json(output: Output, chains: Sequence[_Chain], histories: Histories, l
                     "text": reason_text([span], histories, log.configuration.chunk_size, cause.time_ns),
                 }
                 output.record("reason", {**whose, **fields})
-        output.record("total", {**whose, **total(history.sums), "num_left_out": history.num_left_out})
+        spent = msgspec.structs.asdict(history.spent)
+        output.record("total", {**whose, **spent, **total(history.sums), "num_left_out": history.num_left_out})
 
 
 def total(sums: Sums) -> dict[str, object]:
@@ -119,6 +122,8 @@ def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock) -> None:
     for number, (history, all_causes) in enumerate(chains, 1):
         if len(chains) > 1:
             output.line(f"incarnation {number} of {len(chains)}", style="bold")
+        if all_causes:
+            output.line(spent_text(history.spent, history.num_preemptions, has_finished=history.has_finished))
         causes = _without_many_lookups(all_causes)
         events = [event_range(cause.sequence, cause.last_sequence) for cause in causes]
         wide = max(map(len, events), default=0)

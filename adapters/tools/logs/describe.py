@@ -13,6 +13,7 @@ from kvledger.adapters.units import duration, plural, ranges
 from kvledger.lifecycle import Core, Extension, MissReason, suppressed
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Violation
+from kvledger.lifecycle.reader import Spent
 from kvledger.lifecycle.untrusted import Undecodable, from_msgpack
 
 MISS_REASONS: dict[str, str] = {
@@ -53,6 +54,15 @@ def lookups_in_a_row(num_times: int, duration_ns: int, waited_ns: int) -> str:
     """What is to be added to the words of a lookup: that it was repeated, and that the request had waited for it."""
     repeated = f" — {num_times} times in {duration(duration_ns)}" if num_times > 1 else ""
     return repeated + (f"; first asked {duration(waited_ns)} after it arrived" if waited_ns >= _LONG_WAIT_NS else "")
+
+
+def spent_text(spent: Spent, num_preemptions: int, *, has_finished: bool) -> str:
+    """`took 24.9 s: 22.8 s queued, 1.2 s running, 0.9 s preempted (twice)`."""
+    parts = [f"{duration(spent.queued_ns)} queued", f"{duration(spent.running_ns)} running"]
+    if num_preemptions:
+        times = {1: "once", 2: "twice"}.get(num_preemptions, f"{num_preemptions} times")
+        parts.append(f"{duration(spent.preempted_ns)} preempted ({times})")
+    return f"took {duration(spent.total_ns)}{'' if has_finished else ' so far'}: {', '.join(parts)}"
 
 
 def _load(load: e.LoadIssued) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reader import Life, Model, Visitor, Visits
+from kvledger.lifecycle.reader import Life, Model, Spent, Visitor, Visits
 
 
 class RequestSummary(msgspec.Struct, forbid_unknown_fields=True):
@@ -32,6 +32,14 @@ class RequestSummary(msgspec.Struct, forbid_unknown_fields=True):
     num_failures: int = 0
     """Failed jobs, loads that were refused, broken rules and failed hooks."""
     is_quarantined: bool = False
+    spent: Spent = Spent()
+    """Until it finished, or until the log's end."""
+
+    def fields(self) -> dict[str, object]:
+        """Name → value, those of `spent` included."""
+        fields = msgspec.structs.asdict(self)
+        del fields["spent"]
+        return {**fields, **msgspec.structs.asdict(self.spent)}
 
     @property
     def has_failed(self) -> bool:
@@ -79,7 +87,7 @@ class Requests(Visitor[Model]):
         if summary is None:
             return
         summary.num_preemptions, summary.is_quarantined = life.num_preemptions, life.quarantined
-        summary.num_tokens = life.num_tokens
+        summary.num_tokens, summary.spent = life.num_tokens, self.model.lives.spent(life)
         if not summary.outcome:
             summary.outcome = life.state.value
             summary.num_tokens = max(life.num_tokens, self.model.lives.num_computed_tokens(life))

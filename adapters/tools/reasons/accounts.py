@@ -18,7 +18,7 @@ from kvledger.adapters.tools.reasons.memory import Account, Memory, State
 from kvledger.adapters.tools.reasons.moments import Moments
 from kvledger.adapters.tools.reasons.request_history import RequestHistory
 from kvledger.adapters.tools.reasons.sums import OfferFate, Sums
-from kvledger.lifecycle import BlocksRegion, on
+from kvledger.lifecycle import BlocksRegion, RequestState, on
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reader import Life, Model, Visitor, Visits, marked
 
@@ -104,9 +104,15 @@ class Accounts(Visitor[Model]):
     def _history(self, life: Life, account: Account) -> RequestHistory:
         sums = self._admissions.undecided((life, account))
         sums.add(account.sums)
-        if account.history is None:
-            return RequestHistory(life.request_id, life.ordinal, sums)
-        return attrs.evolve(account.history, ordinal=life.ordinal, sums=sums)
+        history = account.history or RequestHistory(life.request_id, life.ordinal, sums)
+        return attrs.evolve(
+            history,
+            ordinal=life.ordinal,
+            sums=sums,
+            spent=self._memory.model.lives.spent(life),
+            num_preemptions=life.num_preemptions,
+            has_finished=life.state is RequestState.FINISHED,
+        )
 
     # --- what happens to a request ---------------------------------------------------------------
 

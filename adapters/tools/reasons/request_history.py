@@ -11,6 +11,7 @@ import attrs
 
 from kvledger.adapters.tools.reasons.spans import Span
 from kvledger.adapters.tools.reasons.sums import Sums
+from kvledger.lifecycle.reader import Spent
 
 MAX_KEPT = 512
 """Of each kind of entry the first are kept, and the last one; `RequestHistory.num_left_out` counts the others."""
@@ -107,6 +108,10 @@ class RequestHistory:
     request_id: str
     ordinal: int
     sums: Sums
+    spent: Spent = attrs.field(factory=Spent)
+    """Until it finished, or until the log's end."""
+    num_preemptions: int = 0
+    has_finished: bool = False
     lookups: list[Lookup] = attrs.field(factory=list)
     admissions: list[Admission] = attrs.field(factory=list)
     recomputations: list[Recomputation] = attrs.field(factory=list)
