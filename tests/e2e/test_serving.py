@@ -262,15 +262,15 @@ def test_a_request_stands_beside_vllm_s_own_span_in_its_callers_trace(served: Se
     ours = spans_of_lines(path.read_text())
     for trace_id in TRACES:
         (theirs,) = (span for span in served.spans if span.trace_id == trace_id and span.name == "llm_request")
-        (request,) = (span for span in ours if span.trace_id == trace_id and span.name == "request")
+        (request,) = (span for span in ours if span.trace_id == trace_id and span.name == "kvledger.request")
         assert request.parent_id == theirs.parent_id == CALLER
         # Not which began first: vLLM reads the time of day, a log counts from when it was opened.
         assert request.start_ns < request.end_ns
-        assert request.of_ours("request_id").startswith(theirs.attributes["gen_ai.request.id"])
+        assert request.attributes["gen_ai.request.id"] == theirs.attributes["gen_ai.request.id"]
         assert request.of_ours("num_prompt_tokens") == theirs.attributes["gen_ai.usage.prompt_tokens"]
         below = {span.name for span in ours if span.parent_id == request.span_id}
-        assert below >= {"new", "running", "save"}
-    assert {span.name for span in ours} >= {"preempted", "recovering", "load"}
+        assert below >= {"kvledger.new", "kvledger.running", "kvledger.save"}
+    assert {span.name for span in ours} >= {"kvledger.preempted", "kvledger.recovering", "kvledger.load"}
 
 
 def test_a_real_prometheus_understands_every_rule_and_fills_every_panel(served: Served, prometheus_path: str) -> None:

@@ -11,6 +11,7 @@ from golden_tools.export_story import COPIES, END, INSTANTS, LIVES, LOOKUPS, STA
 from golden_tools.golden import MS, Golden, printed
 
 _Span = dict[str, object]
+_PREFIX = "kvledger."
 
 
 def _of_life(life: Life) -> _Span:
@@ -41,6 +42,7 @@ def _of_life(life: Life) -> _Span:
         **{f"missed.{reason}": count for reason, count in life.missed.items()},
         **({"is_open": True} if life.released is None else {}),
         **({} if trouble is None else {"error.type": trouble.kind}),
+        "gen_ai.request.id": "doc",
     }
     until = END if life.released is None else life.released
     error = "" if trouble is None else trouble.text
@@ -80,7 +82,9 @@ def _of_copy(copy: Copy) -> _Span:
         "worker_ms": copy.worker,
         **({"ranks_failed": [0], "error.type": "failed"} if copy.error else {}),
     }
-    return _span(copy.kind, f"request {copy.ordinal}", copy.since, copy.until, attributes, error=copy.error)
+    return _span(
+        copy.kind.replace(" ", "_"), f"request {copy.ordinal}", copy.since, copy.until, attributes, error=copy.error
+    )
 
 
 def _span(
@@ -128,15 +132,17 @@ def _spans(log: Path) -> list[_Span]:
     path = log.parent / "spans.jsonl"
     printed("export", log, "--otlp", path)
     found = spans_of_lines(path.read_text())
-    names = {span.span_id: f"{span.name} {span.of_ours('ordinal')}" for span in found}
+    names = {span.span_id: f"{span.name.removeprefix(_PREFIX)} {span.of_ours('ordinal')}" for span in found}
     return [_comparable(span, names) for span in found]
 
 
 def _comparable(span: ReceivedSpan, names: dict[str, str]) -> _Span:
-    attributes = {name.removeprefix("kvledger."): value for name, value in span.attributes.items()}
+    attributes = {name.removeprefix(_PREFIX): value for name, value in span.attributes.items()}
     events = tuple((name, _ms(time_ns), said["kvledger.sequence"]) for name, time_ns, said in span.events)
     parent = names[span.parent_id] if span.parent_id else ""
-    return _span(span.name, parent, _ms(span.start_ns), _ms(span.end_ns), attributes, events, span.message)
+    assert span.name.startswith(_PREFIX)
+    name = span.name.removeprefix(_PREFIX)
+    return _span(name, parent, _ms(span.start_ns), _ms(span.end_ns), attributes, events, span.message)
 
 
 def _ms(unix_ns: int) -> float:

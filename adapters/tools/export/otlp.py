@@ -6,6 +6,7 @@ formats.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
@@ -29,6 +30,8 @@ Attributes = Mapping[str, AttributeValue]
 
 _BEYOND: Final = 2**64 - 1
 """The last nanosecond that a span can have; a forged log may name later ones."""
+_SUFFIX: Final = re.compile("-[0-9a-f]{8}$")
+"""What vLLM appends to the client's id (`assign_request_id`, vllm/v1/engine/input_processor.py, 0.32)."""
 _MAX_EVENTS: Final = 1024
 """Of a span, the last ones. Of these the SDK keeps `OTEL_SPAN_EVENT_COUNT_LIMIT`, and counts the others."""
 _OF_REQUEST: Final = frozenset({e.TokensRolledBack.id, e.SessionContinued.id, e.SaveDeclined.id, e.TransferAwaited.id})
@@ -127,6 +130,7 @@ class LogSpans(Sink):
             **_attributes(summary, "num_tokens_loaded", "num_chunks_saved", "num_failures"),
             **_attributes(span, "num_tokens_recovered", "num_tokens_retained", "num_bytes_loaded", "num_bytes_saved"),
             **self._sums.attributes_of(span.ordinal),
+            "gen_ai.request.id": _SUFFIX.sub("", span.request_id),
         }
         if trouble is not None:
             error = trouble.text
@@ -234,7 +238,7 @@ class LogSpans(Sink):
     ) -> None:
         self._ids.next = context
         made = self._tracer.start_span(
-            name,
+            f"kvledger.{name.replace(' ', '_')}",
             None if parent is None else set_span_in_context(NonRecordingSpan(parent)),
             attributes=attributes if span.until_ns is not None else {**attributes, "kvledger.is_open": True},
             start_time=self._at(span.since_ns),

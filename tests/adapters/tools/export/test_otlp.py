@@ -82,7 +82,7 @@ def exported(run: Any, log: Path, *options: object) -> list[ReceivedSpan]:
 
 def named(spans: Sequence[ReceivedSpan], name: str) -> list[ReceivedSpan]:
     """Those of a name."""
-    return [span for span in spans if span.name == name]
+    return [span for span in spans if span.name == f"kvledger.{name}"]
 
 
 def check_tree(spans: Sequence[ReceivedSpan]) -> None:
@@ -94,9 +94,9 @@ def check_tree(spans: Sequence[ReceivedSpan]) -> None:
         assert all(span.start_ns <= time_ns <= span.end_ns for _, time_ns, _ in span.events)
         parent = by_id.get(span.parent_id)
         if parent is None:
-            assert span.name in {"request", "log"}
+            assert span.name in {"kvledger.request", "kvledger.log"}
             continue
-        assert parent.name in {"request", "log"}
+        assert parent.name in {"kvledger.request", "kvledger.log"}
         assert span.trace_id == parent.trace_id
         assert parent.start_ns <= span.start_ns
         assert span.end_ns <= parent.end_ns
@@ -112,9 +112,20 @@ def test_a_request_is_a_span_with_its_phases_and_copies_below_it(run: Any, story
     assert first.start_ns == OPENED_AT + story.observed[0].time_ns  # type: ignore[attr-defined]
     below = sorted((span for span in spans if span.parent_id == first.span_id), key=lambda span: span.start_ns)
     phases = [span for span in below if span.of_ours("left_by")]
-    assert [span.name for span in phases] == ["new", "running", "preempted", "recovering", "running", "finished"]
+    assert [span.name.removeprefix("kvledger.") for span in phases] == [
+        "new",
+        "running",
+        "preempted",
+        "recovering",
+        "running",
+        "finished",
+    ]
     assert [span.end_ns for span in phases[:-1]] == [span.start_ns for span in phases[1:]]
-    assert [span.name for span in below if span.of_ours("job_id")] == ["save", "save", "load"]
+    assert [span.name for span in below if span.of_ours("job_id")] == [
+        "kvledger.save",
+        "kvledger.save",
+        "kvledger.load",
+    ]
     assert not any(span.is_error for span in spans)
     assert second.of_ours("is_open") is True
     assert first.of_ours("is_open") is None
@@ -133,7 +144,7 @@ def test_a_traced_request_is_a_child_of_its_callers_span(run: Any, troubled_log:
 
 def test_a_wait_for_a_save_is_one_span_however_often_it_was_asked(run: Any, troubled_log: Path) -> None:
     """From the first deferral to the answer."""
-    (wait,) = named(exported(run, troubled_log), "wait for save")
+    (wait,) = named(exported(run, troubled_log), "wait_for_save")
     assert (wait.of_ours("request_id"), wait.of_ours("num_deferrals"), wait.of_ours("generation")) == ("a", 3, 1)
     assert wait.end_ns > wait.start_ns
 
@@ -142,9 +153,13 @@ def test_failed_loads_and_quarantined_requests_are_errors(run: Any, troubled_log
     """And nothing else is: a request whose load failed computes, and is answered."""
     spans = exported(run, troubled_log)
     failed, quarantined = sorted((span for span in spans if span.is_error), key=lambda span: span.name)
-    assert (failed.name, failed.of_ours("outcome"), failed.attributes["error.type"]) == ("load", "failed", "failed")
+    assert (failed.name, failed.of_ours("outcome"), failed.attributes["error.type"]) == (
+        "kvledger.load",
+        "failed",
+        "failed",
+    )
     assert failed.of_ours("request_id") == "b"
-    assert (quarantined.name, quarantined.of_ours("request_id")) == ("request", "c")
+    assert (quarantined.name, quarantined.of_ours("request_id")) == ("kvledger.request", "c")
     assert quarantined.attributes["error.type"] == "ALLOC_MATCHES_LOOKUP"
     happened = {name: attributes for name, _, attributes in quarantined.events}
     assert happened["invariant.violated"]["kvledger.rule"] == "ALLOC_MATCHES_LOOKUP"
@@ -340,3 +355,15 @@ def test_a_log_that_does_not_know_when_it_was_opened_is_refused(run: Any, story:
 def test_where_it_goes_is_said_once(run: Any, log: Path) -> None:
     """`-o` is for the other formats."""
     assert "--otlp x.jsonl" in run("export", log, "--otlp", "-", "-o", "x.jsonl").err
+
+
+@pytest.mark.parametrize(("request_id", "of_client"), [("chat-17-0a1b2c3d", "chat-17"), ("chat-17", "chat-17")])
+def test_a_request_has_the_id_that_its_client_knows(run: Any, tmp_path: Path, request_id: str, of_client: str) -> None:
+    """Without what vLLM appends to it, which no client is told."""
+    driver = Driver()
+    driver.start(request_id, keys_of("a", 2), 20, (1, 2))
+    driver.ledger.commit()
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    (request,) = named(exported(run, log), "request")
+    assert request.attributes["gen_ai.request.id"] == of_client
+    assert request.of_ours("request_id") == request_id
