@@ -34,6 +34,7 @@ from kvledger.adapters.lab.conformance.scenarios import SCENARIOS
 from kvledger.adapters.recorded.rules import RULES as RECORDER_RULES
 from kvledger.adapters.tools.cli.commands import COMMANDS
 from kvledger.adapters.tools.cli.parser import build_parser
+from kvledger.adapters.tools.tables.schema import COMMON, SCHEMA_VERSION, TABLES, Column
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.adapters.vllm.metric_names import BY_EXTENSION, COUNTERS, GAUGES, HISTOGRAMS, PREFIX
@@ -572,6 +573,29 @@ def help_of(*command: str) -> str:
     return printed.getvalue()
 
 
+TABLES_INTRODUCTION = """
+The columns of what [`kvledger tables`](export.md#tables) writes and of what `Log.to_arrow` and `Log.to_pandas` return.
+Times that end in `_ns` are nanoseconds since the log was opened; durations are nanoseconds, too. Columns that end in
+`_bytes` are bytes. Other numbers are counts or ids. Join tables on (`start`, `ordinal`).
+"""
+
+
+def tables_page() -> list[str]:
+    """Every table with its columns."""
+    lines = [*heading("Tables", "adapters/tools/tables/schema.py"), *prose(TABLES_INTRODUCTION)]
+    lines += ["## In every table", "", *column_rows(COMMON)]
+    for each in TABLES.values():
+        lines += [f"## `{each.name}`", "", each.meaning, "", *column_rows(each.columns)]
+    lines += [f"Parquet files name their table and the version of this schema ({SCHEMA_VERSION}) in their metadata."]
+    return lines
+
+
+def column_rows(columns: Iterable[Column]) -> list[str]:
+    """A Markdown table of columns."""
+    body = [[f"`{column.name}`", f"`{column.type}`", column.meaning] for column in columns]
+    return rows(["column", "type", "meaning"], body)
+
+
 PAGES: dict[str, Callable[[], list[str]]] = {
     "states.md": states_page,
     "events.md": events_page,
@@ -581,6 +605,7 @@ PAGES: dict[str, Callable[[], list[str]]] = {
     "contract.md": contract_page,
     "commands.md": commands_page,
     "metrics.md": metrics_page,
+    "tables.md": tables_page,
 }
 
 

@@ -17,7 +17,13 @@ OTLP: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 """Modules that `kvledger export --otlp` needs, in a namespace where others may have left something."""
 
 EXTRAS: Final = MappingProxyType(
-    {**dict.fromkeys(CONNECTOR, "connector"), "nats": "nats", "nkeys": "nats", **dict.fromkeys(OTLP, "otlp")}
+    {
+        **dict.fromkeys(CONNECTOR, "connector"),
+        "nats": "nats",
+        "nkeys": "nats",
+        **dict.fromkeys(OTLP, "otlp"),
+        "pyarrow": "lake",
+    }
 )
 """The extra for each module."""
 
@@ -35,7 +41,7 @@ def require(what: str, *modules: str) -> None:
     missing = [name for name in modules if sys.modules.get(name) is None and not _is_found(name)]
     if not missing:
         return
-    remedy = f'pip install ".[{EXTRAS[missing[0]]}]" in a checkout of kvledger'
+    remedy = f"pip install 'kvledger[{EXTRAS[missing[0]]}]'"
     if "vllm" in missing:
         remedy += ", into the environment that vLLM runs in; no extra brings vLLM itself"
     raise ModuleNotFoundError(f"{what} needs {', '.join(missing)}, not installed here: {remedy}", name=missing[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
@@ -15,9 +14,8 @@ from lifecycle_driver import Driver, keys_of, play_seed
 from stored_logs import header_of, unfoldable, write_log
 
 import kvledger
-from kvledger.adapters.tools.cli.main import main
-from kvledger.adapters.tools.export.tables import milliseconds
 from kvledger.adapters.tools.logs import index as index_module
+from kvledger.adapters.tools.logs.log import open_log as stored_log
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import encode_events
 from kvledger.lifecycle.projections.jobs import Jobs
@@ -36,59 +34,48 @@ def any_log(request: Any, story: Driver, tmp_path: Path) -> Path:
     return write_log(tmp_path / "log", driver.observed, driver.configuration)
 
 
-def table(log: Path, name: str) -> list[dict[str, str]]:
-    """The rows of an exported table."""
-    file = log.with_name(f"{name}.csv")
-    assert main(["export", str(log), "--csv", name, "-o", str(file)]) == 0
-    with file.open(newline="") as opened:
-        return list(csv.DictReader(opened))
-
-
-def cell(value: object) -> str:
-    """A value as a table has it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "" if value is None else str(value)
-
-
-def assert_equal(records: list[Any], rows: list[dict[str, str]], columns: dict[str, Callable[[Any], object]]) -> None:
+def assert_equal(records: list[Any], rows: list[dict[str, Any]], columns: dict[str, Callable[[Any], object]]) -> None:
     """Each record has in its fields what its row has in these columns; other columns have other names or units."""
     assert rows
-    shared = {field.name for field in attrs.fields(type(records[0]))} & rows[0].keys()
+    shared = {field.name for field in attrs.fields(type(records[0]))} & rows[0].keys() - columns.keys()
     for record, row in zip(records, rows, strict=True):
-        found = {name: cell(getattr(record, name)) for name in shared} | {
-            name: cell(value(record)) for name, value in columns.items()
+        values = {name: getattr(record, name) for name in shared} | {
+            name: value(record) for name, value in columns.items()
         }
-        assert found == {name: row[name] for name in found}
+        found = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        assert {name: None if value == "" else value for name, value in found.items()} == {
+            name: row[name] for name in found
+        }
+
+
+def rows_of(log: Path, name: str) -> list[dict[str, Any]]:
+    """The rows of a table."""
+    rows: list[dict[str, Any]] = kvledger.open_log(log).to_arrow(name).to_pylist()
+    return rows
 
 
 # --- one event each -----------------------------------------------------------------------------
 
 
-def test_entries_are_the_events_with_their_numbers_and_times(any_log: Path) -> None:
+def test_entries_are_the_events_with_their_numbers(any_log: Path) -> None:
     """A decision has the time of its observation."""
-    columns = {
-        "time_ms": lambda entry: milliseconds(entry.time_ns),
-        "log": lambda entry: entry.start,
-        "cause": lambda entry: entry.cause,
-        "request_id": lambda entry: getattr(entry.event, "request_id", ""),
-    }
     entries = list(kvledger.open_log(any_log).entries())
-    rows = table(any_log, "events")
-    assert [entry.kind for entry in entries] == [row.pop("event") for row in rows]
-    assert_equal(entries, rows, columns)
+    stored = list(stored_log(any_log).batches())
+    timed = [each for batch in stored for each in batch.timed()]
+    assert [(entry.sequence, entry.event, entry.time_ns) for entry in entries] == timed
+    assert {entry.start for entry in entries} == {any_log.name}
+    decisions = [entry for entry in entries if entry.cause is not None]
+    assert all(entry.time_ns == entries[entry.cause - 1].time_ns for entry in decisions if entry.cause)
 
 
 def test_lookups_are_the_rows_of_the_table(any_log: Path) -> None:
     """Answers and deferrals."""
-    columns = {"time_ms": lambda lookup: milliseconds(lookup.time_ns)}
-    assert_equal(list(kvledger.open_log(any_log).lookups()), table(any_log, "lookups"), columns)
+    assert_equal(list(kvledger.open_log(any_log).lookups()), rows_of(any_log, "lookups"), {})
 
 
 def test_steps_are_the_rows_of_the_table(any_log: Path) -> None:
     """Those that only decode, too."""
-    columns = {"time_ms": lambda step: milliseconds(step.time_ns)}
-    assert_equal(list(kvledger.open_log(any_log).steps()), table(any_log, "steps"), columns)
+    assert_equal(list(kvledger.open_log(any_log).steps()), rows_of(any_log, "steps"), {})
 
 
 def test_copies_are_the_rows_of_the_table_with_what_became_of_them(any_log: Path) -> None:
@@ -97,15 +84,17 @@ def test_copies_are_the_rows_of_the_table_with_what_became_of_them(any_log: Path
         kvledger.open_log(any_log).entries(), lambda latest, entry: max(latest, entry.time_ns), initial=0
     )
     latest_ns = dict(enumerate(times))
-    columns = {
-        "issued_ms": lambda copy: milliseconds(latest_ns[copy.sequence]),
-        "settled_ms": lambda copy: milliseconds(latest_ns.get(copy.settled_sequence)),
-        "worker_ms": lambda copy: milliseconds(copy.worker_ns),
-        "num_ranks_done": lambda copy: len(copy.ranks_done),
-        "num_ranks_failed": lambda copy: len(copy.ranks_failed),
+    columns: dict[str, Callable[[Any], object]] = {
+        "time_ns": lambda copy: latest_ns[copy.sequence],
+        "settled_ns": lambda copy: latest_ns.get(copy.settled_sequence),
+        "copied_bytes": lambda copy: copy.num_bytes,
+        "num_chunks": lambda copy: len(copy.chunks),
+        "is_before_forward": lambda copy: copy.before_forward,
+        "ranks_done": lambda copy: sorted(copy.ranks_done),
+        "ranks_failed": lambda copy: sorted(copy.ranks_failed),
     }
     copies = list(kvledger.open_log(any_log).copies())
-    assert_equal(copies, table(any_log, "transfers"), columns)
+    assert_equal(copies, rows_of(any_log, "copies"), columns)
     is_settled = [copy.settled_sequence is not None for copy in copies]
     assert is_settled == sorted(is_settled, reverse=True)
     settled = [copy.settled_sequence for copy in copies if copy.settled_sequence is not None]
@@ -123,6 +112,11 @@ def test_an_eviction_names_the_chunks_in_their_order_and_the_request_that_took_t
     recorded = [event for event in driver.observed if isinstance(event, e.ChunksEvicted)]
     assert [(each.keys, each.request_id) for each in evictions] == [(event.keys, "b") for event in recorded]
     assert {key for each in evictions for key in each.keys} <= set(keys_of("a", 4))
+    columns: dict[str, Callable[[Any], object]] = {
+        "num_chunks": lambda each: len(each.keys),
+        "cause_sequence": lambda each: each.cause,
+    }
+    assert_equal(evictions, rows_of(log, "evictions"), columns)
 
 
 # --- requests -----------------------------------------------------------------------------------

@@ -22,11 +22,11 @@ pytestmark = pytest.mark.xdist_group("light")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INSTALL_CONNECTOR = (
-    f'{", ".join(CONNECTOR)}, not installed here: pip install ".[connector]" in a checkout of kvledger, into the '
+    f"{', '.join(CONNECTOR)}, not installed here: pip install 'kvledger[connector]', into the "
     "environment that vLLM runs in; no extra brings vLLM itself"
 )
-INSTALL_NATS = 'needs nats, not installed here: pip install ".[nats]" in a checkout of kvledger'
-INSTALL_TORCH = 'needs numpy, torch, not installed here: pip install ".[connector]" in a checkout of kvledger'
+INSTALL_NATS = "needs nats, not installed here: pip install 'kvledger[nats]'"
+INSTALL_TORCH = "needs numpy, torch, not installed here: pip install 'kvledger[connector]'"
 
 SOUND, RULE_BROKEN, DIVERGED, REFUSED = 0, 1, 3, 77
 
@@ -42,7 +42,7 @@ for command in (
     ["core"], ["core", log], ["stats", log],
     ["replay", log], ["replay", log, *handlers], ["replay", log, "--diff", log],
     ["export", log, "--html", "-o", "page.html"], ["export", log, "--perfetto", "-o", "trace.json"],
-    ["export", log, "--csv", "-o", "tables"], ["retire", log, "--max-bytes", "2GiB", "--dry-run"],
+    ["retire", log, "--max-bytes", "2GiB", "--dry-run"],
     ["snapshot", log],
     ["repro", log, "--core", "-o", "test_incident.py"],
 ):
@@ -162,8 +162,20 @@ def test_spans_name_the_extra(light_python: Path, example_log: Path, tmp_path: P
     ended = run(kvledger_of(light_python), "export", example_log, "--otlp", "spans.jsonl", cwd=tmp_path)
     assert ended.returncode == REFUSED
     modules = "opentelemetry.sdk, opentelemetry.exporter.otlp.proto.http"
-    remedy = 'pip install ".[otlp]" in a checkout of kvledger'
+    remedy = "pip install 'kvledger[otlp]'"
     assert ended.stderr == f"kvledger: kvledger export --otlp needs {modules}, not installed here: {remedy}\n"
+
+
+def test_tables_name_the_extra(light_python: Path, example_log: Path, tmp_path: Path) -> None:
+    """Before the log is read. A program gets the same message."""
+    remedy = "not installed here: pip install 'kvledger[lake]'"
+    ended = run(kvledger_of(light_python), "tables", example_log, "-o", "tables", cwd=tmp_path)
+    assert ended.returncode == REFUSED
+    assert ended.stderr == f"kvledger: kvledger tables needs pyarrow, {remedy}\n"
+    assert not list(tmp_path.iterdir())
+    code = "import kvledger, sys; kvledger.open_log(sys.argv[1]).to_arrow('requests')"
+    ended = run(light_python, "-c", code, example_log, cwd=tmp_path)
+    assert ended.stderr.splitlines()[-1] == f"ModuleNotFoundError: Log.to_arrow needs pyarrow, {remedy}"
 
 
 def test_handlers_that_need_the_connector_say_so(light_python: Path, example_log: Path, tmp_path: Path) -> None:

@@ -22,10 +22,9 @@ LINES: Mapping[str, Sequence[str]] = MappingProxyType(
         "export": (
             "LOG --perfetto -o OUT/trace.json --force --json",
             "LOG --html -o OUT/page.html --force",
-            "LOG --csv all -o OUT/tables --force",
-            "LOG --csv events",
             "LOG --otlp OUT/spans.jsonl --force",
         ),
+        "tables": ("LOG -o OUT/tables --force", "LOG -o OUT/violations --table violations --force --json"),
         "core": ("LOG", "LOG --json"),
         "repro": (
             "LOG --core --no-run -o OUT/test_incident.py --force",

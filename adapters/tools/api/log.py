@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -21,8 +22,17 @@ from kvledger.adapters.tools.api.reading import Silence, Source
 from kvledger.adapters.tools.api.records import Copy, Entry, Eviction, Life, Lookup, Reason, Start, Step
 from kvledger.adapters.tools.api.report import Report, Violation, verified
 from kvledger.adapters.tools.logs.finding import one_request, request_ids
+from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.sources import EngineStart, engine_starts, find_logs
+from kvledger.adapters.tools.tables.arrow import ArrowTable, data_frame
+from kvledger.adapters.tools.tables.rows import read_rows
+from kvledger.adapters.tools.tables.schema import table_named
 from kvledger.adapters.units import plural
+from kvledger.storage.extras import require
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
 
 
 @attrs.frozen
@@ -127,6 +137,38 @@ class Log:
     def violations(self) -> Iterator[Violation]:
         """The rules that are broken, as `verify` finds them."""
         return itertools.chain.from_iterable(verified(source).violations for source in self._sources)
+
+    def to_arrow(self, name: str) -> pa.Table:
+        """One table of all logs, with the columns of `docs/tables.md`. Needs `pip install 'kvledger[lake]'`.
+
+        Args:
+            name: `requests`, `lookups`, `copies`, `steps`, `evictions`, `reasons`, or `violations`, which verifies
+                the logs.
+
+        Raises:
+            ValueError: there is no such table.
+            ModuleNotFoundError: pyarrow is not installed.
+            LogUnreadable: a log's header is lost.
+        """
+        require("Log.to_arrow", "pyarrow")
+        table = table_named(name)
+        rows = ArrowTable(table)
+        for source in self._sources:
+            log = source.opened()
+            with public_errors(source.path):
+                read_rows(log, Selection(), source.start, {name: rows.add}, Silence().remark)
+        return rows.result()
+
+    def to_pandas(self, name: str) -> pd.DataFrame:
+        """The same as a DataFrame. Columns that may be null have pandas' nullable types, so integers stay exact.
+
+        Raises:
+            ValueError: there is no such table.
+            ModuleNotFoundError: pyarrow or pandas is not installed. kvledger's extras do not install pandas.
+            LogUnreadable: a log's header is lost.
+        """
+        require("Log.to_pandas", "pyarrow")
+        return data_frame(self.to_arrow(name))
 
     def verify(self) -> Report:
         """Check every rule on every log, and make every decision again."""

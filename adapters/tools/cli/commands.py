@@ -94,7 +94,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             },
         ),
         "export": Command(
-            "write a log as a trace for Perfetto, a page for a ticket, tables, or spans for OpenTelemetry",
+            "write a log as a trace for Perfetto, a page for a ticket, or spans for OpenTelemetry",
             {
                 ExitCode.SOUND: "written, also of a log that is damaged",
                 ExitCode.DAMAGED: _UNREADABLE,
@@ -104,7 +104,19 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             },
             {
                 "a page for a ticket": "kvledger export logs/2026-01-05 --html -o incident.html",
-                "a line for each request": "kvledger export --csv logs/2026-01-05 > requests.csv",
+                "a trace for ui.perfetto.dev": "kvledger export logs/2026-01-05 --perfetto -o trace.json.gz",
+            },
+        ),
+        "tables": Command(
+            "write logs as Parquet files, one for each table, for DuckDB, Polars and pandas",
+            {
+                ExitCode.SOUND: "written, also if a log is damaged",
+                ExitCode.DAMAGED: _UNREADABLE,
+                ExitCode.NOTHING_CHECKED: f"written, but of one log {_NOTHING}",
+            },
+            {
+                "all tables of all logs": "kvledger tables logs -o tables",
+                "which rules are broken": "kvledger tables logs -o tables --table violations",
             },
         ),
         "core": Command(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvledger.adapters.tools.cli.options import chosen_core, selection_of
 from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, gravest
 from kvledger.adapters.tools.logs.coverage import RequestPresence
 from kvledger.adapters.tools.logs.finding import one_request, request_ids
 from kvledger.adapters.tools.logs.index import index_for
@@ -29,6 +30,22 @@ def selected(arguments: argparse.Namespace, output: Output) -> Iterator[tuple[St
         with output.apart_from_others(path):
             log = opened_log(path, arguments, core)
             yield log, selection_of(arguments, log, output)
+
+
+def foldable(arguments: argparse.Namespace, output: Output) -> list[tuple[StoredLog, Selection]]:
+    """The same, without the logs whose configuration is lost. If there are several logs, these are named.
+
+    Raises:
+        CommandFailed: none is left.
+    """
+    logs = []
+    for log, selection in selected(arguments, output):
+        with output.apart_from_others(log.path):
+            log.configuration  # noqa: B018 -- it raises
+            logs.append((log, selection))
+    if not logs:
+        raise CommandFailed("no log could be read: see above", gravest(output.failures) or ExitCode.DAMAGED)
+    return logs
 
 
 def lives_in(log: StoredLog, selection: Selection, output: Output) -> bool:

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
@@ -58,7 +58,7 @@ class CommandParser(_Parser):
         self._import_command()
         self._is_intermixing = True
         try:
-            found, rest = self.parse_known_intermixed_args(list(self._with_values(args)), namespace)
+            found, rest = self.parse_known_intermixed_args(args, namespace)
         finally:
             self._is_intermixing = False
         if rest:
@@ -94,14 +94,6 @@ class CommandParser(_Parser):
             module = _module_of(name)
             module.configure(self)
             self.set_defaults(run=module.run)
-
-    def _with_values(self, args: list[str]) -> Iterator[str]:
-        """An option that may have one of a few values has it written out, so that it takes no argument for one."""
-        for at, argument in enumerate(args):
-            action = self._option_string_actions.get(argument)
-            choices = None if action is None or action.nargs != argparse.OPTIONAL else action.choices
-            has_value = choices is None or args[at + 1 : at + 2] in [[choice] for choice in choices]
-            yield argument if has_value or action is None else f"{argument}={action.const}"
 
 
 def _module_of(command: str) -> Any:  # noqa: ANN401 -- modules have `configure` and `run`

@@ -24,6 +24,8 @@ def read_trace(
 ) -> Trace:
     """Read the log from its beginning and show the sink the selected part.
 
+    A log that is being written is read up to where it ends now.
+
     Args:
         log: the opened log.
         model: as `begin_model` returns it.
@@ -34,11 +36,11 @@ def read_trace(
         visitors: called before the trace with each event.
     """
     trace = Trace(model, log.core, begin_totals(log, model), sink, selection)
-    reader = Reader(model, [*visitors, *trace.visitors])
+    reader = Reader(model, [*visitors, *trace.visitors], needs=trace.also_needs)
     if log.start_sequence:
         for visitor in (*visitors, trace):
             visitor.lost(1, log.start_sequence)
-    for batch in log.batches(selection.last_sequence):
+    for batch in log.batches_so_far(selection.last_sequence):
         for take in also:
             take(batch)
         take_batch(reader, log, batch)

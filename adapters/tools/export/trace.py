@@ -30,7 +30,7 @@ from kvledger.adapters.tools.reasons import is_same_answer
 from kvledger.lifecycle import Core, RequestState, on
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT
-from kvledger.lifecycle.reader import EVERY_PART, Life, Model, Visitor, Visits
+from kvledger.lifecycle.reader import Life, Model, Visitor, Visits
 
 LOST = "events.lost"
 """The kind of the instant at which events are missing."""
@@ -77,7 +77,7 @@ class Trace(Visitor[Model]):
     what came back for a request is known until the totals have counted its step.
     """
 
-    needs = tuple(EVERY_PART)
+    needs = ("lives", "copies")
     state: State
 
     def __init__(self, model: Model, core: Core, totals: LogTotals, sink: Sink, selection: Selection) -> None:
@@ -89,6 +89,8 @@ class Trace(Visitor[Model]):
         """Of lives that are over at the event at hand, by ordinal."""
         self._core = core
         self._sink = sink
+        self._shows_counts = type(sink).counted is not Sink.counted
+        self._shows_idle = type(sink).idle is not Sink.idle
         self._selection = selection
         self._is_inside = False
         self._step: e.StepScheduled | None = None
@@ -101,33 +103,48 @@ class Trace(Visitor[Model]):
     @property
     def visitors(self) -> tuple[Visitor[Model], ...]:
         """This one, and those that it asks."""
-        return self._requests, self, self.totals
+        return (self._requests, self, *([self.totals] if self._sink.needs_recoveries else []))
+
+    @property
+    def also_needs(self) -> tuple[str, ...]:
+        """Parts of the model that are folded for the gauges of the sink."""
+        return ("tables", "chunks", "tails") if self._sink.needs_memory_gauges else ()
 
     @property
     def now_ns(self) -> int:
         """The latest time seen."""
-        self.state.now_ns = max(self.state.now_ns, self.moment.time_ns)
-        return self.state.now_ns
+        state, time_ns = self.state, self.moment.time_ns
+        state.now_ns = max(state.now_ns, time_ns)
+        return state.now_ns
 
     def index(self) -> None:
         """Count anew what is counted event by event."""
-        self._held = HeldBlocks(self.model, self.state.kept_blocks)
+        self._held = HeldBlocks(self.model, self.state.kept_blocks) if self._sink.needs_memory_gauges else None
         self._num_in_state = {state.value: 0 for state in RequestState}
         for span in self.state.states.values():
             self._num_in_state[span.state] += 1
 
     def visits(self) -> Visits:
         """Whether the selection has begun; a life's state; and what happens besides."""
+        ignores_instants = type(self._sink).happened is Sink.happened
+        ignored: set[object] = {self._happened} if ignores_instants else set()
+        if ignores_instants and type(self._sink).began is Sink.began:
+            ignored.add(self._of_extension)
+        if self._held is None:
+            ignored.update((self._table_changed, self._blocks_held))
         return [
             *((event_class, self._reach) for event_class in e.STANDARD_EVENTS.values()),
             *((event_class, self._look) for event_class in self.model.request_events),
-            *super().visits(),
+            *(visit for visit in super().visits() if visit[1] not in ignored),
         ]
 
     def decided(self) -> None:
         """Show what can be counted after an observation and everything that was decided upon it."""
-        step, self._step = self._step, None
         now_ns = self.now_ns
+        step = self._step
+        if step is None and not self._shows_counts:
+            return
+        self._step = None
         if not self._is_inside:
             return
         gauges = self._gauges()
@@ -136,7 +153,8 @@ class Trace(Visitor[Model]):
             self._sink.stepped(
                 Step(step.step, self.moment.cause, now_ns, step.num_scheduled_tokens, num_events, gauges)
             )
-        self._sink.counted(now_ns, gauges)
+        if self._shows_counts:
+            self._sink.counted(now_ns, gauges)
 
     def lost(self, first_sequence: int, last_sequence: int) -> None:
         """Events are missing here. That the oldest are is no trouble: most often they were retired."""
@@ -167,6 +185,10 @@ class Trace(Visitor[Model]):
     def _gauges(self) -> Gauges:
         """What can be counted now."""
         slots, copies = self.model.slots, self.model.copies
+        if self._held is None:
+            return Gauges(
+                self._num_in_state.copy(), 0, 0, 0, None, 0, len(copies.loads), len(copies) - len(copies.loads)
+            )
         num_used, per_page = slots.num_slots - slots.num_free, self.state.bytes_per_page
         return Gauges(
             self._num_in_state.copy(),
@@ -199,8 +221,8 @@ class Trace(Visitor[Model]):
             self._sink.began(span)
 
     def _end(self, span: Span, *, is_over: bool = True) -> None:
-        span.last_ns = self.now_ns
-        span.until_ns = self.now_ns if is_over else None
+        span.last_ns = now_ns = self.now_ns
+        span.until_ns = now_ns if is_over else None
         if self._shows(span.request_id):
             self._sink.ended(span)
 
@@ -216,9 +238,10 @@ class Trace(Visitor[Model]):
     def ended(self, life: Life) -> None:
         """Its span ends, and that of its state."""
         self._reach_event(self.moment.sequence)
-        self._held.forget(life.ordinal)
+        if self._held is not None:
+            self._held.forget(life.ordinal)
         self._end_life(life, "" if self.moment.event is None else self.moment.event.id)
-        if self._is_inside and not self.model.lives.num_open:
+        if self._shows_idle and self._is_inside and not self.model.lives.num_open:
             self._sink.idle(self.now_ns)
 
     def _summarized(self, summary: RequestSummary) -> None:
@@ -233,9 +256,10 @@ class Trace(Visitor[Model]):
             self._begin_life(life, event.trace_parent)
             self._begin_state(life, event.id)
             return
-        # While it decodes, only the steps say how many tokens it has; what takes its blocks lets that be forgotten.
-        keeps_tokens = isinstance(event, e.RequestPreempted | e.TokensRolledBack)
-        self._move(life, event.id, self.moment.num_computed_tokens, keeps_tokens=keeps_tokens)
+        if self._has_moved(life):
+            # While it decodes, only the steps say how many tokens it has. Events that take its blocks forget that.
+            keeps_tokens = isinstance(event, (e.RequestPreempted, e.TokensRolledBack))
+            self._move(life, event.id, self.moment.num_computed_tokens, keeps_tokens=keeps_tokens)
 
     def _begin_life(self, life: Life, trace_parent: bytes = b"") -> LifeSpan:
         tokens = life.num_prompt_tokens, life.num_tokens
@@ -252,11 +276,14 @@ class Trace(Visitor[Model]):
         self._begin(span)
         return span
 
-    def _move(self, life: Life, cause: str, num_computed_before: int, *, keeps_tokens: bool = False) -> None:
+    def _has_moved(self, life: Life) -> bool:
+        """Whether the life is in another state or generation than its open span."""
         span = self.state.states.get(life.ordinal)
-        if span is not None and (span.state != life.state or span.generation != life.generation):
-            self._end_state(span, cause, num_computed_before)
-            self._begin_state(life, cause, num_tokens_before=num_computed_before if keeps_tokens else 0)
+        return span is not None and (span.state != life.state or span.generation != life.generation)
+
+    def _move(self, life: Life, cause: str, num_computed_before: int, *, keeps_tokens: bool = False) -> None:
+        self._end_state(self.state.states[life.ordinal], cause, num_computed_before)
+        self._begin_state(life, cause, num_tokens_before=num_computed_before if keeps_tokens else 0)
 
     def _begin_state(self, life: Life, cause: str, *, num_tokens_before: int = 0) -> None:
         num_computed = self.model.lives.num_computed_tokens(life)
@@ -307,19 +334,22 @@ class Trace(Visitor[Model]):
                 num_retained, num_recovered = returning[ordinal]
                 span.num_tokens_retained += num_retained
                 span.num_tokens_recovered += num_recovered
-        for ordinal, _ in event.extended:
-            self._held.look(ordinal)
+        if self._held is not None:
+            for ordinal, _ in event.extended:
+                self._held.look(ordinal)
         for life, *_ in self.moment.refused_rows:
-            self._move(life, event.id, self.model.lives.num_computed_before_step(life))
+            if self._has_moved(life):
+                self._move(life, event.id, self.model.lives.num_computed_before_step(life))
 
     @on(e.BlocksAllocated, e.BlockTableObserved, e.LookupRequested, e.RequestPreempted, e.RequestFinished)
     def _table_changed(self, _event: e.RequestEvent) -> None:
-        if self.moment.life is not None:
+        if self._held is not None and self.moment.life is not None:
             self._held.look(self.moment.life.ordinal)
 
     @on(e.BlocksHeld)
     def _blocks_held(self, event: e.BlocksHeld) -> None:
-        self._held.keep(event.ordinal)
+        if self._held is not None:
+            self._held.keep(event.ordinal)
 
     # --- lookups ------------------------------------------------------------------------------
 

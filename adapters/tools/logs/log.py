@@ -303,6 +303,21 @@ class StoredLog:
         """The same, with the place of each frame, and with what is missing before it."""
         return _up_to(until, self._intact())
 
+    def batches_so_far(self, until: int | None = None) -> Iterator[Batch]:
+        """The batches up to where the log ends now. Reading a log that is being written therefore comes to an end."""
+        newest = self.files()[-1]
+        end = newest.name, num_written_bytes(newest)
+        last: Batch | None = None
+        for batch in self.batches(until):
+            if (batch.segment, batch.offset) < end:
+                last = batch
+                yield batch
+            elif last is not None:
+                self.num_events -= batch.decoded.num_events
+                self.last_sequence, self.last_events = last.last_sequence, tuple(last.numbered())
+                self.judge_ending(last.last_sequence, last.chain_hash.hex())
+                return
+
     def batches_behind(self, sequence: int, head_hash: str = "") -> Iterator[Batch]:
         """The batches behind an event up to which an earlier reading found nothing missing. Counts these alone.
 

@@ -47,6 +47,15 @@ class RequestSummary(msgspec.Struct, forbid_unknown_fields=True):
         return self.num_failures > 0 or self.is_quarantined or self.outcome == "FINISHED_ERROR"
 
 
+_COUNTED = frozenset(
+    {
+        *(e.RequestFinished, e.LookupRequested, e.LoadCompleted, e.SaveCompleted, e.LoadFailed, e.SaveFailed),
+        *(e.LoadRefused, e.InvariantViolated, e.HookFailed),
+    }
+)
+"""Events that a summary counts."""
+
+
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """The requests that are not over."""
 
@@ -70,8 +79,12 @@ class Requests(Visitor[Model]):
 
     def visits(self) -> Visits:
         """Whatever names a request, and reports."""
-        naming = (each for each in e.STANDARD_EVENTS.values() if "request_id" in e.field_names(each))
-        return [(e.TransferReported, self._reported), *((event_class, self._seen) for event_class in naming)]
+        naming = [each for each in e.STANDARD_EVENTS.values() if "request_id" in e.field_names(each)]
+        return [
+            (e.RequestArrived, self._arrived),
+            (e.TransferReported, self._reported),
+            *((event_class, self._seen) for event_class in naming if event_class is not e.RequestArrived),
+        ]
 
     def ended(self, life: Life) -> None:
         """Hand out its summary."""
@@ -98,19 +111,20 @@ class Requests(Visitor[Model]):
             if reported.job is not None and (found := self.state.summaries.get(reported.job.ordinal)) is not None:
                 found.last_sequence = self.moment.sequence
 
+    def _arrived(self, event: e.RequestArrived) -> None:
+        sequence, tokens = self.moment.sequence, event.num_prompt_tokens
+        summary = RequestSummary(event.request_id, event.ordinal, sequence, sequence, event.time_ns, tokens, tokens)
+        self.state.summaries[event.ordinal] = summary
+
     def _seen(self, event: e.Event) -> None:
-        if isinstance(event, e.RequestArrived):
-            sequence, tokens = self.moment.sequence, event.num_prompt_tokens
-            summary = RequestSummary(event.request_id, event.ordinal, sequence, sequence, event.time_ns, tokens, tokens)
-            self.state.summaries[event.ordinal] = summary
-            return
         ordinal: int = getattr(event, "ordinal", e.NO_LIFE)
         if ordinal == e.NO_LIFE:
             life = self.model.lives.get(getattr(event, "request_id", ""))
             ordinal = e.NO_LIFE if life is None else life.ordinal
         if (found := self.state.summaries.get(ordinal)) is not None:
             found.last_sequence = self.moment.sequence
-            self._count(found, event)
+            if type(event) in _COUNTED:
+                self._count(found, event)
 
     def _count(self, summary: RequestSummary, event: e.Event) -> None:
         match event:

@@ -35,7 +35,7 @@ class Selection:
 
     def holds_request(self, request_id: str) -> bool:
         """Whether a finding about `request_id` is selected; one about no request (empty) always is."""
-        return not request_id or self.request_id in {None, request_id}
+        return self.request_id is None or not request_id or request_id == self.request_id
 
     def concerns(self, sequence: int, request_id: str) -> bool:
         """Whether a finding at that event about that request (empty: about none) is selected."""

@@ -111,7 +111,7 @@ def test_its_events_and_sub_states_are_shown(
         assert "starvation 1: starving (num_preemptions " in shown, command
     assert "preempted.starving" in told(capsys, "show", starving, request_id)[1]
     assert "sub-state preempted.starving" in told(capsys, "core", starving, *options)[1]
-    for form in (["--html"], ["--perfetto"], ["--csv", "events"]):
+    for form in (["--html"], ["--perfetto"]):
         code, said = told(capsys, "export", starving, *form, "-o", tmp_path / form[0], *options)
         assert code == 0, said
         assert "starving" in (tmp_path / form[0]).read_text(), form

@@ -21,7 +21,8 @@ WORDS = {
     "why": ["LOG", "chat-17", "--json", "--since 3"],
     "stats": ["LOG", "--newest", "--until 5s", "--json"],
     "replay": ["LOG", "chat-17", "--until 7", "--json"],
-    "export": ["LOG", "--csv", "-o FILE", "--force"],
+    "export": ["LOG", "--perfetto", "-o FILE", "--force"],
+    "tables": ["LOG", "-o DIR", "--table steps", "--force"],
     "core": ["LOG", "--mirror DIR", "--json"],
     "ship": ["LOG", "--to nats://host", "--follow", "--json"],
     "repro": ["LOG", "chat-17", "--pin", "-o FILE"],
@@ -51,13 +52,6 @@ def test_arguments_of_a_command_may_stand_in_any_order(command: str) -> None:
     assert all(meaning == meanings[0] for meaning in meanings)
 
 
-def test_a_table_may_be_named_or_left_out_before_the_log() -> None:
-    """An option with a value that may be left out takes no LOG for it."""
-    for line, table in (("--csv LOG", "requests"), ("--csv steps LOG", "steps"), ("LOG --csv", "requests")):
-        arguments = build_parser().parse_args(["export", *line.split()])
-        assert (arguments.csv, arguments.log) == (table, Path("LOG"))
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_of_a_command_has_its_own_exit_codes_and_examples(
     command: str, run: Any, monkeypatch: pytest.MonkeyPatch
@@ -82,7 +76,7 @@ def default(log: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return log
 
 
-@pytest.mark.parametrize("words", ["verify", "show", "stats", "export --csv", "snapshot", "retire --max-age 3d"])
+@pytest.mark.parametrize("words", ["verify", "show", "stats", "export --perfetto", "snapshot", "retire --max-age 3d"])
 def test_kvledger_log_stands_for_the_log(default: Path, run: Any, words: str) -> None:
     """In every command that takes one; what is printed is the same."""
     command, *options = words.split()

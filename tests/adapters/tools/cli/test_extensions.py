@@ -178,7 +178,7 @@ class Unmakeable(StarvationGuard):
     events: ClassVar[dict[str, Any]] = {"starving": Exits}
 
 
-@pytest.mark.parametrize("command", ["verify", "show", "show a", "why a", "stats", "export --csv events"])
+@pytest.mark.parametrize("command", ["verify", "show", "show a", "why a", "stats", "export --perfetto"])
 @pytest.mark.parametrize("guard", [Mute, Unmakeable])
 def test_an_extension_that_exits_costs_its_words_and_figures(
     run: Any, starving: Path, install: Any, command: str, guard: type[StarvationGuard]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 from lifecycle_driver import Driver
-from processes.terminal import terminal_output
 from stored_logs import write_log
 
 from kvledger.lifecycle import events as e
@@ -90,20 +87,3 @@ def test_programs_get_a_hostile_id_as_it_is(run: Any, hostile_log: Path) -> None
         line["request_id"] for line in map(json.loads, run("show", "--json", hostile_log, "mallory").out.splitlines())
     }
     assert found == HOSTILE
-
-
-def test_a_table_on_a_terminal_obeys_nothing_either(hostile_log: Path) -> None:
-    """Into a file or a pipe, a table has ids as they are."""
-    command = [
-        sys.executable,
-        "-m",
-        "kvledger.adapters.tools.cli.main",
-        "export",
-        str(hostile_log),
-        "--csv",
-        "requests",
-    ]
-    assert HOSTILE.encode() in subprocess.run(command, capture_output=True, check=True).stdout
-    shown = terminal_output(command)
-    assert b"owned" in shown
-    assert b"\x1b" not in shown

@@ -178,7 +178,7 @@ def test_a_linked_directory_among_logs_is_not_followed_and_is_named(
     before = _content(elsewhere)
     link = long_log.parent / "x"
     link.symlink_to(elsewhere.absolute())
-    arguments = {**ARGUMENTS, "export": ("--csv",), "retire": ("--max-age", "0s")}.get(command, ())
+    arguments = {**ARGUMENTS, "export": ("--perfetto",), "retire": ("--max-age", "0s")}.get(command, ())
     result = run(command, long_log.parent, *arguments)
     assert str(link) in result.err
     assert result.exit_code == (64 if command in {"snapshot", "replay"} else 2)
@@ -194,7 +194,7 @@ def test_a_link_that_is_the_only_log_of_a_directory_is_not_followed(run: Any, el
     box.mkdir()
     (box / "x").symlink_to(elsewhere.absolute())
     for command in (*READING, "export", "replay", "core"):
-        result = run(command, box, *{**ARGUMENTS, "export": ("--csv",)}.get(command, ()))
+        result = run(command, box, *{**ARGUMENTS, "export": ("--perfetto",)}.get(command, ()))
         assert result.exit_code == 2, command
         assert "is a symbolic link, which kvledger does not follow" in result.err
     assert run("retire", box, "--max-bytes", "1").exit_code == 64

@@ -35,14 +35,15 @@ COMMANDS = [
     ["replay"],
     ["export", "--perfetto", "-o", "trace.json"],
     ["export", "--html", "-o", "page.html"],
-    ["export", "--csv"],
+    ["export", "--perfetto"],
+    ["tables", "-o", "tables"],
     ["repro", "--core"],
     ["show", REQUEST],
     ["why", REQUEST],
     ["replay", REQUEST],
     ["verify", "--request", REQUEST],
     ["stats", "--request", REQUEST],
-    ["export", "--csv", "--request", REQUEST],
+    ["export", "--perfetto", "--request", REQUEST],
     ["repro", REQUEST, "--pin", "--core"],
 ]
 WITHOUT_REQUEST = [words for words in COMMANDS if REQUEST not in words]
@@ -261,7 +262,7 @@ def test_a_log_damaged_all_through_is_damaged_and_nothing_was_checked(run: Any, 
     result = run("verify", log)
     assert result.exit_code == 2
     assert "damaged, and nothing could be checked" in result.out
-    for words in (["show"], ["stats"], ["replay"], ["export", "--csv"], ["repro", "--core"]):
+    for words in (["show"], ["stats"], ["replay"], ["export", "--perfetto"], ["repro", "--core"]):
         assert run(words[0], log, *words[1:]).exit_code == 2, words
 
 
@@ -273,7 +274,7 @@ def test_of_several_logs_each_has_its_verdict(run: Any, tmp_path: Path, many: Dr
         result = run("verify", tmp_path / "logs", "--jobs", jobs)
         assert result.exit_code == 5
         assert "logs        2, 1 sound, 1 without anything to check" in result.out
-    for words in (["show"], ["stats"], ["ls"], ["export", "--csv"]):
+    for words in (["show"], ["stats"], ["ls"], ["export", "--perfetto"]):
         assert run(words[0], tmp_path / "logs", *words[1:]).exit_code == 5
     since = run("verify", tmp_path / "logs", "--since", "0.1ms", "--json")
     assert since.exit_code == 5

@@ -36,7 +36,7 @@ COMMANDS = (
     "ls LOG",
     TO_PAGE,
     "export LOG --perfetto -o trace.json --force",
-    "export LOG --csv all -o tables --force",
+    "tables LOG -o tables --force",
     "export LOG --otlp spans.jsonl",
     "snapshot LOG",
 )

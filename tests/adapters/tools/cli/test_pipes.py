@@ -23,7 +23,7 @@ COMMANDS = [
     "why LOG chat-17",
     "stats LOG",
     "replay LOG",
-    "export LOG --csv events",
+    "export LOG --perfetto",
     "retire LOG --max-bytes 1KiB --dry-run",
     "ship --help",
 ]
@@ -76,7 +76,7 @@ def test_a_reader_that_goes_before_the_first_byte_gives_141(command: str, log: P
     "command",
     [
         "show LOG --follow",
-        "export LOG --csv events",
+        "export LOG --perfetto",
         *more(["show LOG --limit 0", "show LOG --json", "export LOG --perfetto"]),
     ],
 )
@@ -115,12 +115,12 @@ def test_an_export_to_a_file_is_whole_though_nobody_reads_what_is_printed_of_it(
     """The file is there before it is reported, and no part of one is left behind."""
     writing = pipe_without_reader()
     try:
-        words = [*in_words("export LOG --csv events", log), "-o", str(tmp_path / "events.csv")]
+        words = [*in_words("export LOG --perfetto", log), "-o", str(tmp_path / "trace.json")]
         result = finished(words, stdout=writing, stderr=writing)
     finally:
         os.close(writing)
     assert result.returncode == 141
-    assert (tmp_path / "events.csv").read_bytes().endswith(b"\r\n")
+    assert (tmp_path / "trace.json").read_bytes().endswith(b"}")
     assert list(tmp_path.glob(".*")) == []
 
 

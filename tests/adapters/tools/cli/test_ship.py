@@ -73,7 +73,6 @@ COMMANDS = [
     ["stats"],
     ["replay", "--until", "30"],
     ["export", "--perfetto"],
-    ["export", "--csv"],
 ]
 
 

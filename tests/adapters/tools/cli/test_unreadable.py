@@ -26,7 +26,7 @@ COMMANDS = [
     "why LOG chat-17",
     "stats LOG",
     "replay LOG",
-    "export LOG --csv",
+    "export LOG --perfetto",
     "export LOG --html",
     "repro LOG -o test_incident.py",
 ]
@@ -81,7 +81,7 @@ def test_a_log_without_permission_gives_2(run: Any, logs: Path, line: str) -> No
         assert len(result.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("line", ["verify LOG", "show LOG", "stats LOG", "export LOG --csv"])
+@pytest.mark.parametrize("line", ["verify LOG", "show LOG", "stats LOG", "export LOG --perfetto"])
 def test_a_log_that_cannot_be_read_does_not_spoil_its_neighbours(run: Any, logs: Path, line: str) -> None:
     """Closed, a link, a link as a segment, a pipe: each is named, and the others are shown in full."""
     sound = run(*words(line, logs))

@@ -118,7 +118,6 @@ def test_without_any_header_events_are_still_read_and_it_is_named_what_cannot_be
         ("why", log, "chat-17"),
         ("stats", log),
         ("replay", log),
-        ("export", log, "--csv", "events"),
         ("export", log, "--perfetto"),
         ("export", log, "--html"),
         ("repro", log, "-o", "test_incident.py"),

@@ -26,7 +26,7 @@ from kvledger.lifecycle.codec import encode_events, vocabulary_header
 from kvledger.storage.events import SegmentEventStore
 from kvledger.storage.events.segment_file import read_header
 
-FORMATS = ["--perfetto", "--html", "--csv"]
+FORMATS = ["--perfetto", "--html"]
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -92,8 +92,6 @@ def test_a_file_has_the_rights_that_any_new_file_has(run: Any, log: Path, tmp_pa
     [
         ([], "say which format is wanted"),
         (["--perfetto", "--html"], "not allowed with argument"),
-        (["--csv=unicorns"], "invalid choice"),
-        (["--csv", "all"], "name a folder with -o"),
         (["--perfetto", "--json"], "name a file with -o"),
         (["--perfetto", "-o", "no/such/folder/t.json"], "No such file or directory"),
         (["--perfetto", "-o", "."], "is a folder"),
@@ -145,7 +143,7 @@ def test_the_page_of_a_log_that_is_decided_otherwise_today_says_so(run: Any, sto
         assert re.search(rf"{who}: save.issued [^<]*slots=[\[(]{slots}", page), who
 
 
-@pytest.mark.parametrize("form", [*FORMATS, "--csv=events"])
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("events", [[], [e.LogNote("connector started", 5)]])
 def test_a_log_in_which_nothing_happened_is_exported_too(
     run: Any, story: Driver, tmp_path: Path, form: str, events: list[e.Event]
@@ -184,14 +182,14 @@ def test_a_log_that_is_still_written_is_exported_as_far_as_it_is(run: Any, story
     """The writer is neither disturbed nor waited for."""
     store = SegmentEventStore.create(tmp_path / "log", header_of(story.configuration))
     store.append(encode_events(story.observed[:20]), 20)
-    first = tmp_path / "first.csv"
-    assert run("export", tmp_path / "log", "--csv", "events", "-o", first).exit_code == 0
+    first = tmp_path / "first.json"
+    assert run("export", tmp_path / "log", "--perfetto", "-o", first).exit_code == 0
     store.append(encode_events(story.observed[20:]), len(story.observed) - 20)
-    second = tmp_path / "second.csv"
-    assert run("export", tmp_path / "log", "--csv", "events", "-o", second).exit_code == 0
+    second = tmp_path / "second.json"
+    assert run("export", tmp_path / "log", "--perfetto", "-o", second).exit_code == 0
     store.close()
-    assert second.read_bytes().startswith(first.read_bytes())
-    assert len(second.read_text().splitlines()) == len(story.observed) + 1
+    last_events = [json.loads(path.read_text())["otherData"]["logs"][0]["last_event"] for path in (first, second)]
+    assert last_events == [20, len(story.observed)]
 
 
 def test_json_tells_what_was_written(run: Any, log: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from kvledger.lifecycle import events as e
 
 REQUEST = "chat-17-b6"
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-NOT_OF_SPANS = ["--perfetto", "--html", "--csv"]
+NOT_OF_SPANS = ["--perfetto", "--html"]
 
 
 @pytest.fixture

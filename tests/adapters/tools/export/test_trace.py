@@ -71,7 +71,7 @@ def trace_of(configuration: LedgerConfiguration, sink: Sink, first_sequence: int
     """A trace before the first event, and the reader that calls it."""
     model = Model(CORE.tables, configuration)
     trace = Trace(model, CORE, LogTotals(model), sink, Selection(first_sequence=first_sequence))
-    return Reader(model, trace.visitors), trace
+    return Reader(model, trace.visitors, needs=trace.also_needs), trace
 
 
 def read(

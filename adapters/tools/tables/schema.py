@@ -1,0 +1,335 @@
+"""The tables and their columns: name, type, meaning, and how the value is taken from a record of a trace.
+
+The names of columns are a promise to queries. Times and sizes end in their unit: `_ns`, `_bytes`. `docs/tables.md` is
+generated from this module.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, Final
+
+import attrs
+
+from kvledger.lifecycle import RequestState
+from kvledger.lifecycle.events import LookupAnswered, LookupDeferred
+
+SCHEMA_VERSION: Final = 1
+"""Grows when a column is renamed, removed, or changes its type or meaning. Files have it in their metadata."""
+
+
+class ColumnType(enum.StrEnum):
+    """The type of a column, named as Arrow names it."""
+
+    TIMESTAMP = "timestamp[us, UTC]"
+    INT64 = "int64"
+    BOOL = "bool"
+    STRING = "string"
+    INT64_LIST = "list<int64>"
+
+
+@attrs.frozen
+class Column:
+    """One column. Empty text is null."""
+
+    name: str
+    type: ColumnType
+    meaning: str
+    path: str
+    """Attribute of the record that has the value; empty if `value` computes it."""
+    value: Callable[[Any], object] | None = None
+    """Computes the value from the record."""
+
+
+@attrs.frozen
+class Table:
+    """One table. All tables begin with the columns `COMMON`, whose values do not come from the record."""
+
+    name: str
+    meaning: str
+    columns: tuple[Column, ...]
+
+    def cells(self) -> Callable[[Any], list[object]]:
+        """Return a function that takes the values of the table's own columns from a record."""
+        take = attrgetter(*(column.path or "sequence" for column in self.columns))
+        computed = [(place, column.value) for place, column in enumerate(self.columns) if column.value is not None]
+
+        def cells_of(record: object) -> list[object]:
+            cells = list(take(record))
+            for place, value in computed:
+                cells[place] = value(record)
+            return cells
+
+        return cells_of
+
+    @property
+    def all_columns(self) -> tuple[Column, ...]:
+        """Those of every table, then its own."""
+        return (*COMMON, *self.columns)
+
+
+@attrs.frozen(kw_only=True)
+class EvictionRow:
+    """Chunks that left the host pool for one save."""
+
+    sequence: int
+    time_ns: int
+    request_id: str
+    ordinal: int | None
+    generation: int
+    num_chunks: int
+    cause: int
+
+
+@attrs.frozen(kw_only=True)
+class ReasonRow:
+    """Tokens of one life that have one reason."""
+
+    sequence: int
+    time_ns: int
+    request_id: str | None
+    ordinal: int | None
+    kind: str
+    reason: str
+    num_tokens: int
+
+
+@attrs.frozen(kw_only=True)
+class ViolationRow:
+    """A broken rule."""
+
+    sequence: int | None
+    time_ns: int | None
+    rank: int | None
+    rule: str
+    request_id: str
+    generation: int | None
+    detail: str
+    evidence: tuple[int, ...]
+    num_of_rule: int
+
+
+_Value = Callable[[Any], object]
+_T = ColumnType
+
+
+def _column(name: str, type_: ColumnType, meaning: str, value: str | _Value = "") -> Column:
+    """A column. `value` is a function, or the path of an attribute; default: the attribute of the column's name."""
+    return Column(name, type_, meaning, "", value) if callable(value) else Column(name, type_, meaning, value or name)
+
+
+def _int(name: str, meaning: str, value: str | _Value = "") -> Column:
+    return _column(name, _T.INT64, meaning, value)
+
+
+def _text(name: str, meaning: str, value: str = "") -> Column:
+    return _column(name, _T.STRING, meaning, value)
+
+
+def _of(kind: type, name: str) -> _Value:
+    """A field of the answer to a lookup; None if the answer is of another kind."""
+    return lambda lookup: getattr(lookup.answer, name) if isinstance(lookup.answer, kind) else None
+
+
+def _in_state(state: str) -> _Value:
+    return lambda request: request.state_ns.get(state, 0)
+
+
+def _num_in_state(state: str) -> _Value:
+    return lambda step: step.gauges.num_requests[state]
+
+
+COMMON: Final = (
+    _column("start", _T.STRING, "engine start: the name of the folder of its log"),
+    _column("time", _T.TIMESTAMP, "time of day (UTC); null if the log does not say when it was opened"),
+    _int("time_ns", "the same in nanoseconds since the log was opened"),
+    _int("sequence", "sequence number of the event, for `--since` and `--until` of other commands"),
+)
+_REQUEST_ID = _text("request_id", "vLLM's id of the request")
+_ORDINAL = _int("ordinal", "number of the life; with `start` the key of `requests`. null: the log lacks its arrival")
+_GENERATION = _int("generation", "how often the request had lost its blocks by then")
+
+_REQUESTS = Table(
+    "requests",
+    "One row per life of a request, from its arrival to its release. Rows are in the order of releases; requests that "
+    "the log leaves open come last. `time` and `sequence` are those of the arrival.",
+    (
+        _REQUEST_ID,
+        _int("ordinal", "number of the arrival, from 0; unique in a log"),
+        _int("first_running_ns", "when the whole prompt was computed for the first time; null: never"),
+        _int("finished_ns", "when vLLM finished it; null: it did not", "summary.finished_ns"),
+        _int("released_ns", "when its last copy was done; null: not in the log", "until_ns"),
+        _text("outcome", "vLLM's status at the end, or the last state in the log", "summary.outcome"),
+        _int("num_prompt_tokens", "tokens of the prompt", "summary.num_prompt_tokens"),
+        _int("num_tokens", "tokens of prompt and output", "summary.num_tokens"),
+        *(
+            _int(f"in_{state.value}_ns", f"time in the state `{state.value}`", _in_state(state.value))
+            for state in RequestState
+        ),
+        _int("num_preemptions", "how often it was preempted", "summary.num_preemptions"),
+        _int("num_lookups", "how often the scheduler asked what can be loaded for it", "summary.num_lookups"),
+        _int("num_tokens_loaded", "tokens of completed loads", "summary.num_tokens_loaded"),
+        _int("num_chunks_saved", "chunks of completed saves", "summary.num_chunks_saved"),
+        _int("loaded_bytes", "bytes of its loads, as workers reported them", "num_bytes_loaded"),
+        _int("saved_bytes", "bytes of its saves, as workers reported them", "num_bytes_saved"),
+        _int("num_failures", "failed copies, refused loads, broken rules and failed hooks", "summary.num_failures"),
+        _column("is_quarantined", _T.BOOL, "whether the cache was disabled for it", "summary.is_quarantined"),
+    ),
+)
+_LOOKUPS = Table(
+    "lookups",
+    "One row per answer to a lookup: the scheduler asked what can be loaded for a request.",
+    (
+        _text("request_id", _REQUEST_ID.meaning, "answer.request_id"),
+        _ORDINAL,
+        _int("generation", _GENERATION.meaning, "answer.generation"),
+        _int("num_computed_tokens", "tokens that vLLM's own prefix cache has", "answer.num_computed_tokens"),
+        _int("num_tokens", "tokens of prompt and output", "answer.num_tokens"),
+        _int(
+            "num_hit_tokens",
+            "tokens of the prefix that can be loaded; null if the answer was to ask again",
+            _of(LookupAnswered, "num_hit_tokens"),
+        ),
+        _int(
+            "num_external_tokens",
+            "tokens that were offered; null if the answer was to ask again",
+            _of(LookupAnswered, "num_external_tokens"),
+        ),
+        _column(
+            "is_async",
+            _T.BOOL,
+            "whether the load runs between steps; null if the answer was to ask again",
+            _of(LookupAnswered, "is_async"),
+        ),
+        _column(
+            "miss_reason",
+            _T.STRING,
+            "[why the hit ends](events.md#why-a-hit-ends) where it ends; null if the answer was to ask again",
+            _of(LookupAnswered, "miss_reason"),
+        ),
+        _int(
+            "deferred_for_job",
+            "id of the copy that the request waits for; null if it does not wait",
+            _of(LookupDeferred, "job_id"),
+        ),
+        _int(
+            "num_deferred",
+            "how often in a row the answer was to ask again; null if it was not",
+            _of(LookupDeferred, "num_deferred"),
+        ),
+        _column(
+            "is_repeated",
+            _T.BOOL,
+            "whether question and answer equal those of the request's previous lookup: vLLM asks again in every step "
+            "while a request waits",
+        ),
+    ),
+)
+_COPIES = Table(
+    "copies",
+    "One row per copy between the device and the host pool, in the order in which they were done; copies that the log "
+    "leaves open come last. `time` and `sequence` are those of the decision to copy.",
+    (
+        _int("job_id", "id of the copy"),
+        _text("kind", "`load`, `save` or `tail save`"),
+        _REQUEST_ID,
+        _ORDINAL,
+        _GENERATION,
+        _int("settled_ns", "when every rank had reported; null: never", "until_ns"),
+        _int("duration_ns", "from the decision until then, or to the end of the log"),
+        _int("worker_ns", "time that workers measured, added up over their reports"),
+        _text("outcome", "`completed`, `failed`, `given up` (a rank never reported it) or `open`"),
+        _text("error", "what a worker reported; null: no error"),
+        _int("num_pages", "block pages that were copied"),
+        _int("copied_bytes", "bytes that workers reported", "num_bytes"),
+        _int("first_token", "first token of a load or a tail save; null for saves"),
+        _int("num_tokens", "tokens of a load or a tail save; null for saves"),
+        _int("num_chunks", "chunks of a save", lambda copy: len(copy.chunks)),
+        _column("is_async", _T.BOOL, "whether steps went on meanwhile"),
+        _column("is_before_forward", _T.BOOL, "whether it was done before the step's forward", "before_forward"),
+        _column("ranks_done", _T.INT64_LIST, "ranks that completed it"),
+        _column("ranks_failed", _T.INT64_LIST, "ranks that reported a failure"),
+    ),
+)
+_STEPS = Table(
+    "steps",
+    "One row per engine step, with the counts after all decisions of the step.",
+    (
+        _int("step", "number of the step, from 0"),
+        _int("num_scheduled_tokens", "tokens of all requests in this step"),
+        _int("num_events", "events in the log: the step and the decisions made on it"),
+        *(
+            _int(f"num_{state.value}_requests", f"requests in the state `{state.value}`", _num_in_state(state.value))
+            for state in RequestState
+        ),
+        _int("num_loads_in_flight", "loads that are not done", "gauges.num_loads_in_flight"),
+        _int("num_saves_in_flight", "saves that are not done", "gauges.num_saves_in_flight"),
+    ),
+)
+_EVICTIONS = Table(
+    "evictions",
+    "One row each time chunks left the host pool because a save needed their slots.",
+    (
+        _text("request_id", "the request whose save needed the slots"),
+        _ORDINAL,
+        _GENERATION,
+        _int("num_chunks", "chunks that left"),
+        _int("cause_sequence", "sequence number of the event that the save was decided on", "cause"),
+    ),
+)
+_REASONS = Table(
+    "reasons",
+    "Tokens by [reason](reasons.md): one row per life of a request, kind and reason. The sums equal those of "
+    "`kvledger stats`. `time` and `sequence` are those of the request's release, or of the last event in the log. "
+    "Loads that failed after their request was released have rows without a request.",
+    (
+        _text("request_id", "vLLM's id of the request; null: see above"),
+        _int("ordinal", "number of the life; with `start` the key of `requests`. null: see above"),
+        _text(
+            "kind",
+            "`missed` (left to compute when the request got blocks), `recomputed` (computed before a preemption and "
+            "again after it) or `computed_twice` (computed again because vLLM took tokens back)",
+        ),
+        _text("reason", "why"),
+        _int("num_tokens", "how many tokens"),
+    ),
+)
+_VIOLATIONS = Table(
+    "violations",
+    "One row per broken rule, as `kvledger verify` finds them: of each log the first 1,000. A rule that is only broken "
+    "later has one row without `sequence` and `detail`.",
+    (
+        _int("rank", "the worker that wrote the log; null: the scheduler"),
+        _text("rule", "the [rule](invariants.md)"),
+        _text("request_id", "vLLM's id of the request; null: it concerns no single request"),
+        _int("generation", "that of the request; null: it concerns no single request"),
+        _text("detail", "what is wrong, in words"),
+        _column(
+            "evidence",
+            _T.INT64_LIST,
+            "sequence numbers of earlier events that show the breach together with this one",
+        ),
+        _int("num_of_rule", "how often this log breaks the rule, also if the table has fewer rows of it"),
+    ),
+)
+
+TABLES: Final[Mapping[str, Table]] = MappingProxyType(
+    {table.name: table for table in (_REQUESTS, _LOOKUPS, _COPIES, _STEPS, _EVICTIONS, _REASONS, _VIOLATIONS)}
+)
+"""Name → table."""
+VIOLATIONS: Final = _VIOLATIONS.name
+"""The table that takes a verification of the log."""
+
+
+def table_named(name: str) -> Table:
+    """The table with this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in TABLES:
+        raise ValueError(f"there is no table {name!r}; choose one of {', '.join(TABLES)}")
+    return TABLES[name]
