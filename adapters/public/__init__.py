@@ -8,7 +8,8 @@ This prints why the tokens of a request were computed:
         print(reason)
 
 `open_log` takes one log, or a folder with the logs of several engine starts. It needs neither vLLM nor torch. `Log` has
-the entries, requests, lookups, copies, steps and evictions of a log, and `verify` checks the log against all rules.
+the entries, requests, lookups, copies, steps and evictions of a log, `verify` checks the log against all rules, and
+`to_arrow` and `to_pandas` return tables.
 
 `import kvledger` imports nothing else; each name below is imported when it is first asked for. The parts have their own
 names: `kvledger.lifecycle` is the core, `kvledger.storage` keeps events and KV pages, and `kvledger.adapters` connects

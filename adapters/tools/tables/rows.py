@@ -30,13 +30,13 @@ class Rows:
 
     Args:
         start: name of the engine start.
-        log: the opened log.
+        clock: of the log.
         add: table → takes its rows. Other tables are left out.
     """
 
-    def __init__(self, start: str, log: StoredLog, add: Mapping[str, AddRow]) -> None:
+    def __init__(self, start: str, clock: Clock, add: Mapping[str, AddRow]) -> None:
         self._start = start
-        self._clock = Clock(log.header)
+        self._clock = clock
         self._add = add
         self._cells = {name: TABLES[name].cells() for name in add}
 
@@ -53,7 +53,7 @@ class Rows:
             add((self._start, time_us, time_ns, sequence, *self._cells[table](record)))
 
 
-class _Trace(Sink):
+class TraceRows(Sink):
     """Rows of what the trace shows."""
 
     needs_memory_gauges = False
@@ -177,7 +177,7 @@ def read_rows(
     Raises:
         CommandFailed: the log's header is lost.
     """
-    rows = Rows(start, log, add)
+    rows = Rows(start, Clock(log.header), add)
     if log.worker_rank is None and add.keys() - {VIOLATIONS}:
         model = begin_model(log)
         visitors: list[Visitor[Model]] = []
@@ -185,7 +185,7 @@ def read_rows(
             visitors.append(_Reasons(model, selection, rows))
         if "evictions" in rows:
             visitors.append(_Evictions(model, selection, rows))
-        read_trace(log, model, selection, _Trace(rows), remark, visitors=visitors)
+        read_trace(log, model, selection, TraceRows(rows), remark, visitors=visitors)
     if VIOLATIONS in rows:
         _read_violations(log, selection, rows)
 

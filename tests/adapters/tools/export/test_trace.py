@@ -16,10 +16,12 @@ from lifecycle_driver.gaps import take_with_gap
 from kvledger.adapters.tools.export.perfetto import EngineTrace, TraceFile
 from kvledger.adapters.tools.export.shown import Shown
 from kvledger.adapters.tools.export.spans import Gauges, Instant, Lookup, Sink, Span, Step
-from kvledger.adapters.tools.export.tables import COLUMNS, Tables
 from kvledger.adapters.tools.export.trace import Trace
+from kvledger.adapters.tools.logs.clock import Clock
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.totals import LogTotals
+from kvledger.adapters.tools.tables.rows import Rows, TraceRows
+from kvledger.adapters.tools.tables.schema import TABLES
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reader import Model, Reader
@@ -156,7 +158,7 @@ class Several(Sink):
 
     def __init__(self) -> None:
         written: list[object] = []
-        tables = Tables("log", 0, dict.fromkeys(COLUMNS, written.append))
+        tables = TraceRows(Rows("log", Clock({}), dict.fromkeys(TABLES, written.append)))
         self.sinks = (EngineTrace(TraceFile(written.append)), tables, Shown(), Kept())
 
     def began(self, span: Span) -> None:
