@@ -29,7 +29,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--output",
         metavar="DIR",
         type=Path,
-        required=True,
         help="the folder to write into, one TABLE.parquet for each table; it is created if it does not exist",
     )
     parser.add_argument(
@@ -46,8 +45,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Write each table of all logs into one file."""
     require("kvledger tables", "pyarrow")
+    folder: Path | None = arguments.output
+    if folder is None:
+        raise CommandFailed("several files are written: name a folder with -o")
     logs = foldable(arguments, output)
-    folder: Path = arguments.output
     if folder.exists() and not folder.is_dir():
         raise CommandFailed(f"{folder} is not a folder; name a folder with -o")
     try:

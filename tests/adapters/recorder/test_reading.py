@@ -159,7 +159,7 @@ def test_calls_of_another_request_are_left_out(log: Path, said: Said, tmp_path: 
 def test_moments_of_an_export_are_in_words(log: Path, tmp_path: Path, said: Said) -> None:
     """A call that a decision describes as well is left out."""
     said("export", log, "--perfetto", "-o", tmp_path / "trace.json")
-    texts = {found.name for found in read_trace(tmp_path / "trace.json").instants}
+    texts = {str(found.args.get("text", "")) for found in read_trace(tmp_path / "trace.json").instants}
     assert not {text for text in texts if text.startswith(("extension.", "recorder 1: returned"))}
     assert any("gives its workers a copy: save" in text for text in texts)
 
