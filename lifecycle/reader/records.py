@@ -16,11 +16,12 @@ NEVER = -1
 
 
 class Spent(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """How a life spent its time until it finished, in nanoseconds."""
+    """How a life spent its time until it finished, in nanoseconds. Time without events counts for the state before."""
 
     queued_ns: int = 0
     """From its arrival until its first step, or until what that step loads has arrived."""
     running_ns: int = 0
+    """The waits between the turns of a session included."""
     preempted_ns: int = 0
     """Without its blocks, and until what is loaded back has arrived."""
 
@@ -30,7 +31,8 @@ class Spent(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
         return self.queued_ns + self.running_ns + self.preempted_ns
 
     def with_time_in(self, state: RequestState, duration_ns: int) -> Spent:
-        """The same with more time in a state."""
+        """The same with more time in a state. In a forged log time may go backwards, which counts as none."""
+        duration_ns = max(0, duration_ns)
         match state:
             case RequestState.NEW:
                 return Spent(self.queued_ns + duration_ns, self.running_ns, self.preempted_ns)

@@ -36,7 +36,7 @@ LIST = [
     "chat STOPPED 15:06:40.000 0.000 90.000 2.000 72 102 1 3 74 2 0",
     "draft ABORTED 15:06:40.003 3.000 6.000 6.000 20 20 0 1 0 0 0",
     # 40 tokens of the prompt, and steps at 100, 110 and 120 ms: 43. The report at 96 ms is none of this life's.
-    "chat running 15:06:40.095 95.000 2.000 40 43 0 1 0 0 1",
+    "chat running 15:06:40.095 95.000 25.000 2.000 40 43 0 1 0 0 1",
 ]
 
 
@@ -317,9 +317,9 @@ GOLDEN = {
         [
             "chat, 2025-06-15T15:06:40.000Z",
             # From 0 to 90 ms: its first step is at 2 ms, it is preempted at 40 ms, its load has arrived at 55 ms.
-            "took 90.0 ms: 2.0 ms queued, 73.0 ms running, 15.0 ms preempted (once)",
+            "incarnation 1 of 2: took 90.0 ms: 2.0 ms queued, 73.0 ms running, 15.0 ms preempted (once)",
             # From 95 to 120 ms, where the log ends; its first step is at 97 ms.
-            "took 25.0 ms so far: 2.0 ms queued, 23.0 ms running",
+            "incarnation 2 of 2: took 25.0 ms so far: 2.0 ms queued, 23.0 ms running",
             "UTC ms events state what happened",
             *(group.line for group in TIMELINE),
         ],

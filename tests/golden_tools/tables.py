@@ -73,8 +73,8 @@ STEP_ROWS = [
 _AGAIN: dict[int, list[tuple[str, str, int]]] = {
     # The token after the 42 that were loaded had not been computed before the preemption.
     0: [],
-    # vLLM counted 33 tokens as computed: 32 of the load and one more. It took them back and computed 33.
-    1: [("computed_twice", "load_failed", 33)],
+    # vLLM counted 33 tokens as computed: 32 of the load and one more. It took them back and computed 33: one again.
+    1: [("computed_twice", "load_failed", 1)],
 }
 REASON_ROWS = [
     _row(

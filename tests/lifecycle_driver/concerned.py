@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import attrs
+
 from kvledger.adapters.figures import Figures, Totals
 from kvledger.adapters.tools.reasons import Accounts, LoadFate, Reason, RequestHistory, Sums
 from kvledger.lifecycle import Core, LedgerConfiguration, fold
@@ -170,6 +172,11 @@ def _reported_later(whole: Sums, sums: Sums, events: Sequence[tuple[int, e.Event
         whole.to_load += later
 
 
+def _without_times(story: RequestHistory) -> RequestHistory:
+    """A decision has the time of the observation before it, which may concern others."""
+    return attrs.evolve(story, spent=None)
+
+
 def check_stories(events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> list[RequestHistory]:
     """Each story adds up and is proven, together they are the whole, and each is the same from what concerns it."""
     stories = stories_of(events, configuration)
@@ -183,6 +190,7 @@ def check_stories(events: Sequence[tuple[int, e.Event]], configuration: LedgerCo
     assert whole == sums
     check_proofs(events, stories)
     for request_id in {story.request_id for story in stories}:
-        alone = stories_of(concerning(events, request_id), configuration, request_id)
-        assert alone == [story for story in stories if story.request_id == request_id], request_id
+        alone = map(_without_times, stories_of(concerning(events, request_id), configuration, request_id))
+        its = (_without_times(story) for story in stories if story.request_id == request_id)
+        assert list(alone) == list(its), request_id
     return stories

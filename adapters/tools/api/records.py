@@ -89,6 +89,7 @@ class Life:
     queued_ns: int
     """From its arrival until its first step, or until what that step loads has arrived."""
     running_ns: int
+    """The waits between the turns of a session included."""
     preempted_ns: int
     """Without its blocks, and until what was loaded back had arrived."""
 

@@ -48,14 +48,13 @@ _COLUMNS = {
     "saved chunks": "right",
     "failures": "right",
 }
-_SPARE = ("lookups", "saved chunks", "arrived ms", "prompt", "tokens", "queued ms", "UTC")
+_SPARE = ("queued ms", "lookups", "saved chunks", "arrived ms", "prompt", "tokens", "UTC")
 """Left out first where a terminal is narrow."""
 _ARRIVED = "arrived"
 _SORTS: Mapping[str, Callable[[RequestSummary], int] | None] = {
     _ARRIVED: None,
     "took": lambda summary: summary.spent.total_ns,
     "queued": lambda summary: summary.spent.queued_ns,
-    "preempted": lambda summary: summary.spent.preempted_ns,
 }
 _STATUS = "FINISHED_"
 """How vLLM's names of what has ended begin."""
@@ -103,7 +102,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--sort",
         choices=_SORTS,
         default=_ARRIVED,
-        help="list by arrival, or by how long they took, were queued or were without their blocks, the longest last",
+        help="list by arrival, or by how long they took or were queued, the longest last",
     )
     parser.add_argument(
         "--failed",
@@ -138,23 +137,30 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
 def _show_request(log: StoredLog, selection: Selection, request_id: str, output: Output) -> bool:
     """Show its timeline; returns whether it has an event in the selected part."""
     lives: list[RequestSummary] = []
-    index = index_for(log, output, request_id)
+
+    def ended(life: RequestSummary) -> None:
+        if life.request_id == request_id:
+            lives.append(life)
+
+    index = index_for(log, output, request_id) if selection.last_sequence is None else None
     if index is not None and index.contents.is_whole:
         timelines = Timelines(Model(log.core.tables, log.configuration), log.core, [request_id])
-        reader = Reader(timelines.model, [timelines, Requests(timelines.model, lives.append)])
+        reader = Reader(timelines.model, [timelines])
         with contextlib.closing(index):
+            lives = list(index.summaries(selection.first_sequence, request_id))
             for span in index.spans(request_id):  # what happened before and between makes no difference to it
                 events = index.events_between(span.first_sequence, span.last_sequence)
-                reader.take(numbered for numbered in events if not selection.is_over(numbered[0]))
+                reader.take(events)
             index.contents.copy_counts(log)
     else:
         timelines = begin_timelines(log, [request_id])
-        reader = Reader(timelines.model, [timelines, Requests(timelines.model, lives.append)])
+        reader = Reader(timelines.model, [timelines, Requests(timelines.model, ended)])
         with output.progress(log, "reading"):
             for batch in log.batches(selection.last_sequence):
                 take_batch(reader, log, batch)
     reader.finish()
-    lives = [each for each in lives if each.request_id == request_id]
+    lives = [life for life in lives if life.last_sequence >= selection.first_sequence]
+    lives.sort(key=lambda life: life.ordinal)
     groups = [each for each in timelines.state.groups[request_id] if each.last_sequence >= selection.first_sequence]
     _show_timeline(output, log, request_id, groups, lives)
     return bool(groups)
@@ -165,6 +171,8 @@ def _show_timeline(
 ) -> None:
     clock = Clock(log.header)
     if output.is_json:
+        for life in lives:
+            output.record("request", _fields(life, clock))
         for group in groups:
             fields = msgspec.structs.asdict(group)
             del fields["texts"]
@@ -172,8 +180,10 @@ def _show_timeline(
             output.record("group", {"request_id": request_id, **fields, **times, "text": group.text})
         return
     show_title(output, request_id, clock, groups[0].time_ns if groups else 0)
-    for life in lives:
-        output.line(spent_text(life.spent, life.num_preemptions, has_finished=life.finished_ns is not None))
+    for number, life in enumerate(lives, 1):
+        of = f"incarnation {number} of {len(lives)}: " if len(lives) > 1 else ""
+        text = spent_text(life.spent, life.num_preemptions, has_finished=life.finished_ns is not None)
+        output.line(f"{of}{text}")
     columns = {"UTC": "left", "ms": "right", "events": "right", "state": "left", "what happened": "left"}
     rows = []
     for group in groups:
@@ -270,9 +280,7 @@ def _show_summary(
         )
         show_ending(output, log, None if why_nothing else num_open)
         for summary in listing.chosen(summaries):
-            unix = {"arrived_unix_ns": summary.arrived_ns, "finished_unix_ns": summary.finished_ns}
-            times = {name: clock.unix_ns(time_ns) for name, time_ns in unix.items()}
-            output.record("request", {**summary.fields(), **times})
+            output.record("request", _fields(summary, clock))
         return
     for name, text in facts_of(log, duration_ns).items():
         output.field(name, text, "red" if name == "sizes" and not log.header else "")
@@ -294,6 +302,12 @@ def _show_summary(
             output.table(_COLUMNS, rows, spare=_SPARE, hidden=hidden)
 
 
+def _fields(summary: RequestSummary, clock: Clock) -> dict[str, object]:
+    """Of a request, for programs."""
+    unix = {"arrived_unix_ns": summary.arrived_ns, "finished_unix_ns": summary.finished_ns}
+    return {**summary.fields(), **{name: clock.unix_ns(time_ns) for name, time_ns in unix.items()}}
+
+
 def _requests(log: StoredLog, outcomes: Counter[str], why_nothing: str) -> str:
     """How many requests there are and what became of them, in words."""
     if why_nothing:
@@ -304,7 +318,7 @@ def _requests(log: StoredLog, outcomes: Counter[str], why_nothing: str) -> str:
 
 
 def _request_row(summary: RequestSummary, clock: Clock) -> list[str]:
-    took = "" if summary.finished_ns is None else milliseconds(summary.finished_ns - summary.arrived_ns)
+    took = milliseconds(summary.spent.total_ns)
     counts = (
         summary.num_prompt_tokens,
         summary.num_tokens,

@@ -172,9 +172,10 @@ class Counting(Visitor[Model]):
                 statistics.num_tokens_scheduled += event.num_scheduled_tokens
             case e.LookupDeferred():
                 statistics.num_deferrals += 1
-            case e.PrefillAdvanced() | e.PrefillCompleted():
+            case e.PrefillAdvanced() | e.PrefillCompleted() | e.RequestPreempted():
                 life = self.moment.life
-                if life is not None and self.moment.state_before is RequestState.NEW is not life.state:
+                was_queued = self.moment.state_before is RequestState.NEW
+                if was_queued and life is not None and life.has_known_beginning and life.state is not RequestState.NEW:
                     statistics.percentiles[_QUEUED].add(life.spent.queued_ns)
             case e.ExtensionObserved() | e.ExtensionNoted() | e.ExtensionDecided():
                 self._count_of_extension(event)

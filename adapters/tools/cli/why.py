@@ -27,6 +27,7 @@ from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.reasons import LoadFate, RequestHistory, Sums
 from kvledger.adapters.units import event_range, milliseconds, plural
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reader import Spent
 
 _MAX_LOOKUPS = 3
 """Of the different answers that a waiting request got in a row, people are shown the last ones."""
@@ -90,7 +91,9 @@ def _show_json(output: Output, chains: Sequence[_Chain], histories: Histories, l
                     "text": reason_text([span], histories, log.configuration.chunk_size, cause.time_ns),
                 }
                 output.record("reason", {**whose, **fields})
-        spent = msgspec.structs.asdict(history.spent)
+        spent: dict[str, object] = dict.fromkeys(Spent.__struct_fields__)
+        if history.spent is not None:
+            spent = msgspec.structs.asdict(history.spent)
         output.record("total", {**whose, **spent, **total(history.sums), "num_left_out": history.num_left_out})
 
 
@@ -122,7 +125,7 @@ def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock) -> None:
     for number, (history, all_causes) in enumerate(chains, 1):
         if len(chains) > 1:
             output.line(f"incarnation {number} of {len(chains)}", style="bold")
-        if all_causes:
+        if all_causes and history.spent is not None:
             output.line(spent_text(history.spent, history.num_preemptions, has_finished=history.has_finished))
         causes = _without_many_lookups(all_causes)
         events = [event_range(cause.sequence, cause.last_sequence) for cause in causes]

@@ -204,23 +204,24 @@ class _Chain:
             if ordinal != self.history.ordinal
         ]
         cause.text += f". In step {event.step} (event {step.sequence}) {ran}"
+        full = ""
+        for own in self.history.preemptions:
+            if own.sequence == cause.sequence and own.is_full:
+                full = f"its own {plural(own.num_blocks, 'block')} were full, so it needed another one"
         if others:
             cause.text += (
                 f", and blocks went to {', '.join(others)}: vLLM takes a running request's blocks when another needs "
-                "one and none is free; that it was for these is inferred"
+                f"one and none is free; that it was for these is inferred{f' ({full} itself)' if full else ''}"
             )
-            return
-        own = next((each for each in self.history.preemptions if each.sequence == cause.sequence), None)
-        if own is not None and own.num_needed > own.num_blocks:
+        elif full:
             cause.text += (
-                f", and no other request got a block: its own tokens needed {own.num_needed} and it had "
-                f"{own.num_blocks}. vLLM takes the blocks of the request that comes last when none is free; that this "
-                "was the request itself is inferred"
+                f", and no other request got a block; {full}. vLLM takes the blocks of the running request that comes "
+                "last; that it took those of the request that needed one is inferred"
             )
         else:
             cause.text += (
-                ", and no other request got a block that the log records; a reset of the prefix cache looks like this "
-                "(inferred)"
+                ", and no other request got a block that the log records; a reset of the prefix cache, or a request "
+                "that was preempted itself, looks like this (inferred)"
             )
 
     # --- lookups, admissions, steps ---------------------------------------------------------------

@@ -102,12 +102,18 @@ class LogIndex:
         )
         return [self._typed(request_id, str) for (request_id,) in rows]
 
-    def summaries(self, since_sequence: int = 1) -> Iterator[RequestSummary]:
-        """The lives that began in the log and had not ended before `since_sequence`, in the order of arrival."""
+    def summaries(self, since_sequence: int = 1, request_id: str | None = None) -> Iterator[RequestSummary]:
+        """The lives that began in the log and had not ended before `since_sequence`, in the order of arrival.
+
+        `request_id`: only those of this id.
+        """
         rows = self._rows(
-            "SELECT summary FROM lives WHERE first_sequence >= ? AND last_sequence >= ? ORDER BY first_sequence",
+            "SELECT summary FROM lives WHERE first_sequence >= ? AND last_sequence >= ? "
+            "AND (? IS NULL OR request_id = ?) ORDER BY first_sequence",
             self._first_sequence,
             since_sequence,
+            request_id,
+            request_id,
         )
         decode = msgpack_decoder(RequestSummary)
         try:

@@ -109,7 +109,7 @@ class Accounts(Visitor[Model]):
             history,
             ordinal=life.ordinal,
             sums=sums,
-            spent=self._memory.model.lives.spent(life),
+            spent=self._memory.model.lives.spent(life) if life.has_known_beginning else None,
             num_preemptions=life.num_preemptions,
             has_finished=life.state is RequestState.FINISHED,
         )
@@ -122,6 +122,7 @@ class Accounts(Visitor[Model]):
         if account is not None:
             self._admissions.leave(account)
             account.tail, account.taken_back_from, account.computed_end = None, 0, 0
+            account.never_computed = 0, 0
             account.deferrals, account.num_deferred = (), 0
 
     @on(e.SessionContinued)
@@ -131,6 +132,7 @@ class Accounts(Visitor[Model]):
             self._admissions.leave(account)
             account.is_computing = True
             account.tail, account.taken_back_from, account.computed_end = None, 0, event.num_computed_tokens
+            account.never_computed = 0, 0
 
     @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished) -> None:

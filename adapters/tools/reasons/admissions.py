@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+import attrs
+
 from kvledger.adapters.tools.reasons.explain import Explainer
 from kvledger.adapters.tools.reasons.memory import Account, Answer, Load, Memory
 from kvledger.adapters.tools.reasons.reason import Reason
@@ -40,7 +42,17 @@ class Admissions:
 
     def load_for(self, admission: Admission) -> Load | None:
         """The admission's load, if it has not been reported."""
-        return self._memory.state.loads.get(admission.job_id)
+        return self._memory.state.loads.get(admission.job_id) if admission.job_id else None
+
+    def note_not_loaded(self, account: Account, load: Load, evidence: tuple[int, ...]) -> None:
+        """The load brought nothing. What it should have brought has not been computed, unless that is known already."""
+        first, end = load.first_token, load.first_token + load.num_tokens
+        admission = _admission_of(account, load)
+        if admission is None:
+            return
+        if not admission.not_loaded and admission is account.admission:
+            account.never_computed = first, end
+        admission.not_loaded = _claimed(admission, Span(first, end, Reason.LOAD_FAILED, evidence))
 
     def leave(self, account: Account, fate: OfferFate = OfferFate.WITHDRAWN) -> None:
         """The request waits no more, and computes no more."""
@@ -301,7 +313,10 @@ class Admissions:
     def _load_completed(self, event: e.LoadCompleted) -> None:
         load = self._memory.state.loads.pop(event.job_id, None)
         if load is not None:
-            self._settle(load, LoadFate.LOADED)
+            account = self._settle(load, LoadFate.LOADED)
+            admission = None if account is None else _admission_of(account, load)
+            if admission is not None:
+                admission.not_loaded = ()
 
     @on(e.LoadFailed)
     def _load_failed(self, event: e.LoadFailed) -> None:
@@ -314,12 +329,11 @@ class Admissions:
         loaded = self._settle(load, LoadFate.FAILED)
         if loaded is None:
             return
-        if not loaded.taken_back_from:  # else they are computed already, or `never_computed` says so
-            loaded.never_computed = load.first_token, load.first_token + load.num_tokens
+        self.note_not_loaded(loaded, load, evidence)
         admission = _admission_of(loaded, load)
         if admission is not None:
             failed = Span(load.first_token, load.first_token + load.num_tokens, Reason.LOAD_FAILED, evidence)
-            admission.spans, admission.not_loaded = replaced(admission.spans, failed), (failed,)
+            admission.spans = replaced(admission.spans, failed)
         if loaded.taken_back_reason is Reason.LOAD_FAILED and loaded.taken_back:
             self._prove(loaded, admission, evidence)
 
@@ -357,7 +371,7 @@ class Admissions:
             evidence = tuple(filter(None, (account.broken_rule, account.undelivered_sequence)))
             undelivered = Span(first, first + num_tokens, Reason.NOT_DELIVERED, evidence)
             account.admission.spans = replaced(account.admission.spans, undelivered)
-            account.admission.not_loaded = (undelivered,)
+            account.admission.not_loaded = _claimed(account.admission, undelivered)
             account.never_computed = first, first + num_tokens
 
 
@@ -367,6 +381,13 @@ def _known(life: Life, first_token: int, end_token: int, chunk_size: int) -> ran
     A log may count far more tokens than it has keys for.
     """
     return range(max(0, first_token // chunk_size), min(-(-end_token // chunk_size), len(life.keys)))
+
+
+def _claimed(admission: Admission, span: Span) -> _Spans:
+    """What no load brought of the claimed tokens, with the tokens of `span`."""
+    first, end = admission.num_retained, admission.num_retained + admission.num_claimed
+    clipped = attrs.evolve(span, first_token=max(first, span.first_token), end_token=min(end, span.end_token))
+    return replaced(admission.not_loaded, clipped) if clipped.num_tokens > 0 else admission.not_loaded
 
 
 def _admission_of(account: Account, load: Load) -> Admission | None:

@@ -48,6 +48,8 @@ class Computing:
         first, end = account.never_computed
         if first_token <= first:
             account.never_computed = max(first, end_token), end
+        elif end_token >= end:
+            account.never_computed = first, min(end, first_token)
         account.computed_end = max(account.computed_end, end_token)
         if account.computed_end >= account.taken_back_from:
             account.taken_back_from = 0
@@ -88,7 +90,7 @@ class Computing:
         load = None if admission is None else self._admissions.load_for(admission)
         if load is not None:  # its report is still to come
             failed = failed or (sequence,)
-            account.never_computed = load.first_token, load.first_token + load.num_tokens
+            self._admissions.note_not_loaded(account, load, failed)
         reason, evidence = (Reason.LOAD_FAILED, failed) if failed else (Reason.ROLLED_BACK, (sequence,))
         account.taken_back_from = max(account.taken_back_from, account.computed_end)
         account.taken_back_reason, account.taken_back = reason, evidence

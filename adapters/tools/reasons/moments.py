@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvledger.adapters.tools.reasons.memory import Account, Memory
-from kvledger.adapters.tools.reasons.request_history import Preemption
+from kvledger.adapters.tools.reasons.request_history import MAX_KEPT, Preemption
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle import on
 
@@ -64,17 +64,17 @@ class Moments:
         self._note(account)
         if account is not None and isinstance(event, e.RequestPreempted):
             self._memory.state.preempted.append(event.request_id)
-            if account.history is not None:
-                account.history.keep(account.history.preemptions, self._preemption(event))
+            if account.history is not None and len(account.history.preemptions) < MAX_KEPT:
+                account.history.preemptions.append(self._preemption(event))
 
     def _preemption(self, event: e.RequestPreempted) -> Preemption:
         model = self._memory.model
-        num_blocks, num_needed = len(model.tables.lost_by(model.moment.life)), 0
-        if not model.layout.has_windows:
-            # vLLM gives blocks for tokens that are computed before they are known, too (`Scheduler.schedule`, 0.33).
-            num_tokens = event.num_tokens + max(0, event.num_in_flight_tokens)
-            num_needed = -(-num_tokens // model.layout.block_size) * model.layout.num_groups
-        return Preemption(model.moment.sequence, num_blocks, num_needed)
+        life, layout = model.moment.life, model.layout
+        num_blocks = len(model.tables.lost_by(life))
+        is_known = life is not None and not life.is_partial and not layout.has_windows and num_blocks > 0
+        num_held = num_blocks // layout.num_groups * layout.block_size
+        num_computed = event.num_settled_tokens + max(0, event.num_in_flight_tokens)
+        return Preemption(model.moment.sequence, num_blocks, is_known and num_computed >= num_held)
 
     def _note(self, account: Account | None) -> None:
         if account is not None and account.history is not None:

@@ -95,10 +95,10 @@ class Preemption:
     sequence: int
     """Of `request.preempted`."""
     num_blocks: int
-    """That it had."""
-    num_needed: int
-    """Blocks that hold all of its tokens, the next one to compute included. 0: not known, because a group of layers has
-    a window."""
+    """That it had, of all groups of layers."""
+    is_full: bool
+    """Whether they held no token more than it had computed, so that it needed another one itself. False where that is
+    not known: events are missing, or a group has a window."""
 
 
 @attrs.define
@@ -108,8 +108,8 @@ class RequestHistory:
     request_id: str
     ordinal: int
     sums: Sums
-    spent: Spent = attrs.field(factory=Spent)
-    """Until it finished, or until the log's end."""
+    spent: Spent | None = None
+    """Until it finished, or until the log's end. None: its beginning is not in the log."""
     num_preemptions: int = 0
     has_finished: bool = False
     lookups: list[Lookup] = attrs.field(factory=list)
@@ -117,6 +117,7 @@ class RequestHistory:
     recomputations: list[Recomputation] = attrs.field(factory=list)
     moments: list[int] = attrs.field(factory=list)
     preemptions: list[Preemption] = attrs.field(factory=list)
+    """The first ones."""
     num_left_out: int = 0
 
     def keep(self, entries: list[_Entry], entry: _Entry) -> None:

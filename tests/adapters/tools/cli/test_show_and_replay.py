@@ -30,7 +30,7 @@ def test_a_log_is_summarised_with_one_line_per_request(run: Any, log: Path) -> N
     assert "1 time; tokens recovered 64, retained 0, recomputed 0" in result.out
     line = next(line for line in result.out.splitlines() if line.startswith(REQUEST))
     assert line.split()[1:3] == ["STOPPED", "15:06:40.000"]
-    assert line.split()[5:] == ["45", "66", "1", "4", "64", "8", "0"]
+    assert line.split()[6:] == ["45", "66", "1", "4", "64", "8", "0"]
     assert any(line.startswith("chat-9  ") and " new " in line for line in result.out.splitlines())
 
 

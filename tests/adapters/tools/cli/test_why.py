@@ -46,7 +46,8 @@ def evicted(tmp_path: Path) -> tuple[Path, Driver]:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "text"), [(33, "needed 3 and it had 2. vLLM takes"), (32, "a reset of the prefix")]
+    ("num_tokens", "text"),
+    [(33, "its own 2 blocks were full, so it needed another one. vLLM takes"), (32, "a reset of the prefix cache, or")],
 )
 def test_a_request_that_lost_its_blocks_to_nobody_needed_one_itself(
     run: Any, tmp_path: Path, num_tokens: int, text: str
