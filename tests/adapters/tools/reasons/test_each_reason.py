@@ -244,8 +244,8 @@ def test_a_failed_load_is_the_reason_of_all_that_is_computed_instead() -> None:
     assert e.LoadFailed in {type(event_at(driver, number)) for number in failed}
 
 
-def test_what_was_computed_again_once_is_computed_again_a_second_time() -> None:
-    """Tokens that were claimed and not loaded are computed for the first time after a rollback, and never again so."""
+def loading() -> tuple[Driver, e.LoadIssued]:
+    """`a` computes 9 tokens while the 32 before them are to be loaded."""
     driver = Driver()
     driver.save_prefix("s", keys_of("a", 4))
     driver.arrive("a", 41, keys_of("a", 5))
@@ -253,6 +253,12 @@ def test_what_was_computed_again_once_is_computed_again_a_second_time() -> None:
     driver.allocate("a", (11, 12, 13), 32)
     driver.step(("a", 32, 9, 41))
     (load,) = driver.all_of(e.LoadIssued)
+    return driver, load
+
+
+def test_what_was_computed_again_once_is_computed_again_a_second_time() -> None:
+    """Tokens that were claimed and not loaded are computed for the first time after a rollback, and never again so."""
+    driver, load = loading()
     driver.roll_back("a", 0)
     driver.step(("a", 0, 41, 41))
     assert story_of(driver).sums.computed_twice.total() == 41 - 32
@@ -264,13 +270,7 @@ def test_what_was_computed_again_once_is_computed_again_a_second_time() -> None:
 
 def test_a_rollback_into_the_middle_of_a_failed_load_leaves_its_beginning_alone() -> None:
     """What is computed behind it is computed again at the next rollback."""
-    driver = Driver()
-    driver.save_prefix("s", keys_of("a", 4))
-    driver.arrive("a", 41, keys_of("a", 5))
-    driver.lookup("a", 0, 41)
-    driver.allocate("a", (11, 12, 13), 32)
-    driver.step(("a", 32, 9, 41))
-    (load,) = driver.all_of(e.LoadIssued)
+    driver, load = loading()
     driver.report(load.job_id, ok=False, error="gone")
     for num_again in (9, 9 + 25):
         driver.roll_back("a", 16)
