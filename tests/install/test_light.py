@@ -80,12 +80,12 @@ def test_the_command_verifies_a_log(light_python: Path, example_log: Path, tmp_p
 def test_no_command_that_reads_logs_loads_what_an_extra_brings(
     environment: str, light_python: Path, example_log: Path, tmp_path: Path
 ) -> None:
-    """They work where nothing of it is installed, and load nothing of it where all of it is."""
+    """They work where nothing of it is installed, and load nothing of it where all of it is; `tables` is an extra."""
     python = light_python if environment == "light" else Path(sys.executable)
     ended = run(python, "-c", COMMANDS, example_log, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     codes = re.findall(r"^ended (\d+) (\w+)", ended.stderr, re.MULTILINE)
-    assert {name for _, name in codes} == KVLEDGER_COMMANDS.keys() - {"ship", "conformance", "check"}
+    assert {name for _, name in codes} == KVLEDGER_COMMANDS.keys() - {"ship", "conformance", "check", "tables"}
     assert {int(code) for code, _ in codes} <= {SOUND, RULE_BROKEN, DIVERGED}, ended.stderr
     (loaded,) = re.findall(r"^loaded (.*)$", ended.stderr, re.MULTILINE)
     assert not set(loaded.split()) & {module.partition(".")[0] for module in EXTRAS}

@@ -120,7 +120,7 @@ def test_an_export_to_a_file_is_whole_though_nobody_reads_what_is_printed_of_it(
     finally:
         os.close(writing)
     assert result.returncode == 141
-    assert (tmp_path / "trace.json").read_bytes().endswith(b"}")
+    assert (tmp_path / "trace.json").read_bytes().endswith(b"}\n")
     assert list(tmp_path.glob(".*")) == []
 
 
