@@ -44,12 +44,10 @@ class Admissions:
         """The admission's load, if it has not been reported."""
         return self._memory.state.loads.get(admission.job_id) if admission.job_id else None
 
-    def note_not_loaded(self, account: Account, load: Load, evidence: tuple[int, ...]) -> None:
+    @staticmethod
+    def note_not_loaded(account: Account, admission: Admission, load: Load, evidence: tuple[int, ...]) -> None:
         """The load brought nothing. What it should have brought has not been computed, unless that is known already."""
         first, end = load.first_token, load.first_token + load.num_tokens
-        admission = _admission_of(account, load)
-        if admission is None:
-            return
         if not admission.not_loaded and admission is account.admission:
             account.never_computed = first, end
         admission.not_loaded = _claimed(admission, Span(first, end, Reason.LOAD_FAILED, evidence))
@@ -329,9 +327,9 @@ class Admissions:
         loaded = self._settle(load, LoadFate.FAILED)
         if loaded is None:
             return
-        self.note_not_loaded(loaded, load, evidence)
         admission = _admission_of(loaded, load)
         if admission is not None:
+            self.note_not_loaded(loaded, admission, load, evidence)
             failed = Span(load.first_token, load.first_token + load.num_tokens, Reason.LOAD_FAILED, evidence)
             admission.spans = replaced(admission.spans, failed)
         if loaded.taken_back_reason is Reason.LOAD_FAILED and loaded.taken_back:

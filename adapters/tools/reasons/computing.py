@@ -88,9 +88,9 @@ class Computing:
         admission, sequence = account.admission, self._moment.sequence
         failed = account.load_failed
         load = None if admission is None else self._admissions.load_for(admission)
-        if load is not None:  # its report is still to come
+        if admission is not None and load is not None:  # its report is still to come
             failed = failed or (sequence,)
-            self._admissions.note_not_loaded(account, load, failed)
+            self._admissions.note_not_loaded(account, admission, load, failed)
         reason, evidence = (Reason.LOAD_FAILED, failed) if failed else (Reason.ROLLED_BACK, (sequence,))
         account.taken_back_from = max(account.taken_back_from, account.computed_end)
         account.taken_back_reason, account.taken_back = reason, evidence
