@@ -12,15 +12,17 @@ from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.records import Life
 
-MAX_PAGES = 1 << 16
-"""Pages of which it is remembered what was saved; the oldest are forgotten first."""
+MAX_CHUNKS = 1 << 16
+"""Chunks of which it is remembered what was saved; the oldest are forgotten first."""
 _MAX_ENDED = 1 << 10
 """Lives of which it is remembered what their pages were called when they ended: a connector may save those later."""
 _MAX_IMAGES = 16
 """Of one page; what was computed several times may differ in its last bits, each time."""
 
-_Page = tuple[bytes, int, int, int]
-"""(key of the chunk in which the block ends, block, group, rank)."""
+_Page = tuple[int, int, int]
+"""(block, group, rank), of the chunk in which the block ends."""
+_Images = dict[_Page, dict[int, int]]
+"""Page → digest → the event that says that it was saved."""
 _Place = tuple[int, int, int]
 """(rank, group, block)."""
 
@@ -46,15 +48,17 @@ class BytesUnchanged(Checker):
     chunk, at the same place, of the same group and rank was saved since the last reset; and that two digests of one
     full block of a request are equal while it keeps its blocks. The first differing place is named, and whether the
     bytes were another in the host's memory already.
-    Does not verify: pages of which no digest was made, part-filled blocks, tokens whose saves are not in the log, or
-    lie more than 65536 pages back; that what was computed is right.
+    Does not verify: pages of which no digest was made, part-filled blocks; tokens whose saves are not in the log, lie
+    more than 65536 chunks back, or were reported only when asked after, for then their digests are lost; that what was
+    computed is right.
     """
 
     rule = "BYTES_UNCHANGED"
 
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
-        self._saved: OrderedDict[_Page, dict[int, int]] = OrderedDict()
+        self._saved: OrderedDict[bytes, _Images | None] = OrderedDict()
+        """By chunk; None: it was also saved with digests that are lost."""
         self._of: dict[str, _OfLife] = {}
         self._ended: OrderedDict[int, _OfLife] = OrderedDict()
         """By ordinal."""
@@ -77,6 +81,13 @@ class BytesUnchanged(Checker):
         if of_life is not None and (is_new or not event.is_load):
             keeps_blocks = life is not None and event.generation == life.generation == of_life.generation
             self._compare(event, of_life, keeps_blocks=is_new and keeps_blocks)
+
+    @on(e.TransferReported)
+    def _reported(self, event: e.TransferReported) -> None:
+        if event.is_repeated:  # the first report had the digests
+            for save in filter(None, map(self.model.copies.get, event.job_ids)):
+                for key in () if save.is_load else save.keys:
+                    self._saved[key] = None
 
     @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived) -> None:
@@ -122,8 +133,8 @@ class BytesUnchanged(Checker):
             detail, evidence = "", 0
             keys = of_life.life.keys
             if chunk < len(keys):
-                page = (keys[chunk], block, event.group, event.rank)
-                detail, evidence = self._of_page(page, digest, of_life, event)
+                page = (block, event.group, event.rank)
+                detail, evidence = self._of_page(keys[chunk], page, digest, of_life, event)
             if not detail and keeps_blocks:
                 place = (event.rank, event.group, block)
                 before, evidence = of_life.seen.setdefault(place, (digest, self.moment.sequence))
@@ -142,25 +153,31 @@ class BytesUnchanged(Checker):
             of_life.seen.clear()
         return of_life
 
-    def _of_page(self, page: _Page, digest: int, of_life: _OfLife, event: e.PagesDigested) -> tuple[str, int]:
+    def _of_page(
+        self, key: bytes, page: _Page, digest: int, of_life: _OfLife, event: e.PagesDigested
+    ) -> tuple[str, int]:
+        images = self._saved.get(key, {})
         if event.is_load:
-            return ("", 0) if of_life.was_cut else self._loaded(page, digest, event)
+            return ("", 0) if of_life.was_cut or images is None else _loaded(images.get(page), digest, event)
+        if images is None:
+            return "", 0
         if of_life.was_cut:
-            self._saved.pop(page, None)
-        else:
-            self._saved.setdefault(page, {}).setdefault(digest, self.moment.sequence)
-            self._saved.move_to_end(page)
-            if len(self._saved) > MAX_PAGES:
-                self._saved.popitem(last=False)
+            images.pop(page, None)
+            return "", 0
+        images.setdefault(page, {}).setdefault(digest, self.moment.sequence)
+        self._saved[key] = images
+        self._saved.move_to_end(key)
+        if len(self._saved) > MAX_CHUNKS:
+            self._saved.popitem(last=False)
         return "", 0
 
-    def _loaded(self, page: _Page, digest: int, event: e.PagesDigested) -> tuple[str, int]:
-        images = self._saved.get(page)
-        if images is None or len(images) > _MAX_IMAGES or digest in images:
-            return "", 0
-        saved = ", ".join(map(_hex, images))
-        found = "the host held and gave back" if event.stored else "it was loaded as"
-        return f"was saved as {saved}; {found} {_hex(digest)}", next(reversed(images.values()))
+
+def _loaded(images: dict[int, int] | None, digest: int, event: e.PagesDigested) -> tuple[str, int]:
+    if images is None or len(images) > _MAX_IMAGES or digest in images:
+        return "", 0
+    saved = ", ".join(map(_hex, images))
+    found = "the host held and gave back" if event.stored else "it was loaded as"
+    return f"was saved as {saved}; {found} {_hex(digest)}", next(reversed(images.values()))
 
 
 def _of(life: Life) -> _OfLife:

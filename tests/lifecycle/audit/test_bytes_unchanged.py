@@ -130,6 +130,16 @@ def test_what_a_request_from_before_a_reset_saves_after_it_may_be_loaded() -> No
     assert story.found() == []
 
 
+def test_nothing_is_said_of_a_chunk_whose_digests_were_lost_with_a_report() -> None:
+    """Only the save of old weights had its digests in the log (world 790682)."""
+    story = Story().saved()
+    story.driver.finish("a", 64, 66)
+    for save in story.driver.all_of(e.SaveIssued):
+        story.driver.report(save.job_id, is_repeated=True)
+    story.driver.start("b", story.keys, 65, range(11, 16))
+    assert story.loaded((1, 2)).found() == []
+
+
 def test_a_full_block_stays_as_it_is() -> None:
     """Between two digests of one life, until it loses its blocks."""
     story = Story().saved()
