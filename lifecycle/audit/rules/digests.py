@@ -12,17 +12,17 @@ from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.records import Life
 
-MAX_CHUNKS = 1 << 16
-"""Chunks of which it is remembered what was saved; the oldest are forgotten first."""
+MAX_PAGES = 1 << 16
+"""Pages of which it is remembered what was saved; the oldest are forgotten first."""
+_MAX_UNKNOWN = 1 << 16
+"""Chunks of which it is remembered that a save has no digests in the log. Beyond that all saves are forgotten."""
 _MAX_ENDED = 1 << 10
 """Lives of which it is remembered what their pages were called when they ended: a connector may save those later."""
 _MAX_IMAGES = 16
 """Of one page; what was computed several times may differ in its last bits, each time."""
 
-_Page = tuple[int, int, int]
-"""(block, group, rank), of the chunk in which the block ends."""
-_Images = dict[_Page, dict[int, int]]
-"""Page → digest → the event that says that it was saved."""
+_Page = tuple[bytes, int, int, int]
+"""(key of the chunk in which the block ends, block, group, rank)."""
 _Place = tuple[int, int, int]
 """(rank, group, block)."""
 
@@ -48,8 +48,8 @@ class BytesUnchanged(Checker):
     chunk, at the same place, of the same group and rank was saved since the last reset; and that two digests of one
     full block of a request are equal while it keeps its blocks. The first differing place is named, and whether the
     bytes were another in the host's memory already.
-    Does not verify: pages of which no digest was made, part-filled blocks; tokens whose saves are not in the log, lie
-    more than 65536 chunks back, or were reported only when asked after, for then their digests are lost; that what was
+    Does not verify: pages of which no digest was made; part-filled blocks; tokens whose saves are not in the log, lie
+    more than 65536 pages back, or were reported only after the workers were asked, without digests; that what was
     computed is right.
     """
 
@@ -57,8 +57,9 @@ class BytesUnchanged(Checker):
 
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
-        self._saved: OrderedDict[bytes, _Images | None] = OrderedDict()
-        """By chunk; None: it was also saved with digests that are lost."""
+        self._saved: OrderedDict[_Page, dict[int, int]] = OrderedDict()
+        self._unknown: set[bytes] = set()
+        """Keys of chunks of which a save has no digests in the log."""
         self._of: dict[str, _OfLife] = {}
         self._ended: OrderedDict[int, _OfLife] = OrderedDict()
         """By ordinal."""
@@ -84,10 +85,18 @@ class BytesUnchanged(Checker):
 
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported) -> None:
-        if event.is_repeated:  # the first report had the digests
-            for save in filter(None, map(self.model.copies.get, event.job_ids)):
-                for key in () if save.is_load else save.keys:
-                    self._saved[key] = None
+        if not event.is_repeated:
+            return
+        # Digests come with the first report, which was lost.
+        for save in filter(None, map(self.model.copies.get, event.job_ids)):
+            if not save.is_load:
+                self._unknown.update(save.keys)
+        if len(self._unknown) > _MAX_UNKNOWN:
+            self._forget_saves()
+
+    def _forget_saves(self) -> None:
+        self._saved.clear()
+        self._unknown.clear()
 
     @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived) -> None:
@@ -120,7 +129,7 @@ class BytesUnchanged(Checker):
 
     @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset) -> None:
-        self._saved.clear()
+        self._forget_saves()
         self._of.clear()
         self._ended.clear()
         self._first_ordinal = self._next_ordinal
@@ -133,8 +142,8 @@ class BytesUnchanged(Checker):
             detail, evidence = "", 0
             keys = of_life.life.keys
             if chunk < len(keys):
-                page = (block, event.group, event.rank)
-                detail, evidence = self._of_page(keys[chunk], page, digest, of_life, event)
+                page = (keys[chunk], block, event.group, event.rank)
+                detail, evidence = self._of_page(page, digest, of_life, event)
             if not detail and keeps_blocks:
                 place = (event.rank, event.group, block)
                 before, evidence = of_life.seen.setdefault(place, (digest, self.moment.sequence))
@@ -153,31 +162,25 @@ class BytesUnchanged(Checker):
             of_life.seen.clear()
         return of_life
 
-    def _of_page(
-        self, key: bytes, page: _Page, digest: int, of_life: _OfLife, event: e.PagesDigested
-    ) -> tuple[str, int]:
-        images = self._saved.get(key, {})
+    def _of_page(self, page: _Page, digest: int, of_life: _OfLife, event: e.PagesDigested) -> tuple[str, int]:
         if event.is_load:
-            return ("", 0) if of_life.was_cut or images is None else _loaded(images.get(page), digest, event)
-        if images is None:
-            return "", 0
+            return ("", 0) if of_life.was_cut else self._loaded(page, digest, event)
         if of_life.was_cut:
-            images.pop(page, None)
+            self._saved.pop(page, None)
+        else:
+            self._saved.setdefault(page, {}).setdefault(digest, self.moment.sequence)
+            self._saved.move_to_end(page)
+            if len(self._saved) > MAX_PAGES:
+                self._saved.popitem(last=False)
+        return "", 0
+
+    def _loaded(self, page: _Page, digest: int, event: e.PagesDigested) -> tuple[str, int]:
+        images = self._saved.get(page)
+        if images is None or page[0] in self._unknown or len(images) > _MAX_IMAGES or digest in images:
             return "", 0
-        images.setdefault(page, {}).setdefault(digest, self.moment.sequence)
-        self._saved[key] = images
-        self._saved.move_to_end(key)
-        if len(self._saved) > MAX_CHUNKS:
-            self._saved.popitem(last=False)
-        return "", 0
-
-
-def _loaded(images: dict[int, int] | None, digest: int, event: e.PagesDigested) -> tuple[str, int]:
-    if images is None or len(images) > _MAX_IMAGES or digest in images:
-        return "", 0
-    saved = ", ".join(map(_hex, images))
-    found = "the host held and gave back" if event.stored else "it was loaded as"
-    return f"was saved as {saved}; {found} {_hex(digest)}", next(reversed(images.values()))
+        saved = ", ".join(map(_hex, images))
+        found = "the host held and gave back" if event.stored else "it was loaded as"
+        return f"was saved as {saved}; {found} {_hex(digest)}", next(reversed(images.values()))
 
 
 def _of(life: Life) -> _OfLife:
