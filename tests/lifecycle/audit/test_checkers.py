@@ -356,7 +356,7 @@ def test_random_walks_break_only_rules_that_were_broken_live(seed: int, chunk_si
     assert not audit.reference_differences
 
 
-OF_A_FIXED_NUMBER = {"_ended", "_known", "_num"}
+OF_A_FIXED_NUMBER = {"_ended", "_known", "_num", "_unknown"}
 """What is remembered of a fixed number: ended requests, for a connector may save them later; keys; counts."""
 
 
