@@ -162,12 +162,18 @@ class RequestArrived(RequestEvent, frozen=True, tag=0):
 
     `trace_parent` is the caller's span in a distributed trace, where it told one: the 16 bytes of the trace's id and
     the 8 of the span's. Empty where it did not.
+
+    `skips_prefix_cache` says that vLLM takes no cached tokens for it (`Request.skip_reading_prefix_cache`), as where
+    log probabilities of the prompt are asked for. `is_salted` says that it has a `cache_salt`, so that it shares no
+    key with requests that have another one or none.
     """
 
     ordinal: LifeOrdinal
     num_prompt_tokens: NumTokens
     time_ns: TimeNs
     trace_parent: bytes = b""
+    skips_prefix_cache: bool = False
+    is_salted: bool = False
 
 
 @observation("chunk.keys_observed")

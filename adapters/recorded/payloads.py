@@ -13,7 +13,16 @@ import msgspec
 
 from kvledger.lifecycle import Extension
 from kvledger.lifecycle.events import NULL_BLOCK
-from kvledger.lifecycle.ranges import Count, DurationNs, Int64, NumBytes, NumTokens
+from kvledger.lifecycle.ranges import MAX_INT64, Count, DurationNs, Int64, NumBytes, NumTokens
+
+_UNITS = {
+    "OffloadingConnector": "block_size",
+    "LMCacheConnectorV1": "lmcache.chunk_size",
+    "LMCacheMPConnector": "lmcache.chunk_size",
+}
+"""Connector → the option with its unit in tokens (vLLM 0.32, `kv_connector/v1/offloading/config.py`; LMCache 0.5.6,
+`lmcache/v1/config.py`).
+"""
 
 
 class RecordingStarted(msgspec.Struct, frozen=True):
@@ -35,6 +44,17 @@ class RecordingStarted(msgspec.Struct, frozen=True):
     max_model_len: NumTokens
     speculates: bool = False
     """Whether the engine computes tokens that it may take back."""
+
+    def unit_tokens(self, block_size: int) -> int:
+        """How many tokens the connector matches at a time, as its options say; 0: they do not."""
+        options = self.kv_transfer.get("kv_connector_extra_config")
+        option = _UNITS.get(str(self.kv_transfer.get("kv_connector")))
+        if not isinstance(options, dict) or option is None:
+            return 0
+        num_blocks, unit = options.get("blocks_per_chunk"), options.get(option)
+        if option == "block_size" and isinstance(num_blocks, int):
+            unit = num_blocks * block_size
+        return unit if isinstance(unit, int) and 0 < unit <= MAX_INT64 else 0
 
 
 class LookupReturned(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ import msgspec
 
 from kvledger.adapters.recorded import payloads
 from kvledger.adapters.recorded.payloads import RecorderEvents, payload_of
-from kvledger.lifecycle import LedgerConfiguration, MissReason, SequencedEvent
+from kvledger.lifecycle import LedgerConfiguration, SequencedEvent
 from kvledger.lifecycle import events as e
 
 SLOW_NS = 10 * 10**6
@@ -81,8 +81,8 @@ def _ends(who: str, ends: payloads.WorkersReported) -> str:
     return who + "; ".join(parts) if parts else ""
 
 
-def _saved(events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> tuple[int, str] | None:
-    """How many tokens the workers were given to save since the request arrived, and the same in words."""
+def _saved(events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> str:
+    """What the workers were given to save since the request arrived; empty if nothing."""
     num_blocks: Counter[int] = Counter()
     last = 0
     for sequence, event in events:
@@ -91,10 +91,10 @@ def _saved(events: Sequence[SequencedEvent], configuration: LedgerConfiguration)
             num_blocks[payload.group] += len(payload.block_ids)
             last = sequence
     if not num_blocks:
-        return None
+        return ""
     most = max(num_blocks.values())
     num_tokens = most * configuration.block_size
-    return num_tokens, f"{most} blocks of it to save ({num_tokens} tokens), the last at event {last}"
+    return f"its workers had been given {most} blocks of it to save ({num_tokens} tokens), the last at event {last}"
 
 
 class InWords(RecorderEvents):
@@ -106,18 +106,11 @@ class InWords(RecorderEvents):
         return None if describe is None else describe(payload)
 
     def evidence(self, events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> Iterator[str]:
-        """What the workers had been given: for an answer that leaves tokens to compute, for blocks that are kept."""
+        """What the workers had been given to save, for blocks that are kept."""
         _, event = events[-1]
-        if isinstance(event, e.LookupAnswered) and event.miss_reason == MissReason.RECORDED:
-            saved = _saved(events, configuration)
-            num_offered = event.num_computed_tokens + event.num_external_tokens
-            if saved is not None and num_offered < min(saved[0], event.num_tokens - 1):
-                yield f"its workers had been given {saved[1]}; whether that is still there is not in the log"
-        elif isinstance(event, e.ExtensionObserved):
-            payload = payload_of(event)
-            if isinstance(payload, payloads.EndReturned) and payload.keeps_blocks:
-                saved = _saved(events, configuration)
-                yield "what for is not in the log" if saved is None else f"its workers had been given {saved[1]}"
+        payload = payload_of(event) if isinstance(event, e.ExtensionObserved) else None
+        if isinstance(payload, payloads.EndReturned) and payload.keeps_blocks:
+            yield _saved(events, configuration) or "what for is not in the log"
 
     def figures(self, payload: msgspec.Struct) -> Mapping[str, int]:
         """Time in the connector's hooks, what it answered, and what it gave its workers to copy."""

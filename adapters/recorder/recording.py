@@ -23,8 +23,7 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.journal import Fallback, guarded
 from kvledger.adapters.vllm.log_ids import LogIds
-from kvledger.adapters.vllm.observe import RequestReader, StepReader
-from kvledger.adapters.vllm.trace_context import trace_parent
+from kvledger.adapters.vllm.observe import RequestReader, StepReader, arrival
 from kvledger.lifecycle import Channel, RequestState
 from kvledger.lifecycle import events as e
 
@@ -163,8 +162,7 @@ class Recording:
         request = self._ids.arrived(request, self._is_known)
         self._requests[request.request_id] = request
         ordinal = self.log.ledger.next_ordinal
-        now, parent = self.log.now(), trace_parent(request.trace_headers)
-        self.log.observe(e.RequestArrived(request.request_id, ordinal, request.num_prompt_tokens, now, parent))
+        self.log.observe(arrival(request, ordinal, self.log.now()))
 
     @_records
     def lookup(self, request: Request, num_computed_tokens: int) -> None:

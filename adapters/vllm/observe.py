@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
+from kvledger.adapters.vllm.trace_context import trace_parent
 from kvledger.lifecycle import (
     BlocksRegion,
     RequestRecord,
@@ -41,6 +42,19 @@ if TYPE_CHECKING:
 
 NUM_CHECK_BYTES: Final = 4
 """Bytes of each hash of vLLM's that the log holds against a chunk key."""
+
+
+def arrival(request: Request, ordinal: int, now_ns: int) -> e.RequestArrived:
+    """The observation that vLLM has accepted a request; `ordinal` names this life of it in the log."""
+    return e.RequestArrived(
+        request.request_id,
+        ordinal,
+        request.num_prompt_tokens,
+        now_ns,
+        trace_parent(request.trace_headers),
+        bool(request.skip_reading_prefix_cache),
+        bool(request.cache_salt),
+    )
 
 
 class KeyChecks:

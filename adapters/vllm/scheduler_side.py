@@ -33,10 +33,9 @@ from kvledger.adapters.vllm.metadata import (
     reported_transfers,
     step_jobs,
 )
-from kvledger.adapters.vllm.observe import RequestReader, StepReader
+from kvledger.adapters.vllm.observe import RequestReader, StepReader, arrival
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.stats import StatsSource
-from kvledger.adapters.vllm.trace_context import trace_parent
 from kvledger.lifecycle import (
     NOTHING_OWED,
     Channel,
@@ -187,8 +186,7 @@ class SchedulerSide:
             request = self.ids.arrived(request, self._is_known)
             self._requests[request.request_id] = request
             ordinal = self.ledger.next_ordinal
-            now, parent = self.journal.now(), trace_parent(request.trace_headers)
-            self.journal.observe(e.RequestArrived(request.request_id, ordinal, request.num_prompt_tokens, now, parent))
+            self.journal.observe(arrival(request, ordinal, self.journal.now()))
         self.journal.commit()
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -250,6 +250,7 @@ class Lives:
         self.num_arrived = max(self.num_arrived, event.ordinal + 1)
         num_tokens, now_ns = event.num_prompt_tokens, event.time_ns
         self._moment.life = life = Life(event.request_id, event.ordinal, num_tokens, num_tokens)
+        life.skips_prefix_cache, life.is_salted = event.skips_prefix_cache, event.is_salted
         life.arrived_at = life.moved_at = self._moment.sequence
         life.arrived_ns = life.state_since_ns = now_ns
         self._lives[event.request_id] = self._by_ordinal[event.ordinal] = life

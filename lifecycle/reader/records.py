@@ -75,6 +75,10 @@ class Life(msgspec.Struct, gc=False, eq=False):
     """Event of the last reset that came while it held blocks; 0: none is known."""
     generation: int = 0
     num_failed_loads: int = 0
+    skips_prefix_cache: bool = False
+    """Whether vLLM takes no cached tokens for it."""
+    is_salted: bool = False
+    """Whether it has a `cache_salt`."""
     computes_first: bool = False
     """Its load failed, and no step has computed anything for it since."""
     moved_at: int = NEVER

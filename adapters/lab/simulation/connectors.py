@@ -106,26 +106,40 @@ class Offloading(ConnectorSetup):
         """Let the copies happen on CPU tensors."""
         side: Any = worker
         spec = side.connector_worker.spec
-        spec.get_worker = lambda kv_caches: TensorWorker(kv_caches, spec.num_chunks, self.num_questions)
+        spec.get_worker = lambda kv_caches: TensorWorker(
+            kv_caches, spec.num_chunks, spec.blocks_per_chunk, self.num_questions
+        )
         return worker
 
 
 class TensorWorker(OffloadingWorker):
-    """Copies pages between KV tensors and host tensors of one block each."""
+    """Copies pages between KV tensors and host tensors, in which the blocks of a chunk lie one behind the other."""
 
-    def __init__(self, kv_caches: CanonicalKVCaches, num_chunks: int, num_questions: int) -> None:
+    def __init__(
+        self, kv_caches: CanonicalKVCaches, num_chunks: int, blocks_per_chunk: int, num_questions: int
+    ) -> None:
         self._device = [tensor.tensor for tensor in kv_caches.tensors]
-        self._host = [torch.zeros(num_chunks, tensor.shape[1], dtype=tensor.dtype) for tensor in self._device]
+        num_blocks = num_chunks * blocks_per_chunk
+        self._host = [torch.zeros(num_blocks, tensor.shape[1], dtype=tensor.dtype) for tensor in self._device]
+        self._blocks_per_chunk = blocks_per_chunk
         self._num_questions = num_questions
         self._jobs: dict[int, _Copy] = {}
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Copy blocks to host pages."""
-        return self._copy(job_id, self._device, src_spec, self._host, dst_spec)
+        rows = self._rows(dst_spec, src_spec)
+        return self._copy(job_id, self._device, src_spec.block_ids, self._host, rows)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         """Copy host pages to blocks."""
-        return self._copy(job_id, self._host, src_spec, self._device, dst_spec)
+        rows = self._rows(src_spec, dst_spec)
+        return self._copy(job_id, self._host, rows, self._device, dst_spec.block_ids)
+
+    def _rows(self, chunks: Any, blocks: GPULoadStoreSpec) -> list[int]:
+        """The host rows of these blocks; with several blocks in a chunk there is one group."""
+        first, size = int(blocks.block_indices[0]) % self._blocks_per_chunk, self._blocks_per_chunk
+        places = range(first, first + len(blocks.block_ids)) if size > 1 else range(len(blocks.block_ids))
+        return [int(chunks.block_ids[place // size]) * size + place % size for place in places]
 
     def get_finished(self) -> list[TransferResult]:
         """The jobs since the last call."""
@@ -141,12 +155,17 @@ class TensorWorker(OffloadingWorker):
                 copy.synchronize()
 
     def _copy(
-        self, job_id: int, sources: list[torch.Tensor], source: Any, destinations: list[torch.Tensor], destination: Any
+        self,
+        job_id: int,
+        sources: list[torch.Tensor],
+        source_rows: Any,
+        destinations: list[torch.Tensor],
+        destination_rows: Any,
     ) -> bool:
         def move() -> None:
             for source_tensor, destination_tensor in zip(sources, destinations, strict=True):
-                pages = source_tensor[torch.as_tensor(source.block_ids, dtype=torch.long)]
-                destination_tensor[torch.as_tensor(destination.block_ids, dtype=torch.long)] = pages
+                pages = source_tensor[torch.as_tensor(source_rows, dtype=torch.long)]
+                destination_tensor[torch.as_tensor(destination_rows, dtype=torch.long)] = pages
 
         self._jobs[job_id] = _Copy(move, self._num_questions)
         return True

@@ -265,6 +265,7 @@ class SimulatedEngine:
         max_tokens: int,
         *,
         cache_salt: str | None = None,
+        reads_prefix_cache: bool = True,
         resumable: bool = False,
         priority: int = 0,
         arrival_time: float | None = None,
@@ -274,7 +275,12 @@ class SimulatedEngine:
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                temperature=0,
+                skip_reading_prefix_cache=not reads_prefix_cache,
+            ),
             pooling_params=None,
             cache_salt=cache_salt,
             resumable=resumable,

@@ -174,6 +174,8 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     # Observations.
     e.RequestArrived: lambda event: (
         f"arrived with {plural(event.num_prompt_tokens, 'prompt token')}"
+        f"{', with a cache salt' * event.is_salted}"
+        f"{', and reads no prefix cache' * event.skips_prefix_cache}"
         f"{f', of trace {event.trace_parent[:16].hex()}' if event.trace_parent else ''}"
     ),
     e.BlocksAllocated: _allocated,

@@ -55,6 +55,19 @@ _MAX_PREFIXES = 3
 """Duplicated prefixes that are named; --json has all."""
 _COMPUTED_AGAIN = {"recomputed": "", "computed_twice": " after a rollback"}
 _ONLY_IF_ANY = frozenset({"still to be loaded", "from elsewhere"})
+_OF_RECORDED = {
+    Reason.COMPUTING: "known to {who}{when}, which was still computing them",
+    Reason.NEVER_GIVEN: "known to {who}{when}, and never given to the connector's workers to save",
+    Reason.EVICTED_UNSAVED: (
+        "known to {who}{when}, never given to the connector's workers to save, and gone from vLLM's prefix cache"
+    ),
+    Reason.RESET_UNSAVED: (
+        "known to {who}{when}, never given to the connector's workers to save, and lost to a reset of vLLM's cache"
+    ),
+    Reason.NEVER_OFFERED: "saved by {who}{when}, and the recorded connector has never offered them to any request",
+    Reason.NOT_OFFERED: "offered to {who}{when}, and not this time; when the connector evicts is not in the log",
+}
+"""Of chunks in a recorder's log."""
 _WHY_DECLINED = {
     e.POOL_FULL: "the host pool had no room",
     e.UNFILLED: "a load had failed into blocks that it relies on",
@@ -382,11 +395,14 @@ def _fact_text(reason: Reason, facts: Sequence[ChunkFact], histories: Histories,
     elif reason is Reason.SAVE_FAILED:
         text = f"save {fact.job_id} by {who} failed{when}: {fact.detail}"
     elif reason in {Reason.SAVING, Reason.DEFERRAL_EXHAUSTED}:
-        text = f"save {fact.job_id} by {who}, issued{when}, was still under way"
+        save = f"save {fact.job_id}" if fact.job_id != fact.sequence else "a save"  # a recorded one has no number
+        text = f"{save} by {who}, issued{when}, was still under way"
         if reason is Reason.DEFERRAL_EXHAUSTED:
             text += ", after the scheduler had waited as often as is allowed"
     elif reason is Reason.UNSAVED:
         text = f"known to {who}{when}, and no save had been issued"
+    elif reason in _OF_RECORDED:
+        text = _OF_RECORDED[reason].format(who=who, when=when)
     else:
         text = f"{reason.meaning}{when}"
     return text + _earlier_text(fact.earlier, histories, before_ns)

@@ -16,6 +16,7 @@ from kvledger.adapters.tools.reasons.computing import Computing
 from kvledger.adapters.tools.reasons.explain import Explainer
 from kvledger.adapters.tools.reasons.memory import Account, Memory, State
 from kvledger.adapters.tools.reasons.moments import Moments
+from kvledger.adapters.tools.reasons.recorded import RecordedChunks
 from kvledger.adapters.tools.reasons.request_history import RequestHistory
 from kvledger.adapters.tools.reasons.sums import OfferFate, Sums
 from kvledger.lifecycle import BlocksRegion, RequestState, on
@@ -49,8 +50,10 @@ class Accounts(Visitor[Model]):
         self._memory = memory = Memory(model, request_id, keeps_histories=keeps_histories)
         self.state = memory.state
         self._admissions = Admissions(memory, Explainer(model.configuration, memory))
+        self._recorded = RecordedChunks(model, lambda: memory.chunks, lambda: memory.state.recorded)
         self._parts = (
             ChunkEvents(memory),
+            self._recorded,
             self._admissions,
             Computing(memory, self._admissions),
             self,
@@ -65,7 +68,7 @@ class Accounts(Visitor[Model]):
 
     def visits(self) -> Visits:
         """Those of each part."""
-        return [visit for part in self._parts for visit in marked(part)]
+        return [(kind, visit) for part in self._parts for kind, visit in marked(part) if issubclass(kind, e.Event)]
 
     def sums(self) -> Sums:
         """The sums so far, with what is still undecided as such."""
@@ -83,6 +86,7 @@ class Accounts(Visitor[Model]):
     def lost(self, _first_sequence: int, _last_sequence: int) -> None:
         """What is remembered of chunks cannot be relied upon, and offers may have been claimed."""
         self._memory.chunks.forget()
+        self.state.recorded.forget()
         self.state.is_blind = True
         for account in self.state.accounts.values():
             was_computing = account.is_computing
@@ -91,6 +95,7 @@ class Accounts(Visitor[Model]):
 
     def ended(self, life: Life) -> None:
         """Close its account."""
+        self._recorded.forget(life.ordinal)
         account = self._memory.account(life)
         if account is None:
             return

@@ -155,7 +155,11 @@ class Admissions:
         account.sums.offered[OfferFate.CLAIMED] += num_claimed
         account.sums.offered[OfferFate.NOT_CLAIMED] += offered - num_claimed
         first = answer.event.num_computed_tokens
-        reason, proof = (Reason.WITHHELD, account.withheld) if account.withheld else (Reason.NOT_CLAIMED, sequence)
+        reason, proof = Reason.NOT_CLAIMED, sequence
+        if account.withheld:
+            reason, proof = Reason.WITHHELD, account.withheld
+        elif life.skips_prefix_cache:
+            reason, proof = Reason.SKIPPED, life.arrived_at
         left = Span(first + num_claimed, first + offered, reason, (proof, answer.sequence))
         num_retained = min(first, answer.event.num_tokens)
         spans = self._explainer.explain(answer.event, answer.sequence, life, account)

@@ -12,6 +12,8 @@ from itertools import islice
 
 import msgspec
 
+from kvledger.lifecycle.reader import Life
+
 MAX_GONE = 131_072
 """Chunks that are neither saved nor being saved and are still remembered. There may be an eighth more, because it costs
 as much to find one that is to be forgotten as many.
@@ -27,6 +29,8 @@ class ChunkStatus(enum.StrEnum):
     DECLINED = "declined"
     SAVE_FAILED = "save_failed"
     SAVED = "saved"
+    OFFERED = "offered"
+    """A recorded connector offered it. Only kvledger's own logs say when a chunk is there to be offered."""
     EVICTED = "evicted"
     TAINTED = "tainted"
     RESET = "reset"
@@ -59,7 +63,7 @@ class ChunkFact(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return ChunkFact(status, sequence, self.request_id, self.ordinal, self.job_id, detail, cause, earlier)
 
 
-_IN_POOL = frozenset({ChunkStatus.SAVING, ChunkStatus.SAVED})
+_IN_POOL = frozenset({ChunkStatus.SAVING, ChunkStatus.SAVED, ChunkStatus.OFFERED})
 _STORY = frozenset({ChunkStatus.SAVED, ChunkStatus.EVICTED, ChunkStatus.TAINTED, ChunkStatus.RESET})
 
 
@@ -100,6 +104,20 @@ class ChunkHistory:
             fact = self._state.gone.get(key)
             if fact is not None and fact.status is ChunkStatus.KNOWN and fact.request_id == request_id:
                 del self._state.gone[key]
+
+    def known_again(self, keys: Iterable[bytes], since: int, sequence: int, life: Life) -> None:
+        """A request has computed these chunks anew: those that nobody saved were known only before event `since`."""
+        for key in keys:
+            fact = self._state.gone.get(key)
+            if fact is not None and fact.status is ChunkStatus.KNOWN and fact.sequence < since:
+                self._put(key, ChunkFact(ChunkStatus.KNOWN, sequence, life.request_id, life.ordinal))
+
+    def offered(self, keys: Iterable[bytes], fact: ChunkFact) -> None:
+        """A recorded connector offers these chunks."""
+        for key in keys:
+            before = self.get(key)
+            if before is None or before.status is not ChunkStatus.OFFERED:
+                self._put(key, fact)
 
     def save_issued(self, keys: Iterable[bytes], fact: ChunkFact) -> None:
         """A save of these chunks starts; `fact` is noted for each."""

@@ -5,13 +5,14 @@ Pure: a function of the answer, of what is known of the request, and of the chun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import attrs
 
+from kvledger.adapters.tools.reasons import recorded
 from kvledger.adapters.tools.reasons.chunk_history import ChunkFact, ChunkStatus
 from kvledger.adapters.tools.reasons.memory import Account, Memory
-from kvledger.adapters.tools.reasons.reason import Reason
+from kvledger.adapters.tools.reasons.reason import BY_DESIGN, Reason
 from kvledger.adapters.tools.reasons.spans import Span, joined
 from kvledger.lifecycle import LedgerConfiguration, MissReason
 from kvledger.lifecycle import events as e
@@ -22,6 +23,7 @@ _GONE: dict[ChunkStatus, Reason] = {
     ChunkStatus.DECLINED: Reason.DECLINED,
     ChunkStatus.SAVE_FAILED: Reason.SAVE_FAILED,
     ChunkStatus.SAVED: Reason.BEHIND_GAP,
+    ChunkStatus.OFFERED: Reason.BEHIND_GAP,
     ChunkStatus.EVICTED: Reason.EVICTED,
     ChunkStatus.TAINTED: Reason.TAINTED,
     ChunkStatus.RESET: Reason.RESET,
@@ -49,7 +51,8 @@ class Explainer:
         hit_end = min(answer.num_hit_tokens, last)
         of_last = Span(max(offered_end, last), answer.num_tokens, Reason.LAST_TOKEN, (sequence,))
         if answer.miss_reason == MissReason.RECORDED:
-            return joined((Span(offered_end, last, Reason.RECORDED, (sequence,)), of_last))
+            of_recorded = _BehindRecorded(self, life, account, sequence, answer)
+            return joined((*_behind_gaps(of_recorded.spans(offered_end, last)), of_last))
         behind = _Behind(self, life, account, sequence, answer)
         return joined(
             (
@@ -149,7 +152,7 @@ class _Behind:
         if self.answer is not None:
             reason = _OF_ALL.get(self.answer.miss_reason)
         was_computed = span.first_token < self._mark
-        if reason is None or (span.reason in {Reason.NEW, Reason.PARTIAL_CHUNK} and not was_computed):
+        if reason is None or (span.reason in BY_DESIGN and not was_computed):
             return span
         return Span(span.first_token, span.end_token, reason, (*self._evidence(reason), self.sequence))
 
@@ -237,7 +240,7 @@ class _Behind:
                 return self._not_copied(first_token, end_token)
             return Span(first_token, end_token, Reason.UNSAVED, (life.preempted_at,), fact)
         if fact is None or self._is_own(fact):
-            return Span(first_token, end_token, Reason.NEW, (self.sequence,))
+            return Span(first_token, end_token, Reason.SALTED if life.is_salted else Reason.NEW, (self.sequence,))
         return Span(first_token, end_token, Reason.UNSAVED, tuple(_told_by(fact)), fact)
 
     def _is_own(self, fact: ChunkFact) -> bool:
@@ -252,6 +255,75 @@ class _Behind:
         if self.answer is not None and first_token // size > self.answer.num_hit_tokens // size:
             return Span(first_token, end_token, Reason.BEHIND_GAP, (self.sequence,))
         return Span(first_token, end_token, Reason.PARTIAL_CHUNK, (self.life.preempted_at,))
+
+
+_AT_REST = frozenset({ChunkStatus.SAVED, ChunkStatus.OFFERED})
+_IN_REACH = frozenset({Reason.NEVER_OFFERED, Reason.NOT_OFFERED})
+
+
+@attrs.frozen
+class _BehindRecorded(_Behind):
+    """What a recorded connector did not offer."""
+
+    def _from_fact(self, first_token: int, end_token: int, fact: ChunkFact | None) -> Span:
+        span = super()._from_fact(first_token, end_token, fact)
+        if span.reason in {Reason.NEW, Reason.SALTED, Reason.STALE, Reason.PARTIAL_CHUNK, Reason.QUARANTINED}:
+            return span
+        if self.life.skips_prefix_cache:
+            return attrs.evolve(span, reason=Reason.SKIPPED, evidence=(self.life.arrived_at, self.sequence))
+        reason, evidence = self._why(first_token, fact, span.reason), span.evidence
+        if reason is Reason.RESET_UNSAVED:
+            evidence = (*evidence, self._state.reset_at)
+        return Span(first_token, end_token, reason, evidence, fact)
+
+    @property
+    def _state(self) -> recorded.State:
+        return self.explainer.memory.state.recorded
+
+    def _why(self, first_token: int, fact: ChunkFact | None, reason: Reason) -> Reason:
+        """The reason for a whole chunk that was computed before; `reason` if nothing better is known."""
+        status = None if fact is None else fact.status
+        if status in _AT_REST and not self._is_whole_unit(first_token):
+            return Reason.SHORT_OF_UNIT
+        if status in _AT_REST:
+            return Reason.NEVER_OFFERED if status is ChunkStatus.SAVED else Reason.NOT_OFFERED
+        if reason is not Reason.UNSAVED:
+            return reason
+        if fact is not None and self._is_being_computed(first_token, fact):
+            return Reason.COMPUTING
+        return Reason.RECORDED if self._state.lacks_saves else self._why_lost_here(fact)
+
+    def _why_lost_here(self, fact: ChunkFact | None) -> Reason:
+        """It was only in vLLM's own cache, if that is on."""
+        if not self._state.has_prefix_cache:
+            return Reason.NEVER_GIVEN
+        known_at = self.life.preempted_at if fact is None or self._is_own(fact) else fact.sequence
+        return Reason.RESET_UNSAVED if self._state.reset_at > known_at else Reason.EVICTED_UNSAVED
+
+    def _is_being_computed(self, first_token: int, fact: ChunkFact) -> bool:
+        """Whether the request that brought the key has not come so far itself."""
+        lives, size = self.explainer.memory.model.lives, self.explainer.configuration.chunk_size
+        first = None if self._is_own(fact) else lives.of(fact.ordinal)
+        return first is not None and lives.num_computed_tokens(first) < (first_token // size + 1) * size
+
+    def _is_whole_unit(self, first_token: int) -> bool:
+        """Whether the connector can match all that it matches at a time and this chunk is a part of."""
+        keys, size = self.life.keys, self.explainer.configuration.chunk_size
+        num_chunks = self._state.unit_tokens // size
+        last = (first_token // size // num_chunks + 1) * num_chunks - 1 if num_chunks else 0
+        if num_chunks <= 1:
+            return True
+        fact = self.explainer.memory.chunks.get(keys[last]) if last < len(keys) else None
+        return fact is not None and fact.status in _AT_REST
+
+
+def _behind_gaps(spans: Iterable[Span]) -> Iterator[Span]:
+    """Nobody gets behind a chunk that is not there, so what is saved behind it is there in vain."""
+    is_behind = False
+    for span in spans:
+        is_in_reach = span.reason in _IN_REACH
+        yield attrs.evolve(span, reason=Reason.BEHIND_GAP) if is_in_reach and is_behind else span
+        is_behind |= not is_in_reach
 
 
 def _told_by(fact: ChunkFact | None) -> Iterator[int]:

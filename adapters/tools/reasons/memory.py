@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import attrs
 import msgspec
 
-from kvledger.adapters.tools.reasons import chunk_history
+from kvledger.adapters.tools.reasons import chunk_history, recorded
 from kvledger.adapters.tools.reasons.chunk_history import ChunkFact, ChunkHistory
 from kvledger.adapters.tools.reasons.reason import Reason
 from kvledger.adapters.tools.reasons.request_history import Admission, RequestHistory
@@ -102,6 +102,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """By job id."""
     preempted: list[str] = []
     """The requests that were preempted since the last step."""
+    recorded: recorded.State = msgspec.field(default_factory=recorded.State)
     is_blind: bool = False
     """Whether events are missing, so that silence about a chunk says nothing."""
 

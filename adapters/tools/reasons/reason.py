@@ -18,6 +18,7 @@ class Reason(enum.StrEnum):
         return reason
 
     NEW = "new", "nobody had computed them before"
+    SALTED = "salted", "nobody had computed them under the request's cache salt"
     LAST_TOKEN = "last_token", "the last known token is always computed, because the next one is sampled from it"
     PARTIAL_CHUNK = "partial_chunk", "behind the last whole chunk, so nothing is saved under a key"
     UNSAVED = "unsaved", "no save had been issued: they had not settled, or were less than a save interval"
@@ -44,6 +45,7 @@ class Reason(enum.StrEnum):
     UNALIGNED = "unaligned", "saved, but the local prefix did not end at a block"
     RIVAL_LOAD = "rival_load", "saved, but another request's load was under way, and there is one at a time"
     NO_KEY = "no_key", "the keys of their chunks were not known"
+    SKIPPED = "skipped", "the request reads no cached tokens, as its parameters ask"
     RECORDED = "recorded", "not offered by the recorded connector; why is not in the log"
     NOT_CLAIMED = "not_claimed", "offered, and not claimed by the scheduler"
     NOT_DELIVERED = "not_delivered", "claimed, and not loaded, because a rule was broken"
@@ -52,7 +54,23 @@ class Reason(enum.StrEnum):
     NO_LOOKUP = "no_lookup", "no lookup was recorded"
     ROLLED_BACK = "rolled_back", "taken back by the scheduler"
     UNKNOWN = "unknown", "not known: the log lacks events"
+    NEVER_GIVEN = "never_given", "computed before, and never given to the recorded connector's workers to save"
+    EVICTED_UNSAVED = (
+        "evicted_unsaved",
+        "computed before, never given to the recorded connector's workers to save, and gone from vLLM's prefix cache",
+    )
+    RESET_UNSAVED = (
+        "reset_unsaved",
+        "computed before, never given to the recorded connector's workers to save, and lost to a reset of vLLM's cache",
+    )
+    COMPUTING = "computing", "another request was still computing them"
+    NEVER_OFFERED = "never_offered", "saved, and never offered to any request by the recorded connector"
+    NOT_OFFERED = (
+        "not_offered",
+        "saved and offered before, and not this time; when the recorded connector evicts is not in the log",
+    )
+    SHORT_OF_UNIT = "short_of_unit", "less than the recorded connector matches at a time"
 
 
-BY_DESIGN = frozenset({Reason.NEW, Reason.LAST_TOKEN, Reason.PARTIAL_CHUNK})
-"""What no cache of this chunk size could have spared."""
+BY_DESIGN = frozenset({Reason.NEW, Reason.SALTED, Reason.LAST_TOKEN, Reason.PARTIAL_CHUNK, Reason.SKIPPED})
+"""No misses: what no cache of this chunk size could have spared, and what the request did not want."""

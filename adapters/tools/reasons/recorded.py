@@ -1,0 +1,224 @@
+"""What a recorder's log shows of the chunks of another connector: given to its workers, saved, offered.
+
+A recorded connector evicts without a word, and cuts what it saves in its own way. So there is less to know than of
+kvledger's own chunks, and where a copy cannot be placed the reasons say less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from kvledger.adapters.recorded import payloads
+from kvledger.adapters.tools.reasons.chunk_history import ChunkFact, ChunkHistory, ChunkStatus
+from kvledger.lifecycle import MissReason, on
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.ranges import MAX_INT64
+from kvledger.lifecycle.reader import Life, Model, marked, num_intact_tokens
+
+MAX_UNDER_WAY = 4096
+"""Jobs whose end is waited for. A connector may not tell the end of any; the oldest are forgotten, as under way."""
+
+
+class Save(msgspec.Struct):
+    """A save that is under way."""
+
+    sequence: int
+    """Of the event that handed it to the workers. It stands for the job's number, because the connector's is text."""
+    request_id: str
+    ordinal: int
+    ends_with: str
+    keys: list[bytes]
+
+
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """Plain values."""
+
+    lacks_saves: bool = False
+    """Whether saves were handed to the workers of which the log does not say whose tokens they are."""
+    has_prefix_cache: bool = False
+    """Whether vLLM's own prefix cache is on."""
+    unit_tokens: int = 0
+    """How many tokens the connector matches at a time; 0: not known."""
+    reset_at: int = 0
+    """The last event that emptied vLLM's prefix cache; 0: none."""
+    saves: dict[str, list[Save]] = {}
+    """Job → its saves."""
+    awaited: list[str] = []
+    """Jobs that the workers finish before the step that is being built."""
+    nameless: dict[int, dict[int, ChunkFact]] = {}
+    """Life → number of a chunk that was saved before its key was in the log → what became of it."""
+
+    def forget(self) -> None:
+        """Events are lost, which may have handed out saves or have ended them."""
+        self.lacks_saves = True
+        self.saves.clear()
+        self.nameless.clear()
+
+
+class RecordedChunks:
+    """Called with a recorder's events, and with what settles its copies."""
+
+    def __init__(self, model: Model, chunks: Callable[[], ChunkHistory], state: Callable[[], State]) -> None:
+        self._model, self._moment = model, model.moment
+        self._chunks, self._state = chunks, state
+        windows = model.configuration.windows
+        self._num_groups = len(windows)
+        self._group = next((group for group, window in enumerate(windows) if not window), 0)
+        """The chunks of the others lie beside those of this group."""
+        self._chunk_size = model.configuration.chunk_size
+        self._takes: dict[type[Any], Callable[[Any], None]] = dict(marked(self))
+
+    @on(e.ExtensionObserved, e.ExtensionNoted)
+    def _recorded(self, event: e.ExtensionObserved | e.ExtensionNoted) -> None:
+        payload = payloads.payload_of(event)
+        take = None if payload is None else self._takes.get(type(payload))
+        if take is not None:
+            take(payload)
+
+    # --- what the recorder says ------------------------------------------------------------------
+
+    @on(payloads.RecordingStarted)
+    def _started(self, started: payloads.RecordingStarted) -> None:
+        state = self._state()
+        state.has_prefix_cache = started.enable_prefix_caching
+        state.unit_tokens = started.unit_tokens(self._model.configuration.block_size)
+
+    @on(payloads.MetadataSeen)
+    def _metadata_seen(self, seen: payloads.MetadataSeen) -> None:
+        self._state().lacks_saves |= not seen.is_decoded
+
+    @on(payloads.Undecoded)
+    def _undecoded(self, _undecoded: payloads.Undecoded) -> None:
+        self._state().lacks_saves = True
+
+    @on(payloads.Transferred)
+    def _handed(self, copy: payloads.Transferred) -> None:
+        life = self._moment.life
+        if copy.is_load or copy.group not in {-1, self._group}:
+            return
+        places = None if life is None else self._places(copy, life)
+        if life is None or places is None:
+            self._state().lacks_saves = True
+            return
+        state, sequence = self._state(), self._moment.sequence
+        is_under_way = bool(copy.ends_with) and copy.job not in state.awaited
+        status = ChunkStatus.SAVING if is_under_way else ChunkStatus.SAVED
+        fact = ChunkFact(status, sequence, life.request_id, life.ordinal, sequence, cause=sequence)
+        keys = [life.keys[place] for place in places if place < len(life.keys)]
+        self._chunks().save_issued(keys, fact)
+        nameless = {place: fact for place in places if place >= len(life.keys)}
+        if nameless:
+            state.nameless.setdefault(life.ordinal, {}).update(nameless)
+        if is_under_way:
+            save = Save(sequence, life.request_id, life.ordinal, copy.ends_with, keys)
+            state.saves.setdefault(copy.job, []).append(save)
+            if len(state.saves) > MAX_UNDER_WAY:
+                del state.saves[next(iter(state.saves))]
+
+    @on(payloads.TransferredFor)
+    def _handed_for(self, handed: payloads.TransferredFor) -> None:
+        if not handed.copy.is_load:  # of whose tokens is not in the log
+            self._state().lacks_saves = True
+
+    def _places(self, copy: payloads.Transferred, life: Life) -> list[int] | None:
+        """The chunks that a save reads; None where its blocks are not known to be the request's."""
+        table: Sequence[int] = self._model.tables.of(life.ordinal) or self._model.tables.lost_by(life)
+        if not table:
+            first, end = copy.first_block, copy.first_block + len(copy.block_ids)
+            return list(range(first, end)) if first >= 0 and end <= MAX_INT64 else None
+        of_group = copy.group >= 0
+        found = list(copy.places(table[copy.group :: self._num_groups] if of_group else table))
+        if None in found:
+            return None
+        places = [place for place in found if place is not None]
+        return places if of_group else sorted({place // self._num_groups for place in places})
+
+    @on(payloads.TransfersAwaited)
+    def _awaited(self, awaited: payloads.TransfersAwaited) -> None:
+        self._state().awaited = list(awaited.jobs)
+        self._ended(awaited)
+
+    @on(payloads.TransfersEnded)
+    def _ended(self, ended: payloads.TransfersAwaited | payloads.TransfersEnded) -> None:
+        jobs = frozenset(ended.jobs)
+        self._end(lambda job, _save: job in jobs)
+
+    @on(payloads.ReportedToVLLM)
+    def _reported(self, ends: payloads.ReportedToVLLM) -> None:
+        sent = frozenset(ends.finished_sending)
+        if sent:
+            self._end(lambda _job, save: save.ends_with == payloads.REQUEST and save.request_id in sent)
+
+    # --- what the core's events say --------------------------------------------------------------
+
+    @on(e.StepScheduled)
+    def _stepped(self, _event: e.StepScheduled) -> None:
+        state = self._state()
+        state.awaited = []
+        if state.saves:
+            self._end(lambda _job, save: save.ends_with == payloads.STEP)
+
+    @on(e.ChunkKeysObserved)
+    def _named(self, _event: e.ChunkKeysObserved) -> None:
+        state, life = self._state(), self._moment.life
+        nameless = None if life is None else state.nameless.get(life.ordinal)
+        if life is None or not nameless:
+            return
+        for place in [place for place in nameless if place < len(life.keys)]:
+            fact = nameless.pop(place)
+            self._chunks().save_issued((life.keys[place],), fact)
+            for save in self._under_way():
+                if save.sequence == fact.sequence:
+                    save.keys.append(life.keys[place])
+
+    @on(e.LookupAnswered)
+    def _offered(self, event: e.LookupAnswered) -> None:
+        life = self._model.lives.of(event.ordinal)
+        if life is None or event.miss_reason != MissReason.RECORDED or not event.num_external_tokens:
+            return
+        first, end = event.num_computed_tokens // self._chunk_size, event.num_hit_tokens // self._chunk_size
+        sequence = self._moment.sequence
+        fact = ChunkFact(ChunkStatus.OFFERED, sequence, life.request_id, life.ordinal, cause=event.cause)
+        self._chunks().offered(life.keys[first:end], fact)
+
+    @on(e.PrefixCacheReset, e.CacheReset)
+    def _reset(self, _event: e.Event) -> None:
+        self._state().reset_at = self._moment.sequence
+
+    @on(e.RequestFinished)
+    def _finished(self, event: e.RequestFinished) -> None:
+        """Of the chunks that it computed since the last reset it is the first that brought them."""
+        state, life = self._state(), self._moment.life
+        if life is None or not state.reset_at:
+            return
+        computed = life.keys[: max(0, num_intact_tokens(event)) // self._chunk_size]
+        self._chunks().known_again(computed, state.reset_at, self._moment.sequence, life)
+
+    def forget(self, ordinal: int) -> None:
+        """The life is over."""
+        self._state().nameless.pop(ordinal, None)
+
+    # --- copies ----------------------------------------------------------------------------------
+
+    def _under_way(self) -> Iterator[Save]:
+        for saves in self._state().saves.values():
+            yield from saves
+
+    def _end(self, is_over: Callable[[str, Save], bool]) -> None:
+        state, sequence = self._state(), self._moment.sequence
+        for job, saves in tuple(state.saves.items()):
+            over = [save for save in saves if is_over(job, save)]
+            if not over:
+                continue
+            state.saves[job] = [save for save in saves if save not in over]
+            if not state.saves[job]:
+                del state.saves[job]
+            for save in over:
+                self._chunks().save_settled(save.keys, save.sequence, ChunkStatus.SAVED, sequence, sequence, "")
+                nameless = state.nameless.get(save.ordinal, {})
+                for place, fact in nameless.items():
+                    if fact.sequence == save.sequence:
+                        nameless[place] = fact.settled(ChunkStatus.SAVED, sequence, sequence)
