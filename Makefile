@@ -33,8 +33,6 @@ test: setup ## run the tests that a change needs, ten to twenty minutes on two c
 	@requirements/browser.sh
 	@requirements/debian.sh nats-server "log shipping"
 	@requirements/debian.sh prometheus "metrics and alerts"
-	@requirements/debian.sh zsh "completion"
-	@requirements/debian.sh fish "completion"
 	@$(compile)
 	$(pytest) -m "not long" $(ARGS)
 

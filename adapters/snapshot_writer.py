@@ -1,7 +1,7 @@
 """Writes the snapshots that a log lacks, in a process that the engine starts for each new segment.
 
 `python -P -m kvledger.adapters.snapshot_writer DIRECTORY` reads the log as the tools do. The engine knows only
-this module's name and imports nothing of it. `kvledger snapshot` does the same for people.
+this module's name and imports nothing of it.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ from kvledger.adapters.figures import DURATION_BOUNDS_NS
 from kvledger.adapters.lab.conformance import obligations
 from kvledger.adapters.lab.conformance.scenarios import SCENARIOS
 from kvledger.adapters.recorded.rules import RULES as RECORDER_RULES
+from kvledger.adapters.tools.cli.app import build_app
 from kvledger.adapters.tools.cli.commands import COMMANDS
-from kvledger.adapters.tools.cli.parser import build_parser
 from kvledger.adapters.tools.tables.schema import COMMON, SCHEMA_VERSION, TABLES, Column
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.log_settings import LogSettings
@@ -568,8 +568,8 @@ def help_of(*command: str) -> str:
     """What `--help` prints."""
     printed = io.StringIO()
     columns = mock.patch.dict(os.environ, COLUMNS="80")
-    with columns, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        build_parser().parse_args([*command, "--help"])
+    with columns, contextlib.redirect_stdout(printed):
+        build_app().meta([*command, "--help"])
     return printed.getvalue()
 
 

@@ -76,18 +76,6 @@ def prometheus_path() -> str:
 
 
 @pytest.fixture(scope="session")
-def zsh() -> str:
-    """Where zsh is."""
-    return str(FIND["zsh"][0]())
-
-
-@pytest.fixture(scope="session")
-def fish() -> str:
-    """Where fish is."""
-    return str(FIND["fish"][0]())
-
-
-@pytest.fixture(scope="session")
 def browser_path() -> str:
     """Where a Chromium is."""
     return str(find_browser())

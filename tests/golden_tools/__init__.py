@@ -13,8 +13,8 @@ from golden_tools import (
     export_page,
     export_perfetto,
     export_spans,
-    replay,
     show,
+    state,
     stats,
     tables,
     verify,
@@ -29,7 +29,7 @@ GOLDEN: Mapping[str, Golden] = {
     **why.GOLDEN,
     **stats.GOLDEN,
     **verify.GOLDEN,
-    **replay.GOLDEN,
+    **state.GOLDEN,
     **tables.GOLDEN,
     **export_perfetto.GOLDEN,
     **export_spans.GOLDEN,
@@ -44,8 +44,7 @@ TELLS_NOTHING_OF_LIVES: Mapping[str, str] = {
     "repro": "has a scheduler of its own (docs/decisions/0066-one-reader-for-every-log.md)",
     "conformance": "reads no log but its own",
     "check": "reads no log",
-    "snapshot": "stores the state of the live projections, and says how many snapshots it wrote",
     "retire": "deletes segments, whatever is in them",
-    "completion": "prints a script; a request's id is completed from its arrival",
+    "completion": "prints a script",
 }
 """Command → why it has no golden log."""

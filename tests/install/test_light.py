@@ -40,10 +40,9 @@ for command in (
     ["ls", log], ["completion", "bash"],
     ["verify", log], ["verify", log, *handlers], ["show", log], ["show", log, "cmpl-bench"], ["why", log, "cmpl-bench"],
     ["core"], ["core", log], ["stats", log],
-    ["replay", log], ["replay", log, *handlers], ["replay", log, "--diff", log],
+    ["show", log, "--at", "20"],
     ["export", log, "--html", "-o", "page.html"], ["export", log, "--perfetto", "-o", "trace.json"],
     ["retire", log, "--max-bytes", "2GiB", "--dry-run"],
-    ["snapshot", log],
     ["repro", log, "--core", "-o", "test_incident.py"],
 ):
     exit_code = main(command)

@@ -15,10 +15,12 @@ LINES: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "ls": ("LOG", "LOG --json", "DIR"),
         "verify": ("LOG --jobs 1", "LOG --jobs 1 --json", "LOG --verbose --lenient", "LOG --request REQUEST"),
-        "show": ("LOG", "LOG --json", "LOG REQUEST", "LOG REQUEST --json", "LOG --follow", "LOG --since 0.01ms"),
+        "show": (
+            *("LOG", "LOG --json", "LOG REQUEST", "LOG REQUEST --json", "LOG --follow", "LOG --since 0.01ms"),
+            *("LOG --at 100000", "LOG --at 100000 --json", "LOG REQUEST --at 20"),
+        ),
         "why": ("LOG REQUEST", "LOG REQUEST --json"),
         "stats": ("LOG", "LOG --json"),
-        "replay": ("LOG", "LOG --json", "LOG REQUEST --until 20", "LOG --diff OTHER", "OTHER --diff LOG --json"),
         "export": (
             "LOG --perfetto -o OUT/trace.json --force --json",
             "LOG --html -o OUT/page.html --force",
@@ -31,7 +33,6 @@ LINES: Mapping[str, Sequence[str]] = MappingProxyType(
             "LOG REQUEST --core --pin --no-run -o OUT/test_pinned.py --force --json",
         ),
         "retire": ("LOG --max-bytes 1 --dry-run", "LOG --max-age 0s --dry-run --json"),
-        "snapshot": ("LOG", "LOG --json"),
     }
 )
 """Command → what follows it: LOG, the directory DIR that it is in, OTHER (a sound log), REQUEST, a folder OUT."""
@@ -40,7 +41,7 @@ NOT_READING: Mapping[str, str] = MappingProxyType(
         "ship": "needs a server; it reads a log as `LogTail` does, which has a test of its own",
         "conformance": "reads no log but its own",
         "check": "reads no log",
-        "completion": "prints a script; the completion of requests is a line of its own, `complete`",
+        "completion": "prints a script",
     }
 )
 """Command → why no line is run."""

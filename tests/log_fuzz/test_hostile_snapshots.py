@@ -179,7 +179,7 @@ def test_the_fuzz_has_every_event_and_every_field() -> None:
 
 
 def test_a_snapshot_is_made_from_the_beginning_where_an_earlier_one_cannot_be_used(tmp_path: Path) -> None:
-    """`kvledger snapshot` ended with 70 where the state of the newest snapshot was none."""
+    """It failed where the state of the newest snapshot was none."""
     path = story_log(tmp_path / "log", segment_bytes=2000)
     log = open_log(path, Core.standard().extended(Recorder()))
     assert write_snapshots(log) > 1

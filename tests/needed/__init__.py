@@ -7,7 +7,6 @@ which marks tests of real engines, and `xxhash`, a mark as well.
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,8 +38,6 @@ FIND: Mapping[str, tuple[Callable[[], Any], str]] = {
         "there is no nats-server; on Debian and Ubuntu: apt-get install nats-server",
     ),
     "prometheus_path": (find_prometheus, "there is no Prometheus; make test installs one as root on Debian"),
-    "zsh": (lambda: shutil.which("zsh"), "there is no zsh; make test installs one as root on Debian"),
-    "fish": (lambda: shutil.which("fish"), "there is no fish; make test installs one as root on Debian"),
     "browser_path": (find_browser, "there is no Chromium; requirements/browser.sh installs one"),
     "lmcache": (lambda: importlib.util.find_spec("lmcache"), "LMCache is not installed here; make lmcache does that"),
     "xxhash": (lambda: importlib.util.find_spec("xxhash"), "xxhash is not installed; vLLM does not need it"),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
 import shlex
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any, Final
 
 import attrs
+from cyclopts import Parameter
 
 from kvledger.adapters.lab.repro.calls import end_of_call, hook_calls
 from kvledger.adapters.lab.repro.chosen import Chosen
@@ -24,8 +25,8 @@ from kvledger.adapters.lab.repro.rerun import rerun
 from kvledger.adapters.lab.repro.run_once import Ended, TestRun, run_once
 from kvledger.adapters.lab.repro.write import ANSWERS_TEST, Description, log_bytes, test_source, with_numbered_keys
 from kvledger.adapters.tools.cli.finding import selected_one
-from kvledger.adapters.tools.cli.options import add_handlers, add_request, json_object
-from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.cli.options import NOTHING_CHOSEN, Deciding, Reading, json_object, value
+from kvledger.adapters.tools.cli.output import Output, Written
 from kvledger.adapters.tools.cli.target import open_target
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.tools.logs.log import StoredLog
@@ -40,50 +41,66 @@ _MAX_EVENTS_OF_A_CALL = 20_000
 _MAX_NAMED = 10
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """What only this command has."""
-    add_request(parser)
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        type=Path,
-        default=Path("test_incident.py"),
-        help="the test to write (default: test_incident.py); the log that it runs again is written next to it",
-    )
-    parser.add_argument("--force", action="store_true", help="replace FILE if it exists, and the log next to it")
-    parser.add_argument("--core", action="store_true", help="drive the core alone: no vLLM, milliseconds")
-    parser.add_argument("--pin", action="store_true", help="pin the answers that the request got, whatever went wrong")
-    add_handlers(parser)
-    of_recorder = parser.add_argument_group("a recorder's log")
-    which = of_recorder.add_mutually_exclusive_group()
-    which.add_argument(
-        "--connector",
-        metavar="MODULE:CLASS",
-        default="",
-        help="run this connector, or the one that vLLM registers under this name",
-    )
-    which.add_argument(
-        "--run-recorded",
-        action="store_true",
-        help="run the connector that the log names, which imports its module: only for logs that you trust",
-    )
-    of_recorder.add_argument(
-        "--extra-config",
-        metavar="JSON",
-        type=json_object,
-        default={},
-        help="keys of its kv_connector_extra_config. Paths, addresses and names of code are not taken from a log",
-    )
-    parser.add_argument("--all", action="store_true", help="keep requests that have nothing to do with it")
-    parser.add_argument("--no-run", action="store_true", help="do not run the test after writing it")
+_OF_RECORDER: Final = "A recorder's log"
 
 
-def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+@Parameter(name="*")
+@attrs.frozen(kw_only=True)
+class Wanted:
+    """The test that is wanted."""
+
+    path: Annotated[
+        Path,
+        Parameter(
+            name=("--output", "-o"),
+            metavar="FILE",
+            help="the test to write; the log that it runs again is written next to it",
+        ),
+    ] = Path("test_incident.py")
+    force: Annotated[bool, Parameter(help="replace FILE if it exists, and the log next to it")] = False
+    core: Annotated[bool, Parameter(help="drive the core alone: no vLLM, milliseconds")] = False
+    pin: Annotated[bool, Parameter(help="pin the answers that the request got, whatever went wrong")] = False
+    connector: Annotated[
+        str,
+        Parameter(
+            group=_OF_RECORDER,
+            metavar="MODULE:CLASS",
+            help="run this connector, or the one that vLLM registers under this name",
+        ),
+    ] = ""
+    run_recorded: Annotated[
+        bool,
+        Parameter(
+            group=_OF_RECORDER,
+            help="run the connector that the log names, which imports its module: only for logs that you trust",
+        ),
+    ] = False
+    extra_config: Annotated[
+        Mapping[str, Any],
+        value(
+            json_object,
+            "JSON",
+            group=_OF_RECORDER,
+            help="keys of its kv_connector_extra_config. Paths, addresses and names of code are not taken from a log",
+        ),
+    ] = attrs.field(factory=dict)
+    all: Annotated[bool, Parameter(help="keep requests that have nothing to do with it")] = False
+    no_run: Annotated[bool, Parameter(help="do not run the test after writing it")] = False
+
+
+def run(
+    reading: Reading,
+    *,
+    wanted: Wanted = Wanted(),
+    deciding: Deciding = NOTHING_CHOSEN,
+    output: Written,
+) -> ExitCode:
     """Write a test and its log."""
-    if arguments.output.suffix != ".py":
-        raise CommandFailed(f"{arguments.output} is no Python file; name one such as test_incident.py")
-    log, selection = selected_one(arguments, output)
+    if wanted.path.suffix != ".py":
+        raise CommandFailed(f"{wanted.path} is no Python file; name one such as test_incident.py")
+    if wanted.connector and wanted.run_recorded:
+        raise CommandFailed("give --connector or --run-recorded, not both")
+    log, selection = selected_one(reading, output, deciding.core())
     if log.worker_rank is not None:
         scheduler = start_of(log.path).scheduler
         remedy = (
@@ -93,26 +110,26 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
             "was made, and there is no request to run again"
         )
         raise CommandFailed(f"{log.path} is worker {log.worker_rank}'s log of its calls; {remedy}")
-    if arguments.pin and selection.request_id is None:
+    if wanted.pin and selection.request_id is None:
         raise CommandFailed("--pin needs a REQUEST: whose answers are to be pinned?")
     findings = _look(log, selection, output)
     incidents = [found for found in findings.incidents if found.sequence >= selection.first_sequence]
-    incident = None if arguments.pin or not incidents else incidents[0]
-    if incident is None and not arguments.pin:
+    incident = None if wanted.pin or not incidents else incidents[0]
+    if incident is None and not wanted.pin:
         raise CommandFailed(_nothing(log, selection, findings))
     try:
-        written = _made(log, arguments, selection, incident, findings, output)
+        written = _made(log, reading, wanted, deciding, selection, incident, findings, output)
     except NotRerunnable as error:
         raise CommandFailed(f"{log.path} cannot be run again: {error}") from error
-    log_path = arguments.output.with_suffix(".kvlog")
+    log_path = wanted.path.with_suffix(".kvlog")
     with contextlib.ExitStack() as stack:  # both files or none
-        for path, content in ((arguments.output, written.source), (log_path, written.log_content)):
-            stack.enter_context(open_target(path, overwrite=arguments.force)).write(content)
+        for path, content in ((wanted.path, written.source), (log_path, written.log_content)):
+            stack.enter_context(open_target(path, overwrite=wanted.force)).write(content)
     for later in incidents[1:] if incident else ():
         output.remark(f"{later.rule} was broken later, at event {later.sequence}: --since {later.sequence} takes that")
     if output.is_json:
         fields = {
-            "test": str(arguments.output),
+            "test": str(wanted.path),
             "log": str(log_path),
             "incident": incident and attrs.asdict(incident, filter=attrs.filters.exclude("hook")),
             "num_events": written.num_events,
@@ -124,7 +141,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     else:
         num_left_out = written.reduced.num_left_out
         left_out = f", {plural(num_left_out, 'request')} left out" if num_left_out else ""
-        output.remark(f"wrote {arguments.output} and {log_path}, {plural(written.num_events, 'event')}{left_out}")
+        output.remark(f"wrote {wanted.path} and {log_path}, {plural(written.num_events, 'event')}{left_out}")
     exit_code, text = _verdict(written, log)
     output.remark(text)
     return exit_code
@@ -132,7 +149,9 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
 
 def _made(
     log: StoredLog,
-    arguments: argparse.Namespace,
+    reading: Reading,
+    wanted: Wanted,
+    deciding: Deciding,
     selection: Selection,
     incident: Trouble | None,
     findings: Findings,
@@ -144,36 +163,36 @@ def _made(
         NotRerunnable: there can be no test, and why.
     """
     recording, events = _recorded(log, selection, incident, output)
-    chosen = _chosen(recording, arguments, output)
+    chosen = _chosen(recording, wanted, output)
     about = Description(
         incident=incident,
         request_id=selection.request_id or "",
         excused=() if incident is None else _excused(findings, incident),
         wrapped="" if recording.wrapped is None else chosen.name(recording.wrapped.kv_transfer),
         chosen=chosen,
-        on_core=arguments.core,
-        handlers=arguments.handlers,
+        on_core=wanted.core,
+        handlers=deciding.handlers,
         origin=f"kvledger {log.header.get('kvledger_version', 'unknown')} with vLLM "
         f"{log.header.get('vllm_version', 'unknown')}",
-        command=_command(arguments),
+        command=_command(reading, wanted, deciding),
         remarks=(),
     )
     with output.progress(log, "leaving out what is not needed"):
-        reduced = _reduced(log, recording, arguments, about, selection)
+        reduced = _reduced(log, recording, wanted, about, selection)
     written = _written(log, recording, events, reduced, about)
-    if arguments.no_run:
+    if wanted.no_run:
         return written
     with output.progress(log, "running the test once"):
-        return _tried(written, arguments.output, log, recording, events)
+        return _tried(written, wanted.path, log, recording, events)
 
 
-def _chosen(recording: Recording, arguments: argparse.Namespace, output: Output) -> Chosen:
+def _chosen(recording: Recording, wanted: Wanted, output: Output) -> Chosen:
     """What the user says of a recorder's log, before any code runs that the log names.
 
     Raises:
         NotRerunnable: it is a recorder's and nothing is said, or it is none.
     """
-    chosen = Chosen(arguments.connector, arguments.extra_config, arguments.run_recorded)
+    chosen = Chosen(wanted.connector, wanted.extra_config, wanted.run_recorded)
     if recording.wrapped is None:
         if not chosen.is_empty:
             raise NotRerunnable(
@@ -355,13 +374,11 @@ def _left_over(recording: Recording) -> Iterable[SequencedEvent]:
     return hook_calls(recording.observations)[1]
 
 
-def _reduced(
-    log: StoredLog, recording: Recording, arguments: argparse.Namespace, about: Description, selection: Selection
-) -> Reduced:
+def _reduced(log: StoredLog, recording: Recording, wanted: Wanted, about: Description, selection: Selection) -> Reduced:
     is_wrapped, incident = recording.wrapped is not None, about.incident
-    if is_wrapped and arguments.core:
+    if is_wrapped and wanted.core:
         raise NotRerunnable(f"--core is for kvledger's own logs, and {about.wrapped} decides itself")
-    if arguments.all:
+    if wanted.all:
         return Reduced(None, recurs=None)
     reduced = reduce(
         recording,
@@ -370,7 +387,7 @@ def _reduced(
         else lambda some: CoreRun(some, log.core).run(),
         rule="" if incident is None else incident.rule,
         request_id=selection.request_id or ("" if incident is None else incident.request_id),
-        leaves_out_calls=is_wrapped or arguments.core,
+        leaves_out_calls=is_wrapped or wanted.core,
     )
     if is_wrapped and not reduced.recurs and reduced.other_answers:
         raise NotRerunnable(
@@ -413,13 +430,13 @@ def _few(things: Sequence[str]) -> str:
     return "; ".join(things[:_MAX_NAMED]) + (f"; and {len(things) - _MAX_NAMED} more" if things[_MAX_NAMED:] else "")
 
 
-def _command(arguments: argparse.Namespace) -> str:
-    words = ["kvledger", "repro", str(arguments.log)]
-    words += [arguments.request] if arguments.request else []
-    words += ["-o", str(arguments.output)]
-    words += [word for name in arguments.handlers for word in ("--handlers", name)]
-    words += ["--connector", arguments.connector] if arguments.connector else []
-    words += ["--extra-config", json.dumps(arguments.extra_config)] if arguments.extra_config else []
+def _command(reading: Reading, wanted: Wanted, deciding: Deciding) -> str:
+    words = ["kvledger", "repro", str(reading.log)]
+    words += [reading.request] if reading.request else []
+    words += ["-o", str(wanted.path)]
+    words += [word for name in deciding.handlers for word in ("--handlers", name)]
+    words += ["--connector", wanted.connector] if wanted.connector else []
+    words += ["--extra-config", json.dumps(wanted.extra_config)] if wanted.extra_config else []
     options = {"core": "core", "pin": "pin", "all": "all", "run_recorded": "run-recorded"}
-    words += [f"--{option}" for name, option in options.items() if getattr(arguments, name)]
+    words += [f"--{option}" for name, option in options.items() if getattr(wanted, name)]
     return shlex.join(words)

@@ -6,19 +6,19 @@ for; nothing is loaded or allocated, and nothing is written that stays.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import re
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import attrs
+from cyclopts import Parameter
 
-from kvledger.adapters.tools.cli.options import count
-from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.cli.options import count, value
+from kvledger.adapters.tools.cli.output import Output, Written
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.units import plural, size
 from kvledger.adapters.vllm_plugin import CONNECTORS, register
@@ -33,51 +33,58 @@ if TYPE_CHECKING:
     from kvledger.adapters.vllm.plan import Plan
 
 _OURS = "KVLedgerConnector"
-_UNSUPPORTED = {
-    "--pipeline-parallel-size": "-pp",
-    "--decode-context-parallel-size": "-dcp",
-    "--prefill-context-parallel-size": "-pcp",
-}
 _PATH = re.compile(r"[^\s{}\[\]\"':@]{1,255}")
 """What is shown of an argument that is no file; other texts may be a configuration with passwords."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """What only this command has."""
-    parser.add_argument(
-        "configuration",
-        metavar="JSON",
-        help="the object of --kv-transfer-config, or its kv_connector_extra_config alone; a file, or - for stdin. "
-        "vLLM is imported to judge it, which takes seconds",
-    )
-    parser.add_argument(
-        "--model", metavar="DIR", type=Path, help="a model's directory: its config.json is read, no weights are"
-    )
-    parser.add_argument("--block-size", metavar="N", type=count, help="as vLLM is given it")
-    parser.add_argument("--tensor-parallel-size", "-tp", metavar="N", type=count, default=1, help="as vLLM's; 1")
-    parser.add_argument("--data-parallel-size", "-dp", metavar="N", type=count, default=1, help="as vLLM's; 1")
-    for name, short in _UNSUPPORTED.items():
-        parser.add_argument(name, short, metavar="N", type=count, default=1, help="as vLLM's; only 1 is served")
-    parser.add_argument("--dtype", metavar="NAME", help="as vLLM is given it, such as bfloat16")
-    parser.add_argument("--kv-cache-dtype", metavar="NAME", help="as vLLM is given it, such as fp8")
-    parser.add_argument("--enforce-eager", action="store_true", help="as vLLM is given it")
-    parser.add_argument(
-        "--prefix-caching-hash-algo",
-        metavar="NAME",
-        choices=("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
-        help="as vLLM is given it; sha256",
-    )
+_AS_VLLM = "as vLLM is given it"
+_ONLY_1 = "as vLLM's; only 1 is served"
 
 
-def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+@Parameter(name="*")
+@attrs.frozen(kw_only=True)
+class Server:
+    """The options of vLLM's server that decide what a configuration does."""
+
+    model: Annotated[
+        Path | None, Parameter(metavar="DIR", help="a model's directory: its config.json is read, no weights are")
+    ] = None
+    block_size: Annotated[int | None, value(count, "N", help=_AS_VLLM)] = None
+    tensor_parallel_size: Annotated[int, value(count, "N", alias="-tp", help="as vLLM's")] = 1
+    data_parallel_size: Annotated[int, value(count, "N", alias="-dp", help="as vLLM's")] = 1
+    pipeline_parallel_size: Annotated[int, value(count, "N", alias="-pp", help=_ONLY_1)] = 1
+    decode_context_parallel_size: Annotated[int, value(count, "N", alias="-dcp", help=_ONLY_1)] = 1
+    prefill_context_parallel_size: Annotated[int, value(count, "N", alias="-pcp", help=_ONLY_1)] = 1
+    dtype: Annotated[str | None, Parameter(metavar="NAME", help=f"{_AS_VLLM}, such as bfloat16")] = None
+    kv_cache_dtype: Annotated[str | None, Parameter(metavar="NAME", help=f"{_AS_VLLM}, such as fp8")] = None
+    enforce_eager: Annotated[bool, Parameter(help=_AS_VLLM)] = False
+    prefix_caching_hash_algo: Annotated[
+        Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] | None, Parameter(help=f"{_AS_VLLM}; sha256")
+    ] = None
+
+
+def run(
+    configuration: Annotated[
+        str,
+        Parameter(
+            metavar="JSON",
+            allow_leading_hyphen=True,
+            help="the object of --kv-transfer-config, or its kv_connector_extra_config alone; a file, or - for stdin. "
+            "vLLM is imported to judge it, which takes seconds",
+        ),
+    ],
+    *,
+    server: Server = Server(),
+    output: Written,
+) -> ExitCode:
     """Say what each connector of kvledger in it would do."""
-    transfer = _transfer(_text(arguments.configuration))
+    transfer = _transfer(_text(configuration))
     require("kvledger check", *CONNECTOR)
     register()  # a recorder may hold a connector of kvledger's by its name alone
     logging.disable(logging.CRITICAL)  # what vLLM says of a configuration is not what is asked
     try:
         for part in _parts(transfer):
-            _check(part, transfer, arguments, output)
+            _check(part, transfer, server, output)
     except ConfigurationError as error:
         for refusal in error.refusals:
             _show_refusal(refusal, output)
@@ -138,7 +145,7 @@ def _parts(transfer: dict[str, Any]) -> list[KVTransferConfig]:
     )
 
 
-def _check(transfer: KVTransferConfig, whole: dict[str, Any], arguments: argparse.Namespace, output: Output) -> None:
+def _check(transfer: KVTransferConfig, whole: dict[str, Any], server: Server, output: Output) -> None:
     from kvledger.adapters.recorder.settings import accepted_recorder
     from kvledger.adapters.recorder.wrapped import wrapped_transfer
     from kvledger.adapters.vllm import versions
@@ -148,11 +155,11 @@ def _check(transfer: KVTransferConfig, whole: dict[str, Any], arguments: argpars
     from kvledger.adapters.vllm.without_weights import platform
 
     output_of = _Shown(output, str(transfer.kv_connector))
-    algorithm = arguments.prefix_caching_hash_algo or DEFAULT_ALGORITHM
+    algorithm = server.prefix_caching_hash_algo or DEFAULT_ALGORITHM
     if transfer.kv_connector != _OURS:
         for_hybrid_memory = transfer.kv_connector == "KVLedgerRecorderHMA"
         of_recorder, wrapped = accepted_recorder(transfer, for_hybrid_memory=for_hybrid_memory)
-        of_recorder.refuse_few_segments(arguments.data_parallel_size * (1 + arguments.tensor_parallel_size))
+        of_recorder.refuse_few_segments(server.data_parallel_size * (1 + server.tensor_parallel_size))
         inner = wrapped_transfer(transfer.kv_connector_extra_config, transfer)
         ours = [each for each in connectors(inner, "connector") if each.kv_connector in CONNECTORS]
         full_disk = of_recorder.refuse_log_dir()
@@ -161,54 +168,54 @@ def _check(transfer: KVTransferConfig, whole: dict[str, Any], arguments: argpars
         if full_disk:
             output_of.note(full_disk)
         for each in ours:
-            _check(each, whole, arguments, output)
+            _check(each, whole, server, output)
         return
     settings = ConnectorSettings.from_extra_config(transfer.kv_connector_extra_config)
     settings.core()
-    versions.refuse_parallelism({name: getattr(arguments, name) for name in versions.UNSUPPORTED_PARALLELISM})
+    versions.refuse_parallelism({name: getattr(server, name) for name in versions.UNSUPPORTED_PARALLELISM})
     refuse_weak_hash(algorithm)
-    settings.refuse_few_segments(arguments.data_parallel_size)
+    settings.refuse_few_segments(server.data_parallel_size)
     full_disk = settings.refuse_log_dir()
-    settings.refuse_beyond_machine(arguments.tensor_parallel_size)
+    settings.refuse_beyond_machine(server.tensor_parallel_size)
     output_of.settings(settings)
     output_of.keys(algorithm, why_guessable(algorithm))
     if full_disk:
         output_of.note(full_disk)
-    if arguments.model is None:
+    if server.model is None:
         output_of.note("slots, tokens and bytes of a block are the model's: --model DIR says them")
         return
-    planned = _planned(settings, whole, arguments)
+    planned = _planned(server.model, settings, whole, server)
     output_of.plan(planned)
-    if arguments.block_size is None and not planned.groups.declined:
+    if server.block_size is None and not planned.groups.declined:
         output_of.note(
             f"blocks are as vLLM lays them out on this machine ({platform()}); for a server on another device run this "
             "command there"
         )
 
 
-def _planned(settings: ConnectorSettings, transfer: dict[str, Any], arguments: argparse.Namespace) -> Plan:
+def _planned(model: Path, settings: ConnectorSettings, transfer: dict[str, Any], server: Server) -> Plan:
     from kvledger.adapters.vllm.plan import plan
     from kvledger.adapters.vllm.without_weights import ModelOptions, configured, in_words, kv_cache_of, platform
 
-    if not (arguments.model / "config.json").is_file():
-        raise CommandFailed(f"{arguments.model} has no config.json; name a model's directory, as Hugging Face has them")
+    if not (model / "config.json").is_file():
+        raise CommandFailed(f"{model} has no config.json; name a model's directory, as Hugging Face has them")
     options = ModelOptions(
-        block_size=arguments.block_size,
-        tensor_parallel_size=arguments.tensor_parallel_size,
-        data_parallel_size=arguments.data_parallel_size,
-        dtype=arguments.dtype,
-        kv_cache_dtype=arguments.kv_cache_dtype,
-        enforce_eager=arguments.enforce_eager,
-        prefix_caching_hash_algo=arguments.prefix_caching_hash_algo,
+        block_size=server.block_size,
+        tensor_parallel_size=server.tensor_parallel_size,
+        data_parallel_size=server.data_parallel_size,
+        dtype=server.dtype,
+        kv_cache_dtype=server.kv_cache_dtype,
+        enforce_eager=server.enforce_eager,
+        prefix_caching_hash_algo=server.prefix_caching_hash_algo,
     )
     try:
-        vllm_config = configured(arguments.model, options, transfer)
+        vllm_config = configured(model, options, transfer)
         kv_cache_config = kv_cache_of(vllm_config)
     except ConfigurationError:
         raise
     except BaseException as error:
         raise_if_unstoppable(error)
-        reason = f"vLLM makes no KV cache for {arguments.model} on this machine ({platform()}): {in_words(error)}"
+        reason = f"vLLM makes no KV cache for {model} on this machine ({platform()}): {in_words(error)}"
         remedy = "if that is for want of a device or a package, ask where the server will run"
         raise ConfigurationError(Refusal(reason, remedy)) from error
     planned = plan(vllm_config, kv_cache_config, settings)

@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 
-from kvledger.adapters.tools.exit_codes import VERDICTS, ExitCode
+from kvledger.adapters.tools.exit_codes import OF_EVERY_COMMAND, VERDICTS, ExitCode
+
+_COLUMNS = 78
 
 _UNREADABLE = "it cannot be read: damaged all through, forbidden, or written by a newer kvledger"
 _DAMAGED_TOO = "shown, also of a log that is damaged: stderr says so, `kvledger verify` judges"
@@ -26,10 +30,36 @@ class Command:
     """Those of the command itself, with what each means here; `kvledger.adapters.tools.exit_codes` has those of all."""
     examples: Mapping[str, str]
     """What somebody wants -> the line that does it."""
-    is_reading: bool = True
-    """Whether it takes a LOG to read, and the options for that."""
-    judges_workers: bool = False
-    """Whether `--newest` also reads the logs of the start's workers, and not the scheduler's alone."""
+    is_entry_point: bool = False
+    """Whether its function is the entry point of its name in the group `kvledger.commands`; the tools' own are not."""
+
+    def path(self, name: str) -> str:
+        """Where cyclopts imports its function from when the command `name` is chosen."""
+        return f"{__name__}:{name}" if self.is_entry_point else f"{__package__}.{name}:run"
+
+    def epilogue(self) -> str:
+        """Exit codes and examples, as `--help` shows them below the options."""
+        examples = "\n".join(f"  {line}\n      {what}" for what, line in self.examples.items())
+        others = {code: text for code, text in OF_EVERY_COMMAND.items() if code not in self.exit_codes}
+        return f"exit codes:\n{_codes(self.exit_codes)}\nof every command:\n{_codes(others)}\n\nexamples:\n{examples}"
+
+
+def _codes(codes: Mapping[ExitCode, str]) -> str:
+    lines = (
+        textwrap.fill(text, _COLUMNS, initial_indent=f"  {code.value:<4}", subsequent_indent=" " * 6)
+        for code, text in codes.items()
+    )
+    return "\n".join(lines)
+
+
+def __getattr__(name: str) -> Callable[..., ExitCode]:
+    """The function of a command that is an entry point, when cyclopts imports it."""
+    from importlib.metadata import entry_points  # noqa: PLC0415 -- looks at all that is installed
+
+    for entry_point in entry_points(group="kvledger.commands", name=name):
+        function: Any = entry_point.load()
+        return function  # type: ignore[no-any-return]
+    raise AttributeError(name)
 
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
@@ -45,7 +75,6 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 "the newest first": "kvledger ls logs",
                 "how the last one ended, for a script": "kvledger ls logs --json | head -n 1 | jq -r .end",
             },
-            is_reading=False,
         ),
         "verify": Command(
             "check a log in every way",
@@ -54,14 +83,18 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 "every log of a log_dir": "kvledger verify logs",
                 "the verdict on the last start, for a script": "kvledger verify logs --newest --json | tail -n 1",
             },
-            judges_workers=True,
         ),
         "show": Command(
-            "show a log, or the timeline of a request",
-            {ExitCode.SOUND: _DAMAGED_TOO, ExitCode.DAMAGED: _UNREADABLE, ExitCode.NOTHING_CHECKED: _NOTHING},
+            "show a log, the timeline of a request, or the state at one moment",
             {
-                "what happened since the last start": "kvledger show logs --newest",
+                ExitCode.SOUND: _DAMAGED_TOO,
+                ExitCode.DAMAGED: _UNREADABLE,
+                ExitCode.DIVERGED: "--at: an event before that moment cannot be folded",
+                ExitCode.NOTHING_CHECKED: _NOTHING,
+            },
+            {
                 "the life of one request": "kvledger show logs chat-17",
+                "a request as it stood at event 42": "kvledger show logs/2026-01-05 chat-17 --at 42",
             },
         ),
         "why": Command(
@@ -78,19 +111,6 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             {
                 "each log, and all together": "kvledger stats logs",
                 "one log from a moment on": "kvledger stats logs --newest --since 20ms",
-            },
-        ),
-        "replay": Command(
-            "fold a log and decide again",
-            {
-                ExitCode.SOUND: "today's code decides as the log does; with --diff: the same events",
-                ExitCode.DAMAGED: "damaged or unreadable",
-                ExitCode.DIVERGED: "a decision differs, or an event cannot be folded; with --diff: an event differs",
-                ExitCode.NOTHING_CHECKED: _NOTHING,
-            },
-            {
-                "a request as it stood at event 42": "kvledger replay logs/2026-01-05 chat-17 --until 42",
-                "where a second run went another way": "kvledger replay logs/2026-01-05 --diff logs/2026-01-06",
             },
         ),
         "export": Command(
@@ -126,7 +146,6 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 "what a connector would be made of here": "kvledger core",
                 "what a log was written with": "kvledger core logs/2026-01-05",
             },
-            is_reading=False,
         ),
         "ship": Command(
             "copy logs into a NATS JetStream stream",
@@ -140,7 +159,6 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 "from now on": "kvledger ship logs --to nats://nats.example/LOGS --follow",
                 "what is there": "kvledger ship --list nats://nats.example/LOGS",
             },
-            is_reading=False,
         ),
         "repro": Command(
             "write an incident as a test that drives the recorded hook calls into the connector",
@@ -157,6 +175,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 "the first incident of a log": "kvledger repro logs/2026-01-06 -o test_incident.py",
                 "the answers that a request got": "kvledger repro logs/2026-01-05 chat-17 --pin -o test_chat_17.py",
             },
+            is_entry_point=True,
         ),
         "conformance": Command(
             "hold a connector of vLLM's against what vLLM relies on",
@@ -169,7 +188,6 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 "a connector that vLLM registers": "kvledger conformance OffloadingConnector --seeds 5",
                 "one world again": 'kvledger conformance connector:Mine --only "world 17"',
             },
-            is_reading=False,
         ),
         "check": Command(
             "say what a configuration of vLLM's would do, before an engine starts",
@@ -181,21 +199,6 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 "what a pool holds": 'kvledger check \'{"host_bytes": "1GiB"}\' --model models/llama',
                 "whether a key is right": "kvledger check '{\"chunk_size\": 32}' --json",
             },
-            is_reading=False,
-        ),
-        "snapshot": Command(
-            "write the snapshots that a log lacks",
-            {
-                ExitCode.SOUND: "they are written, or none was missing",
-                ExitCode.DAMAGED: "damaged or unreadable",
-                ExitCode.DIVERGED: "an event cannot be folded",
-                ExitCode.NOTHING_CHECKED: "the log has lost its beginning and has no snapshot to begin with",
-            },
-            {
-                "before its oldest segments go": "kvledger snapshot logs/2026-01-05",
-                "of a log with handlers of its own": "kvledger snapshot logs/2026-01-05 --handlers handlers:Mine",
-            },
-            is_reading=False,
         ),
         "retire": Command(
             "delete the oldest segments of logs that are at rest",
@@ -204,16 +207,14 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 "say what would go": "kvledger retire logs --max-bytes 2GiB --max-age 30d --dry-run",
                 "from cron": "kvledger retire logs --max-bytes 2GiB --max-age 30d",
             },
-            is_reading=False,
         ),
         "completion": Command(
-            "print the script with which a shell completes commands, options, logs and requests",
+            "print the script with which a shell completes commands, options and paths",
             {ExitCode.SOUND: "printed"},
             {
                 "in ~/.bashrc, or with zsh in ~/.zshrc, behind compinit": 'eval "$(kvledger completion bash)"',
                 "with fish, once": "kvledger completion fish > ~/.config/fish/completions/kvledger.fish",
             },
-            is_reading=False,
         ),
     }
 )

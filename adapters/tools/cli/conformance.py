@@ -5,7 +5,6 @@ What runs it needs vLLM and is imported when it is asked for.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -14,13 +13,15 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
+import attrs
+from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
-from kvledger.adapters.tools.cli.options import count, json_object
-from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.cli.options import count, json_object, value
+from kvledger.adapters.tools.cli.output import Output, Written
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.units import plural
 from kvledger.lifecycle import described, raise_if_unstoppable
@@ -36,53 +37,61 @@ _PLACE = re.compile(r"\{run_dir\}[/A-Za-z_-]*")
 _STYLES = {"kept": "green", "broken": "bold red", "not judged": "yellow"}
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """What only this command has."""
-    parser.add_argument(
-        "connector", metavar="MODULE:CLASS", help="the connector, or the name of one that vLLM registers"
+@Parameter(name="*")
+@attrs.frozen
+class Examined:
+    """The connector that is run, and in which runs."""
+
+    connector: Annotated[
+        str, Parameter(metavar="MODULE:CLASS", help="the connector, or the name of one that vLLM registers")
+    ]
+    extra_config: Annotated[
+        dict[str, Any],
+        value(
+            json_object,
+            "JSON",
+            help="its kv_connector_extra_config; {run_dir} in a string is a directory that is empty when a run begins",
+        ),
+    ] = attrs.field(factory=dict, kw_only=True)
+    seeds: Annotated[int, value(count, "N", help="how many worlds of random traffic")] = attrs.field(
+        default=50, kw_only=True
     )
-    parser.add_argument(
-        "--extra-config",
-        metavar="JSON",
-        type=json_object,
-        default={},
-        help="its kv_connector_extra_config; {run_dir} in a string is a directory that is empty when a run begins",
-    )
-    parser.add_argument("--seeds", metavar="N", type=count, default=50, help="how many worlds of random traffic; 50")
-    parser.add_argument("--first", metavar="N", type=count, default=0, help="the seed of the first; 0")
-    parser.add_argument(
-        "--lose",
-        metavar="MODULE:FUNCTION",
-        help="called with the connector's scheduler's side and its worker's, loses what they hold: loads fail then",
-    )
-    parser.add_argument("--only", metavar="RUN", help='play this run alone: the name of a scenario, or "world 17"')
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="DIR",
-        type=Path,
-        default=Path("kvledger-conformance"),
-        help="where the logs of runs are left in which something broke; kvledger-conformance",
-    )
+    first: Annotated[int, value(count, "N", help="the seed of the first; 0")] = attrs.field(default=0, kw_only=True)
+    lose: Annotated[
+        str | None,
+        Parameter(
+            metavar="MODULE:FUNCTION",
+            help="called with the connector's scheduler's side and its worker's, loses what they hold: loads fail then",
+        ),
+    ] = attrs.field(default=None, kw_only=True)
+    only: Annotated[
+        str | None, Parameter(metavar="RUN", help='play this run alone: the name of a scenario, or "world 17"')
+    ] = attrs.field(default=None, kw_only=True)
+    directory: Annotated[
+        Path,
+        Parameter(
+            name=("--output", "-o"), metavar="DIR", help="where the logs of runs are left in which something broke"
+        ),
+    ] = attrs.field(default=Path("kvledger-conformance"), kw_only=True)
 
 
-def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+def run(examined: Examined, *, output: Written) -> ExitCode:
     """Play scenarios and worlds, and report each obligation."""
     require("kvledger conformance", *CONNECTOR)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logging.disable(logging.CRITICAL)  # what a connector says of each run would hide the report
     try:
-        return _examine(arguments, output)
+        return _examine(examined, output)
     finally:
         logging.disable(logging.NOTSET)
 
 
-def _examine(arguments: argparse.Namespace, output: Output) -> ExitCode:
+def _examine(examined: Examined, output: Output) -> ExitCode:
     from kvledger.adapters.lab.conformance import runs
 
-    directory = arguments.output.absolute()
-    chosen = list(_chosen(arguments))
-    subject, remarks = _subject(arguments, chosen[0], directory)
+    directory = examined.directory.absolute()
+    chosen = list(_chosen(examined))
+    subject, remarks = _subject(examined, chosen[0], directory)
     outcomes: list[Outcome] = []
     console = Console(file=sys.stderr)
     with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
@@ -95,11 +104,11 @@ def _examine(arguments: argparse.Namespace, output: Output) -> ExitCode:
         remarks += [f"{outcome.run.name}: {remark}" for remark in outcome.remarks]
     if not output.is_json:
         num_steps, num_events = (sum(getattr(each, name) for each in outcomes) for name in ("num_steps", "num_events"))
-        output.field("connector", arguments.connector)
+        output.field("connector", examined.connector)
         output.field("runs", f"{len(outcomes)}, {plural(num_steps, 'step')}, {plural(num_events, 'event')} audited")
     findings = runs.findings(outcomes)
     for finding in findings:
-        _show_finding(finding, arguments, output)
+        _show_finding(finding, examined, output)
     for remark in remarks:
         if output.is_json:
             output.record("remark", {"text": remark})
@@ -142,10 +151,10 @@ def _failed(outcome: Outcome, failure: Failure) -> dict[str, object]:
     }
 
 
-def _show_finding(finding: Finding, arguments: argparse.Namespace, output: Output) -> None:
+def _show_finding(finding: Finding, examined: Examined, output: Output) -> None:
     name = finding.obligation.name
     broken_in = [
-        {**_failed(outcome, failure), "again": _again(arguments, outcome.run.name)}
+        {**_failed(outcome, failure), "again": _again(examined, outcome.run.name)}
         for outcome, failure in finding.broken_in
     ]
     if output.is_json:
@@ -166,40 +175,38 @@ def _show_finding(finding: Finding, arguments: argparse.Namespace, output: Outpu
         output.line(f"    log: kvledger show {shlex.quote(str(first['log']))}", style="dim")
 
 
-def _chosen(arguments: argparse.Namespace) -> list[Run]:
+def _chosen(examined: Examined) -> list[Run]:
     from kvledger.adapters.lab.conformance import runs
 
-    everything = list(runs.runs(range(arguments.first, arguments.first + arguments.seeds)))
-    if arguments.only is None:
+    everything = list(runs.runs(range(examined.first, examined.first + examined.seeds)))
+    if examined.only is None:
         return everything
-    kind, _, seed = arguments.only.partition(" ")
+    kind, _, seed = examined.only.partition(" ")
     if kind == "world" and seed.isdecimal():
         return [runs.world(int(seed))]
-    found = [each for each in everything if arguments.only in (each.name, each.scenario)]
+    found = [each for each in everything if examined.only in (each.name, each.scenario)]
     if not found:
         names = ", ".join(dict.fromkeys(each.scenario for each in everything if each.scenario))
-        raise CommandFailed(f'--only {arguments.only}: no such run; there are "world N", and: {names}')
+        raise CommandFailed(f'--only {examined.only}: no such run; there are "world N", and: {names}')
     return found
 
 
-def _subject(arguments: argparse.Namespace, first: Run, directory: Path) -> tuple[Subject, list[str]]:
+def _subject(examined: Examined, first: Run, directory: Path) -> tuple[Subject, list[str]]:
     """The connector with its worker, or, where that cannot be made here, without; and what is to say of that."""
-    import attrs
-
     from kvledger.adapters.lab.conformance import runs
     from kvledger.adapters.lab.conformance.subject import Subject
     from kvledger.adapters.recorder.options import without_unrecorded
 
     def text(error: BaseException) -> str:
-        return without_unrecorded(described(error), arguments.extra_config)
+        return without_unrecorded(described(error), examined.extra_config)
 
     try:
-        subject = Subject.named(arguments.connector, arguments.extra_config, arguments.lose)
+        subject = Subject.named(examined.connector, examined.extra_config, examined.lose)
     except BaseException as error:
         raise_if_unstoppable(error)
-        message = f"{arguments.connector}: {text(error)}; say MODULE:CLASS of a connector of vLLM's"
+        message = f"{examined.connector}: {text(error)}; say MODULE:CLASS of a connector of vLLM's"
         raise CommandFailed(message) from error
-    added = {key: value for key, value in subject.extra_config.items() if key not in arguments.extra_config}
+    added = {key: value for key, value in subject.extra_config.items() if key not in examined.extra_config}
     remarks = [f"run with --extra-config {json.dumps(added)}, the default for it here"] if added else []
     try:
         runs.built(first, subject, directory)
@@ -211,7 +218,7 @@ def _subject(arguments: argparse.Namespace, first: Run, directory: Path) -> tupl
         except BaseException as again:  # noqa: BLE001 -- the first error says more
             raise_if_unstoppable(again)
             message = (
-                f"{arguments.connector} cannot be started: {text(error)}; what it needs is said with --extra-config"
+                f"{examined.connector} cannot be started: {text(error)}; what it needs is said with --extra-config"
             )
             raise CommandFailed(message) from error
         remark = (
@@ -222,12 +229,12 @@ def _subject(arguments: argparse.Namespace, first: Run, directory: Path) -> tupl
     return subject, remarks
 
 
-def _again(arguments: argparse.Namespace, run_name: str) -> str:
+def _again(examined: Examined, run_name: str) -> str:
     """The command that plays one run; options that may be secrets are to be filled in."""
     from kvledger.adapters.recorder.options import recorded_options
 
-    shown = recorded_options(arguments.extra_config)
-    shown |= {name: value for name, value in arguments.extra_config.items() if _PLACE.fullmatch(str(value))}
+    shown = recorded_options(examined.extra_config)
+    shown |= {name: value for name, value in examined.extra_config.items() if _PLACE.fullmatch(str(value))}
     extra = ["--extra-config", json.dumps(shown)] if shown else []
-    lose = ["--lose", arguments.lose] if arguments.lose else []
-    return shlex.join(["kvledger", "conformance", arguments.connector, *extra, *lose, "--only", run_name])
+    lose = ["--lose", examined.lose] if examined.lose else []
+    return shlex.join(["kvledger", "conformance", examined.connector, *extra, *lose, "--only", run_name])

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import argparse
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from kvledger.adapters.core import installed_extensions
-from kvledger.adapters.tools.cli.options import add_handlers, chosen_core
-from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.cli.options import NOTHING_CHOSEN, Deciding, value
+from kvledger.adapters.tools.cli.output import Output, Written
 from kvledger.adapters.tools.exit_codes import ExitCode
 from kvledger.adapters.tools.logs.log import StoredLog, open_log
 from kvledger.adapters.tools.logs.sources import find_logs, one_of
-from kvledger.adapters.tools.logs.streams import log_argument
+from kvledger.adapters.tools.logs.streams import StreamUrl, log_argument
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.events import ExtensionStopped
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """What only this command has."""
-    parser.add_argument("log", metavar="LOG", type=log_argument, nargs="?", help="a log; default: what is installed")
-    parser.add_argument("--mirror", metavar="DIR", help="where the files of a stream's logs are kept")
-    add_handlers(parser)
-
-
-def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+def run(
+    log: Annotated[Path | StreamUrl | None, value(log_argument, help="a log; default: what is installed")] = None,
+    *,
+    mirror: Annotated[Path | None, Parameter(metavar="DIR", help="where the files of a stream's logs are kept")] = None,
+    deciding: Deciding = NOTHING_CHOSEN,
+    output: Written,
+) -> ExitCode:
     """Print one core."""
-    core = chosen_core(arguments, installed=arguments.log is None)
+    core = deciding.core(installed=log is None)
     stopped: dict[str, int] = {}
     handlers = handlers_in(core.handler_fingerprint())
-    if arguments.log is not None:
-        log = open_log(one_of(find_logs(arguments.log, arguments.mirror), arguments.log), core)
-        core, stopped = log.core, _stopped(log, output)
-        handlers = handlers_in(str(log.header.get("handler_fingerprint", core.handler_fingerprint())))
+    if log is not None:
+        stored = open_log(one_of(find_logs(log, mirror), log), core)
+        core, stopped = stored.core, _stopped(stored, output)
+        handlers = handlers_in(str(stored.header.get("handler_fingerprint", core.handler_fingerprint())))
     if output.is_json:
         output.record("core", {**described(core), "handlers": handlers, "stopped": stopped})
         return ExitCode.SOUND

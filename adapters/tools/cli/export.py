@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
+
+from cyclopts import Parameter
 
 from kvledger.adapters.tools.cli.export_otlp import coverage_of_all, export_spans
 from kvledger.adapters.tools.cli.finding import foldable
-from kvledger.adapters.tools.cli.options import add_handlers
-from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.cli.options import NOTHING_CHOSEN, Deciding, Reading
+from kvledger.adapters.tools.cli.output import Output, Written
 from kvledger.adapters.tools.cli.target import open_target
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.tools.export.perfetto import EngineTrace, TraceFile
@@ -22,35 +23,44 @@ from kvledger.adapters.units import plural, size
 _Selected = list[tuple[StoredLog, Selection]]
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """What only this command has."""
-    formats = parser.add_mutually_exclusive_group()
-    formats.add_argument("--perfetto", action="store_true", help="a trace that ui.perfetto.dev opens")
-    formats.add_argument("--html", action="store_true", help="one page with everything in it, for a ticket")
-    formats.add_argument(
-        "--otlp",
-        metavar="TARGET",
-        help="spans for OpenTelemetry: sent to http://host:4318, or written to a file as lines of JSON (- for stdout)",
-    )
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="where to write; default: stdout")
-    add_handlers(parser)
-    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
-
-
-def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+def run(
+    reading: Reading,
+    *,
+    perfetto: Annotated[bool, Parameter(help="a trace that ui.perfetto.dev opens")] = False,
+    html: Annotated[bool, Parameter(help="one page with everything in it, for a ticket")] = False,
+    otlp: Annotated[
+        str | None,
+        Parameter(
+            metavar="TARGET",
+            help="spans for OpenTelemetry: sent to http://host:4318, or written to a file as lines of JSON (- for "
+            "stdout)",
+        ),
+    ] = None,
+    path: Annotated[
+        Path | None, Parameter(name=("--output", "-o"), metavar="FILE", help="where to write; default: stdout")
+    ] = None,
+    deciding: Deciding = NOTHING_CHOSEN,
+    force: Annotated[bool, Parameter(help="replace FILE if it exists")] = False,
+    output: Written,
+) -> ExitCode:
     """Write the selected part of each log into one file."""
-    if not (arguments.perfetto or arguments.html or arguments.otlp):
+    if [perfetto, html, otlp is not None].count(True) != 1:
         raise CommandFailed("say which format is wanted: --perfetto, --html or --otlp")
-    path: Path | None = arguments.output
-    if arguments.otlp:
+    if otlp is not None:
         if path is not None:
             raise CommandFailed(f"--otlp names where spans go: give --otlp {path}, and no -o")
-        return export_spans(arguments, output)
+        return export_spans(otlp, reading, deciding, output, force=force)
     if output.is_json and path is None:
         raise CommandFailed("--json lists what was written, so name a file with -o")
-    logs = foldable(arguments, output)
-    with open_target(path, overwrite=arguments.force) as file:
-        _export(arguments, logs, file, output)
+    logs = foldable(reading, output, core=deciding.core())
+    with open_target(path, overwrite=force) as file:
+        if perfetto:
+            _export_trace(logs, file, output)
+        else:
+            from kvledger.adapters.tools.export.page import write_page  # noqa: PLC0415 - templates take a seventh of a second
+
+            for piece in write_page(logs, output):
+                file.write(piece.encode())
     if path is not None:
         num_bytes = path.stat().st_size
         if output.is_json:
@@ -58,16 +68,6 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         else:
             output.remark(f"wrote {path}, {size(num_bytes)}, of {plural(len(logs), 'log')}")
     return coverage_of_all(logs, output)
-
-
-def _export(arguments: argparse.Namespace, logs: _Selected, file: IO[bytes], output: Output) -> None:
-    if arguments.perfetto:
-        _export_trace(logs, file, output)
-    else:
-        from kvledger.adapters.tools.export.page import write_page  # noqa: PLC0415 - templates take a seventh of a second
-
-        for piece in write_page(logs, output):
-            file.write(piece.encode())
 
 
 # --- Perfetto -----------------------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvledger.adapters.tools.cli.finding import lives_in, selected
+from kvledger.adapters.tools.cli.options import Deciding, Reading
 from kvledger.adapters.tools.cli.output import Output
 from kvledger.adapters.tools.cli.target import open_target
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, gravest
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kvledger.adapters.tools.export.otlp_targets import SpanTarget
 
 
-def export_spans(arguments: argparse.Namespace, output: Output) -> ExitCode:
-    """Send or write the spans of the selected part of each log.
+def export_spans(name: str, reading: Reading, deciding: Deciding, output: Output, *, force: bool) -> ExitCode:
+    """Send the spans of the selected part of each log to the target `name`, or write them there.
 
     Raises:
         CommandFailed: OpenTelemetry is not installed, the target cannot be used, or does not take them.
@@ -33,7 +33,6 @@ def export_spans(arguments: argparse.Namespace, output: Output) -> ExitCode:
     require("kvledger export --otlp", *OTLP)
     from kvledger.adapters.tools.export.otlp_targets import SpanEndpoint, SpanFile, is_endpoint  # noqa: PLC0415 - half a second
 
-    name: str = arguments.otlp
     path = None if name == "-" else Path(name)
     with contextlib.ExitStack() as stack:
         target: SpanTarget
@@ -42,8 +41,8 @@ def export_spans(arguments: argparse.Namespace, output: Output) -> ExitCode:
         elif output.is_json and path is None:
             raise CommandFailed("--json lists what was written, so name a file: --otlp FILE")
         else:
-            target = SpanFile(name, stack.enter_context(open_target(path, overwrite=arguments.force)))
-        logs = list(selected(arguments, output))
+            target = SpanFile(name, stack.enter_context(open_target(path, overwrite=force)))
+        logs = list(selected(reading, output, core=deciding.core()))
         num_spans = sum(_export(log, selection, target, output) for log, selection in logs)
     if target.num_rejected:
         num_taken = num_spans - target.num_rejected

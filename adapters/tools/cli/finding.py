@@ -1,13 +1,13 @@
-"""Which request a person means, and in which log it is."""
+"""Which logs LOG means, and in which of them is the request that REQUEST means."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvledger.adapters.tools.cli.options import chosen_core, selection_of
+from kvledger.adapters.core import composed_core
+from kvledger.adapters.tools.cli.options import Reading, may_be_request, selection_of
 from kvledger.adapters.tools.cli.output import Output
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, gravest
 from kvledger.adapters.tools.logs.coverage import RequestPresence
@@ -15,37 +15,91 @@ from kvledger.adapters.tools.logs.finding import one_request, request_ids
 from kvledger.adapters.tools.logs.index import index_for
 from kvledger.adapters.tools.logs.log import StoredLog, open_log
 from kvledger.adapters.tools.logs.selection import Selection
-from kvledger.adapters.tools.logs.sources import one_of
+from kvledger.adapters.tools.logs.sources import engine_starts, find_logs, one_of, started_with
+from kvledger.adapters.tools.logs.streams import shown_log
+from kvledger.adapters.tools.logs.visible import remark
+from kvledger.adapters.units import plural
 from kvledger.lifecycle import Core
+from kvledger.storage.events.files import refused_link
 
 
-def selected(arguments: argparse.Namespace, output: Output) -> Iterator[tuple[StoredLog, Selection]]:
-    """Each log that the arguments mean, opened, with what they select of it. A request is in one of the logs."""
-    core = chosen_core(arguments)
-    if arguments.request is not None:
-        log, request_id = find_request(arguments, output, core)
-        yield log, selection_of(arguments, log, output, request_id)
+def logs_of(reading: Reading, output: Output, *, with_workers: bool = False) -> list[Path]:
+    """The logs that LOG means, engine start by engine start, the newest start last.
+
+    With `--newest` the scheduler's log of the newest start; `with_workers` puts the logs of its workers before it.
+
+    Raises:
+        CommandFailed: there is none.
+    """
+    log, request = reading.log, reading.request
+    if request and isinstance(log, Path) and may_be_request(log) and may_be_request(Path(request)):
+        raise CommandFailed(
+            f"there is nothing at {shown_log(log)}; give the LOG (a log directory or a *.kvlog file) and the REQUEST "
+            "in it"
+        )
+    logs = find_logs(log, reading.mirror, newest=reading.newest)
+    if reading.newest and len(logs) > 1:
+        logs = _newest(logs, reading, with_workers=with_workers)
+    output.has_many_logs = len(logs) > 1
+    return logs
+
+
+def _newest(logs: Sequence[Path], reading: Reading, *, with_workers: bool) -> list[Path]:
+    for link in filter(Path.is_symlink, logs):
+        remark(str(refused_link(link)))
+    starts = engine_starts(logs)
+    newest = starts[-1]
+    if newest.scheduler is None:
+        remark(
+            f"the newest of {len(starts)} engine starts in {reading.log} has no scheduler log, only "
+            f"{plural(len(newest.workers), 'log')} of workers: it failed before its scheduler was made, or that log "
+            "was removed; `kvledger ls` lists the earlier starts"
+        )
+        return newest.logs
+    of_what = "logs" if len(starts) == len(logs) else "logs, the scheduler's of the newest engine start,"
+    remark(f"reading {newest.scheduler}, the newest of {len(logs)} {of_what} in {reading.log}")
+    others = started_with(newest, starts)
+    if others:
+        named = ", ".join(str(other.main) for other in others)
+        remark(f"it is one of {len(others) + 1} engines or connectors of the same server; not read: {named}")
+    return newest.logs if with_workers else [newest.scheduler]
+
+
+def selected(
+    reading: Reading, output: Output, logs: Sequence[Path] | None = None, core: Core | None = None
+) -> Iterator[tuple[StoredLog, Selection]]:
+    """Each of the logs, opened, with what is selected of it. A request is in one of the logs.
+
+    Without `logs` those that LOG means; without `core` with the one that the log names.
+    """
+    logs = logs_of(reading, output) if logs is None else logs
+    core = core or composed_core((), ())
+    if reading.request is not None:
+        log, request_id = find_request(logs, reading, output, core)
+        yield log, selection_of(reading, log, output, request_id)
         return
-    for path in arguments.logs:
+    for path in logs:
         with output.apart_from_others(path):
-            log = opened_log(path, arguments, core)
-            yield log, selection_of(arguments, log, output)
+            log = opened_log(path, reading, core)
+            yield log, selection_of(reading, log, output)
 
 
-def foldable(arguments: argparse.Namespace, output: Output) -> list[tuple[StoredLog, Selection]]:
+def foldable(
+    reading: Reading, output: Output, logs: Sequence[Path] | None = None, core: Core | None = None
+) -> list[tuple[StoredLog, Selection]]:
     """The same, without the logs whose configuration is lost. If there are several logs, these are named.
 
     Raises:
         CommandFailed: none is left.
     """
-    logs = []
-    for log, selection in selected(arguments, output):
+    found = []
+    for log, selection in selected(reading, output, logs, core):
         with output.apart_from_others(log.path):
             log.configuration  # noqa: B018 -- it raises
-            logs.append((log, selection))
-    if not logs:
+            found.append((log, selection))
+    if not found:
         raise CommandFailed("no log could be read: see above", gravest(output.failures) or ExitCode.DAMAGED)
-    return logs
+    return found
 
 
 def lives_in(log: StoredLog, selection: Selection, output: Output) -> bool:
@@ -65,33 +119,34 @@ def lives_in(log: StoredLog, selection: Selection, output: Output) -> bool:
     return presence.is_found
 
 
-def selected_one(arguments: argparse.Namespace, output: Output) -> tuple[StoredLog, Selection]:
-    """The one log that the arguments mean, opened, with what they select of it.
+def selected_one(reading: Reading, output: Output, core: Core | None = None) -> tuple[StoredLog, Selection]:
+    """The one log that is meant, opened, with what is selected of it.
 
     Raises:
-        CommandFailed: they mean several.
+        CommandFailed: several are meant.
     """
-    if arguments.request is None:
-        arguments.logs = [one_of(arguments.logs, arguments.log)]
+    logs = logs_of(reading, output)
+    if reading.request is None:
+        logs = [one_of(logs, reading.log)]
         output.has_many_logs = False
-    return next(selected(arguments, output))
+    return next(selected(reading, output, logs, core))
 
 
-def opened_log(path: Path, arguments: argparse.Namespace, core: Core | None = None) -> StoredLog:
-    """The log, opened as the arguments say; without `core` with one of its own."""
-    core = core or chosen_core(arguments)
-    return open_log(path, core, lenient=arguments.lenient, trusts_snapshots=arguments.trust_snapshots)
+def opened_log(path: Path, reading: Reading, core: Core) -> StoredLog:
+    """The log, opened as the options say."""
+    return open_log(path, core, lenient=reading.lenient, trusts_snapshots=reading.trust_snapshots)
 
 
-def find_request(arguments: argparse.Namespace, output: Output, core: Core) -> tuple[StoredLog, str]:
+def find_request(logs: Sequence[Path], reading: Reading, output: Output, core: Core) -> tuple[StoredLog, str]:
     """The log that has the one request that is meant, opened, and the whole id in the log; see `one_request`.
 
     Raises:
         CommandFailed: none has it, or several ids or logs could be meant.
     """
+    asked = reading.request or ""
     known: list[tuple[StoredLog, dict[str, None]]] = []
-    for path in arguments.logs:
+    for path in logs:
         with output.apart_from_others(path):
-            log = opened_log(path, arguments, core)
-            known.append((log, request_ids(log, arguments.request, output)))
-    return one_request(known, arguments.request)
+            log = opened_log(path, reading, core)
+            known.append((log, request_ids(log, asked, output)))
+    return one_request(known, asked)

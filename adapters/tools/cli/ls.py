@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Annotated
 
 import attrs
+from cyclopts import Parameter
 
-from kvledger.adapters.tools.cli.default_log import LogArgument
-from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.cli.options import DEFAULT_LOG
+from kvledger.adapters.tools.cli.output import Written
 from kvledger.adapters.tools.exit_codes import ExitCode, gravest
 from kvledger.adapters.tools.logs.clock import iso
 from kvledger.adapters.tools.logs.glance import Glance, glance_at
@@ -36,14 +37,13 @@ _ENDS = {
 }
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Its arguments."""
-    parser.add_argument("log", action=LogArgument, type=Path, help="a directory of logs, such as log_dir, or one log")
-
-
-def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+def run(
+    log: Annotated[Path, Parameter(env_var=DEFAULT_LOG, help="a directory of logs, such as log_dir, or one log")],
+    *,
+    output: Written,
+) -> ExitCode:
     """List them; one that cannot be read costs the exit code."""
-    glances = [glance_at(path) for path in reversed(find_logs(arguments.log))]
+    glances = [glance_at(path) for path in reversed(find_logs(log))]
     if output.is_json:
         for glance in glances:
             fields = attrs.asdict(glance, recurse=False, filter=attrs.filters.exclude("ending"))

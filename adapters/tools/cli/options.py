@@ -1,4 +1,4 @@
-"""What part of a log was asked for: --since, --until and --request.
+"""The arguments that several commands share: LOG and REQUEST, what part of a log is read, how decisions are made again.
 
 A selection limits what is shown, never what is known: the state at a moment is made from everything before it, so
 commands read from the log's beginning and show only the events that are selected.
@@ -6,16 +6,18 @@ commands read from the log's beginning and show only the events that are selecte
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime as dt
 import itertools
 import json
 import math
-from collections.abc import Iterator
-from typing import Final, Literal
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
 
 import attrs
+from cyclopts import Parameter, Token
 
 from kvledger.adapters.core import composed_core, installed_extensions
 from kvledger.adapters.tools.cli.output import Output
@@ -23,11 +25,29 @@ from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.tools.logs.index import index_for
 from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.logs.streams import StreamUrl, log_argument
 from kvledger.adapters.units import read_duration_ns, read_size
 from kvledger.lifecycle import ConfigurationError, Core, SequencedEvent
 
+DEFAULT_LOG: Final = "KVLEDGER_LOG"
 _NS_PER_S: Final = 1_000_000_000
 _NS_PER_DAY: Final = 86_400 * _NS_PER_S
+_EVERY_LOG: Final = (
+    "a log directory, one *.kvlog file, a directory of logs (all of them), or nats://host/STREAM[/LOG_ID]"
+)
+_MOMENT: Final = (
+    "an event number, a time since the log was opened (1.5s, 1h30m), a date and time, or a time of day, the first such "
+    "in the log (UTC unless it says so)"
+)
+
+
+def value(read: Callable[[str], Any], metavar: str | None = None, **about: Any) -> Parameter:  # noqa: ANN401 -- as Parameter
+    """An argument whose text `read` turns into a value; a `ValueError` that it raises is wrong usage."""
+
+    def convert(_type: object, tokens: Sequence[Token]) -> Any:  # noqa: ANN401
+        return read(tokens[0].value)
+
+    return Parameter(converter=convert, metavar=metavar, n_tokens=1, accepts_keys=False, **about)
 
 
 @attrs.frozen
@@ -52,7 +72,7 @@ def moment(text: str) -> Moment:
     """`90211` (an event), `1.5s`, `1h30m` (since the log was opened), `2026-01-05T10:30:00Z` or `10:30:00.101` (UTC).
 
     Raises:
-        argparse.ArgumentTypeError: it is none of them.
+        ValueError: it is none of them.
     """
     if text.isdecimal() and int(text) > 0:
         return Moment("event", int(text), text)
@@ -67,54 +87,21 @@ def moment(text: str) -> Moment:
             f"{text!r} is no moment; give an event number (90211), a time since the log was opened (1.5s, 1h30m), "
             "a date and time (2026-01-05T10:30:00Z) or a time of day (10:30:00.101)"
         )
-        raise argparse.ArgumentTypeError(message) from None
+        raise ValueError(message) from None
     if at.tzinfo is None:
         at = at.replace(tzinfo=dt.UTC)
     unix_ns = (at - dt.datetime(1970, 1, 1, tzinfo=dt.UTC)) // dt.timedelta(microseconds=1) * 1000
     return Moment("of_day_ns", unix_ns % _NS_PER_DAY, text) if is_of_day else Moment("unix_ns", unix_ns, text)
 
 
-def add_handlers(parser: argparse.ArgumentParser) -> None:
-    """The option of the commands that decide again."""
-    parser.add_argument(
-        "--handlers",
-        metavar="MODULE:CLASS",
-        action="append",
-        default=[],
-        help="decide with this state handler in the place of its state's; may be repeated. PYTHONPATH says where it is",
-    )
-    parser.add_argument(
-        "--extensions",
-        metavar="MODULE:CLASS",
-        action="append",
-        default=[],
-        help="read with this extension, also where the log was written without; may be repeated",
-    )
-
-
-def chosen_core(arguments: argparse.Namespace, *, installed: bool = False) -> Core:
-    """The core to read a log with, and to decide with; with `installed`, as a connector would have it.
-
-    Raises:
-        CommandFailed: one cannot be imported, or is no state handler.
-    """
-    try:
-        return composed_core(
-            getattr(arguments, "handlers", ()),
-            (*(installed_extensions() if installed else ()), *getattr(arguments, "extensions", ())),
-        )
-    except ConfigurationError as error:
-        raise CommandFailed(f"--{error}") from error
-
-
 def count(text: str) -> int:
     """How many, from 0 on.
 
     Raises:
-        argparse.ArgumentTypeError: it is no such number.
+        ValueError: it is no such number.
     """
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+        raise ValueError(f"{text!r} is no whole number from 0 on")
     return int(text)
 
 
@@ -122,11 +109,11 @@ def positive(text: str) -> int:
     """How many, from 1 on.
 
     Raises:
-        argparse.ArgumentTypeError: it is no such number.
+        ValueError: it is no such number.
     """
     number = count(text)
     if not number:
-        raise argparse.ArgumentTypeError("0 is too few; give 1 or more")
+        raise ValueError("0 is too few; give 1 or more")
     return number
 
 
@@ -134,13 +121,11 @@ def seconds(text: str) -> float:
     """A duration in seconds.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        ValueError: it is none.
     """
     found = read_duration_ns(text)
     if found is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a duration; give numbers with s, m, h, d or w, as in 30d or 1h30m"
-        )
+        raise ValueError(f"{text!r} is not a duration; give numbers with s, m, h, d or w, as in 30d or 1h30m")
     return found / _NS_PER_S
 
 
@@ -148,11 +133,11 @@ def num_bytes(text: str) -> int:
     """A size in bytes.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        ValueError: it is none.
     """
     found = read_size(text)
     if found is None:
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f"{text!r} is not a size; give bytes, or a number with K, M, G, T (powers of 1000) or KiB, MiB, GiB, TiB"
         )
     return found
@@ -162,14 +147,14 @@ def json_object(text: str) -> dict[str, object]:
     """An object of JSON, with numbers that JSON has. A refusal does not quote it: it may have a secret.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        ValueError: it is none.
     """
     try:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"this is no JSON ({error}); quote it with ' in a shell") from error
+        raise ValueError(f"this is no JSON ({error}); quote it with ' in a shell") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"a {type(value).__name__} is no JSON object")
+        raise ValueError(f"a {type(value).__name__} is no JSON object")  # noqa: TRY004 -- wrong usage
     return value
 
 
@@ -182,42 +167,96 @@ def _finite(text: str) -> float:
     return number
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that every command has."""
-    when = (
-        "an event number, a time since the log was opened (1.5s, 1h30m), a date and time, or a time of day, the first "
-        "such in the log (UTC unless it says so)"
-    )
-    parser.add_argument("--since", metavar="MOMENT", type=moment, help=f"leave out what came before: {when}")
-    parser.add_argument("--until", metavar="MOMENT", type=moment, help="leave out what came after")
-    parser.add_argument("--request", metavar="REQUEST", help="speak of this one only: its id or a unique part of it")
-    parser.add_argument(
-        "--lenient", action="store_true", help="skip and count events of a newer kvledger instead of refusing the log"
-    )
-    parser.add_argument(
-        "--trust-snapshots",
-        action="store_true",
-        help="begin a log that has lost its beginning from a snapshot, also where other code than this has folded it",
-    )
+Log = Annotated[Path | StreamUrl, value(log_argument, env_var=DEFAULT_LOG, help=_EVERY_LOG)]
 
 
-def add_request(parser: argparse.ArgumentParser) -> None:
-    """`REQUEST` as a second argument, which means the same as `--request`."""
-    # Without a default: it would overwrite what --request gave.
-    parser.add_argument(
-        "request", metavar="REQUEST", nargs="?", default=argparse.SUPPRESS, help="a request id or a unique part of it"
+@Parameter(name="*")
+@attrs.frozen
+class Reading:
+    """The log that is read, and what is selected of it."""
+
+    log: Log
+    request: Annotated[str | None, Parameter(help="a request id or a unique part of it")] = None
+    newest: Annotated[
+        bool,
+        Parameter(help="of a directory of logs, read only the newest engine start: the log of its scheduler"),
+    ] = attrs.field(default=False, kw_only=True)
+    mirror: Annotated[Path | None, Parameter(metavar="DIR", help="where the files of a stream's logs are kept")] = (
+        attrs.field(default=None, kw_only=True)
     )
+    since: Annotated[Moment | None, value(moment, "MOMENT", help=f"leave out what came before: {_MOMENT}")] = (
+        attrs.field(default=None, kw_only=True)
+    )
+    until: Annotated[Moment | None, value(moment, "MOMENT", help="leave out what came after")] = attrs.field(
+        default=None, kw_only=True
+    )
+    lenient: Annotated[
+        bool, Parameter(help="skip and count events of a newer kvledger instead of refusing the log")
+    ] = attrs.field(default=False, kw_only=True)
+    trust_snapshots: Annotated[
+        bool,
+        Parameter(
+            help="begin a log that has lost its beginning from a snapshot, also where other code than this has "
+            "folded it"
+        ),
+    ] = attrs.field(default=False, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        """With `KVLEDGER_LOG` set, one argument that is no path is the REQUEST."""
+        default = os.environ.get(DEFAULT_LOG)
+        if default and self.request is None and may_be_request(self.log):
+            object.__setattr__(self, "request", str(self.log))
+            object.__setattr__(self, "log", log_argument(default))
 
 
-def selection_of(
-    arguments: argparse.Namespace, log: StoredLog, output: Output, request_id: str | None = None
-) -> Selection:
-    """What the arguments select of `log`; `request_id` is the whole id that was found for the one asked for.
+def may_be_request(log: Path | StreamUrl) -> bool:
+    """Whether a LOG argument is a single word that names no file."""
+    return isinstance(log, Path) and os.sep not in str(log) and not os.path.lexists(log)
+
+
+@Parameter(name="*")
+@attrs.frozen(kw_only=True)
+class Deciding:
+    """The code that reads the log and decides again."""
+
+    handlers: Annotated[
+        Sequence[str],
+        Parameter(
+            metavar="MODULE:CLASS",
+            help="decide with this state handler in the place of its state's; may be repeated. PYTHONPATH says where "
+            "it is",
+        ),
+    ] = ()
+    extensions: Annotated[
+        Sequence[str],
+        Parameter(
+            metavar="MODULE:CLASS",
+            help="read with this extension, also where the log was written without; may be repeated",
+        ),
+    ] = ()
+
+    def core(self, *, installed: bool = False) -> Core:
+        """The core to read a log with, and to decide with; with `installed`, as a connector would have it.
+
+        Raises:
+            CommandFailed: one cannot be imported, or is no state handler.
+        """
+        try:
+            return composed_core(self.handlers, (*(installed_extensions() if installed else ()), *self.extensions))
+        except ConfigurationError as error:
+            raise CommandFailed(f"--{error}") from error
+
+
+NOTHING_CHOSEN: Final = Deciding()
+
+
+def selection_of(reading: Reading, log: StoredLog, output: Output, request_id: str | None = None) -> Selection:
+    """What the options select of `log`; `request_id` is the whole id that was found for the one asked for.
 
     Raises:
         CommandFailed: a time of day was given and the log does not know when it was opened, or nothing is selected.
     """
-    since, until = arguments.since, arguments.until
+    since, until = reading.since, reading.until
     if since is None and until is None:
         return Selection(request_id=request_id)
     first = since.value if since is not None and since.kind == "event" else 1

@@ -6,9 +6,11 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import attrs
 import msgspec
+from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -220,6 +222,10 @@ class Output:
                 yield
             finally:
                 log.on_bytes = None
+
+
+Written = Annotated[Output, Parameter(parse=False)]
+"""The output of a command: a parameter that is no argument."""
 
 
 def progress_in_bytes() -> Progress:

@@ -7,16 +7,16 @@ can be. A log that is being written is left to its writer.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import attrs
+from cyclopts import Parameter
 
-from kvledger.adapters.tools.cli.default_log import LogArgument
-from kvledger.adapters.tools.cli.options import num_bytes, seconds
-from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.cli.options import DEFAULT_LOG, num_bytes, seconds, value
+from kvledger.adapters.tools.cli.output import Output, Written
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.tools.logs.log import open_log
 from kvledger.adapters.tools.logs.snapshots import write_snapshots
@@ -27,60 +27,60 @@ from kvledger.storage.events.retention import Trouble, ignore
 from kvledger.storage.events.segment_file import segment_paths
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Its arguments."""
-    parser.add_argument(
-        "log", action=LogArgument, type=Path, help="a log directory, or a directory of logs (all of them)"
-    )
-    parser.add_argument("--max-bytes", metavar="SIZE", type=num_bytes, help="what may stay, such as 2GiB")
-    parser.add_argument("--max-age", metavar="AGE", type=seconds, help="how long ago a segment may be written, as 30d")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be retired, and delete nothing")
-
-
-def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+def run(
+    log: Annotated[Path, Parameter(env_var=DEFAULT_LOG, help="a log directory, or a directory of logs (all of them)")],
+    *,
+    max_bytes: Annotated[int | None, value(num_bytes, "SIZE", help="what may stay, such as 2GiB")] = None,
+    max_age: Annotated[
+        float | None, value(seconds, "AGE", help="how long ago a segment may be written, as 30d")
+    ] = None,
+    dry_run: Annotated[bool, Parameter(help="say what would be retired, and delete nothing")] = False,
+    output: Written,
+) -> ExitCode:
     """Retire, and say what."""
-    if arguments.max_bytes is None and arguments.max_age is None:
+    if max_bytes is None and max_age is None:
         raise CommandFailed("give --max-bytes, --max-age or both; without a limit everything stays")
     try:
-        retired = _retire(arguments.log, arguments, output)
+        retired = _retire(log, max_bytes, max_age, output, dry_run=dry_run)
     except RefusedFile as error:
         raise CommandFailed(str(error), ExitCode.DAMAGED) from error
     except (LogError, OSError) as error:
-        raise CommandFailed(f"{arguments.log}: {error}", ExitCode.DAMAGED) from error
+        raise CommandFailed(f"{log}: {error}", ExitCode.DAMAGED) from error
     if output.is_json:
         for each in retired:
-            output.record("retirement", {**attrs.asdict(each), "dry_run": arguments.dry_run})
+            output.record("retirement", {**attrs.asdict(each), "dry_run": dry_run})
         return ExitCode.SOUND
     for each in retired:
         events = f"events {each.first_sequence} to {each.last_sequence}"
-        lost = "" if each.is_rest_verifiable or arguments.dry_run else "; what follows is no longer verifiable"
+        lost = "" if each.is_rest_verifiable or dry_run else "; what follows is no longer verifiable"
         output.line(f"{each.log}/{each.segment}: {events}, {size(each.num_bytes)}, by {each.reason}{lost}")
     freed = size(sum(each.num_bytes for each in retired))
-    verb = "would be retired" if arguments.dry_run else "retired"
+    verb = "would be retired" if dry_run else "retired"
     output.line(f"{plural(len(retired), 'segment')} {verb}, {freed}")
     return ExitCode.SOUND
 
 
-def _retire(log: Path, arguments: argparse.Namespace, output: Output) -> list[Retirement]:
+def _retire(
+    log: Path, max_bytes: int | None, max_age: float | None, output: Output, *, dry_run: bool
+) -> list[Retirement]:
     is_log = log.is_dir() and bool(segment_paths(log))
     if not is_log and not (log.is_dir() and any(map(segment_paths, directories_in(log)))):
         raise CommandFailed(f"{log}: give a log directory, or a directory of logs")
-    limits = {"max_bytes": arguments.max_bytes, "max_age_seconds": arguments.max_age}
 
     def name(error: OSError | LogError) -> None:
         output.unreadable(Path(str(getattr(error, "filename", None) or log)), error)
 
     def retire_now(*, dry_run: bool, on_trouble: Trouble = name) -> list[Retirement]:
         if is_log:
-            return retire(log, **limits, dry_run=dry_run)
-        return retire_logs(log, **limits, dry_run=dry_run, on_trouble=on_trouble)
+            return retire(log, max_bytes=max_bytes, max_age_seconds=max_age, dry_run=dry_run)
+        return retire_logs(log, max_bytes=max_bytes, max_age_seconds=max_age, dry_run=dry_run, on_trouble=on_trouble)
 
     def plan() -> list[Retirement]:
         return retire_now(dry_run=True, on_trouble=ignore)
 
-    if not arguments.dry_run:
+    if not dry_run:
         _make_snapshots(lambda each: log if is_log else log / each.log, plan)
-    return retire_now(dry_run=arguments.dry_run)
+    return retire_now(dry_run=dry_run)
 
 
 def _make_snapshots(directory_of: Callable[[Retirement], Path], plan: Callable[[], list[Retirement]]) -> None:

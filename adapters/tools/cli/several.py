@@ -6,10 +6,9 @@ not know what the command does.
 
 from __future__ import annotations
 
-import argparse
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -22,8 +21,8 @@ from kvledger.adapters.tools.logs.processes import ProcessLost, separate_process
 from kvledger.storage.events.files import num_bytes_of
 from kvledger.storage.events.segment_file import segment_paths
 
-OnLogs = Callable[[argparse.Namespace, Output], list[ExitCode]]
-"""The command on `arguments.logs`; the exit code of each that can be read."""
+OnLogs = Callable[[Sequence[Path], Output], list[ExitCode]]
+"""The command on some of the logs; the exit code of each that can be read."""
 OnLost = Callable[[Path, str, Output], ExitCode]
 """Reports a log whose process was killed each time that it was tried, and why; returns the log's exit code."""
 
@@ -38,16 +37,19 @@ class Printed:
     failures: list[ExitCode]
 
 
-def side_by_side(command: OnLogs, arguments: argparse.Namespace, output: Output, *, on_lost: OnLost) -> list[ExitCode]:
-    """Run it on each of `arguments.logs`, on `arguments.jobs` of them at a time, and print everything."""
-    num_logs = len(arguments.logs)
+def side_by_side(
+    command: OnLogs, logs: Sequence[Path], num_jobs: int, output: Output, *, on_lost: OnLost
+) -> list[ExitCode]:
+    """Run it on each of the logs, on `num_jobs` of them at a time, and print everything."""
+    num_logs = len(logs)
     codes: list[ExitCode] = []
-    with separate_processes(min(arguments.jobs, num_logs)) as others:
+    with separate_processes(min(num_jobs, num_logs)) as others:
         begun: dict[Path, Future[Printed]] = {}
-        for path in sorted(arguments.logs, key=num_bytes, reverse=True):  # what takes longest is begun first
-            of_one = argparse.Namespace(**{**vars(arguments), "logs": [path]})
-            begun[path] = others.submit(_printed, command, of_one, is_terminal=sys.stdout.isatty())
-        for number, path in enumerate(arguments.logs, 1):
+        for path in sorted(logs, key=num_bytes, reverse=True):  # what takes longest is begun first
+            begun[path] = others.submit(
+                _printed, command, path, is_json=output.is_json, is_terminal=sys.stdout.isatty()
+            )
+        for number, path in enumerate(logs, 1):
             try:
                 with output.waiting(f"log {number} of {num_logs}"):
                     printed = begun[path].result()
@@ -83,9 +85,9 @@ class _Text(io.StringIO):
         return self._is_terminal
 
 
-def _printed(command: OnLogs, arguments: argparse.Namespace, *, is_terminal: bool) -> Printed:
+def _printed(command: OnLogs, path: Path, *, is_json: bool, is_terminal: bool) -> Printed:
     with redirect_stdout(_Text(is_terminal=is_terminal)) as out, redirect_stderr(io.StringIO()) as err:
-        output = Output(is_json=arguments.json)
+        output = Output(is_json=is_json)
         output.has_many_logs = True
-        codes = command(arguments, output)
+        codes = command([path], output)
     return Printed(out.getvalue(), err.getvalue(), codes, output.failures)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import attrs
+from cyclopts import Parameter
 
-from kvledger.adapters.tools.cli.default_log import LogArgument
-from kvledger.adapters.tools.cli.options import num_bytes, seconds
-from kvledger.adapters.tools.cli.output import Output, progress_in_bytes
+from kvledger.adapters.tools.cli.options import DEFAULT_LOG, num_bytes, seconds, value
+from kvledger.adapters.tools.cli.output import Output, Written, progress_in_bytes
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.tools.logs.streams import StreamUrl, parse_address, shown_log, stream_errors
 from kvledger.adapters.units import plural, size
@@ -24,63 +23,59 @@ if TYPE_CHECKING:
     from kvledger.storage.events.nats import Shipper, ShippingReport
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Its arguments; who may ship is said in the environment, as for every command that reads a stream."""
-    parser.add_argument(
-        "log", action=LogArgument, unless="list", type=Path, help="a log directory, or a directory of logs"
-    )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--to", metavar="URL", type=StreamUrl, help="nats://host[:port][/STREAM]; tls:// insists on encryption"
-    )
-    where.add_argument("--list", metavar="URL", type=StreamUrl, help="list the logs of a stream instead")
-    parser.add_argument("--follow", action="store_true", help="keep shipping until stopped; include new logs")
-    parser.add_argument("--label", help="the second-last part of the subjects; default: this host's name")
-    parser.add_argument(
-        "--give-up-after", metavar="DURATION", type=seconds, default=60.0, help="without --follow; default: 60s"
-    )
-    new = parser.add_argument_group("a stream that is missing")
-    new.add_argument("--create-stream", action="store_true", help="make it, as the other options here say")
-    new.add_argument("--replicas", metavar="N", type=int, default=1, help="1, 3 or 5; default: 1")
-    new.add_argument("--max-age", metavar="DURATION", type=seconds, default=0.0, help="how long to keep: 30d")
-    new.add_argument("--max-bytes", metavar="SIZE", type=num_bytes, default=0, help="how much to keep: 500GiB")
-    new.add_argument(
-        "--discard",
-        choices=("new", "old"),
-        default="new",
-        help="what a full stream drops; default: new (shippers wait)",
-    )
+_NEW: Final = "A stream that is missing"
 
 
-def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
-    """Ship, or list."""
-    if arguments.list is not None:
-        return _list(arguments.list, output)
-    if arguments.to is None:
+def run(
+    log: Annotated[Path | None, Parameter(env_var=DEFAULT_LOG, help="a log directory, or a directory of logs")] = None,
+    *,
+    to: Annotated[
+        StreamUrl | None, value(StreamUrl, "URL", help="nats://host[:port][/STREAM]; tls:// insists on encryption")
+    ] = None,
+    list_: Annotated[
+        StreamUrl | None, value(StreamUrl, "URL", name="--list", help="list the logs of a stream instead")
+    ] = None,
+    follow: Annotated[bool, Parameter(help="keep shipping until stopped; include new logs")] = False,
+    label: Annotated[
+        str | None, Parameter(help="the second-last part of the subjects; default: this host's name")
+    ] = None,
+    give_up_after: Annotated[float, value(seconds, "DURATION", help="without --follow; default: 60s")] = 60.0,
+    create_stream: Annotated[bool, Parameter(group=_NEW, help="make it, as the other options here say")] = False,
+    replicas: Annotated[int, Parameter(group=_NEW, metavar="N", help="1, 3 or 5")] = 1,
+    max_age: Annotated[float, value(seconds, "DURATION", group=_NEW, help="how long to keep: 30d")] = 0.0,
+    max_bytes: Annotated[int, value(num_bytes, "SIZE", group=_NEW, help="how much to keep: 500GiB")] = 0,
+    discard: Annotated[
+        Literal["new", "old"], Parameter(group=_NEW, help="what a full stream drops; with new, shippers wait")
+    ] = "new",
+    output: Written,
+) -> ExitCode:
+    """Ship, or list; who may ship is said in the environment, as for every command that reads a stream."""
+    if to is not None and list_ is not None:
+        raise CommandFailed("ship: give --to URL or --list URL, not both")
+    if list_ is not None:
+        return _list(list_, output)
+    if to is None:
         raise CommandFailed("ship: --to URL is missing, or --list URL; give nats://host")
-    if arguments.log.is_file():
-        message = f"{arguments.log}: a segment alone cannot be shipped; give its directory"
+    if log is None:
+        raise CommandFailed(f"ship: LOG is missing; {DEFAULT_LOG} in the environment stands for it")
+    if log.is_file():
+        message = f"{log}: a segment alone cannot be shipped; give its directory"
         raise CommandFailed(message)
-    if not arguments.log.exists() and not arguments.follow:
-        raise CommandFailed(f"{shown_log(arguments.log)}: there is nothing; give a directory")
-    address = parse_address(arguments.to)
+    if not log.exists() and not follow:
+        raise CommandFailed(f"{shown_log(log)}: there is nothing; give a directory")
+    address = parse_address(to)
     from kvledger.storage.events.nats import Access, Shipper, label_of, new_stream  # noqa: PLC0415 - a fifth of a second
 
-    new = new_stream(
-        num_replicas=arguments.replicas,
-        max_age_s=arguments.max_age,
-        max_bytes=arguments.max_bytes,
-        keeps_newest=arguments.discard == "old",
-    )
+    new = new_stream(num_replicas=replicas, max_age_s=max_age, max_bytes=max_bytes, keeps_newest=discard == "old")
     shipper = Shipper(
-        arguments.log,
+        log,
         attrs.evolve(address, log_id=None),
         Access.from_environment(),
-        label_of(arguments.label or socket.gethostname()),
-        follow=arguments.follow,
-        new_stream=new if arguments.create_stream else None,
-        give_up_after_s=arguments.give_up_after,
-        on_remark=lambda log, text: output.remark(text if log is None else f"{log.directory}: {text}"),
+        label_of(label or socket.gethostname()),
+        follow=follow,
+        new_stream=new if create_stream else None,
+        give_up_after_s=give_up_after,
+        on_remark=lambda of_log, text: output.remark(text if of_log is None else f"{of_log.directory}: {text}"),
     )
     with stream_errors():
         report = _ship_with_progress(shipper) if sys.stderr.isatty() else asyncio.run(_ship(shipper))

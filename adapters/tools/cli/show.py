@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Literal
 
 import attrs
 import msgspec
+from cyclopts import Parameter
 
 from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.cli.finding import selected, selected_one
 from kvledger.adapters.tools.cli.fitting import cut_short, needed
 from kvledger.adapters.tools.cli.following import show_following
-from kvledger.adapters.tools.cli.options import add_request, count
-from kvledger.adapters.tools.cli.output import Output, show_ending, show_title
+from kvledger.adapters.tools.cli.options import Moment, Reading, count, moment, value
+from kvledger.adapters.tools.cli.output import Output, Written, show_ending, show_title
+from kvledger.adapters.tools.cli.state import show_state
 from kvledger.adapters.tools.exit_codes import ExitCode, gravest
 from kvledger.adapters.tools.logs.clock import Clock
 from kvledger.adapters.tools.logs.coverage import readable
@@ -50,9 +52,8 @@ _COLUMNS = {
 }
 _SPARE = ("queued ms", "lookups", "saved chunks", "arrived ms", "prompt", "tokens", "UTC")
 """Left out first where a terminal is narrow."""
-_ARRIVED = "arrived"
 _SORTS: Mapping[str, Callable[[RequestSummary], int] | None] = {
-    _ARRIVED: None,
+    "arrived": None,
     "took": lambda summary: summary.spent.total_ns,
     "queued": lambda summary: summary.spent.queued_ns,
 }
@@ -85,46 +86,43 @@ class Listing:
         return f"{which}, {more}" if which else more
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """What only this command has."""
-    add_request(parser)
-    parser.add_argument(
-        "-f", "--follow", action="store_true", help="keep printing new events, as long as somebody writes the log"
-    )
-    parser.add_argument(
-        "--limit",
-        metavar="N",
-        type=count,
-        default=_MAX_LISTED,
-        help="list the last N requests; 0: all of them",
-    )
-    parser.add_argument(
-        "--sort",
-        choices=_SORTS,
-        default=_ARRIVED,
-        help="list by arrival, or by how long they took or were queued, the longest last",
-    )
-    parser.add_argument(
-        "--failed",
-        action="store_true",
-        help="list only requests that ended in an error or were quarantined, of which a load or a save failed, or that "
-        "broke a rule or made a hook fail",
-    )
-
-
-def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+def run(
+    reading: Reading,
+    *,
+    follow: Annotated[
+        bool, Parameter(alias="-f", help="keep printing new events, as long as somebody writes the log")
+    ] = False,
+    at: Annotated[
+        Moment | None, value(moment, "MOMENT", help="show the state at that moment, of the log or of the request")
+    ] = None,
+    limit: Annotated[int, value(count, "N", help="list the last N requests; 0: all of them")] = _MAX_LISTED,
+    sort: Annotated[
+        Literal["arrived", "took", "queued"],
+        Parameter(help="list by arrival, or by how long they took or were queued, the longest last"),
+    ] = "arrived",
+    failed: Annotated[
+        bool,
+        Parameter(
+            help="list only requests that ended in an error or were quarantined, of which a load or a save failed, or "
+            "that broke a rule or made a hook fail"
+        ),
+    ] = False,
+    output: Written,
+) -> ExitCode:
     """Show logs, or a request."""
-    if arguments.follow:
-        return show_following(*selected_one(arguments, output), output)
+    if at is not None:
+        return show_state(*selected_one(attrs.evolve(reading, until=at), output), output)
+    if follow:
+        return show_following(*selected_one(reading, output), output)
     codes: list[ExitCode] = []
-    for log, selection in selected(arguments, output):
+    for log, selection in selected(reading, output):
         if codes and not output.is_json:
             output.line()
         with output.apart_from_others(log.path):
             if selection.request_id is not None:
                 is_found = _show_request(log, selection, selection.request_id, output)
             else:
-                _show_log(log, selection, Listing(arguments.limit, arguments.failed, arguments.sort), output)
+                _show_log(log, selection, Listing(limit, failed, sort), output)
                 is_found = True
             output.damage_of(log)
             codes.append(output.coverage_of(log, selection, is_found=is_found))

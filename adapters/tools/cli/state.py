@@ -1,4 +1,4 @@
-"""What the log folds to at one moment, for people and for programs."""
+"""`kvledger show --at`: the state of a log, or of one request, at one moment."""
 
 from __future__ import annotations
 
@@ -7,19 +7,49 @@ from typing import Any
 import attrs
 
 from kvledger.adapters.figures import Totals
+from kvledger.adapters.tools.cli.finding import lives_in
 from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.exit_codes import ExitCode
+from kvledger.adapters.tools.logs.coverage import checked
 from kvledger.adapters.tools.logs.describe import plain
 from kvledger.adapters.tools.logs.facts import UNKNOWN_TOTALS
+from kvledger.adapters.tools.logs.log import StoredLog
+from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.units import plural
 from kvledger.lifecycle import Projections, RequestRecord, TrustRegion
+from kvledger.lifecycle.audit import Audit
 
 _COUNTS = ("generation", "computed", "tokens", "preempted", "blocks", "keys", "offered")
 
 
-def show_state(
-    output: Output, projections: Projections, totals: Totals, sequence: int, request_id: str | None = None
-) -> None:
-    """Print the whole state, or that of one request."""
+def show_state(log: StoredLog, selection: Selection, output: Output) -> ExitCode:
+    """Print the state after the last selected event: of the log, or of the selected request."""
+    audit = Audit(log.core, log.configuration, checkers=(), start=log.start())
+    totals = log.totals(audit.projections)
+    with output.progress(log, "folding"):
+        audit.run_frames(log.trusted_frames(), at=selection.last_sequence)
+    output.damage_of(log)
+    for remark in (*log.start_remarks, *log.other_code_remarks):
+        output.remark(remark)
+    if not audit.num_events:
+        reason = checked(log, selection, None, is_present=True).why_nothing or "no event can be folded"
+        output.nothing(log.path, f"{log.path}: nothing could be shown: {reason}")
+        return ExitCode.DAMAGED if log.damage else ExitCode.NOTHING_CHECKED
+    if log.start_sequence:
+        output.remark(f"folded from event {log.start_sequence + 1} on, from a snapshot")
+    elif log.begins_late:
+        output.remark(f"the log begins with event {log.first_sequence}; without those before its state is not known")
+    if selection.last_sequence is not None and audit.last_sequence < selection.last_sequence:
+        output.remark(f"the log can be folded up to event {audit.last_sequence}, not to {selection.last_sequence}")
+    _show(output, audit.projections, totals, audit.last_sequence, selection.request_id)
+    unfoldable = audit.judgement().unfoldable
+    if unfoldable is not None:
+        output.remark(str(unfoldable))
+        return ExitCode.DIVERGED
+    return output.coverage_of(log, selection, is_found=lives_in(log, selection, output))
+
+
+def _show(output: Output, projections: Projections, totals: Totals, sequence: int, request_id: str | None) -> None:
     records = [record for record in projections.tracker if request_id in {None, record.request_id}]
     requests = [_request_fields(record, projections) for record in records]
     if output.is_json:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
+from typing import Annotated, Literal
 
 import attrs
+from cyclopts import Parameter
 
 from kvledger.adapters.tools.cli.finding import selected
-from kvledger.adapters.tools.cli.output import Output, show_ending
+from kvledger.adapters.tools.cli.options import Reading
+from kvledger.adapters.tools.cli.output import Output, Written, show_ending
 from kvledger.adapters.tools.cli.statistics import Counting, Statistics
 from kvledger.adapters.tools.cli.why import show_total, total
 from kvledger.adapters.tools.exit_codes import ExitCode, gravest
@@ -22,37 +24,32 @@ _NS_PER_S = 1_000_000_000
 
 
 _COLUMNS = {"event": "left", "events": "right", "bytes": "right", "share of bytes": "right"}
-_SORTS = ("bytes", "event", "events")
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """What only this command has."""
-    parser.add_argument(
-        "--sort",
-        metavar="COLUMN",
-        choices=_SORTS,
-        default=_SORTS[0],
-        help=f"sort the events by this column, the largest first: {', '.join(_SORTS)}; default: {_SORTS[0]}",
-    )
-
-
-def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+def run(
+    reading: Reading,
+    *,
+    sort: Annotated[
+        Literal["bytes", "event", "events"], Parameter(help="sort the events by this column, the largest first")
+    ] = "bytes",
+    output: Written,
+) -> ExitCode:
     """Sum up each log, and all of them."""
     whole = Statistics()
     codes: list[ExitCode] = []
-    for log, selection in selected(arguments, output):
+    for log, selection in selected(reading, output):
         if codes and not output.is_json:
             output.line()
         with output.apart_from_others(log.path):
             statistics = _count(log, selection, output)
-            _show(output, log, statistics, arguments.sort, _incomplete(log, selection))
+            _show(output, log, statistics, sort, _incomplete(log, selection))
             whole.add(statistics)
             output.damage_of(log)
             codes.append(output.coverage_of(log, selection, is_found=statistics.num_events > 0))
     if whole.num_logs > 1:
         if not output.is_json:
             output.line()
-        _show(output, None, whole, arguments.sort)
+        _show(output, None, whole, sort)
     return gravest(codes)
 
 

@@ -12,25 +12,12 @@ import select
 import sys
 from typing import TYPE_CHECKING, TextIO
 
-from kvledger.lifecycle import Unstoppable
-
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["OutputFailed", "guard_standard_streams", "notice_reader", "silence_standard_streams"]
+    from kvledger.adapters.tools.cli.output_failed import OutputFailed
 
-
-class OutputFailed(Unstoppable):
-    """Nothing can be written to stdout or stderr any more; its cause is the `OSError`."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-    @property
-    def is_reader_gone(self) -> bool:
-        """Whether it is a pipe whose reader went away, as `head` does."""
-        return isinstance(self.error, BrokenPipeError)
+__all__ = ["guard_standard_streams", "notice_reader", "silence_standard_streams"]
 
 
 class _Guarded(io.FileIO):
@@ -38,7 +25,13 @@ class _Guarded(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            raise OutputFailed(error) from error
+            raise _failed(error) from error
+
+
+def _failed(error: OSError) -> OutputFailed:
+    from kvledger.adapters.tools.cli.output_failed import OutputFailed  # noqa: PLC0415 -- imports the core
+
+    return OutputFailed(error)
 
 
 def guard_standard_streams() -> None:
@@ -70,7 +63,7 @@ def notice_reader() -> None:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
         if any(happened & select.POLLERR for _, happened in poll.poll(0)):
-            raise OutputFailed(BrokenPipeError())
+            raise _failed(BrokenPipeError())
 
 
 def silence_standard_streams() -> None:

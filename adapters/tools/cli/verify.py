@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import attrs
+from cyclopts import Parameter
 
-from kvledger.adapters.tools.cli.finding import selected
-from kvledger.adapters.tools.cli.options import add_handlers, positive
-from kvledger.adapters.tools.cli.output import Output, show_divergences, show_ending
+from kvledger.adapters.tools.cli.finding import logs_of, selected
+from kvledger.adapters.tools.cli.options import NOTHING_CHOSEN, Deciding, Reading, positive, value
+from kvledger.adapters.tools.cli.output import Output, Written, show_divergences, show_ending
 from kvledger.adapters.tools.cli.several import num_bytes, side_by_side
 from kvledger.adapters.tools.exit_codes import ExitCode, gravest
 from kvledger.adapters.tools.logs.describe import event_text, plain, violation_place
@@ -32,24 +33,25 @@ MIN_BYTES = 4 << 20
 """Of logs that are verified side by side: of less, one process is done before others have started."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """What only this command has."""
-    parser.add_argument("-v", "--verbose", action="store_true", help="list the rules that a log cannot decide, and why")
-    parser.add_argument(
-        "--jobs", metavar="N", type=positive, default=num_cores(), help="logs at a time; default: one for each core"
-    )
-    add_handlers(parser)
-
-
-def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+def run(
+    reading: Reading,
+    *,
+    verbose: Annotated[bool, Parameter(alias="-v", help="list the rules that a log cannot decide, and why")] = False,
+    jobs: Annotated[int | None, value(positive, "N", help="logs at a time; default: one for each core")] = None,
+    deciding: Deciding = NOTHING_CHOSEN,
+    output: Written,
+) -> ExitCode:
     """Verify each log; the exit code is that of the worst."""
-    has_work = sum(map(num_bytes, arguments.logs)) >= MIN_BYTES
-    if has_work and arguments.jobs > 1 and len(arguments.logs) > 1 and arguments.request is None:
-        codes = side_by_side(partial(_verify_each, follows=True), arguments, output, on_lost=_show_lost)
+    logs = logs_of(reading, output, with_workers=True)
+    num_jobs = jobs or num_cores()
+    verify_each = partial(_verify_each, reading=reading, deciding=deciding, verbose=verbose)
+    has_work = sum(map(num_bytes, logs)) >= MIN_BYTES
+    if has_work and num_jobs > 1 and len(logs) > 1 and reading.request is None:
+        codes = side_by_side(partial(verify_each, follows=True), logs, num_jobs, output, on_lost=_show_lost)
     else:
-        codes = _verify_each(arguments, output)
+        codes = verify_each(logs, output)
     if output.has_many_logs and not output.is_json:
-        every_code, num_logs = [*codes, *output.failures], len(arguments.logs)
+        every_code, num_logs = [*codes, *output.failures], len(logs)
         words = {ExitCode.SOUND: "sound"}
         words |= {ExitCode.NOTHING_CHECKED: "without anything to check", ExitCode.NOT_VERIFIED: "not verified"}
         counts = [f"{every_code.count(code)} {word}" for code, word in words.items() if code in (*every_code, 0)]
@@ -61,24 +63,26 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     return gravest(codes)
 
 
-def _verify_each(arguments: argparse.Namespace, output: Output, *, follows: bool = False) -> list[ExitCode]:
+def _verify_each(
+    logs: Sequence[Path], output: Output, *, reading: Reading, deciding: Deciding, verbose: bool, follows: bool = False
+) -> list[ExitCode]:
     """Of each log that can be read; `follows`: what is printed of another one stands before it."""
     codes: list[ExitCode] = []
-    for log, selection in selected(arguments, output):
+    for log, selection in selected(reading, output, logs, deciding.core()):
         if (codes or follows) and not output.is_json:
             output.line()
         with output.apart_from_others(log.path):
-            codes.append(_verify(log, selection, output, arguments))
+            codes.append(_verify(log, selection, output, verbose=verbose))
     return codes
 
 
-def _verify(log: StoredLog, selection: Selection, output: Output, arguments: argparse.Namespace) -> ExitCode:
+def _verify(log: StoredLog, selection: Selection, output: Output, *, verbose: bool) -> ExitCode:
     with output.progress(log, "verifying"), _rare_collections():
         findings = _findings(log, selection)
     if output.is_json:
         _show_json(output, log, findings)
     else:
-        _show_text(output, log, findings, verbose=arguments.verbose)
+        _show_text(output, log, findings, verbose=verbose)
     return findings.exit_code
 
 

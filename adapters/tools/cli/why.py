@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 import attrs
 import msgspec
 
 from kvledger.adapters.tools.cli.finding import selected_one
-from kvledger.adapters.tools.cli.options import add_request
-from kvledger.adapters.tools.cli.output import Output, show_title
+from kvledger.adapters.tools.cli.options import Reading
+from kvledger.adapters.tools.cli.output import Output, Written, show_title
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.tools.logs.clock import Clock
 from kvledger.adapters.tools.logs.describe import spent_text
@@ -36,16 +35,11 @@ _Chain = tuple[RequestHistory, Sequence[Cause]]
 """Of one incarnation."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """What only this command has."""
-    add_request(parser)
-
-
-def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+def run(reading: Reading, *, output: Written) -> ExitCode:
     """Explain one request."""
-    if arguments.request is None:
+    if reading.request is None:
         raise CommandFailed("name a request: its id or a unique part of it; `kvledger show` lists them")
-    log, selection = selected_one(arguments, output)
+    log, selection = selected_one(reading, output)
     histories = read_histories(log, selection, selection.request_id or "", output)
     chains = [
         (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import shlex
@@ -299,8 +298,8 @@ def test_conformance_does_not_show_what_a_connector_quotes(
 def test_the_command_for_one_run_again_shows_no_secret() -> None:
     """What may be one is to be filled in; places in the run's directory stay."""
     options = {"shared_storage_path": "{run_dir}/files", "block_size": 32, "password": SECRET}
-    arguments = argparse.Namespace(connector="a:B", extra_config=options, lose=None)
-    command = shlex.split(conformance._again(arguments, "world 7"))
+    examined = conformance.Examined("a:B", extra_config=options)
+    command = shlex.split(conformance._again(examined, "world 7"))
     shown = json.loads(command[command.index("--extra-config") + 1])
     assert shown == {**options, "password": f"(text of {len(SECRET)} characters, not recorded)"}
 

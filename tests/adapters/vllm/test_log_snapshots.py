@@ -106,12 +106,12 @@ def test_a_damaged_snapshot_is_passed_over_for_the_next_one(log: Path, capsys: p
     assert any("neither rules nor decisions could be checked" in remark for remark in verdict["remarks"])
 
 
-def test_replay_goes_on_from_a_snapshot(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_state_goes_on_from_a_snapshot(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The state at the end of what is left is that of the whole log."""
-    main(["replay", str(log), "--json"])
+    main(["show", str(log), "--json", "--at", "1000000"])
     whole = json.loads(capsys.readouterr().out.splitlines()[0])
     retire(log, max_bytes=int(_size(log) * 0.5))
-    assert main(["replay", str(log), "--json"]) == 0
+    assert main(["show", str(log), "--json", "--at", "1000000"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[0]) == whole
     assert "from a snapshot" in err

@@ -63,7 +63,7 @@ def compressed(raw: Path, tmp_path: Path) -> Path:
         ("show", "--json"),
         ("show", "--json", "--since", "900"),
         ("stats", "--json"),
-        ("replay",),
+        ("show", "--at", "900"),
         ("why", _REQUEST),
         ("why", "--json", _REQUEST),
         ("show", _REQUEST),

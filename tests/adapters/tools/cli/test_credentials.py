@@ -29,7 +29,7 @@ ADDRESSES = (
 )
 
 
-@pytest.mark.parametrize("command", ["verify", "show", "ship", "snapshot", "why", "retire", "ls"])
+@pytest.mark.parametrize("command", ["verify", "show", "ship", "why", "retire", "ls"])
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_credentials_in_the_default_log_are_not_shown(
     run: Any, monkeypatch: pytest.MonkeyPatch, address: str, command: str

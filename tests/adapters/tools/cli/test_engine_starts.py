@@ -63,7 +63,7 @@ def test_the_newest_log_is_the_schedulers_whenever_its_workers_opened_theirs(
     assert listed == ["b-scheduler", "c-worker", "a-before"]
 
 
-@pytest.mark.parametrize("command", ["repro", "replay", "snapshot", "core", "show --follow --until 3"])
+@pytest.mark.parametrize("command", ["repro", "show --at 3", "core", "show --follow --until 3"])
 def test_a_command_for_one_log_takes_the_schedulers_log_of_the_only_start(
     run: Any, write: Writer, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +81,7 @@ def test_several_starts_are_named_without_the_logs_of_workers(run: Any, write: W
     for number in (0, 100):
         write(f"scheduler-{number}", number, f"id-{number}")
         write(f"worker-{number}", number + 1, f"id-{number}", worker_rank=0)
-    result = run("replay", write.log_dir)
+    result = run("show", write.log_dir, "--at", 3)
     assert result.exit_code == 64
     assert "holds 2 logs" in result.err
     assert "worker-" not in result.err

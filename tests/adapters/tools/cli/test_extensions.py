@@ -201,7 +201,7 @@ def test_its_events_and_sub_states_are_shown(run: Any, starving: Path, options: 
     assert "preempted.starving" in shown
     why = " ".join(run("why", starving, "a").out.split())
     assert "starvation 1: starving (num_preemptions 1)" in why
-    assert "preempted.starving" in run("replay", starving, "--until", 9, *options).out
+    assert "preempted.starving" in run("show", starving, "--at", 9).out
     described = run("core", starving, *options).out
     assert "sub-state preempted.starving" in described
     assert ("its code is not here" in described) is not options or not options

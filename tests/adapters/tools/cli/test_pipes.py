@@ -22,7 +22,7 @@ COMMANDS = [
     "show LOG --follow",
     "why LOG chat-17",
     "stats LOG",
-    "replay LOG",
+    "show LOG --at 20",
     "export LOG --perfetto",
     "retire LOG --max-bytes 1KiB --dry-run",
     "ship --help",
@@ -33,12 +33,10 @@ MORE_COMMANDS = [
     "verify LOG --json",
     "show LOG",
     "show LOG chat-17",
-    "replay LOG --until 5 --json",
+    "show LOG --at 5 --json",
     "show LOG --follow --json",
     "why LOG chat-17 --json",
     "stats LOG --json",
-    "replay LOG --json",
-    "replay LOG --diff LOG",
     "export LOG --perfetto",
     "export LOG --html",
 ]
@@ -96,7 +94,7 @@ def test_a_reader_that_goes_after_the_first_line_of_many_gives_141(tmp_path: Pat
         assert process.wait() == 141
 
 
-@pytest.mark.parametrize("command", ["verify nowhere", "verify", "replay LOG chat-17 --until 9999", "stats DAMAGED"])
+@pytest.mark.parametrize("command", ["verify nowhere", "verify", "show LOG chat-17 --at 9999", "stats DAMAGED"])
 def test_a_reader_of_stderr_that_goes_gives_141(command: str, log: Path) -> None:
     """`2>&1 | head`: messages, usage and remarks."""
     if "DAMAGED" in command:

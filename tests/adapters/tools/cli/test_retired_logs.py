@@ -126,9 +126,9 @@ def test_what_other_code_has_folded_is_not_trusted_unless_that_is_asked_for(run:
     assert verdict["num_divergences"] == 0
     assert trusting["num_events_checked"] > verdict["num_events_checked"]
     assert any(f"decided again by {other_code}" in remark for remark in trusting["remarks"])
-    replayed = run("replay", miscounted.log)
-    assert "--trust-snapshots begins from one" in replayed.err
-    assert f"decided again by {other_code}" in replayed.err
+    shown = run("show", miscounted.log, "--at", 100_000)
+    assert "--trust-snapshots begins from one" in shown.err
+    assert f"decided again by {other_code}" in shown.err
 
 
 def test_an_index_is_not_trusted_that_begins_with_what_other_code_has_folded(
@@ -182,15 +182,16 @@ def test_show_prints_no_totals_where_the_snapshot_has_none(
     write_snapshot(first.with_suffix(".kvlog"), attrs.evolve(snapshot, totals=b""))
     assert write_snapshots(open_log(retired.log)) > 0
     assert {_snapshot(path).totals for path in retired.log.glob("*.snapshot")} == {b""}
-    for command in ("show", "replay"):
-        assert "no totals of what came before" in run(command, retired.log).err + run(command, retired.log).out
+    for options in ((), ("--at", 100_000)):
+        shown = run("show", retired.log, *options)
+        assert "no totals of what came before" in shown.err + shown.out
     if is_indexed:
         monkeypatch.setattr(index_module, "INDEX_FROM_BYTES", 0)
     result = run("show", "--json", retired.log)
     assert result.objects("log")[0]["figures"] is None
     assert "totals of this log are not known" in result.err
     assert result.objects("request")
-    (state,) = run("replay", "--json", retired.log).objects("state")
+    (state,) = run("show", "--json", retired.log, "--at", 100_000).objects("state")
     assert state["totals"] is None
     assert "not known: the snapshot" in run("export", "--html", retired.log).out
 
@@ -244,8 +245,8 @@ def test_the_state_at_a_moment_is_that_of_the_whole_log(run: Any, retired: Retir
     """As long as the moment lies behind the snapshot."""
     last = run("verify", "--json", retired.whole).objects("verdict")[0]["num_events"]
     for moment in (last, last - 30):
-        whole = run("replay", "--json", retired.whole, "--until", moment).objects("state")
-        assert run("replay", "--json", retired.log, "--until", moment).objects("state") == whole
+        whole = run("show", "--json", retired.whole, "--at", moment).objects("state")
+        assert run("show", "--json", retired.log, "--at", moment).objects("state") == whole
 
 
 def test_a_request_that_arrived_later_is_shown_as_before(run: Any, retired: Retired) -> None:

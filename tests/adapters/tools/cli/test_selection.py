@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def test_a_moment_is_an_event_a_time_in_the_log_or_a_time_of_day(text: str, kind
 @pytest.mark.parametrize("text", ["", "0", "-1", "yesterday", "1.5", "1.5s later", "5 m", "25:00"])
 def test_what_is_no_moment_is_refused_with_examples(text: str) -> None:
     """The next try succeeds."""
-    with pytest.raises(argparse.ArgumentTypeError, match="1h30m"):
+    with pytest.raises(ValueError, match="1h30m"):
         moment(text)
 
 
@@ -153,8 +152,8 @@ def test_requests_that_ended_before_are_not_listed(run: Any, log: Path) -> None:
     assert [request["request_id"] for request in listed] == [REQUEST]
 
 
-def test_replay_stops_where_the_selection_ends(run: Any, log: Path) -> None:
+def test_a_state_is_that_of_the_log_or_of_a_request(run: Any, log: Path) -> None:
     """Of the whole state, or of a request's."""
-    assert "state after event 20" in run("replay", log, "--until", 20).out
-    state = run("replay", "--json", log, "--until", 20, "--request", REQUEST).objects("request_state")
+    assert "state after event 20" in run("show", log, "--at", 20).out
+    state = run("show", "--json", log, "--at", 20, "--request", REQUEST).objects("request_state")
     assert [item["request_id"] for item in state] == [REQUEST]

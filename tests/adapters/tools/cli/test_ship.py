@@ -71,7 +71,7 @@ COMMANDS = [
     ["show", "chat-17"],
     ["why", "chat-17"],
     ["stats"],
-    ["replay", "--until", "30"],
+    ["show", "--at", "30"],
     ["export", "--perfetto"],
 ]
 

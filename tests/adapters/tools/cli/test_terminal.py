@@ -44,7 +44,7 @@ def log_of_long_ids(long_ids: Driver, tmp_path: Path) -> Path:
     return write_log(tmp_path / "log", long_ids.observed, long_ids.configuration)
 
 
-@pytest.mark.parametrize("words", ["show", "show cmpl-8f3a1", "why cmpl-8f3a1", "stats", "verify -v", "replay"])
+@pytest.mark.parametrize("words", ["show", "show cmpl-8f3a1", "why cmpl-8f3a1", "stats", "verify -v", "show --at 50"])
 def test_no_line_is_wider_than_the_terminal(words: str, log_of_long_ids: Path) -> None:
     """Text is folded behind what it belongs to; a table leaves columns out."""
     command, *others = words.split()

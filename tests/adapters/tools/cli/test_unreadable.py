@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ import pytest
 from lifecycle_driver import Driver
 from stored_logs import write_log
 
-from kvledger.adapters.tools.cli import main as command
+from kvledger.adapters.tools.cli import finding
+from kvledger.adapters.tools.cli.commands import COMMANDS as ALL
 
 NOBODY = 65534
 
@@ -25,7 +27,7 @@ COMMANDS = [
     "show LOG --follow",
     "why LOG chat-17",
     "stats LOG",
-    "replay LOG",
+    "show LOG --at 20",
     "export LOG --perfetto",
     "export LOG --html",
     "repro LOG -o test_incident.py",
@@ -35,7 +37,8 @@ COMMANDS = [
 @contextlib.contextmanager
 def an_ordinary_user() -> Iterator[None]:
     """Root may read everything. What Python imports late may lie where only root may read."""
-    command.build_parser()
+    for name, command in ALL.items():
+        importlib.import_module(command.path(name).partition(":")[0])
     is_root = os.geteuid() == 0
     if is_root:
         os.seteuid(NOBODY)
@@ -121,14 +124,14 @@ def test_a_request_is_found_next_to_a_log_that_cannot_be_read(run: Any, logs: Pa
 
 def test_a_log_that_vanishes_while_it_is_read_is_named(run: Any, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Retention may take a log between two looks at the directory."""
-    find_logs = command.find_logs
+    find_logs = finding.find_logs
 
     def find_and_lose(*arguments: Any, **options: Any) -> list[Path]:
         found = find_logs(*arguments, **options)
         shutil.rmtree(logs / "a")
         return found
 
-    monkeypatch.setattr(command, "find_logs", find_and_lose)
+    monkeypatch.setattr(finding, "find_logs", find_and_lose)
     result = run("verify", logs)
     assert result.exit_code == 2
     assert "logs/a: cannot be read (No such file or directory)" in result.err
@@ -158,7 +161,7 @@ def test_a_mistake_of_ours_gives_70_and_says_how_to_report_it(
     def stumble(*_arguments: Any, **_options: Any) -> list[Path]:
         raise ZeroDivisionError("a mistake")
 
-    monkeypatch.setattr(command, "find_logs", stumble)
+    monkeypatch.setattr(finding, "find_logs", stumble)
     result = run("verify", log)
     assert result.exit_code == 70
     assert "ZeroDivisionError: a mistake (test_unreadable.py:" in result.err

@@ -114,10 +114,9 @@ def test_without_any_header_events_are_still_read_and_it_is_named_what_cannot_be
     assert run("show", "--json", log).objects("log")[0]["figures"] is None
     for arguments in (
         ("show", log, "chat-17"),
-        ("replay", log, "--until", 5),
+        ("show", log, "--at", 5),
         ("why", log, "chat-17"),
         ("stats", log),
-        ("replay", log),
         ("export", log, "--perfetto"),
         ("export", log, "--html"),
         ("repro", log, "-o", "test_incident.py"),
@@ -287,7 +286,7 @@ def test_of_an_empty_log_nothing_can_be_checked(run: Any, story: Driver, tmp_pat
     SegmentEventStore.create(tmp_path / "empty", header_of(story.configuration)).close()
     assert run("verify", tmp_path / "empty").exit_code == 5
     assert run("show", tmp_path / "empty").exit_code == 5
-    assert run("replay", tmp_path / "empty").exit_code == 5
+    assert run("show", tmp_path / "empty", "--at", 1).exit_code == 5
 
 
 def test_a_log_that_is_still_written_can_be_verified(run: Any, story: Driver, tmp_path: Path) -> None:
@@ -360,7 +359,6 @@ def test_a_log_of_other_handlers_is_checked_with_them(
     assert run("core", "--json", log).objects("core")[0]["handlers"]["running"] == ["shy_handlers:Shy"]
     assert standard not in run("core", log, "--handlers", "shy_handlers:Shy").out
     assert run("verify", log, "--handlers", "shy_handlers:Shy").exit_code == 0
-    assert run("replay", log, "--handlers", "shy_handlers:Shy").exit_code == 0
 
 
 @pytest.mark.parametrize("name", ["shy", "os:path", "nowhere.at_all:Shy"])
@@ -399,3 +397,14 @@ def test_events_of_a_newer_version_are_refused_or_skipped_and_counted(run: Any, 
     assert verdict["num_events"] == len(story.observed) + 1
     assert verdict["num_damage"] == 0
     assert run("show", "--lenient", tmp_path / "log", "chat-17").exit_code == 0
+
+
+def test_the_first_decision_that_comes_out_otherwise_is_named(run: Any, story: Driver, tmp_path: Path) -> None:
+    """From that event on the log diverges, and not before."""
+    events = replaced(story.observed, e.LookupAnswered, 1, miss_reason="evicted")
+    sequence = 1 + [place for place, event in enumerate(events) if isinstance(event, e.LookupAnswered)][1]
+    log = write_log(tmp_path / "other", events, story.configuration)
+    assert f"diverged at sequence {sequence}" in run("verify", log).out
+    (divergence,) = run("verify", "--json", log).objects("divergence")
+    assert divergence["sequence"] == sequence
+    assert run("verify", log, "--until", sequence - 1).exit_code == 0

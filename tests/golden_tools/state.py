@@ -1,4 +1,4 @@
-"""What `kvledger replay` says of the story `stats.txt`: the state in the middle and at the end, and a difference.
+"""What `kvledger show --at` says of the story `stats.txt`: the state in the middle and at the end.
 
 At event 31 the load of `a` is under way. `b` has computed 48, 49, 50 tokens. Of the six slots, two chunks have four and
 the tail has one.
@@ -11,7 +11,7 @@ from pathlib import Path
 from lifecycle_driver import keys_of
 
 from golden_tools.golden import MS, Golden, printed, records
-from golden_tools.story import Story, story
+from golden_tools.story import story
 
 STORY = story("stats")
 _COLUMNS = "request state generation computed tokens preempted blocks keys offered jobs"
@@ -31,7 +31,6 @@ IN_THE_MIDDLE = [
         "num_tokens_queried 175, num_tokens_hit 56, num_tokens_recovered 56, num_tokens_retained 16, "
         "num_chunks_saved 2, num_chunks_declined 1, num_bytes_saved 2560, save_duration_ns 2000000"
     ),
-    "decisions made again, all equal",
 ]
 
 REQUEST = {
@@ -75,49 +74,23 @@ AT_THE_END = [
         "num_chunks_tainted 2, num_bytes_saved 5632, num_bytes_loaded 2048, save_duration_ns 4000000, "
         "load_duration_ns 2000000, num_loads_failed 1"
     ),
-    "decisions made again, all equal",
-]
-
-OTHER = Story(STORY.text.replace("50 preempt b 50/51", "50 preempt b 49/50").replace("lookup b 0/51", "lookup b 0/50"))
-"""Another run, in which a token less of `b` had settled."""
-
-DIFFERENCE = [
-    "the logs differ at event 36",
-    (
-        "here request.preempted request_id=b, num_settled_tokens=50, num_tokens=51, time_ns=50000000, "
-        "blocks_zeroed=False, num_in_flight_tokens=-1"
-    ),
-    (
-        "there request.preempted request_id=b, num_settled_tokens=49, num_tokens=50, time_ns=50000000, "
-        "blocks_zeroed=False, num_in_flight_tokens=-1"
-    ),
-    "differs in num_settled_tokens, num_tokens",
-    # Just before it.
-    "state after event 35",
-    _COLUMNS,
-    "b running 0 50 50 0 4 1",
 ]
 
 
 def _in_the_middle(log: Path) -> list[str]:
-    return printed("replay", log, "--until", 31)
+    return printed("show", log, "--at", 31)
 
 
 def _request(log: Path) -> list[dict[str, object]]:
-    return list(records("request_state", "replay", log, "a", "--until", 31))
+    return list(records("request_state", "show", log, "a", "--at", 31))
 
 
 def _at_the_end(log: Path) -> list[str]:
-    return printed("replay", log)
-
-
-def _difference(log: Path) -> list[str]:
-    return printed("replay", log, "--diff", OTHER.write(log.parent / "other"))
+    return printed("show", log, "--at", 79)
 
 
 GOLDEN = {
-    "replay, in the middle": Golden("replay", STORY, _in_the_middle, IN_THE_MIDDLE),
-    "replay, a request for programs": Golden("replay", STORY, _request, [REQUEST]),
-    "replay, at the end": Golden("replay", STORY, _at_the_end, AT_THE_END),
-    "replay, a difference": Golden("replay", STORY, _difference, DIFFERENCE),
+    "show --at, in the middle": Golden("show", STORY, _in_the_middle, IN_THE_MIDDLE),
+    "show --at, a request for programs": Golden("show", STORY, _request, [REQUEST]),
+    "show --at, at the end": Golden("show", STORY, _at_the_end, AT_THE_END),
 }

@@ -1,4 +1,4 @@
-"""`kvledger show` and `kvledger replay`: a log, a request's life, a state."""
+"""`kvledger show`: a log, a request's life, a state."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import pytest
 from lifecycle_driver import Driver, keys_of
 from stored_logs import header_of, replaced, unfoldable, write_log
 
+from kvledger.adapters.tools.exit_codes import CommandFailed
 from kvledger.adapters.tools.logs import index as index_module
 from kvledger.adapters.tools.logs.describe import plain
+from kvledger.adapters.tools.logs.log import open_log
+from kvledger.adapters.tools.logs.snapshots import write_snapshots
 from kvledger.lifecycle import Core, fold
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import encode_events
@@ -257,23 +260,23 @@ def test_a_log_that_cannot_be_folded_is_followed_to_its_end(run: Any, story: Dri
 
 
 @pytest.mark.usefixtures("failing_fold")
-def test_no_snapshot_is_made_behind_an_event_that_cannot_be_folded(run: Any, story: Driver, tmp_path: Path) -> None:
-    """The command ended with 70; those before the event are written."""
+def test_no_snapshot_is_made_behind_an_event_that_cannot_be_folded(story: Driver, tmp_path: Path) -> None:
+    """Those before the event are written."""
     events = unfoldable(story.observed)
     log = write_log(tmp_path / "alien", events, story.configuration, segment_bytes=300)
-    result = run("snapshot", log)
-    assert result.exit_code == 3
-    assert "cannot be folded" in result.err
+    with pytest.raises(CommandFailed, match="cannot be folded") as failed:
+        write_snapshots(open_log(log))
+    assert failed.value.exit_code == 3
     assert list(log.glob("*.snapshot"))
 
 
 def test_the_state_of_one_request_or_of_all_at_a_moment(run: Any, log: Path) -> None:
     """A request that came later is not in it."""
-    assert " running " in run("replay", log, REQUEST, "--until", 20).out
-    (state,) = run("replay", "--json", log, REQUEST, "--until", 4).objects("request_state")
+    assert " running " in run("show", log, REQUEST, "--at", 20).out
+    (state,) = run("show", "--json", log, REQUEST, "--at", 4).objects("request_state")
     assert (state["state"], state["block_ids"], state["sequence"]) == ("new", [], 4)
-    assert "chat-9" not in run("replay", log, "--until", 20).out
-    assert "not known then" in run("replay", log, "chat-9", "--until", 20).out
+    assert "chat-9" not in run("show", log, "--at", 20).out
+    assert "not known then" in run("show", log, "chat-9", "--at", 20).out
 
 
 def test_the_state_of_a_preempted_request_has_all_of_its_tokens(run: Any, tmp_path: Path) -> None:
@@ -287,7 +290,7 @@ def test_the_state_of_a_preempted_request_has_all_of_its_tokens(run: Any, tmp_pa
     log, preempted = write_log(tmp_path / "log", driver.observed, driver.configuration), len(driver.observed)
     (index,) = [place for place, event in enumerate(driver.observed, 1) if isinstance(event, e.RequestPreempted)]
     for sequence in range(index, preempted + 1):
-        (state,) = run("replay", "--json", log, "a", "--until", sequence).objects("request_state")
+        (state,) = run("show", "--json", log, "a", "--at", sequence).objects("request_state")
         assert state["num_tokens"] == 44, sequence
     (shown,) = run("show", "--json", log).objects("request")
     assert shown["num_tokens"] == 44
@@ -302,47 +305,34 @@ def test_the_state_of_a_request_that_was_rolled_back_has_all_of_its_tokens(run: 
         driver.step()
     driver.roll_back("a", 16)
     log = write_log(tmp_path / "log", driver.observed, driver.configuration)
-    (state,) = run("replay", "--json", log, "a").objects("request_state")
+    (state,) = run("show", "--json", log, "a", "--at", len(driver.observed)).objects("request_state")
     assert (state["num_tokens"], state["num_computed_tokens"]) == (43, 16)
 
 
-def test_replay_prints_the_fold_of_the_log(run: Any, log: Path, story: Driver) -> None:
+def test_the_state_at_the_end_is_the_fold_of_the_log(run: Any, log: Path, story: Driver) -> None:
     """The same state as the live ledger had."""
-    result = run("replay", "--json", log)
+    result = run("show", "--json", log, "--at", len(story.observed))
     assert result.exit_code == 0
     (state,) = result.objects("state")
     assert state["projections"] == plain(story.projections.states())
 
 
-def test_replay_stops_where_until_says(run: Any, log: Path, story: Driver) -> None:
+def test_the_state_at_a_moment_is_the_fold_of_what_came_before(run: Any, log: Path, story: Driver) -> None:
     """The state after event 20 is the fold of the first 20 events."""
-    (state,) = run("replay", "--json", log, "--until", 20).objects("state")
+    (state,) = run("show", "--json", log, "--at", 20).objects("state")
     expected = fold(Core.standard(), story.sink.events(), story.configuration, at=20)
     assert state["sequence"] == 20
     assert state["projections"] == plain(expected.states())
-    assert "state after event 20" in run("replay", log, "--until", 20).out
-    assert "not to 100000" in run("replay", log, "--until", 100_000).err
+    assert "state after event 20" in run("show", log, "--at", 20).out
+    assert "not to 100000" in run("show", log, "--at", 100_000).err
 
 
-def test_replay_reports_the_first_divergence_with_3(run: Any, story: Driver, tmp_path: Path) -> None:
-    """Before the event it is none, from it on it is."""
-    events = replaced(story.observed, e.LookupAnswered, 1, miss_reason="evicted")
-    sequence = 1 + [place for place, event in enumerate(events) if isinstance(event, e.LookupAnswered)][1]
-    log = write_log(tmp_path / "other", events, story.configuration)
-    result = run("replay", log)
-    assert result.exit_code == 3
-    assert f"diverged at sequence {sequence}" in result.out
-    (divergence,) = run("replay", "--json", log).objects("divergence")
-    assert divergence["sequence"] == sequence
-    assert run("replay", log, "--until", sequence - 1).exit_code == 0
-
-
-def test_replay_of_a_damaged_log_shows_what_can_be_known_and_gives_2(run: Any, log: Path) -> None:
+def test_of_a_damaged_log_the_state_before_the_damage_is_shown(run: Any, log: Path) -> None:
     """The state before the damage is still evidence."""
     (segment,) = log.glob("*.kvlog")
     segment.write_bytes(segment.read_bytes()[:-3])
-    result = run("replay", log)
-    assert result.exit_code == 2
+    result = run("show", log, "--at", 100_000)
+    assert result.exit_code == 0
     assert "state after event" in result.out
     assert "torn_tail" in result.err
 

@@ -1,4 +1,4 @@
-"""`show --follow` on a log that is being written, and `replay --diff` of two logs."""
+"""`show --follow` on a log that is being written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from lifecycle_driver import Driver, play_seed
 from log_torture import reopened
 from log_torture.stored import compress_closed
 from processes import started
-from stored_logs import play_story, replaced, write_log
 
 from kvledger.adapters.tools.cli.feed import Feed, Line
 from kvledger.lifecycle import Core
@@ -111,48 +110,3 @@ def test_every_breach_and_every_change_of_state_is_printed(seed: int) -> None:
     assert sum(line.num_broken for line in lines) == broken
     preempted = sum(isinstance(event, e.RequestPreempted) for event in driver.observed)
     assert sum(line.state_after == "preempted" != line.state_before for line in lines) == preempted
-
-
-def test_equal_runs_have_no_difference_but_their_times(run: Any, log: Path, tmp_path: Path) -> None:
-    """Times are left out."""
-    later = Driver(num_slots=32)
-    later._time_ns = 12345
-    play_story(later)
-    same = write_log(tmp_path / "later", later.observed, later.configuration)
-    result = run("replay", log, "--diff", same)
-    assert result.exit_code == 0
-    assert "events equal, but for times" in result.out
-
-
-def test_the_first_difference_is_shown_with_the_state_before_it(
-    run: Any, story: Driver, log: Path, tmp_path: Path
-) -> None:
-    """Both events, the fields that differ, and the state of the request."""
-    events = replaced(story.observed, e.BlocksAllocated, 1, num_external_tokens=56)
-    other = write_log(tmp_path / "other", events, story.configuration)
-    result = run("replay", log, "--diff", other)
-    assert result.exit_code == 3
-    assert "the logs differ at event 42" in result.out
-    assert "differs in  num_external_tokens" in result.out
-    assert "state after event 41" in result.out
-    assert REQUEST in result.out.splitlines()[-1]
-    before = run("replay", log, "--diff", other, "--until", 41)
-    assert before.exit_code == 0
-
-
-def test_a_log_that_is_a_beginning_of_the_other_ends_first(run: Any, story: Driver, log: Path, tmp_path: Path) -> None:
-    """The longer one's next event is shown."""
-    half = write_log(tmp_path / "half", story.observed[:20], story.configuration)
-    result = run("replay", half, "--diff", log)
-    assert result.exit_code == 3
-    assert "here        the log ends" in result.out
-
-
-def test_logs_of_different_configurations_are_compared_with_a_remark(run: Any, log: Path, tmp_path: Path) -> None:
-    """A difference in decisions may come from there."""
-    driver = Driver(num_slots=4)
-    driver.arrive("chat-17-b6", 45)
-    other = write_log(tmp_path / "other", driver.observed, driver.configuration)
-    result = run("replay", log, "--diff", other)
-    assert "configured differently: num_slots is 32 here and 4 there" in result.err
-    assert run("replay", log, "--diff", log / "nothing").exit_code == 64

@@ -1,0 +1,50 @@
+"""The command line: all commands, and which module runs one.
+
+A command is a module of its name with a function `run`, whose parameters are the command's arguments and the `Output`
+to write to, and which returns the exit code. cyclopts imports the module when the command is chosen. `--help` of all
+commands imports none of them, and neither the core.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from kvledger.adapters.tools.cli.commands import COMMANDS
+from kvledger.adapters.tools.exit_codes import ExitCode
+
+
+def build_app() -> App:
+    """All commands; `App.meta` runs one."""
+    app = App(
+        name="kvledger",
+        help="Reads the event logs of kvledger.",
+        help_epilogue="COMMAND --help has its exit codes and examples. KVLEDGER_LOG is the LOG where none is named.",
+        help_format="plaintext",
+        version=lambda: f"kvledger {version('kvledger')}",
+        default_parameter=Parameter(negative=(), show_default=lambda default: str(default) if default else None),
+        result_action="return_value",
+        exit_on_error=False,
+        print_error=False,
+        suppress_keyboard_interrupt=False,
+    )
+    for place, (name, command) in enumerate(COMMANDS.items()):
+        app.command(command.path(name), name=name, help=command.help, help_epilogue=command.epilogue(), sort_key=place)
+    app.meta.suppress_keyboard_interrupt = False
+
+    @app.meta.default
+    def launch(
+        *words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+        json: Annotated[bool, Parameter(help="print one JSON object a line", negative=())] = False,
+    ) -> ExitCode:
+        command, bound, injected = app.parse_args(words)
+        if "output" not in injected:  # help, or the version
+            command(*bound.args, **bound.kwargs)
+            return ExitCode.SOUND
+        from kvledger.adapters.tools.cli.running import run_command  # noqa: PLC0415 -- imports the core
+
+        return run_command(command, bound, is_json=json)
+
+    return app

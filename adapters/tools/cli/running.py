@@ -1,0 +1,86 @@
+"""Runs one command, and turns what happens into an exit code and one line on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from cyclopts import CycloptsError, MissingArgumentError
+
+from kvledger.adapters.tools.cli.options import DEFAULT_LOG
+from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.cli.output_failed import OutputFailed
+from kvledger.adapters.tools.cli.streams import silence_standard_streams
+from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, gravest, unreadable_text
+from kvledger.adapters.tools.logs.streams import StreamUrl, shown_log
+from kvledger.adapters.tools.logs.visible import remark
+from kvledger.lifecycle import described, raise_if_unstoppable, without_credentials
+from kvledger.storage.extras import EXTRAS
+
+
+def run_command(command: Callable[..., ExitCode], bound: inspect.BoundArguments, *, is_json: bool) -> ExitCode:
+    """Run it with its arguments, and an output besides; returns its exit code, or that of one of its logs."""
+    output = Output(is_json=is_json)
+    log = bound.arguments.get("log", getattr(bound.arguments.get("reading"), "log", None))
+    try:
+        return gravest([command(*bound.args, **bound.kwargs, output=output), *output.failures])
+    except BaseException as error:  # noqa: BLE001 -- it is explained
+        return explained(error, log)
+
+
+def explained(error: BaseException, log: Path | StreamUrl | None = None) -> ExitCode:
+    """Say on stderr why a command failed and what to do; returns the exit code.
+
+    Raises what ends the command without an explanation; see `ended`.
+    """
+    raise_if_unstoppable(error)
+    if isinstance(error, CycloptsError):
+        remark(_usage(error))
+        return ExitCode.USAGE
+    if isinstance(error, CommandFailed | OSError):
+        text = unreadable_text(error) if isinstance(error, OSError) else str(error)
+        if isinstance(log, Path):  # an address without its scheme is taken for a path
+            text = text.replace(str(log), shown_log(log))
+        if log is not None and str(log) == os.environ.get(DEFAULT_LOG):
+            text += f" (LOG is {shown_log(log)}, from {DEFAULT_LOG})"
+        remark(text)
+        return ExitCode.DAMAGED if isinstance(error, OSError) else error.exit_code
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+        remark(str(error))
+        return ExitCode.REFUSED
+    if os.environ.get("KVLEDGER_TRACEBACK"):
+        sys.stderr.write(without_credentials("".join(traceback.format_exception(error))))
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    remark(
+        f"a mistake in kvledger itself, and no judgement of the log: {described(error)} "
+        f"({Path(place.filename).name}:{place.lineno}). Please report it with this line, the command and, if "
+        "you may share it, the log; KVLEDGER_TRACEBACK=1 prints the traceback"
+    )
+    return ExitCode.INTERNAL_ERROR
+
+
+def _usage(error: CycloptsError) -> str:
+    """What is wrong with the arguments, and the command that lists them."""
+    names = error.argument.parameter.env_var if isinstance(error, MissingArgumentError) and error.argument else ()
+    default = "".join(f" {name} in the environment stands for it." for name in names or ())
+    command = " ".join(["kvledger", *(error.command_chain or ())])
+    text = str(error)
+    return f"{text}{'' if text.endswith(('.', '?')) else '.'}{default} See {command} --help"
+
+
+def ended(error: BaseException) -> ExitCode:
+    """The exit code where nobody reads the output any more, it cannot be written, or the command was interrupted."""
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    if not isinstance(error, OutputFailed):
+        raise error
+    if not error.is_reader_gone:
+        with contextlib.suppress(OutputFailed):
+            remark(f"the output cannot be written: {error}; make room, or write elsewhere")
+    silence_standard_streams()
+    return ExitCode.BROKEN_PIPE if error.is_reader_gone else ExitCode.CANNOT_WRITE
