@@ -28,7 +28,6 @@ _COLUMNS = {
     "size": "right",
     "ended": "left",
 }
-_SPARE = ("by", "model", "requests", "last event", "size", "opened (UTC)")
 _ENDS = {
     HowEnded.CLOSED: "closed",
     HowEnded.CUT_OFF: "killed",
@@ -53,7 +52,7 @@ def run(
             output.record("log_listed", {**fields, "path": str(glance.path), **of_end, "detail": detail})
     else:
         hidden = [name for name, said in (("model", "model"),) if not any(getattr(each, said) for each in glances)]
-        output.table(_COLUMNS, [_row(glance) for glance in glances], spare=_SPARE, hidden=hidden)
+        output.table(_COLUMNS, [_row(glance) for glance in glances], hidden=hidden)
     for glance in glances:
         if glance.unreadable:
             output.remark(f"{glance.path}: {glance.unreadable}")

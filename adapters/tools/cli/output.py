@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kvledger.adapters.figures import Figures
-from kvledger.adapters.tools.cli.fitting import LEAST_PROSE, fitting
 from kvledger.adapters.tools.cli.streams import notice_reader
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, unreadable_text
 from kvledger.adapters.tools.logs.clock import Clock
@@ -35,6 +34,8 @@ from kvledger.storage.events import HowEnded
 _PIPED_WIDTH = 100_000
 """Nothing is wrapped or cut for a program that reads."""
 _BYTES_PER_UPDATE = 1 << 18
+_LEAST_PROSE = 34
+"""Text is folded, but not into a narrower column."""
 _BELOW = 4
 """So far is text indented that has no room behind what it belongs to."""
 
@@ -65,11 +66,6 @@ class Output:
         line = msgspec.json.encode({"type": type_name, **fields}, enc_hook=str)
         sys.stdout.write(visible(line.decode()) + "\n")
 
-    @property
-    def width(self) -> int | None:
-        """Columns of the terminal; None: it is none, and nothing is folded or left out."""
-        return self._console.width if self._console.is_terminal else None
-
     def line(self, text: str = "", style: str = "", *, indent: int | None = None) -> None:
         """One line for people; never interpreted as markup. Folded on a terminal, behind `indent` columns."""
         if indent is None:
@@ -86,7 +82,7 @@ class Output:
 
     def _folded(self, before: Text, text: Text) -> None:
         indent, width = before.cell_len, self._console.width
-        if width - indent < min(LEAST_PROSE, width // 2):  # then it stands below
+        if width - indent < min(_LEAST_PROSE, width // 2):  # then it stands below
             if before.plain.strip():
                 self._console.print(before)
             before, indent = Text(" " * _BELOW), _BELOW
@@ -106,36 +102,21 @@ class Output:
                 continue
             self.field(name, text, "red" if name == "faults" and has_faults else "")
 
-    def table(
-        self,
-        columns: Mapping[str, str],
-        rows: Sequence[Sequence[str]],
-        *,
-        spare: Sequence[str] = (),
-        hidden: Sequence[str] = (),
-    ) -> None:
-        """Columns (name -> "left" or "right") but for the hidden ones, and rows of plain text.
-
-        Where a terminal is too narrow, columns of `spare` are left out, the first ones first, and a line says which.
-        """
-        possible = [name for name in columns if name not in hidden]
-        shown = fitting(columns, rows, possible, self.width, spare)
+    def table(self, columns: Mapping[str, str], rows: Sequence[Sequence[str]], *, hidden: Sequence[str] = ()) -> None:
+        """Columns (name -> "left" or "right") but for the hidden ones, and rows of plain text, folded on a terminal."""
+        places = [place for place, name in enumerate(columns) if name not in hidden]
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for name in shown:
-            is_right = columns[name] == "right"
-            table.add_column(name, justify="right" if is_right else "left", overflow="fold", no_wrap=False)
-        places = [list(columns).index(name) for name in shown]
+        for name, justify in columns.items():
+            if name not in hidden:
+                table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
         for row in rows:
             table.add_row(*(Text(visible(row[place])) for place in places))
-        if self.width is None:
-            with self._console.capture() as capture:
-                self._console.print(table)
-            sys.stdout.writelines(line.rstrip() + "\n" for line in capture.get().splitlines())
+        if self._console.is_terminal:
+            self._console.print(table)
             return
-        self._console.print(table)
-        left_out = ", ".join(name for name in possible if name not in shown)
-        if left_out:
-            self.line(f"left out, for {self.width} columns are too few: {left_out}", "dim")
+        with self._console.capture() as capture:
+            self._console.print(table)
+        sys.stdout.writelines(line.rstrip() + "\n" for line in capture.get().splitlines())
 
     def flush(self) -> None:
         """Let a program that reads have what was written so far, and notice when it has gone."""

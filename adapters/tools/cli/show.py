@@ -13,7 +13,6 @@ from cyclopts import Parameter
 
 from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.cli.finding import selected, selected_one
-from kvledger.adapters.tools.cli.fitting import cut_short, needed
 from kvledger.adapters.tools.cli.following import show_following
 from kvledger.adapters.tools.cli.options import Moment, Reading, count, moment, value
 from kvledger.adapters.tools.cli.output import Output, Written, show_ending, show_title
@@ -50,8 +49,6 @@ _COLUMNS = {
     "saved chunks": "right",
     "failures": "right",
 }
-_SPARE = ("queued ms", "lookups", "saved chunks", "arrived ms", "prompt", "tokens", "UTC")
-"""Left out first where a terminal is narrow."""
 _SORTS: Mapping[str, Callable[[RequestSummary], int] | None] = {
     "arrived": None,
     "took": lambda summary: summary.spent.total_ns,
@@ -196,7 +193,7 @@ def _show_timeline(
                 group.text,
             ]
         )
-    output.table(columns, rows, spare=("ms",), hidden=() if clock.is_known else ("UTC",))
+    output.table(columns, rows, hidden=() if clock.is_known else ("UTC",))
 
 
 # --- the whole log ------------------------------------------------------------------------------
@@ -293,11 +290,8 @@ def _show_summary(
             output.line(said, style="dim")
         hidden = [*(["saved chunks"] if log.decides_elsewhere else []), *([] if clock.is_known else ["UTC"])]
         rows = [_request_row(summary, clock) for summary in listed]
-        if output.width is not None and needed(_COLUMNS, rows) > output.width:
-            names = cut_short(summary.request_id for summary in summaries)
-            rows = [[names[name], *others] for name, *others in rows]
         if rows:
-            output.table(_COLUMNS, rows, spare=_SPARE, hidden=hidden)
+            output.table(_COLUMNS, rows, hidden=hidden)
 
 
 def _fields(summary: RequestSummary, clock: Clock) -> dict[str, object]:

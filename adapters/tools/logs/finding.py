@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 from kvledger.adapters.tools.exit_codes import CommandFailed
 from kvledger.adapters.tools.logs.index import index_for
@@ -14,8 +13,6 @@ from kvledger.adapters.tools.logs.progress import Progress
 from kvledger.lifecycle import begins_as, logged_request_id
 from kvledger.lifecycle import events as e
 
-CUT: Final = "…"
-"""Ends an id that was cut to fit a terminal. Such an id may be given, too."""
 _MAX_CANDIDATES = 20
 _MAX_COMPARED = 5_000
 """Of the last requests so many are compared with one that is not known: that takes less than a second."""
@@ -44,15 +41,14 @@ def one_request(known: Sequence[tuple[StoredLog, Iterable[str]]], given: str) ->
         RequestUnknown: no log has it.
         RequestAmbiguous: several ids or logs could be meant.
     """
-    uncut = given.removesuffix(CUT)
-    wanted, whole = logged_request_id(uncut), logged_request_id(given)
+    wanted = logged_request_id(given)
     have = [(log, name) for log, names in known for name in names]
     fits = (
-        lambda name: name in {wanted, whole},
+        lambda name: name == wanted,
         lambda name: f"-{wanted}-" in f"-{name}-",
         lambda name: name.startswith(wanted),
         lambda name: wanted in name,
-        lambda name: begins_as(name, uncut),
+        lambda name: begins_as(name, given),
     )
     found = next(filter(None, ([each for each in have if fit(each[1])] for fit in fits)), [])
     if len(found) == 1:
@@ -71,7 +67,7 @@ def one_request(known: Sequence[tuple[StoredLog, Iterable[str]]], given: str) ->
 
 def request_ids(log: StoredLog, given: str, output: Progress) -> dict[str, None]:
     """The ids of the requests that contain what was given, or of all where none does, in the order of their arrival."""
-    part = logged_request_id(given.removesuffix(CUT))
+    part = logged_request_id(given)
     index = index_for(log, output, part)
     if index is not None:
         with contextlib.closing(index):

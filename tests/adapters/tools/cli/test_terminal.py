@@ -1,4 +1,4 @@
-"""On a terminal of 80 columns everything can be read, and nothing that was left out is left unsaid."""
+"""On a terminal of 80 columns everything can be read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from lifecycle_driver import Driver
 from processes.terminal import terminal_output
 from rich.cells import cell_len
 from stored_logs import OPENED_AT, tell_story, write_log
-
-from kvledger.adapters.tools.cli.fitting import cut_short
 
 LONG = "cmpl-8f3a1c5e9b7d4f6a8c2e1d3b5a7f9e0c-0-a1b2c3d4"
 
@@ -46,7 +44,7 @@ def log_of_long_ids(long_ids: Driver, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("words", ["show", "show cmpl-8f3a1", "why cmpl-8f3a1", "stats", "verify -v", "show --at 50"])
 def test_no_line_is_wider_than_the_terminal(words: str, log_of_long_ids: Path) -> None:
-    """Text is folded behind what it belongs to; a table leaves columns out."""
+    """Text is folded behind what it belongs to, and a cell of a table in its column."""
     command, *others = words.split()
     lines = lines_of(on_terminal(command, log_of_long_ids, *others))
     assert lines
@@ -63,35 +61,11 @@ def test_a_reason_is_folded_behind_its_cause_or_stands_below_it(log_of_long_ids:
     assert [lines[at] for at in sorted(others) if not lines[at].startswith("    ")] == []
 
 
-def test_a_narrow_list_of_requests_keeps_one_line_for_each_and_says_what_it_left_out(log_of_long_ids: Path) -> None:
-    """An id is cut to what is unique, and what is shown of it names the request."""
-    lines = lines_of(on_terminal("show", log_of_long_ids))
-    (row,) = [line for line in lines if " STOPPED " in line]
-    name = row.split()[0]
-    assert name.endswith("…")
-    assert LONG.startswith(name[:-1])
-    assert "15:06:40.001" in row
-    assert "left out, for 80 columns are too few:" in " ".join(lines)
-    assert lines_of(on_terminal("show", log_of_long_ids, name))[0].startswith(LONG)
-    assert not any("left out" in line for line in lines_of(on_terminal("show", log_of_long_ids, columns=200)))
-
-
 def test_colours_are_for_terminals_that_want_them(log_of_long_ids: Path) -> None:
     """NO_COLOR is heeded."""
     coloured = re.compile(r"\x1b\[(?:\d;)*3\d")
     assert coloured.search(on_terminal("verify", log_of_long_ids))
     assert not coloured.search(on_terminal("verify", log_of_long_ids, NO_COLOR="1"))
-
-
-def test_an_id_is_cut_to_what_no_other_has() -> None:
-    """Where that saves something; a short one is left alone."""
-    names = ["cmpl-aaaa-0-b1b2c3d4", "cmpl-aaab-0-b1b2c3d4", "chat-1", "chat-17-b6e5d4c3"]
-    assert list(cut_short(names).items()) == [
-        ("chat-1", "chat-1"),
-        ("chat-17-b6e5d4c3", "chat-17-…"),
-        ("cmpl-aaaa-0-b1b2c3d4", "cmpl-aaaa…"),
-        ("cmpl-aaab-0-b1b2c3d4", "cmpl-aaab…"),
-    ]
 
 
 def test_times_of_day_stand_beside_the_time_since_the_opening(run: Any, log: Path) -> None:
