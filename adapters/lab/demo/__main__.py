@@ -103,7 +103,7 @@ Measured at vLLM's scheduler, not from the log    no connector   kvledger
 Look further
   .venv/bin/kvledger show {log_path}
   .venv/bin/kvledger verify {log_path}
-  .venv/bin/kvledger replay {log_path}
+  .venv/bin/kvledger stats {log_path}
   {report_path}   these figures for programs""",
         flush=True,
     )

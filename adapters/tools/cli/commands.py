@@ -212,7 +212,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "print the script with which a shell completes commands, options and paths",
             {ExitCode.SOUND: "printed"},
             {
-                "in ~/.bashrc, or with zsh in ~/.zshrc, behind compinit": 'eval "$(kvledger completion bash)"',
+                "with bash, in ~/.bashrc": 'eval "$(kvledger completion bash)"',
                 "with fish, once": "kvledger completion fish > ~/.config/fish/completions/kvledger.fish",
             },
         ),
