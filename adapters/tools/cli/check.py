@@ -65,20 +65,22 @@ class Server:
 
 def run(
     configuration: Annotated[
-        str,
+        str | None,
         Parameter(
             metavar="JSON",
-            allow_leading_hyphen=True,
-            help="the object of --kv-transfer-config, or its kv_connector_extra_config alone; a file, or - for stdin. "
-            "vLLM is imported to judge it, which takes seconds",
+            help="the object of --kv-transfer-config, or its kv_connector_extra_config alone; or a file. vLLM is "
+            "imported to judge it, which takes seconds",
         ),
-    ],
+    ] = None,
     *,
+    stdin: Annotated[bool, Parameter(name="-", help="read the JSON from stdin")] = False,
     server: Server = Server(),
     output: Written,
 ) -> ExitCode:
     """Say what each connector of kvledger in it would do."""
-    transfer = _transfer(_text(configuration))
+    if stdin is (configuration is not None):
+        raise CommandFailed("give the JSON, a file with it, or - for stdin")
+    transfer = _transfer(sys.stdin.read() if configuration is None else _text(configuration))
     require("kvledger check", *CONNECTOR)
     register()  # a recorder may hold a connector of kvledger's by its name alone
     logging.disable(logging.CRITICAL)  # what vLLM says of a configuration is not what is asked
@@ -102,8 +104,6 @@ def _show_refusal(refusal: Refusal, output: Output) -> None:
 
 
 def _text(given: str) -> str:
-    if given == "-":
-        return sys.stdin.read()
     if given.lstrip().startswith("{"):
         return given
     try:

@@ -32,6 +32,7 @@ def run(
         str | None,
         Parameter(
             metavar="TARGET",
+            allow_leading_hyphen=True,
             help="spans for OpenTelemetry: sent to http://host:4318, or written to a file as lines of JSON (- for "
             "stdout)",
         ),

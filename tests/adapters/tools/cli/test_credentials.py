@@ -72,12 +72,12 @@ def test_credentials_of_a_target_for_spans_are_not_shown(run: Any, log: Any, add
 
 def test_the_traceback_of_a_mistake_shows_none(run: Any, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Libraries quote addresses in their exceptions."""
-    from kvledger.adapters.tools.cli import main as main_module
+    from kvledger.adapters.tools.cli import finding
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError(f"cannot reach nats://user:{SECRET}@host")
 
-    monkeypatch.setattr(main_module, "find_logs", fail)
+    monkeypatch.setattr(finding, "find_logs", fail)
     monkeypatch.setenv("KVLEDGER_TRACEBACK", "1")
     result = run("verify", log)
     assert result.exit_code == ExitCode.INTERNAL_ERROR
