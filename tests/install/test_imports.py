@@ -61,18 +61,20 @@ def test_the_core_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
 
 
 def test_a_command_is_imported_when_it_is_chosen(tmp_path: Path) -> None:
-    """The help of all commands needs none of them."""
+    """The version and the help of all commands need none of them, and no core."""
     code = (
         "import sys\nfrom kvledger.adapters.tools.cli.commands import COMMANDS\n"
         "from kvledger.adapters.tools.cli.main import main\n"
-        "for arguments in (['--help'], ['verify', '--help']):\n"
+        "for arguments in (['--version'], ['--help'], ['verify', '--help']):\n"
         "    assert main(arguments) == 0\n"
-        "    print('loaded', *(name for name in COMMANDS if f'kvledger.adapters.tools.cli.{name}' in sys.modules))"
+        "    modules = {'kvledger.lifecycle', *(f'kvledger.adapters.tools.cli.{name}' for name in COMMANDS)}\n"
+        "    print('loaded', *sorted(modules & sys.modules.keys()))"
     )
     ended = run(code, tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert [line for line in ended.stdout.splitlines() if line.startswith("loaded")] == ["loaded", "loaded verify"]
-    assert all(re.search(rf"\n    {name}\s", ended.stdout) for name in COMMANDS)
+    loaded = [line.split()[1:] for line in ended.stdout.splitlines() if line.startswith("loaded")]
+    assert loaded == [[], [], ["kvledger.adapters.tools.cli.verify", "kvledger.lifecycle"]]
+    assert all(re.search(rf"\n│ {name}\s", ended.stdout) for name in COMMANDS)
 
 
 # Every module of the connector, because vLLM imports whichever the configuration names.

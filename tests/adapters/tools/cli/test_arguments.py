@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lifecycle_driver import Driver
-from processes import finished
 from stored_logs import write_log
 
 from kvledger.adapters.tools.cli.commands import COMMANDS
@@ -118,16 +116,3 @@ def test_without_a_log_the_error_names_kvledger_log(run: Any) -> None:
     result = run("show")
     assert result.exit_code == 64
     assert "KVLEDGER_LOG in the environment stands for it" in result.err
-
-
-@pytest.mark.parametrize("words", [["--version"], ["--help"]])
-def test_version_and_help_import_neither_the_core_nor_a_command(words: list[str]) -> None:
-    """They are what a shell's prompt and a script's check ask for."""
-    code = (
-        "import sys; from kvledger.adapters.tools.cli.main import main; "
-        f"main({words}); print(*(name for name in sys.modules if name.startswith('kvledger.')), file=sys.stderr)"
-    )
-    imported = finished([sys.executable, "-c", code]).stderr.split()
-    assert "kvledger.lifecycle" not in imported
-    assert "kvledger.adapters.tools.cli.show" not in imported
-    assert "kvledger.adapters.tools.cli.commands" in imported or words == ["--version"]
