@@ -44,17 +44,12 @@ def export_spans(name: str, reading: Reading, deciding: Deciding, output: Output
             target = SpanFile(name, stack.enter_context(open_target(path, overwrite=force)))
         logs = list(selected(reading, output, core=deciding.core()))
         num_spans = sum(_export(log, selection, target, output) for log, selection in logs)
-    if target.num_rejected:
-        num_taken = num_spans - target.num_rejected
-        output.remark(f"{target.name} took {num_taken} of {plural(num_spans, 'span')}: {target.why_rejected}")
     if output.is_json:
-        rejected = {"num_rejected": target.num_rejected}
-        output.record("export", {"target": target.name, "num_spans": num_spans, **rejected, "num_logs": len(logs)})
+        output.record("export", {"target": target.name, "num_spans": num_spans, "num_logs": len(logs)})
     elif path is not None:
-        verb = "sent to" if target.is_endpoint else "wrote"
+        verb = "sent to" if isinstance(target, SpanEndpoint) else "wrote"
         output.remark(f"{verb} {target.name}: {plural(num_spans, 'span')} of {plural(len(logs), 'log')}")
-    code = coverage_of_all(logs, output)
-    return ExitCode.REFUSED if target.num_rejected else code
+    return coverage_of_all(logs, output)
 
 
 def coverage_of_all(logs: Sequence[tuple[StoredLog, Selection]], output: Output) -> ExitCode:

@@ -1,4 +1,4 @@
-"""Where spans for OpenTelemetry go: an endpoint that speaks OTLP over HTTP, or a file as the collector's own.
+"""Where spans for OpenTelemetry go: an endpoint that speaks OTLP over HTTP, or a file like that of the collector.
 
 It must not know what the spans say.
 """
@@ -16,12 +16,9 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 import requests
 from google.protobuf.json_format import MessageToDict
-from google.protobuf.message import DecodeError
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExportResult
 
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.lifecycle import without_credentials
@@ -38,10 +35,6 @@ class SpanTarget(Protocol):
 
     name: str
     """For messages."""
-    is_endpoint: bool
-    num_rejected: int
-    """Of the spans that were sent: what an endpoint said that it dropped, and `why_rejected`."""
-    why_rejected: str
 
     def send(self, spans: Sequence[ReadableSpan]) -> None:
         """Take these, or raise."""
@@ -56,7 +49,7 @@ class Batches:
         self.num_spans = 0
 
     def add(self, span: ReadableSpan) -> None:
-        """Take up one span."""
+        """Collect one span."""
         self._spans.append(span)
         if len(self._spans) >= SPANS_PER_REQUEST:
             self.flush()
@@ -75,14 +68,9 @@ class SpanFile:
     See https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/ .
     """
 
-    is_endpoint = False
-    num_rejected = 0
-    why_rejected = ""
-
     def __init__(self, name: str, file: IO[bytes]) -> None:
         self.name = name
         self._file = file
-        self._encode = msgspec.json.Encoder().encode
 
     def send(self, spans: Sequence[ReadableSpan]) -> None:
         """Write a line."""
@@ -92,124 +80,83 @@ class SpanFile:
                 for span in of_scope["spans"]:
                     # Protobuf's JSON has bytes in base64; OTLP's has ids in hexadecimal.
                     span |= {name: base64.b64decode(span[name]).hex() for name in _IDS if name in span}
-        self._file.write(self._encode(request) + b"\n")
+        self._file.write(msgspec.json.encode(request) + b"\n")
 
 
 class SpanEndpoint:
-    """A collector, or a backend that takes OTLP itself. `OTEL_EXPORTER_OTLP_*` say headers, timeout and certificates.
+    """A collector, or a backend that takes OTLP itself. The SDK's exporter reads `OTEL_EXPORTER_OTLP_*`.
 
     Args:
-        url: `http://host:4318`; `/v1/traces` is added where it does not stand there.
+        url: `http://host:4318`; `/v1/traces` is added if the URL does not end with it.
     """
 
-    is_endpoint = True
-
     def __init__(self, url: str) -> None:
-        self.url = traces_url(url)
-        self.name = without_credentials(self.url, is_address=True)
-        self._num_sent = 0
-        self.num_rejected = 0
-        self.why_rejected = ""
+        self._url = _traces_url(url)
+        self.name = without_credentials(self._url, is_address=True)
         self._session = _Session()
-        self._said = _Said()
+        self._exporter = OTLPSpanExporter(self._url, session=self._session)
         self._logger = logging.getLogger("opentelemetry.exporter.otlp")
-        self._logger.addHandler(self._said)
-        self._propagates, self._logger.propagate = self._logger.propagate, False
-        self._exporter = OTLPSpanExporter(self.url, session=self._session)
+        self._level = self._logger.level
+        self._logger.setLevel(logging.CRITICAL)  # our error line says what went wrong
 
     def send(self, spans: Sequence[ReadableSpan]) -> None:
-        """Send one request, again where that may help, within the timeout.
+        """Send one request. The exporter repeats it after a passing failure, within its timeout.
 
         Raises:
-            CommandFailed: they were not taken.
+            CommandFailed: the endpoint did not take the spans.
         """
-        self._session.forget()
-        taken = self._exporter.export(spans) is SpanExportResult.SUCCESS
-        answer = self._session.answer
-        if answer is None or not taken or answer.is_redirect:
-            raise self._failure(answer)
-        self._num_sent += len(spans)
-        self._note_rejected(answer.content)
+        self._exporter.export(spans)
+        outcome = self._session.take_outcome()
+        if not isinstance(outcome, requests.Response):
+            raise CommandFailed(
+                f"{self.name} cannot be reached: {self._reason(outcome)}; see that a receiver for OTLP over HTTP is "
+                "there (port 4318; 4317 is gRPC's); the same command sends the same spans again",
+                ExitCode.TRY_AGAIN,
+            )
+        status = outcome.status_code
+        answered = f"{self.name} answered {status} {outcome.reason}"
+        if status in _LATER or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise CommandFailed(f"{answered}; the same command sends the same spans again", ExitCode.TRY_AGAIN)
+        if status >= HTTPStatus.MULTIPLE_CHOICES:
+            raise CommandFailed(
+                f"{answered}; see that the URL is that of a receiver for OTLP over HTTP, and that "
+                "OTEL_EXPORTER_OTLP_HEADERS has what it asks for, such as authorization=Bearer%20…",
+                ExitCode.REFUSED,
+            )
 
     def close(self) -> None:
         """Close the connection."""
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
-        self._logger.removeHandler(self._said)
-        self._logger.propagate = self._propagates
+        self._logger.setLevel(self._level)
 
-    def _why_unreachable(self) -> str:
-        """The innermost reason: around it stand the names of three libraries' classes."""
-        error, said = self._session.error, self._said.last
-        if error is not None:
-            while error.__context__ is not None:
-                error = error.__context__
-            said = (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
-        return without_credentials(said.replace(self.url, self.name))
-
-    def _note_rejected(self, body: bytes) -> None:
-        """A collector may take some of them and say so; where it answers something else, it took all."""
-        try:
-            answer = ExportTraceServiceResponse.FromString(body)
-        except DecodeError:
-            return
-        self.num_rejected += answer.partial_success.rejected_spans
-        self.why_rejected = self.why_rejected or answer.partial_success.error_message
-
-    def _failure(self, answer: requests.Response | None) -> CommandFailed:
-        done = f"; {self._num_sent} spans were sent before" if self._num_sent else ""
-        again = f"{done}; the same command sends the same spans again"
-        if answer is None:
-            message = (
-                f"{self.name} cannot be reached: {self._why_unreachable()}; see that a receiver for OTLP over HTTP is "
-                f"there (port 4318; 4317 is gRPC's){again}"
-            )
-            return CommandFailed(message, ExitCode.TRY_AGAIN)
-        if answer.is_redirect:
-            where = without_credentials(answer.headers["location"], is_address=True)
-            return CommandFailed(
-                f"{self.name} answers that traces are taken at {where}: name that{done}", ExitCode.REFUSED
-            )
-        said = f"{self.name} answered {answer.status_code} {answer.reason}"
-        if answer.status_code in _LATER or answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            return CommandFailed(f"{said}{again} once it takes them", ExitCode.TRY_AGAIN)
-        remedy = "see that the URL is that of a receiver for OTLP over HTTP"
-        if answer.status_code in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
-            remedy = "OTEL_EXPORTER_OTLP_HEADERS has what it asks for, such as authorization=Bearer%20…"
-        return CommandFailed(f"{said}; {remedy}{done}", ExitCode.REFUSED)
+    def _reason(self, error: BaseException) -> str:
+        """The innermost reason, without the names of the classes of three libraries around it."""
+        while error.__context__ is not None:
+            error = error.__context__
+        said = (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
+        return without_credentials(said.replace(self._url, self.name))
 
 
 class _Session(requests.Session):
-    """Remembers how the last request went: the exporter answers only whether it went well.
+    """Remembers how the last request ended: the exporter returns only whether it succeeded."""
 
-    It follows no redirect, behind which a POST may become a GET and spans get lost.
-    """
+    _outcome: requests.Response | Exception | None = None
 
-    answer: requests.Response | None = None
-    error: BaseException | None = None
-
-    def forget(self) -> None:
-        self.answer = self.error = None
-
-    def send(self, request: requests.PreparedRequest, **options: object) -> requests.Response:
+    def request(self, *arguments: Any, **options: Any) -> requests.Response:  # noqa: ANN401
         try:
-            self.answer = super().send(request, **{**options, "allow_redirects": False})
-        except requests.RequestException as error:
-            self.error = error
+            self._outcome = super().request(*arguments, **options)
+        except Exception as error:
+            self._outcome = error
             raise
-        return self.answer
+        return self._outcome
 
-
-class _Said(logging.Handler):
-    """What the SDK has to say about a failure, which it says only to its logger."""
-
-    last = "no answer"
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.last = record.getMessage()
+    def take_outcome(self) -> requests.Response | Exception:
+        outcome, self._outcome = self._outcome, None
+        return RuntimeError("OpenTelemetry's exporter made no request") if outcome is None else outcome
 
 
 def is_endpoint(target: str) -> bool:
-    """Whether spans are sent there, and not written.
+    """Whether the target is an endpoint and no file.
 
     Raises:
         CommandFailed: it looks like an endpoint and is none.
@@ -230,7 +177,7 @@ def is_endpoint(target: str) -> bool:
     return False
 
 
-def traces_url(url: str) -> str:
+def _traces_url(url: str) -> str:
     """The URL of an endpoint for traces: the base that was given, and `/v1/traces`, as the specification says."""
     parts = urlsplit(url)
     path = parts.path.rstrip("/")
