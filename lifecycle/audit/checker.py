@@ -49,12 +49,25 @@ class Checker(Visitor[AuditModel]):
             evidence: sequence numbers of earlier events that show it; 0 stands for nothing and is left out.
             request_id: of the request concerned, where the event does not name it.
         """
-        event = self.moment.event
+        moment, event = self.moment, self.moment.event
         if request_id is None:
             request_id = getattr(event, "request_id", "")
+        life = self.lives.get(request_id)
         generation: int | None = getattr(event, "generation", NO_LIFE)
         if generation == NO_LIFE:
-            life = self.lives.get(request_id)
             generation = None if life is None else life.generation
-        shown = tuple(sequence for sequence in evidence if sequence)
-        self.model.violations.add(Violation(self.rule, self.moment.sequence, request_id, generation, detail, shown))
+        if life is None and moment.life is not None and moment.life.request_id == request_id:
+            life = moment.life  # it ends here
+        self.model.violations.add(
+            Violation(
+                self.rule,
+                moment.sequence,
+                request_id,
+                generation,
+                detail,
+                tuple(filter(None, evidence)),
+                moment.time_ns,
+                None if life is None or life.ordinal == NO_LIFE else life.ordinal,
+                moment.cause,
+            )
+        )

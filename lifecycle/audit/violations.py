@@ -24,6 +24,11 @@ class Violation:
     detail: str
     evidence: tuple[int, ...]
     """Sequence numbers of earlier events that, with this one, show the breach."""
+    time_ns: int
+    ordinal: int | None
+    """Of the life that the breach concerns; None: not known, or it concerns no single request."""
+    cause: int
+    """Sequence number of the observation at which the rule is broken: the event itself, or what it was decided upon."""
 
 
 class Violations:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
@@ -14,6 +15,7 @@ from lifecycle_driver import Driver, keys_of, play_seed
 from stored_logs import header_of, unfoldable, write_log
 
 import kvledger
+from kvledger.adapters.tools.cli.main import main
 from kvledger.adapters.tools.logs import index as index_module
 from kvledger.adapters.tools.logs.log import open_log as stored_log
 from kvledger.lifecycle import events as e
@@ -230,6 +232,34 @@ def test_a_report_says_what_verify_says(incident: Path, objects: Objects) -> Non
     assert report.not_judged == {each["rule"]: each["reason"] for each in objects("not_checked", "verify", incident)}
     assert report.damage == ()
     assert f"{incident}: rule broken\n  LOOKUP_PURE at event 17" in str(report)
+
+
+def test_the_incident_of_the_readme_is_one_finding_in_every_tool(
+    incident: Path, objects: Objects, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three breaches, two of them seen only by the audit, and a decision that comes out otherwise have one cause."""
+    report = kvledger.open_log(incident).verify()
+    (finding,) = report.findings
+    assert finding.text.startswith("LOOKUP_PURE at event 17, request cmpl-bench-16-0, generation 1: answered 256, but")
+    assert [re.sub(r":.*", "", text) for text in finding.follows] == [
+        "LOOKUP_PURE at event 17",
+        "a decision differs at event 17",
+        "RECORDED at event 19",
+    ]
+    assert {each.finding for each in (*report.violations, *report.divergences)} == {17}
+    assert objects("verdict", "verify", incident)[0]["num_findings"] == 1
+    assert main(["verify", str(incident)]) == 1
+    assert "findings    1\n" in capsys.readouterr().out
+    assert main(["export", str(incident), "--html"]) == 0
+    page = capsys.readouterr().out
+    assert ">1 finding<" in page
+    assert page.count('class="finding"') == 1
+    assert main(["stats", str(incident)]) == 0
+    assert "faults      1 broken rule and 0 failed hooks recorded by the connector\n" in capsys.readouterr().out
+    assert main(["why", str(incident), "cmpl"]) == 0
+    why = capsys.readouterr().out
+    assert why.count("BROKEN") == 2, "the cause, and the reason of the tokens that it cost"
+    assert "19–20  LOADABLE_AFTER_COMMIT BROKEN: " in why
 
 
 def test_a_sound_log_is_called_sound(log: Path) -> None:

@@ -171,7 +171,7 @@ FIGURES = [
     "loaded 42 tokens, 1.5 KiB in 2.0 ms (750.0 KiB/s)",
     "not saved 0 chunks declined, 0 saves failed",
     "lost 0 chunks evicted, 1 tainted, 1 load failed",
-    "faults 0 rules broken, 0 hooks failed",
+    "faults 0 broken rules and 0 failed hooks recorded by the connector",
     "end closed; 1 request was open",
 ]
 

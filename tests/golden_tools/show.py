@@ -29,7 +29,7 @@ LIST = [
     "loaded 74 tokens, 2.5 KiB in 2.0 ms (1.2 MiB/s)",
     "not saved 0 chunks declined, 1 save failed",
     "lost 0 chunks evicted, 0 tainted, 0 loads failed",
-    "faults 0 rules broken, 0 hooks failed",
+    "faults 0 broken rules and 0 failed hooks recorded by the connector",
     "",
     "request outcome UTC arrived ms took ms queued ms prompt tokens preempted lookups loaded saved chunks failures",
     # The save of its third chunk is reported when the id is used again and this life is no longer there: 2 chunks.

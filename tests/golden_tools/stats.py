@@ -47,7 +47,7 @@ TEXT = [
     "loaded 56 tokens, 2.0 KiB in 2.0 ms (1000.0 KiB/s)",
     "not saved 1 chunk declined, 0 saves failed",
     "lost 0 chunks evicted, 2 tainted, 1 load failed",
-    "faults 0 rules broken, 0 hooks failed",
+    "faults 0 broken rules and 0 failed hooks recorded by the connector",
     "",
     "within 1% count p50 p90 p99 max",
     # `c` waits 3 ms for its load, the others run at once.

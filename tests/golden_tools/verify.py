@@ -1,6 +1,8 @@
 """What `kvledger verify` says of the story `verify.txt`, in which five things are wrong.
 
-The ledger noticed three of them and recorded each, so the rule RECORDED names these three again.
+The ledger noticed three of them and recorded each, so the rule RECORDED names these three again. Three of the five
+concern the first life of `a`, so they are one finding; the fourth begins with its second life. When the fifth happens
+`a` has no life.
 """
 
 from __future__ import annotations
@@ -33,25 +35,44 @@ VIOLATIONS = [
     ("RECORDED", 44, None, f"LEGAL_TRANSITION: {_PREEMPTED}", (43,)),
 ]
 
+_FIRST_OF_FINDING = (13, 34, 43)
+_BROKEN = {rule for rule, *_ in VIOLATIONS}
+
+
+def _lines() -> list[str]:
+    lines = []
+    whose_first = ""
+    for rule, event, generation, detail, _ in VIOLATIONS:
+        whose = ", request a" + ("" if generation is None else f", generation {generation}")
+        if event in _FIRST_OF_FINDING:
+            whose_first = whose
+            lines += [f"{rule} at event {event}{whose}", detail]
+        else:
+            # The request is named again where its generation is another one.
+            lines.append(f"then {rule} at event {event}{'' if whose == whose_first else whose}: {detail}")
+    return lines
+
+
 TEXT = [
     "end closed; no request was open",
-    f"rules {len(RULES)} checked over 44 events, 4 broken",
-    *(
-        line
-        for rule, event, generation, detail, _ in VIOLATIONS
-        for line in (
-            f"{rule} at event {event}, request a" + ("" if generation is None else f", generation {generation}"),
-            detail,
-        )
-    ),
+    f"rules {len(RULES)} checked over 44 events, broken: {', '.join(rule for rule in RULES if rule in _BROKEN)}",
     "decisions made again, all equal",
+    "findings 3",
+    *_lines(),
     "verdict rule broken",
 ]
+_FINDINGS = [max(first for first in _FIRST_OF_FINDING if first <= event) for _, event, *_ in VIOLATIONS]
 
 
 def _violations(log: Path) -> list[tuple[object, ...]]:
     names = ("rule", "sequence", "generation", "detail", "evidence")
     return [picked(record, names) for record in records("violation", "verify", log, "--jobs", 1)]
+
+
+def _findings(log: Path) -> list[object]:
+    output = records("violation", "verify", log, "--jobs", 1)
+    (verdict,) = records("verdict", "verify", log, "--jobs", 1)
+    return [verdict["num_findings"], *(record["finding"] for record in output)]
 
 
 def _text(log: Path) -> list[str]:
@@ -64,4 +85,5 @@ def _text(log: Path) -> list[str]:
 GOLDEN = {
     "verify": Golden("verify", STORY, _text, TEXT),
     "verify, violations for programs": Golden("verify", STORY, _violations, VIOLATIONS),
+    "verify, findings for programs": Golden("verify", STORY, _findings, [3, *_FINDINGS]),
 }

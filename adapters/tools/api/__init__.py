@@ -22,7 +22,7 @@ from kvledger.adapters.tools.api.records import (
     Start,
     Step,
 )
-from kvledger.adapters.tools.api.report import Damage, Divergence, LogReport, Report, Verdict, Violation
+from kvledger.adapters.tools.api.report import Damage, Divergence, Finding, LogReport, Report, Verdict, Violation
 from kvledger.adapters.tools.reasons import Reason as ReasonCode
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Entry",
     "Error",
     "Eviction",
+    "Finding",
     "Life",
     "Log",
     "LogNotFound",

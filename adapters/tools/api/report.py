@@ -13,6 +13,7 @@ import attrs
 from kvledger.adapters.tools.api.errors import LogUnreadable, public_errors
 from kvledger.adapters.tools.api.reading import Source
 from kvledger.adapters.tools.exit_codes import ExitCode, gravest
+from kvledger.adapters.tools.logs.findings import Finding as Cause
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.verification import Findings, Verification
 from kvledger.adapters.tools.logs.visible import visible
@@ -55,6 +56,13 @@ class Violation:
     detail: str
     evidence: tuple[int, ...]
     """Sequence numbers of earlier events that show the breach together with this one."""
+    time_ns: int
+    ordinal: int | None
+    """Of the life that it concerns; None: not known, or it concerns no single request."""
+    cause: int
+    """Sequence number of the observation at which the rule is broken."""
+    finding: int
+    """Sequence number of the first event of its `Finding`."""
 
     def __str__(self) -> str:
         of = f", request {self.request_id}" if self.request_id else ""
@@ -72,6 +80,8 @@ class Divergence:
     """What the log has; None: nothing."""
     decided: Event | None
     """What is decided today; None: nothing."""
+    finding: int
+    """Sequence number of the first event of its `Finding`."""
     error: str = ""
     """Why `recorded` cannot be folded at all; empty: it can."""
 
@@ -95,6 +105,25 @@ class Damage:
 
 
 @attrs.frozen(kw_only=True)
+class Finding:
+    """One cause of trouble, as far as a log can tell. `Report.findings` counts what `kvledger verify` counts."""
+
+    start: str
+    rank: int | None
+    sequence: int | None
+    """The first event; None: not known."""
+    request_id: str
+    """Empty if it concerns no single request."""
+    text: str
+    """The first breach in words: what, where, how often."""
+    follows: tuple[str, ...]
+    """The breaches that follow from it, in words."""
+
+    def __str__(self) -> str:
+        return "\n  then ".join(map(visible, (self.text, *self.follows)))
+
+
+@attrs.frozen(kw_only=True)
 class LogReport:
     """What is wrong with one log."""
 
@@ -108,6 +137,8 @@ class LogReport:
     first_event_checked: int | None
     last_event_checked: int | None
     """None if nothing could be checked, like `first_event_checked`."""
+    findings: tuple[Finding, ...]
+    """What is wrong, one for each cause."""
     violations: tuple[Violation, ...]
     """At most 1,000, the first ones."""
     num_violations: Mapping[str, int]
@@ -126,7 +157,10 @@ class LogReport:
     """Chain hash of the last frame. Noted elsewhere, it shows later whether the log was rewritten."""
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {self.text}", *map(str, (*self.violations, *self.damage)), *self.remarks]
+        lines = [f"{self.path}: {self.text}"]
+        for finding in self.findings:
+            lines += [finding.text, *(f"  then {text}" for text in finding.follows)]
+        lines += self.remarks
         return visible(lines[0]) + "".join(f"\n  {visible(line)}" for line in lines[1:])
 
 
@@ -145,6 +179,11 @@ class Report:
         codes = [ExitCode[each.verdict.name] for each in self.logs]
         codes += [ExitCode.DAMAGED for _ in self.unreadable]
         return Verdict[gravest(codes).name]
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Those of all logs."""
+        return tuple(itertools.chain.from_iterable(each.findings for each in self.logs))
 
     @property
     def violations(self) -> tuple[Violation, ...]:
@@ -188,7 +227,11 @@ def verified(source: Source) -> LogReport:
         num_events=log.num_events,
         first_event_checked=findings.checked.first_sequence or None,
         last_event_checked=findings.checked.last_sequence or None,
-        violations=tuple(Violation(**place, **attrs.asdict(each, recurse=False)) for each in judgement.violations),
+        findings=tuple(_finding(place, each) for each in findings.listed.findings),
+        violations=tuple(
+            Violation(**place, **attrs.asdict(each, recurse=False), finding=findings.listed.first_sequence(each))
+            for each in judgement.violations
+        ),
         num_violations=dict(judgement.num_violations),
         divergences=_divergences(source, findings),
         num_divergences=judgement.divergences.num_found + judgement.reference_differences.num_found,
@@ -200,16 +243,38 @@ def verified(source: Source) -> LogReport:
     )
 
 
+def _finding(place: Mapping[str, Any], finding: Cause) -> Finding:
+    first = finding.first
+    return Finding(
+        **place,
+        sequence=first.sequence,
+        request_id=first.request_id,
+        text=finding.text,
+        follows=tuple(finding.follows),
+    )
+
+
 def _divergences(source: Source, findings: Findings) -> tuple[Divergence, ...]:
     judgement, unfoldable = findings.judgement, findings.judgement.unfoldable
-    found: Sequence[tuple[int, Event | None, Event | None, str]] = [
-        *((each.sequence, each.recorded, each.decided, "") for each in judgement.divergences),
-        *((each.sequence, each.recorded, each.decided, "") for each in judgement.reference_differences),
-        *([] if unfoldable is None else [(unfoldable.sequence, unfoldable.event, None, unfoldable.error)]),
+    first_of = findings.listed.first_sequence
+    found: Sequence[tuple[int, Event | None, Event | None, int, str]] = [
+        *((each.sequence, each.recorded, each.decided, first_of(each), "") for each in judgement.divergences),
+        *((each.sequence, each.recorded, each.decided, first_of(each), "") for each in judgement.reference_differences),
+        *(
+            []
+            if unfoldable is None
+            else [(unfoldable.sequence, unfoldable.event, None, first_of(unfoldable), unfoldable.error)]
+        ),
     ]
     return tuple(
         Divergence(
-            start=source.start, rank=source.rank, sequence=sequence, recorded=recorded, decided=made, error=error
+            start=source.start,
+            rank=source.rank,
+            sequence=sequence,
+            recorded=recorded,
+            decided=made,
+            finding=finding,
+            error=error,
         )
-        for sequence, recorded, made, error in sorted(found, key=lambda each: each[0])
+        for sequence, recorded, made, finding, error in sorted(found, key=lambda each: each[0])
     )

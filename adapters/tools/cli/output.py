@@ -24,10 +24,12 @@ from kvledger.adapters.tools.logs.coverage import readable
 from kvledger.adapters.tools.logs.describe import event_fields
 from kvledger.adapters.tools.logs.ending import ending_text, under_way_text
 from kvledger.adapters.tools.logs.facts import figures_in_words
+from kvledger.adapters.tools.logs.findings import FindingList, difference_text
 from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.under_way import last_under_way
 from kvledger.adapters.tools.logs.visible import remark, visible
+from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Judgement
 from kvledger.storage.events import HowEnded
 
@@ -246,25 +248,35 @@ def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
         output.field("then", under_way_text(call, log), "yellow")
 
 
-def show_divergences(output: Output, judgement: Judgement) -> None:
-    """Where the code here decides otherwise than the log."""
-    found, differences = judgement.divergences, judgement.reference_differences
-    unfoldable = judgement.unfoldable
-    if output.is_json:
-        for kind, divergences in (("divergence", found), ("reference_difference", differences)):
-            for each in divergences:
-                recorded, decided = event_fields(each.recorded), event_fields(each.decided)
-                output.record(kind, {"sequence": each.sequence, "recorded": recorded, "decided": decided})
-        if unfoldable is not None:
-            event, error = event_fields(unfoldable.event), unfoldable.error
-            output.record("unfoldable", {"sequence": unfoldable.sequence, "event": event, "error": error})
-        return
-    if unfoldable is not None:
-        output.field("decisions", str(unfoldable), "red")
-    elif found:
-        more = f" (and {found.num_found - 1} more, perhaps only because of this one)" if found.num_found > 1 else ""
-        output.field("decisions", f"diverged {found[0]}{more}", "red")
-    else:
-        output.field("decisions", "made again, all equal", "green")
-    if differences:
-        output.field("reference", f"differs {differences[0]}", "red")
+def show_decisions(output: Output, judgement: Judgement, core: Core | None = None) -> None:
+    """How many decisions come out otherwise than in the log; with `core`, also the first difference in words."""
+    different = (
+        ("decisions", "made again, ", judgement.divergences),
+        ("reference", "", judgement.reference_differences),
+    )
+    for name, before, found in different:
+        if found:
+            differ = "1 differs, at event" if found.num_found == 1 else f"{found.num_found} differ, the first at event"
+            first = "" if core is None else f": {difference_text(found[0], core)}"
+            output.field(name, f"{before}{differ} {found[0].sequence}{first}", "red")
+        elif before and judgement.unfoldable is None:
+            output.field(name, f"{before}all equal", "green")
+    if judgement.unfoldable is not None:
+        output.field("decisions", str(judgement.unfoldable), "red")
+
+
+def record_divergences(output: Output, judgement: Judgement, findings: FindingList | None = None) -> None:
+    """A JSON object for each; with `findings`, also the event with which its finding begins."""
+
+    def belongs(item: object) -> dict[str, object]:
+        return {} if findings is None else {"finding": findings.first_sequence(item)}
+
+    different = (("divergence", judgement.divergences), ("reference_difference", judgement.reference_differences))
+    for kind, divergences in different:
+        for each in divergences:
+            recorded, decided = event_fields(each.recorded), event_fields(each.decided)
+            output.record(kind, {"sequence": each.sequence, "recorded": recorded, "decided": decided, **belongs(each)})
+    if (unfoldable := judgement.unfoldable) is not None:
+        event = event_fields(unfoldable.event)
+        fields = {"sequence": unfoldable.sequence, "event": event, "error": unfoldable.error}
+        output.record("unfoldable", {**fields, **belongs(unfoldable)})

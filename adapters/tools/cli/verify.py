@@ -14,16 +14,16 @@ from cyclopts import Parameter
 
 from kvledger.adapters.tools.cli.finding import logs_of, selected
 from kvledger.adapters.tools.cli.options import NOTHING_CHOSEN, Deciding, Reading, positive, value
-from kvledger.adapters.tools.cli.output import Output, Written, show_divergences, show_ending
+from kvledger.adapters.tools.cli.output import Output, Written, record_divergences, show_decisions, show_ending
 from kvledger.adapters.tools.cli.several import num_bytes, side_by_side
 from kvledger.adapters.tools.exit_codes import ExitCode, gravest
-from kvledger.adapters.tools.logs.describe import event_text, plain, violation_place
+from kvledger.adapters.tools.logs.describe import plain, sentence
+from kvledger.adapters.tools.logs.findings import Finding
 from kvledger.adapters.tools.logs.log import StoredLog, open_log
 from kvledger.adapters.tools.logs.processes import num_cores
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.verification import Findings, Verification
 from kvledger.adapters.units import plural, size
-from kvledger.lifecycle.audit import Violation
 from kvledger.lifecycle.events import Event
 
 _MAX_SHOWN = 20
@@ -127,8 +127,8 @@ def _show_json(output: Output, log: StoredLog, findings: Findings) -> None:
     for damage in findings.damage:
         output.record("damage", attrs.asdict(damage))
     for violation in judgement.violations:
-        output.record("violation", attrs.asdict(violation))
-    show_divergences(output, judgement)
+        output.record("violation", {**attrs.asdict(violation), "finding": findings.listed.first_sequence(violation)})
+    record_divergences(output, judgement, findings.listed)
     for rule, reason in {**judgement.not_judged, **log.core.not_checked}.items():
         output.record("not_checked", {"rule": rule, "reason": reason})
     show_ending(output, log, findings.end_state.num_open_requests)
@@ -147,6 +147,7 @@ def _show_json(output: Output, log: StoredLog, findings: Findings) -> None:
             "num_bytes": log.num_bytes,
             "head_hash": log.head_hash,
             "num_skipped": dict(log.skipped),
+            "num_findings": len(findings.listed.findings),
             "num_damage": len(findings.damage),
             "num_violations": judgement.num_violations,
             "num_divergences": judgement.divergences.num_found,
@@ -167,23 +168,16 @@ def _show_text(output: Output, log: StoredLog, findings: Findings, *, verbose: b
     num_damaged = len(findings.damage)
     damaged = f"{plural(num_damaged, 'place')} damaged" if num_damaged else f"intact, head {log.head_hash}"
     output.field("chain", damaged, "red" if num_damaged else "green")
-    for damage in findings.damage[:_MAX_SHOWN]:
-        output.line(f"  {damage}")
-    _show_more(output, num_damaged)
     show_ending(output, log, findings.end_state.num_open_requests)
-    num_broken = len(judgement.num_violations)
-    over = plural(judgement.num_events, "event")
-    rules = f"{len(judgement.judged)} checked over {over}, {num_broken or 'none'} broken"
-    is_checked = not findings.checked.why_nothing or num_broken > 0
-    output.field("rules", rules if is_checked else "not checked", _style(is_checked, num_broken))
-    evidence = _evidence(log, judgement.violations[:_MAX_SHOWN])
-    for violation in judgement.violations[:_MAX_SHOWN]:
-        _show_violation(output, violation, evidence)
-    _show_more(output, sum(judgement.num_violations.values()))
+    broken = f"broken: {', '.join(judgement.num_violations)}" if judgement.num_violations else "none broken"
+    rules = f"{len(judgement.judged)} checked over {plural(judgement.num_events, 'event')}, {broken}"
+    is_checked = not findings.checked.why_nothing or bool(judgement.num_violations)
+    output.field("rules", rules if is_checked else "not checked", _style(is_checked, judgement.num_violations))
     if is_checked or not judgement.is_sound:
-        show_divergences(output, judgement)
+        show_decisions(output, judgement)
     elif log.header:
         output.field("decisions", "not made again", "yellow")
+    _show_findings(output, log, findings)
     if verbose:
         output.field("not checked", plural(len(log.core.not_checked), "rule"))
         for rule, reason in log.core.not_checked.items():
@@ -192,10 +186,9 @@ def _show_text(output: Output, log: StoredLog, findings: Findings, *, verbose: b
         output.field(
             "not checked", f"{plural(len(log.core.not_checked), 'rule')} that a log cannot decide; --verbose lists them"
         )
-    for remark in findings.remarks:
+    listed = {each.text for each in findings.stopped}
+    for remark in (each for each in findings.remarks if each not in listed):
         output.field("note", remark, "yellow")
-    for trouble in findings.of_workers:
-        output.field("worker", trouble, "red")
     verdict = findings.verdict
     if findings.of_workers and findings.exit_code in {ExitCode.SOUND, ExitCode.END_MISSING}:
         head, separator, part = verdict.partition("; ")
@@ -205,28 +198,46 @@ def _show_text(output: Output, log: StoredLog, findings: Findings, *, verbose: b
     output.field("verdict", verdict, "bold green" if is_well else "bold red")
 
 
-def _style(is_checked: bool, num_broken: int) -> str:  # noqa: FBT001
-    if num_broken:
+def _style(is_checked: bool, broken: Collection[str]) -> str:  # noqa: FBT001
+    if broken:
         return "red"
     return "green" if is_checked else "yellow"
 
 
-def _show_more(output: Output, total: int) -> None:
-    if total > _MAX_SHOWN:
-        output.line(f"  … and {total - _MAX_SHOWN} more")
+def _show_findings(output: Output, log: StoredLog, findings: Findings) -> None:
+    listed = findings.listed
+    if not listed.findings:
+        return
+    output.field("findings", str(len(listed.findings)), "red")
+    shown = listed.findings[:_MAX_SHOWN]
+    evidence = _evidence(log, shown)
+    for finding in shown:
+        _show_finding(output, log, finding, evidence)
+    _show_more(output, "  ", len(listed.findings))
+    if listed.num_uncollected:
+        output.line(f"  … and {listed.num_uncollected} more times a rule was broken or a decision differed")
 
 
-def _show_violation(output: Output, violation: Violation, evidence: dict[int, Event]) -> None:
-    output.line(f"  {violation_place(violation)}", style="bold")
-    output.line(f"    {violation.detail}")
-    for sequence in dict.fromkeys((*violation.evidence, violation.sequence)):
+def _show_finding(output: Output, log: StoredLog, finding: Finding, evidence: dict[int, Event]) -> None:
+    output.line(f"  {finding.first.title}", style="bold")
+    if finding.first.detail:
+        output.line(f"    {finding.first.detail}")
+    for sequence in finding.first.evidence:
         if sequence in evidence:
-            output.line(f"    {sequence:>8}  {event_text(evidence[sequence])}", style="dim")
+            output.line(f"    {sequence:>8}  {sentence(evidence[sequence], log.core)}", style="dim")
+    for text in finding.follows[:_MAX_SHOWN]:
+        output.line(f"    then {text}")
+    _show_more(output, "    ", len(finding.follows))
 
 
-def _evidence(log: StoredLog, violations: Collection[Violation]) -> dict[int, Event]:
-    """The events that the violations name, read again: keeping all events during the audit would cost memory."""
-    wanted = {sequence for violation in violations for sequence in (*violation.evidence, violation.sequence)}
+def _show_more(output: Output, indent: str, total: int) -> None:
+    if total > _MAX_SHOWN:
+        output.line(f"{indent}… and {total - _MAX_SHOWN} more")
+
+
+def _evidence(log: StoredLog, findings: Collection[Finding]) -> dict[int, Event]:
+    """The events that show the findings, read again: keeping all events during the audit would cost memory."""
+    wanted = {sequence for finding in findings for sequence in finding.first.evidence}
     if not wanted:
         return {}
     copy = open_log(log.path, log.core, lenient=True)  # what was refused has been refused before

@@ -18,18 +18,17 @@ from kvledger.adapters.tools.logs.explanation import (
     balance,
     causes_of,
     duplicated_text,
+    folded,
     reason_text,
     sums_by_reason,
 )
 from kvledger.adapters.tools.logs.histories import Histories, read_histories
 from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.reasons import LoadFate, RequestHistory, Sums
-from kvledger.adapters.units import event_range, milliseconds, plural
+from kvledger.adapters.units import event_range, milliseconds
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reader import Spent
 
-_MAX_LOOKUPS = 3
-"""Of the different answers that a waiting request got in a row, people are shown the last ones."""
 _ARRIVED = e.RequestArrived.id
 _Chain = tuple[RequestHistory, Sequence[Cause]]
 """Of one incarnation."""
@@ -71,7 +70,7 @@ def _show_json(output: Output, chains: Sequence[_Chain], histories: Histories, l
     for history, causes in chains:
         whose = {"request_id": history.request_id, "ordinal": history.ordinal}
         for cause in causes:
-            fields = attrs.asdict(cause, filter=lambda field, _: field.name not in {"spans", "reasons"})
+            fields = attrs.asdict(cause, filter=lambda field, _: field.name not in {"spans", "reasons", "words"})
             times = {"time_unix_ns": clock.unix_ns(cause.time_ns), "until_unix_ns": clock.unix_ns(cause.until_ns)}
             output.record("cause", {**whose, **fields, **times})
             for span in cause.spans:
@@ -116,12 +115,12 @@ def total(sums: Sums) -> dict[str, object]:
 
 
 def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock) -> None:
-    for number, (history, all_causes) in enumerate(chains, 1):
+    for number, (history, every_cause) in enumerate(chains, 1):
+        causes = folded(every_cause)
         if len(chains) > 1:
             output.line(f"incarnation {number} of {len(chains)}", style="bold")
-        if all_causes and history.spent is not None:
+        if causes and history.spent is not None:
             output.line(spent_text(history.spent, history.num_preemptions, has_finished=history.has_finished))
-        causes = _without_many_lookups(all_causes)
         events = [event_range(cause.sequence, cause.last_sequence) for cause in causes]
         wide = max(map(len, events), default=0)
         for cause, place in zip(causes, events, strict=True):
@@ -132,24 +131,13 @@ def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock) -> None:
             output.line(f"{at}{cause.text}", indent=len(at))
             for reason in (*cause.reasons, *cause.notes):
                 output.line(f"{'':{len(at)}}  {reason}", style="dim")
-        num_hidden = len(all_causes) - len(causes)
-        if num_hidden:
-            output.line(
-                f"{plural(num_hidden, 'more lookup')} with other answers in between; --json has them", style="dim"
-            )
         if history.num_left_out:
             output.line(f"{history.num_left_out} more of its causes were not kept", style="dim")
         output.line()
-        if all_causes and all_causes[0].what == _ARRIVED and not (history.lookups or history.admissions):
+        if causes and causes[0].what == _ARRIVED and not (history.lookups or history.admissions):
             output.line("nobody asked what can be loaded for it, and it got no blocks: it only waited")
             continue
         show_total(output, history.sums)
-
-
-def _without_many_lookups(causes: Sequence[Cause]) -> list[Cause]:
-    is_lookup = [cause.what == "lookup" for cause in causes]
-    length = _MAX_LOOKUPS + 1
-    return [cause for at, cause in enumerate(causes) if is_lookup[at : at + length] != [True] * length]
 
 
 def show_total(output: Output, sums: Sums) -> None:

@@ -74,7 +74,7 @@ def write_page(logs: Sequence[tuple[StoredLog, Selection]], output: Progress) ->
         parts=parts,
         log_names=told_apart([part.name for part in parts]),
         worst=max(parts, key=lambda part: ("good", "warn", "bad").index(part.verdict_style)),
-        num_findings=sum(len(part.findings) + part.num_findings_left_out for part in parts),
+        num_findings=sum(part.num_findings for part in parts),
         bars=list(_bars(readings, sums)),
         **reasons.totals(sums),
         max_causes=_MAX_CAUSES,

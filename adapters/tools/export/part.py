@@ -13,24 +13,29 @@ from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.exit_codes import ExitCode
 from kvledger.adapters.tools.export import reasons
 from kvledger.adapters.tools.export.axis import Interval
-from kvledger.adapters.tools.export.findings import Finding, evidence, listed
 from kvledger.adapters.tools.export.reading import read_trace
 from kvledger.adapters.tools.export.shown import Request, Shown
 from kvledger.adapters.tools.export.spans import Instant
 from kvledger.adapters.tools.export.timelines import RequestTimeline, read_timelines
 from kvledger.adapters.tools.logs.clock import Clock
+from kvledger.adapters.tools.logs.describe import sentence
 from kvledger.adapters.tools.logs.ending import ending_text, sound_text
 from kvledger.adapters.tools.logs.explanation import Cause
 from kvledger.adapters.tools.logs.facts import UNKNOWN_TOTALS, facts_of, figures_in_words
-from kvledger.adapters.tools.logs.histories import Histories, NamedEvents, named_by
+from kvledger.adapters.tools.logs.findings import Finding
+from kvledger.adapters.tools.logs.histories import Histories, NamedEvent, NamedEvents, named_by
 from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.logs.progress import Progress
 from kvledger.adapters.tools.logs.reading import begin_model
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.verification import Findings, Verification
 from kvledger.adapters.units import plural
+from kvledger.lifecycle import Core
 from kvledger.storage.events import HowEnded
 
+_MAX_FINDINGS = 50
+_MAX_FOLLOWING = 20
+"""Breaches of a finding that are listed below it."""
 _VERDICTS = {
     ExitCode.SOUND: (": every rule that a log can decide is kept", "good"),
     ExitCode.RULE_BROKEN: ("a rule is broken", "bad"),
@@ -92,14 +97,30 @@ class Reading:
 
 
 @attrs.frozen
+class ListedFinding:
+    """A finding as the page lists it."""
+
+    title: str
+    detail: str
+    request_id: str
+    evidence: Sequence[tuple[int, str]]
+    """Events that show it, in words."""
+    follows: Sequence[str]
+    num_left_out: int
+    """Breaches that follow and are not listed."""
+
+
+@attrs.frozen
 class Part:
     """What is on the page of one log."""
 
     reading: Reading
     requests: Sequence[Request]
     timelines: Mapping[str, RequestTimeline]
-    findings: Sequence[Finding]
-    num_findings_left_out: int
+    findings: Sequence[ListedFinding]
+    num_findings: int
+    num_uncollected: int
+    """Breaches that are counted and of which it is not known which finding they belong to."""
     explanations: Sequence[Sequence[Cause]]
     verdict: str
     verdict_style: str
@@ -126,10 +147,11 @@ class Part:
     def of(cls, reading: Reading, requests: Sequence[Request], request_ids: Collection[str], output: Progress) -> Part:
         """With these requests of it, those with `request_ids` event by event."""
         log, selection, shown, found = reading.log, reading.selection, reading.shown, reading.found
-        named = NamedEvents(evidence(found) | named_by(reading.accounts.histories))
+        listed = found.listed.findings[:_MAX_FINDINGS]
+        evidence = {sequence for finding in listed for sequence in finding.first.evidence}
+        named = NamedEvents(evidence | named_by(reading.accounts.histories))
         with output.progress(log, "reading once more"):
             timelines = read_timelines(log, selection, request_ids, named)
-        findings, num_findings_left_out = listed(found, named.events)
         histories = Histories(reading.accounts.histories, named.events, named.names)
         verdict, verdict_style = _VERDICTS[found.exit_code]
         says_more = found.exit_code in {ExitCode.EXTENSION_STOPPED, ExitCode.NOTHING_CHECKED}
@@ -142,8 +164,9 @@ class Part:
             reading=reading,
             requests=requests,
             timelines=timelines,
-            findings=findings,
-            num_findings_left_out=num_findings_left_out,
+            findings=[_listed(finding, named.events, log.core) for finding in listed],
+            num_findings=len(found.listed.findings),
+            num_uncollected=found.listed.num_uncollected,
             explanations=reasons.causes(log, selection, histories),
             verdict=verdict,
             verdict_style=verdict_style,
@@ -155,6 +178,13 @@ class Part:
             checked=_checked(reading),
             instants=sorted([*shown.troubles, *shown.others], key=lambda instant: instant.sequence),
         )
+
+
+def _listed(finding: Finding, events: Mapping[int, NamedEvent], core: Core) -> ListedFinding:
+    first, follows = finding.first, finding.follows
+    known = [(sequence, sentence(events[sequence].event, core)) for sequence in first.evidence if sequence in events]
+    num_left_out = max(0, len(follows) - _MAX_FOLLOWING)
+    return ListedFinding(first.title, first.detail, first.request_id, known, follows[:_MAX_FOLLOWING], num_left_out)
 
 
 def _facts(reading: Reading) -> dict[str, str]:

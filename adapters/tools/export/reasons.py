@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvledger.adapters.tools.logs.explanation import Cause, balance, causes_of, sums_by_reason
+from kvledger.adapters.tools.logs.explanation import Cause, balance, causes_of, folded, sums_by_reason
 from kvledger.adapters.tools.logs.histories import Histories
 from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.logs.selection import Selection
@@ -82,5 +82,5 @@ def totals(sums: Sums) -> dict[str, object]:
 
 def causes(log: StoredLog, selection: Selection, histories: Histories) -> list[list[Cause]]:
     """The chain of causes of each incarnation of a request, as `kvledger why` shows it."""
-    chains = [causes_of(each, histories, log.core, log.configuration) for each in histories.of_incarnations]
+    chains = [folded(causes_of(each, histories, log.core, log.configuration)) for each in histories.of_incarnations]
     return [[cause for cause in chain if cause.last_sequence >= selection.first_sequence] for chain in chains]

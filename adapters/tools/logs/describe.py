@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
@@ -12,7 +13,6 @@ import msgspec
 from kvledger.adapters.units import duration, plural, ranges
 from kvledger.lifecycle import Core, Extension, MissReason, suppressed
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Violation
 from kvledger.lifecycle.reader import Spent
 from kvledger.lifecycle.untrusted import Undecodable, from_msgpack
 
@@ -232,6 +232,61 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
 }
 
 
+_MAX_ADVANCED = 4
+"""Requests of a step that are named."""
+
+
+def _step(event: e.StepScheduled) -> str:
+    named = [
+        f"{plural(scheduled, 'token')} of number {ordinal} after {computed} of {known}"
+        for ordinal, computed, scheduled, known in event.advanced[:_MAX_ADVANCED]
+    ]
+    num_others = len(event.advanced) - len(named)
+    named += [f"{plural(num_others, 'other request')}"] if num_others else []
+    which = f": {', '.join(named)}" if named else ""
+    return f"step {event.step} runs {plural(event.num_scheduled_tokens, 'token')}{which}"
+
+
+def _reported(event: e.TransferReported) -> str:
+    jobs = f"job{'' if len(event.job_ids) == 1 else 's'} {', '.join(map(str, event.job_ids))}"
+    done = f" done by {_ranks(event.ranks_done)}" if event.ranks_done else ""
+    failed = f" failed on {_ranks(event.ranks_failed)}: {event.error}" if event.ranks_failed else ""
+    again = ", repeated" * event.is_repeated
+    withheld = f", by the connector instead of workers ({event.withheld})" if event.withheld else ""
+    return f"{jobs} reported as{done}{' and' * bool(done and failed)}{failed}{again}{withheld}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+
+
+def _computed(event: e.PrefillAdvanced | e.PrefillCompleted) -> str:
+    return f"computed {event.num_computed_tokens} of {plural(event.num_tokens, 'token')}"
+
+
+_MORE_WORDS: dict[type[e.Event], Callable[..., str]] = {
+    e.ChunkKeysObserved: lambda event: (
+        f"its chunks from {event.first_chunk} on have {plural(len(event.keys), 'key')}: "
+        f"{', '.join(key.hex() for key in event.keys) or 'none'}"
+    ),
+    e.LookupRequested: lambda event: (
+        f"vLLM asks what can be loaded of {plural(event.num_tokens, 'token')}, {event.num_computed_tokens} of them "
+        "computed already"
+    ),
+    e.PagesDigested: lambda event: (
+        f"rank {event.rank} hashed {plural(len(event.digests), 'block')} of group {event.group} from "
+        f"{event.first_block} on {'after a load' if event.is_load else 'before a save'}"
+    ),
+    e.PrefillAdvanced: _computed,
+    e.PrefillCompleted: lambda event: f"{_computed(event)}; the prompt is complete",
+    e.StepScheduled: _step,
+    e.TransferReported: _reported,
+    e.WindowLeft: lambda event: (
+        f"its sliding windows leave blocks free with {plural(event.num_settled_tokens, 'settled token')}"
+    ),
+}
+
+
 def describe(event: e.Event, core: Core) -> str:
     """An event in plain words, empty where another part of the line says it."""
     if isinstance(event, e.ExtensionObserved | e.ExtensionNoted | e.ExtensionDecided):
@@ -243,6 +298,12 @@ def describe_core_event(event: e.Event) -> str:
     """The same of an event that is no extension's."""
     say = _WORDS.get(type(event))
     return "" if say is None else say(event)
+
+
+def sentence(event: e.Event, core: Core) -> str:
+    """An event in words, with those that `describe` leaves out."""
+    say = _MORE_WORDS.get(type(event))
+    return describe(event, core) or (event_text(event) if say is None else say(event))
 
 
 def describe_decisions(decisions: Iterable[e.Event], core: Core) -> list[str]:
@@ -261,13 +322,6 @@ def describe_decisions(decisions: Iterable[e.Event], core: Core) -> list[str]:
     if num_tainted:
         phrases.append(f"{plural(num_tainted, 'chunk')} tainted, not offered until saved again")
     return phrases
-
-
-def violation_place(violation: Violation) -> str:
-    """Which rule is broken, where, and by which request."""
-    of = f", request {violation.request_id}" if violation.request_id else ""
-    generation = "" if violation.generation is None else f", generation {violation.generation}"
-    return f"{violation.rule} at event {violation.sequence}{of}{generation}"
 
 
 def plain(value: object) -> object:
@@ -307,13 +361,19 @@ def _fields(event: e.Event) -> dict[str, object]:
 
 def event_text(event: e.Event) -> str:
     """An event in one line for people."""
-    fields = ", ".join(f"{name}={_short(value)}" for name, value in _fields(event).items())
+    fields = ", ".join(f"{name}={value_text(value)}" for name, value in _fields(event).items())
     return f"{event.id}  {fields}"
 
 
-def _short(value: object) -> str:
+def without_numbers(text: str) -> str:
+    """What two texts have in common that differ only in numbers."""
+    return re.sub(r"\d+", "0", text)
+
+
+def value_text(value: object) -> str:
+    """A field's value for people."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, tuple):
-        return "(" + ", ".join(_short(item) for item in value) + ")"
+        return "(" + ", ".join(value_text(item) for item in value) + ")"
     return str(value)

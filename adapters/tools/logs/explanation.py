@@ -5,12 +5,14 @@ Each has its reasons; what the log does not record is called inferred.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import attrs
 
-from kvledger.adapters.tools.logs.describe import describe, describe_core_event, lookups_in_a_row
+from kvledger.adapters.tools.logs.describe import describe, describe_core_event, lookups_in_a_row, without_numbers
 from kvledger.adapters.tools.logs.histories import Histories, NamedEvent
 from kvledger.adapters.tools.reasons import (
     BY_DESIGN,
@@ -51,6 +53,8 @@ _PROVEN = frozenset(
 _WITHOUT_CHUNKS = BY_DESIGN | {Reason.RECORDED}
 _SINCE_LOOKUP = frozenset({Reason.LOAD_FAILED, Reason.NOT_DELIVERED, Reason.ROLLED_BACK, Reason.UNKNOWN})
 """What a lookup cannot know."""
+_MAX_LOOKUPS = 3
+"""Lookups in a row with the same words that are told one by one."""
 _MAX_PREFIXES = 3
 """Duplicated prefixes that are named; --json has all."""
 _COMPUTED_AGAIN = {"recomputed": "", "computed_twice": " after a rollback"}
@@ -84,6 +88,8 @@ class Cause:
     last_sequence: int
     time_ns: int
     text: str
+    words: str = ""
+    """Of a lookup: the text without how often, how long and what it waits for."""
     num_times: int = 1
     until_ns: int = attrs.field(default=attrs.Factory(lambda cause: cause.time_ns, takes_self=True))
     """Later than `time_ns` where it is several lookups."""
@@ -103,6 +109,48 @@ def causes_of(
 ) -> list[Cause]:
     """The chain of one incarnation."""
     return _Chain(history, histories, core, configuration).causes()
+
+
+def folded(causes: Sequence[Cause]) -> list[Cause]:
+    """The chain for people.
+
+    A broken rule and the quarantine that follows from it are one cause, and so are many lookups in a row whose answers
+    differ only in numbers.
+    """
+    result: list[Cause] = []
+    for cause in _fewer_lookups(causes):
+        last = result[-1] if result else None
+        if (
+            last is not None
+            and (last.what, cause.what) == (e.InvariantViolated.id, e.RequestQuarantined.id)
+            and last.evidence == cause.evidence[:1]
+        ):
+            text = f"{last.text} (event {cause.evidence[0]}); the cache is disabled for this request"
+            result[-1] = attrs.evolve(last, text=text, last_sequence=cause.sequence, notes=last.notes + cause.notes)
+        else:
+            result.append(cause)
+    return result
+
+
+def _fewer_lookups(causes: Sequence[Cause]) -> Iterator[Cause]:
+    for is_lookup, run in itertools.groupby(causes, key=lambda cause: cause.what == "lookup"):
+        if not is_lookup:
+            yield from run
+            continue
+        alike: dict[str, list[Cause]] = {}
+        for cause in run:
+            alike.setdefault(without_numbers(cause.words), []).append(cause)
+        groups = (same if len(same) <= _MAX_LOOKUPS else [_one_lookup(same)] for same in alike.values())
+        yield from sorted(itertools.chain.from_iterable(groups), key=lambda cause: cause.sequence)
+
+
+def _one_lookup(same: Sequence[Cause]) -> Cause:
+    first, last = same[0], same[-1]
+    num_times = sum(cause.num_times for cause in same)
+    parts = zip(re.split(r"(\d+)", first.words), re.split(r"(\d+)", last.words), strict=True)
+    text = "".join(before if before == after else f"{before} → {after}" for before, after in parts)
+    text += lookups_in_a_row(num_times, last.until_ns - first.time_ns, first.waited_ns)
+    return attrs.evolve(last, sequence=first.sequence, time_ns=first.time_ns, text=text, num_times=num_times)
 
 
 def sums_by_reason(sums: Sums) -> list[tuple[Reason, int, int]]:
@@ -241,7 +289,7 @@ class _Chain:
 
     def _lookup(self, lookup: Lookup, *, is_first: bool) -> Cause:
         answered = self.histories.events.get(lookup.first_sequence)  # a later one may only say that it is repeated
-        text = "asked what can be loaded" if answered is None else describe(answered.event, self.core)
+        words = text = "asked what can be loaded" if answered is None else describe(answered.event, self.core)
         time_ns = 0 if answered is None else answered.time_ns
         until_ns = max(time_ns, self.histories.time_ns(lookup.last_sequence) or 0)
         arrived = self.histories.events.get(self.history.moments[0]) if is_first and self.history.moments else None
@@ -250,7 +298,7 @@ class _Chain:
         if lookup.awaited is not None:
             text += _awaited_text(lookup.awaited)
         asked = lookup.first_sequence if answered is None else getattr(answered.event, "cause", 0)
-        cause = Cause("lookup", asked, lookup.last_sequence, time_ns, text, lookup.num_times)
+        cause = Cause("lookup", asked, lookup.last_sequence, time_ns, text, words, lookup.num_times)
         cause.until_ns, cause.waited_ns, cause.spans = until_ns, waited_ns, lookup.spans
         cause.reasons = self._texts(lookup.spans, time_ns)
         return cause

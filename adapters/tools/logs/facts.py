@@ -64,8 +64,8 @@ def figures_in_words(figures: Figures, *, has_own_copies: bool, num_deferrals: i
         }
     else:
         lines["loaded"] = loaded
-    broken, failed = plural(figures.num_violations, "rule"), plural(figures.num_hook_failures, "hook")
-    return lines | {"faults": f"{broken} broken, {failed} failed"}
+    broken, failed = plural(figures.num_violations, "broken rule"), plural(figures.num_hook_failures, "failed hook")
+    return lines | {"faults": f"{broken} and {failed} recorded by the connector"}
 
 
 def _rate(num_bytes: int, duration_ns: int) -> str:

@@ -14,6 +14,7 @@ import attrs
 from kvledger.adapters.tools.exit_codes import ExitCode
 from kvledger.adapters.tools.logs.coverage import Coverage, ExtensionEvents, RequestPresence, checked
 from kvledger.adapters.tools.logs.ending import sound_text
+from kvledger.adapters.tools.logs.findings import Breach, FindingList
 from kvledger.adapters.tools.logs.log import Batch, StoredLog
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.sources import start_of
@@ -142,6 +143,8 @@ class Findings:
     verdict: str
     """The verdict in words, with the part that it covers if that is not the whole log."""
     stopped: Sequence[StoppedExtension] = ()
+    listed: FindingList = attrs.field(factory=FindingList)
+    """What is wrong, one finding for each cause."""
 
     @classmethod
     def of(
@@ -185,7 +188,15 @@ class Findings:
             end_state = attrs.evolve(end_state, num_open_requests=None)
         verdict = _verdict(log, selection, judgement, exit_code, covered)
         of_workers = _of_workers(log, calls)
-        return cls(judgement, end_state, damage, remarks, of_workers, exit_code, covered, verdict, stopped)
+        # The failed call of a worker is a broken rule of its own log already.
+        troubles = () if log.worker_rank is not None and judgement.num_violations else of_workers
+        others = [
+            *(Breach(each, "") for each in troubles),
+            *(Breach(f"extension {each.extension} was stopped", each.text, each.sequence) for each in stopped),
+            *(Breach(each.place, each.detail) for each in damage),
+        ]
+        listed = FindingList.of(judgement, log.core, others)
+        return cls(judgement, end_state, damage, remarks, of_workers, exit_code, covered, verdict, stopped, listed)
 
 
 def _stopped(log: StoredLog, end_state: EndState, stops: Mapping[int, ExtensionStopped]) -> Iterator[StoppedExtension]:

@@ -6,7 +6,7 @@ Lives, states and copies come from the trace, reasons from the accounts. Nothing
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvledger.adapters.tools.export.reading import read_trace
 from kvledger.adapters.tools.export.spans import CopySpan, LifeSpan, Lookup, Sink, Span, Step
@@ -195,12 +195,11 @@ def _read_violations(log: StoredLog, selection: Selection, rows: Rows) -> None:
     for batch in log.batches_so_far(selection.last_sequence):
         verification.take(batch)
     judgement = verification.findings().judgement
-    times = _times(log, {violation.sequence for violation in judgement.violations})
     counts = judgement.num_violations
     for violation in judgement.violations:
         row = ViolationRow(
             sequence=violation.sequence,
-            time_ns=times.get(violation.sequence),
+            time_ns=violation.time_ns,
             rank=log.worker_rank,
             rule=violation.rule,
             request_id=violation.request_id,
@@ -223,12 +222,3 @@ def _read_violations(log: StoredLog, selection: Selection, rows: Rows) -> None:
             num_of_rule=counts[rule],
         )
         rows.add(VIOLATIONS, row, None, None)
-
-
-def _times(log: StoredLog, sequences: Collection[int]) -> dict[int, int]:
-    """Sequence number → time of these events. The audit does not keep times, so the events are decoded once more."""
-    found: dict[int, int] = {}
-    if sequences:
-        for batch in log.batches_so_far(max(sequences)):
-            found.update((number, time_ns) for number, _, time_ns in batch.timed() if number in sequences)
-    return found

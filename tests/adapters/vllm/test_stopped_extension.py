@@ -139,7 +139,7 @@ def test_an_extension_that_raises_is_stopped_and_everybody_is_served(
     code, said = told(capsys, "verify", log)
     assert code == 6
     assert "but an extension was stopped; not checked: rules of extension starvation" in said
-    assert f"note extension starvation 1 was stopped at event {number}, because {where} raised {stopped.error}." in said
+    assert f"extension starvation 1 was stopped at event {number}, because {where} raised {stopped.error}." in said
     assert "and its rule STARVING_KEPT was not checked" in said
     assert "stopped" in told(capsys, "stats", log)[1]
     page = tmp_path / "page.html"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -90,6 +91,11 @@ def write_retired(core: Core, run: Any, tmp_path: Path) -> Retired:
     return Retired(tmp_path / "whole", log, late, arrivals[0][1])
 
 
+def without_finding(violation: dict[str, Any]) -> dict[str, Any]:
+    """A finding may begin in what was retired."""
+    return {name: value for name, value in violation.items() if name != "finding"}
+
+
 def test_verify_finds_in_what_is_left_what_it_finds_in_the_whole(run: Any, retired: Retired) -> None:
     """From the snapshot on, and says so."""
     result = run("verify", "--json", retired.log)
@@ -100,7 +106,7 @@ def test_verify_finds_in_what_is_left_what_it_finds_in_the_whole(run: Any, retir
     first = whole.objects("verdict")[0]["num_events"] - verdict["num_events_checked"] + 1
     expected = [violation for violation in whole.objects("violation") if violation["sequence"] >= first]
     assert expected, "the walk plays doubled reports"
-    assert result.objects("violation") == expected
+    assert list(map(without_finding, result.objects("violation"))) == list(map(without_finding, expected))
     assert result.exit_code == whole.exit_code
 
 
@@ -110,7 +116,8 @@ def test_the_page_judges_what_is_left_as_verify_does(run: Any, retired: Retired)
     page = html.unescape(run("export", "--html", retired.log).out)
     assert "were checked from event" in page
     for violation in violations:
-        assert f"{violation['rule']} at event {violation['sequence']}" in page
+        if violation["sequence"] == violation["finding"]:
+            assert re.search(rf"{violation['rule']} at events? {violation['sequence']}\b", page)
     arrivals = kvledger.open_log(retired.log).to_arrow("requests")["sequence"].to_pylist()
     assert min(arrivals) < int(segment_paths(retired.log)[0].stem), "who was there in the snapshot"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,20 @@ def test_verify_shows_only_the_findings_that_are_selected(run: Any, two_breaches
     assert before.exit_code == 0
     (verdict,) = before.objects("verdict")
     assert "is reported" in verdict["remarks"][0]
+
+
+def test_two_causes_are_two_findings(run: Any, two_breaches: Path) -> None:
+    """Each request's breach is a finding with what follows from it, in text and for programs."""
+    text = run("verify", two_breaches).out
+    assert "findings    2\n" in text
+    for request_id in ("a", "b"):
+        assert re.search(rf"^  \S+ at event \d+, request {request_id}, generation 0$", text, re.MULTILINE)
+    result = run("verify", "--json", two_breaches)
+    assert result.objects("verdict")[0]["num_findings"] == 2
+    finding_of: dict[int, set[str]] = {}
+    for violation in result.objects("violation"):
+        finding_of.setdefault(violation["finding"], set()).add(violation["request_id"])
+    assert sorted(map(sorted, finding_of.values())) == [["a"], ["b"]]
 
 
 def test_requests_that_ended_before_are_not_listed(run: Any, log: Path) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from lifecycle_driver import Driver
+from lifecycle_driver import Driver, keys_of
 from log_torture import reopened
 from stored_logs import header_of, play_story, replaced, unfoldable, write_log
 
 from kvledger.adapters.core import composed_core
+from kvledger.adapters.units import duration
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import encode_events, vocabulary_header
@@ -56,8 +57,8 @@ def test_a_broken_rule_gives_1_and_is_named_with_its_evidence(run: Any, story: D
     result = run("verify", log)
     assert result.exit_code == 1
     assert f"ALLOC_MATCHES_LOOKUP at event {sequence}, request chat-17-b6, generation 1" in result.out
-    assert f"{sequence - 1}  lookup.answered" in result.out
-    assert f"{sequence}  blocks.allocated" in result.out
+    assert f"{sequence - 1}  asked what can be loaded of 65 tokens" in result.out
+    assert f"{sequence}  got 5 blocks, 80 offered tokens claimed" in result.out
     first, *_ = run("verify", "--json", log).objects("violation")
     assert first["rule"] == "ALLOC_MATCHES_LOOKUP"
     assert first["sequence"] == sequence
@@ -313,12 +314,31 @@ def test_violations_recorded_live_are_named(run: Any, tmp_path: Path) -> None:
 
 
 def test_many_violations_are_cut_for_people_and_whole_for_programs(run: Any, tmp_path: Path) -> None:
-    """The number of those not shown is printed."""
+    """Each of 30 requests is allocated more than it was answered: 30 findings, each with what the ledger recorded."""
+    driver = Driver()
+    for number in range(30):
+        driver.arrive(f"r{number}", 40, keys_of("a", 2))
+        driver.lookup(f"r{number}", 0, 40)
+        driver.allocate(f"r{number}", (1, 2, 3), 16)
+    log = write_log(tmp_path / "many", driver.observed, driver.configuration)
+    result = run("verify", log)
+    assert result.out.count("\n  ALLOC_MATCHES_LOOKUP at event") == 20
+    assert "\n  … and 10 more\n" in result.out
+    violations = run("verify", "--json", log).objects("violation")
+    assert len({violation["finding"] for violation in violations}) == 30
+
+
+def test_what_is_wrong_again_and_again_is_one_line(run: Any, tmp_path: Path) -> None:
+    """30 reports of jobs that were never begun: the rule, and what the ledger recorded, with how often and how long."""
     driver = Driver()
     for job_id in range(1, 31):
         driver.report(job_id)
-    log = write_log(tmp_path / "many", driver.observed, driver.configuration)
-    assert "… and 40 more" in run("verify", log).out
+    log = write_log(tmp_path / "repeated", driver.observed, driver.configuration)
+    result = run("verify", log)
+    first, last = (driver.observed[place].time_ns for place in (0, -2))
+    assert "findings    1\n" in result.out
+    assert f"at events 1–59, 30 times in {duration(last - first)}\n" in result.out
+    assert f"    then RECORDED at events 2–60, 30 times in {duration(last - first)}: " in result.out
     assert len(run("verify", "--json", log).objects("violation")) == 60
 
 
