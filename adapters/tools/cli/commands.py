@@ -120,7 +120,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 ExitCode.DAMAGED: _UNREADABLE,
                 ExitCode.NOTHING_CHECKED: f"written, but of one log {_NOTHING}",
                 ExitCode.TRY_AGAIN: "--otlp: the endpoint cannot be reached, or takes nothing now",
-                ExitCode.REFUSED: "--otlp: the endpoint refused the spans, or some of them",
+                ExitCode.REFUSED: "--otlp: the endpoint refused the spans",
             },
             {
                 "a page for a ticket": "kvledger export logs/2026-01-05 --html -o incident.html",
