@@ -27,6 +27,7 @@ from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.logs.reading import HEADER_LOST, begin_model, begin_totals, take_batch
 from kvledger.adapters.tools.logs.requests import Requests, RequestSummary
 from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.logs.streams import StreamUrl, keep_mirrored
 from kvledger.adapters.tools.logs.timeline import Group, Timelines, begin_timelines
 from kvledger.adapters.units import event_range, milliseconds, plural
 from kvledger.lifecycle.reader import Model, Reader
@@ -110,7 +111,10 @@ def run(
     if at is not None:
         return show_state(*selected_one(attrs.evolve(reading, until=at), output), output)
     if follow:
-        return show_following(*selected_one(reading, output), output)
+        log, selection = selected_one(reading, output)
+        if isinstance(reading.log, StreamUrl):
+            keep_mirrored(reading.log, reading.mirror, newest=reading.newest)
+        return show_following(log, selection, output)
     codes: list[ExitCode] = []
     for log, selection in selected(reading, output):
         if codes and not output.is_json:
