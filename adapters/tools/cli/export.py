@@ -46,7 +46,7 @@ def run(
 ) -> ExitCode:
     """Write the selected part of each log into one file."""
     if [perfetto, html, otlp is not None].count(True) != 1:
-        raise CommandFailed("say which format is wanted: --perfetto, --html or --otlp")
+        raise CommandFailed("say which format is wanted, one of --perfetto, --html and --otlp")
     if otlp is not None:
         if path is not None:
             raise CommandFailed(f"--otlp names where spans go: give --otlp {path}, and no -o")
