@@ -50,6 +50,10 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.storage.events import MemoryEventStore
 
+_SALT = "salt"
+"""For every salted request: a log does not hold salts. Requests with different salts have different chunk keys in the
+log, so their tokens differ here."""
+
 
 class SchedulerHalf:
     """The hooks, the requests that they read, and the log that they write."""
@@ -82,10 +86,10 @@ class SchedulerHalf:
 
     # --- hooks ----------------------------------------------------------------------------------
 
-    def on_new_request(self, request_id: str, token_ids: Sequence[int]) -> None:
+    def on_new_request(self, arrival: e.RequestArrived, token_ids: Sequence[int]) -> None:
         """A request with this prompt was accepted."""
-        self.accept(request_id, token_ids)
-        self.connector.on_new_request(self.requests[request_id])
+        self.accept(arrival, token_ids)
+        self.connector.on_new_request(self.requests[arrival.request_id])
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Ask what can be loaded."""
@@ -122,13 +126,16 @@ class SchedulerHalf:
 
     # --- what requests look like ---------------------------------------------------------------------
 
-    def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
+    def accept(self, arrival: e.RequestArrived, token_ids: Sequence[int]) -> None:
         """Let there be a request with this prompt, without a call of the connector."""
-        self.requests[request_id] = Request(
-            request_id=request_id,
+        self.requests[arrival.request_id] = Request(
+            request_id=arrival.request_id,
             prompt_token_ids=list(token_ids),
-            sampling_params=SamplingParams(max_tokens=1, temperature=0),
+            sampling_params=SamplingParams(
+                max_tokens=1, temperature=0, skip_reading_prefix_cache=arrival.skips_prefix_cache
+            ),
             pooling_params=None,
+            cache_salt=_SALT if arrival.is_salted else None,
             arrival_time=0.0,
             block_hasher=self._block_hasher,
         )

@@ -128,7 +128,7 @@ def test_a_log_that_cannot_be_folded_is_exported_whole(run: Any, story: Driver, 
     if form == "--perfetto":
         assert json.loads(path.read_text())["traceEvents"]  # Perfetto itself refuses an id that is used twice
     if form == "--html":
-        assert "An event that cannot be folded" in path.read_text()
+        assert "cannot be folded" in path.read_text()
 
 
 def test_the_page_of_a_log_that_is_decided_otherwise_today_says_so(run: Any, story: Driver, tmp_path: Path) -> None:
@@ -139,8 +139,7 @@ def test_the_page_of_a_log_that_is_decided_otherwise_today_says_so(run: Any, sto
     assert run("export", log, "--html", "-o", path).exit_code == 0
     page = html.unescape(path.read_text())
     assert "today's code decides otherwise" in page
-    for who, slots in (("recorded", "8, 9, 10"), ("decided today", "0, 1, 2")):
-        assert re.search(rf"{who}: save.issued [^<]*slots=[\[(]{slots}", page), who
+    assert re.search(r"save.issued: slots is [\[(]8, 9, 10[^<]* in the log and [\[(]0, 1, 2[^<]* when decided", page)
 
 
 @pytest.mark.parametrize("form", FORMATS)
