@@ -13,6 +13,7 @@ from kvledger.adapters.tools.logs.describe import figures_of_extension
 from kvledger.adapters.tools.logs.log import Batch
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.totals import LogTotals
+from kvledger.adapters.tools.pool_sizes import Estimate, of_log
 from kvledger.adapters.tools.reasons import Accounts, RequestHistory, Sums
 from kvledger.lifecycle import Core, RequestState
 from kvledger.lifecycle import events as e
@@ -54,6 +55,8 @@ class Statistics:
     """What extensions count besides, named likewise."""
     top: list[tuple[int, str, int]] = attrs.field(factory=list)
     """(tokens recomputed, request id, ordinal), the most first."""
+    pool: Estimate = attrs.field(factory=Estimate)
+    """What pools of other sizes would have loaded."""
 
     def add(self, other: Statistics) -> None:
         """Count what was counted of another log, too."""
@@ -67,6 +70,7 @@ class Statistics:
         for name, percentiles in other.percentiles.items():
             self.percentiles.setdefault(name, Percentiles()).merge(percentiles)
         self.top = heapq.nlargest(MAX_TOP, [*self.top, *other.top])
+        self.pool = self.pool.with_other(other.pool)
 
 
 class Counting(Visitor[Model]):
@@ -82,6 +86,7 @@ class Counting(Visitor[Model]):
         super().__init__(model)
         self._totals = LogTotals(model, on_took=self._took)
         self._accounts = Accounts(model, request_id=selection.request_id, on_end=self._explained)
+        self._pool_sizes, why_not = of_log(model, core, selection)
         self._core = core
         self._selection = selection
         self._first_ns = 0
@@ -90,12 +95,12 @@ class Counting(Visitor[Model]):
         self._since_step = [0, 0]
         self._has_step = False
         """Whether the frame at hand has a step."""
-        self._statistics = Statistics(num_logs=1)
+        self._statistics = Statistics(num_logs=1, pool=Estimate(why_not=why_not))
 
     @property
     def visitors(self) -> tuple[Visitor[Model], ...]:
         """This one, and those that it asks."""
-        return self, self._totals, self._accounts
+        return self, self._totals, self._accounts, *([] if self._pool_sizes is None else [self._pool_sizes])
 
     def visits(self) -> Visits:
         """Every event."""
@@ -131,6 +136,8 @@ class Counting(Visitor[Model]):
         result.num_open_requests = self.model.lives.num_open
         result.duration_ns = self.moment.time_ns - self._first_ns
         result.top = heapq.nlargest(MAX_TOP, result.top)
+        if self._pool_sizes is not None:
+            result.pool = self._pool_sizes.estimate()
         return result
 
     def _begin(self) -> tuple[Sums, Figures]:

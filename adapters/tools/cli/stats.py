@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from kvledger.adapters.tools.cli.finding import selected
 from kvledger.adapters.tools.cli.options import Reading
 from kvledger.adapters.tools.cli.output import Output, Written, show_ending
+from kvledger.adapters.tools.cli.pool_sizes import show_pool_sizes
 from kvledger.adapters.tools.cli.statistics import Counting, Statistics
 from kvledger.adapters.tools.cli.why import show_total, total
 from kvledger.adapters.tools.exit_codes import ExitCode, gravest
@@ -108,6 +109,7 @@ def _show_json(output: Output, log: StoredLog | None, statistics: Statistics, so
     for name, amount in sorted(statistics.of_extensions.items()):
         extension, _, what = name.partition("/")
         output.record("figure", {"path": path, "extension": extension, "what": what, "amount": amount})
+    show_pool_sizes(output, path, statistics.pool)
     for event_id, num_bytes in _sorted(statistics, sort):
         num_events = statistics.events[event_id]
         output.record("events", {"path": path, "event": event_id, "num_events": num_events, "num_bytes": num_bytes})
@@ -165,6 +167,8 @@ def _show_text(output: Output, log: StoredLog | None, statistics: Statistics, so
         output.line()
         rows = [[request_id, str(count)] for count, request_id, _ in statistics.top]
         output.table({"request": "left", "tokens computed again": "right"}, rows)
+    output.line()
+    show_pool_sizes(output, None, statistics.pool)
     output.line()
     _show_events(output, statistics, sort)
 

@@ -21,6 +21,7 @@ from kvledger.adapters.tools.export.clock import PageClock
 from kvledger.adapters.tools.export.curves import HEIGHT, NUM_COLUMNS, curves
 from kvledger.adapters.tools.export.identifiers import Pieces, told_apart
 from kvledger.adapters.tools.export.part import Part, Reading
+from kvledger.adapters.tools.export.pool_curve import PoolCurve
 from kvledger.adapters.tools.export.shown import MAX_REQUESTS, SLOTS, Request
 from kvledger.adapters.tools.export.timelines import RequestTimeline
 from kvledger.adapters.tools.export.tokens import Bar, after_preemptions, at_admissions
@@ -43,6 +44,7 @@ _NUMBERS = frozenset(
         *("ms", "event", "events", "took", "left to compute", "computed again", "calls", "together", "each", "longest"),
         *("time", "arrived", "opened (UTC)", "covers", "its end", "requests", "recovered", "retained"),
         *("prompt", "output", "preempted", "loaded", "recomputed", "failures"),
+        *("slots", "tokens loaded, estimated", "of those asked for"),
     )
 )
 """Columns that are aligned to the right."""
@@ -76,6 +78,7 @@ def write_page(logs: Sequence[tuple[StoredLog, Selection]], output: Progress) ->
         worst=max(parts, key=lambda part: ("good", "warn", "bad").index(part.verdict_style)),
         num_findings=sum(part.num_findings for part in parts),
         bars=list(_bars(readings, sums)),
+        pool=PoolCurve.of([reading.pool for reading in readings]),
         **reasons.totals(sums),
         max_causes=_MAX_CAUSES,
         clock=clock,
@@ -216,6 +219,7 @@ def _template() -> jinja2.Template:
     )
     environment.filters |= {"ms": milliseconds, "duration": duration, "size": size, "plural": plural, "ranges": ranges}
     environment.filters |= {"describe": describe_core_event, "number": "{:,}".format, "outcome": _outcome}
+    environment.filters["multiple"] = "{:g}×".format
     environment.globals |= {"event_range": event_range, "state_change": state_change, "numbers": _NUMBERS, "id": id}
     return environment.get_template("page.html")
 

@@ -29,6 +29,7 @@ from kvledger.adapters.tools.logs.progress import Progress
 from kvledger.adapters.tools.logs.reading import begin_model
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.verification import Findings, Verification
+from kvledger.adapters.tools.pool_sizes import Estimate, of_log
 from kvledger.adapters.units import plural
 from kvledger.lifecycle import Core
 from kvledger.storage.events import HowEnded
@@ -63,6 +64,8 @@ class Reading:
     shown: Shown
     accounts: reasons.Reasons
     found: Findings
+    pool: Estimate
+    """What pools of other sizes would have loaded."""
     figures: Figures | None
     """None: the snapshot from which the log begins has no totals."""
     now_ns: int
@@ -73,11 +76,14 @@ class Reading:
         shown = Shown()
         model = begin_model(log)
         accounts = reasons.Reasons(model, selection, shown.explained)
+        pool_sizes, why_not = of_log(model, log.core, selection)
+        visitors = [accounts] if pool_sizes is None else [accounts, pool_sizes]
         verification = Verification(log, selection)
         with output.progress(log, "reading"):
-            trace = read_trace(log, model, selection, shown, output.remark, verification.take, visitors=[accounts])
+            trace = read_trace(log, model, selection, shown, output.remark, verification.take, visitors=visitors)
         figures = trace.totals.complete_figures
-        return cls(log, selection, shown, accounts, verification.findings(), figures, trace.now_ns)
+        pool = Estimate(why_not=why_not) if pool_sizes is None else pool_sizes.estimate()
+        return cls(log, selection, shown, accounts, verification.findings(), pool, figures, trace.now_ns)
 
     @property
     def clock(self) -> Clock:

@@ -1,0 +1,38 @@
+"""What `kvledger stats` says of pools of other sizes."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvledger.adapters.tools.cli.output import Output
+from kvledger.adapters.tools.pool_sizes import Estimate, PoolSize
+
+_COLUMNS = {"pool": "left", "slots": "right", "tokens loaded, estimated": "right", "of those asked for": "right"}
+
+
+def show_pool_sizes(output: Output, path: str | None, estimate: Estimate) -> None:
+    """As a table and the error, or as an object."""
+    if output.is_json:
+        fields = attrs.asdict(estimate)
+        output.record(
+            "pool_sizes", {"path": path, "pool_sizes": fields.pop("sizes"), **fields, "error": estimate.error}
+        )
+    elif estimate.why_not:
+        output.field("pool sizes", f"not estimated: {estimate.why_not}")
+    elif not estimate.num_tokens_asked:
+        output.field("pool sizes", "not estimated: no request asked for tokens that a pool could hold")
+    else:
+        _show_table(output, estimate)
+
+
+def _show_table(output: Output, estimate: Estimate) -> None:
+    output.table(_COLUMNS, [_row(size, estimate) for size in estimate.sizes if size.name])
+    output.line(estimate.comparison)
+    if estimate.note:
+        output.line(estimate.note, "yellow")
+
+
+def _row(size: PoolSize, estimate: Estimate) -> list[str]:
+    share = size.num_tokens_loaded / max(1, estimate.num_tokens_asked)
+    num_slots = "" if size.num_slots is None else str(size.num_slots)
+    return [size.name, num_slots, str(size.num_tokens_loaded), f"{share:.1%}"]

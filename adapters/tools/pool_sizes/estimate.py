@@ -1,0 +1,92 @@
+"""What is estimated: for each size of the pool the tokens that it would have loaded."""
+
+from __future__ import annotations
+
+import attrs
+
+FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0)
+"""The sizes, as multiples of the pool's own."""
+_NAMES = {0.5: "half", 1.0: "as it was", 2.0: "twice", 4.0: "4 times", 10.0: "10 times"}
+
+_SMALL = 0.0005
+
+
+@attrs.frozen
+class PoolSize:
+    """A pool of another size, or of its own."""
+
+    factor: float
+    num_slots: int | None
+    """None: of logs with pools of different sizes."""
+    num_tokens_loaded: int
+    """Estimated."""
+
+    @property
+    def name(self) -> str:
+        """In a table; empty for a size that only the curve and programs are told."""
+        return _NAMES.get(self.factor, "")
+
+
+@attrs.frozen
+class Estimate:
+    """Of one log or of several."""
+
+    sizes: tuple[PoolSize, ...] = ()
+    """Ascending; empty if nothing is estimated."""
+    num_tokens_asked: int = 0
+    """Tokens of whole chunks that admitted requests needed and vLLM did not have: what an endless pool would have to
+    load if it had held them all from the beginning."""
+    num_tokens_loaded: int = 0
+    """What was loaded in fact."""
+    one_of: int = 1
+    """One chunk of so many was followed; 1: all, so that nothing is sampled."""
+    why_not: str = ""
+    """Why there is none; empty if there is one, or of no log."""
+    note: str = ""
+    """What it leaves out; empty: nothing."""
+
+    @property
+    def error(self) -> float | None:
+        """By which share the estimate for the pool's own size is above what was loaded; None if nothing was."""
+        own = next((size for size in self.sizes if size.factor == 1), None)
+        if own is None or not self.num_tokens_loaded:
+            return None
+        return own.num_tokens_loaded / self.num_tokens_loaded - 1
+
+    @property
+    def comparison(self) -> str:
+        """In a sentence, what was loaded, and how far the estimate for the pool's own size is from it."""
+        loaded, error = f"{self.num_tokens_loaded} of {self.num_tokens_asked} tokens were loaded", self.error
+        if error is None:
+            text = f"{loaded}, so the error of the estimate is not known"
+        elif abs(error) < _SMALL:
+            text = f"{loaded}; the estimate for the pool as it was is equal within 0.1%"
+        else:
+            direction = "high" if error > 0 else "low"
+            text = f"{loaded}; the estimate for the pool as it was is {abs(error):.1%} too {direction}"
+        return text if self.one_of == 1 else f"{text}; one of {self.one_of} chunks was followed"
+
+    def with_other(self, other: Estimate) -> Estimate:
+        """Of both together. If only one of them has an estimate, that one, with a note."""
+        if not self.sizes and not self.why_not:
+            return other
+        if not self.sizes or not other.sizes:
+            known, unknown = (self, other) if self.sizes else (other, self)
+            if not known.sizes:
+                return known
+            return attrs.evolve(known, note=f"without logs of which nothing is estimated: {unknown.why_not}")
+        sizes = tuple(
+            PoolSize(
+                mine.factor,
+                mine.num_slots if mine.num_slots == its.num_slots else None,
+                mine.num_tokens_loaded + its.num_tokens_loaded,
+            )
+            for mine, its in zip(self.sizes, other.sizes, strict=True)
+        )
+        return Estimate(
+            sizes,
+            self.num_tokens_asked + other.num_tokens_asked,
+            self.num_tokens_loaded + other.num_tokens_loaded,
+            max(self.one_of, other.one_of),
+            note=self.note or other.note,
+        )

@@ -1,0 +1,160 @@
+"""The order in which chunks were last used: how large a pool must be for a chunk to be still in it.
+
+One pass answers for pools of every size, because an LRU pool holds the chunks that a smaller one holds, and more (R. L.
+Mattson and others, "Evaluation techniques for storage hierarchies", 1970). Only some chunks are kept, chosen by a hash
+of their keys, so that memory is bounded (C. Waldspurger and others, "Efficient MRC construction with SHARDS", FAST
+2015).
+
+It knows nothing of events.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+from zlib import crc32
+
+MAX_KEYS = 131_072
+"""Keys that are kept at most by default: about 20 MB."""
+_MAX_MASK = (1 << 24) - 1
+"""Beyond that the keys were chosen to have the same hash."""
+_MIN_TREE = 1024
+
+
+class Run(NamedTuple):
+    """Keys of a prefix, one after the other, that were last used together."""
+
+    num_above: int
+    """Kept keys that were used later than all of these."""
+    num_keys: int
+
+
+class LruStack:
+    """Kept keys in the order of their last use.
+
+    Every use is of a whole prefix. Its keys become the youngest, the first of them the youngest of all, as in
+    kvledger's pool. Keys of a prefix that were last used together lie next to one another, so each use has one number.
+
+    Args:
+        capacity: chunks of the largest pool that is asked about. What has sunk below that is forgotten.
+        max_keys: keys that are kept at most.
+    """
+
+    def __init__(self, capacity: int, max_keys: int = MAX_KEYS) -> None:
+        self._capacity = capacity
+        self._max_keys = max_keys
+        self.mask = 0
+        """A key belongs to the sample if its hash has none of these bits. The mask grows and never shrinks."""
+        self._use_of: dict[bytes, int] = {}
+        """Kept key → number of the last use."""
+        self._num_uses = 0
+        self._tree = [0] * _MIN_TREE
+        """Fenwick tree: number of a use → keys that were not used since."""
+
+    def __len__(self) -> int:
+        return len(self._use_of)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._use_of
+
+    @property
+    def one_of(self) -> int:
+        """One key of so many is kept."""
+        return self.mask + 1
+
+    def kept_places(self, keys: Sequence[bytes]) -> Sequence[int]:
+        """Which of the keys belong to the sample."""
+        mask = self.mask
+        if not mask:
+            return range(len(keys))
+        return [place for place, hash_of_key in enumerate(map(crc32, keys)) if not hash_of_key & mask]
+
+    def runs(self, keys: Iterable[bytes]) -> Iterator[Run]:
+        """Where the keys of a prefix are, from the first one to the last before one that is missing."""
+        for number, run in groupby(map(self._use_of.get, keys)):
+            if number is None:
+                return
+            yield Run(len(self._use_of) - self._num_until(number), sum(1 for _ in run))
+
+    def use(self, keys: Iterable[bytes], new: Iterable[bytes] = ()) -> None:
+        """Make those keys of a prefix the youngest that are kept already, and those that are new.
+
+        Args:
+            keys: of the prefix, in its order, those that belong to the sample.
+            new: keys that are added if they are among these.
+        """
+        added = set(new)
+        known = self._use_of
+        keys = [key for key in keys if key in known or key in added]
+        if not keys:
+            return
+        if self._num_uses + 1 == len(self._tree):
+            self._renumber()
+        self._num_uses += 1
+        used = dict.fromkeys(keys, self._num_uses)
+        for number, count in Counter(map(self._use_of.get, used)).items():
+            if number is not None:
+                self._add(number, -count)
+        self._use_of.update(used)
+        self._add(self._num_uses, len(used))
+        if len(self._use_of) > self._max_keys:
+            self._make_room()
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Take keys out: they are in no pool any more."""
+        for key in keys:
+            number = self._use_of.pop(key, None)
+            if number is not None:
+                self._add(number, -1)
+
+    def clear(self) -> None:
+        """Take out all keys."""
+        self._use_of.clear()
+        self._renumber()
+
+    # --- room ------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Forget what no pool holds; if that is not enough, keep half of the keys, as often as needed."""
+        self._renumber()
+        while 4 * len(self._use_of) > 3 * self._max_keys:
+            if self.mask >= _MAX_MASK:
+                self.clear()
+                return
+            self.mask = 2 * self.mask + 1
+            self._use_of = {key: number for key, number in self._use_of.items() if not crc32(key) & self.mask}
+            self._renumber()
+
+    def _renumber(self) -> None:
+        """Number the uses anew, without those below the largest pool."""
+        counts = Counter(self._use_of.values())
+        num_above, first_kept = 0, 0
+        for number in sorted(counts, reverse=True):
+            if num_above * self.one_of >= self._capacity:
+                first_kept = number + 1
+                break
+            num_above += counts[number]
+        numbers = {old: new for new, old in enumerate(sorted(old for old in counts if old >= first_kept), 1)}
+        self._use_of = {key: numbers[old] for key, old in self._use_of.items() if old >= first_kept}
+        self._num_uses = len(numbers)
+        self._tree = [0] * (2 * len(self._use_of) + _MIN_TREE)
+        for old, new in numbers.items():
+            self._add(new, counts[old])
+
+    # --- the Fenwick tree ------------------------------------------------------------------------
+
+    def _add(self, number: int, count: int) -> None:
+        tree, size = self._tree, len(self._tree)
+        while number < size:
+            tree[number] += count
+            number += number & -number
+
+    def _num_until(self, number: int) -> int:
+        """Keys whose last use has this number or a lower one."""
+        tree, count = self._tree, 0
+        while number:
+            count += tree[number]
+            number -= number & -number
+        return count
