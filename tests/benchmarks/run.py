@@ -5,6 +5,7 @@
     python tests/benchmarks/run.py scheduler --case steady    cases whose names contain a text
     python tests/benchmarks/run.py scheduler --against PATH   another checkout (with its .venv), in turns with this one
     python tests/benchmarks/run.py trace --trace FILE         serve a production trace (--requests 50: the first ones)
+    python tests/benchmarks/run.py pool-sizes --trace FILE    compare what `stats` says of other pools with such pools
     python tests/benchmarks/run.py --page                     write what is stored into docs/benchmarks.md
 
 Results are stored as JSON under build/bench/. Progress goes to stderr. No figure decides the exit code.
@@ -49,10 +50,11 @@ BENCHMARKS = {
     "memory": "tracker_memory",
     "shipping": "shipping",
     "trace": "trace_replay",
+    "pool-sizes": "pool_sizes",
 }
 """Name -> module, each with `cases(full=...)`."""
-TRACE = "trace"
-"""The one that needs a file of the user's."""
+NEED_TRACE = frozenset({"trace", "pool-sizes"})
+"""Those that need a file of the user's."""
 _PAGE = REPOSITORY / "docs" / "benchmarks.md"
 _progress = Console(stderr=True, highlight=False)
 
@@ -64,7 +66,7 @@ def main() -> int:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"of {', '.join(BENCHMARKS)}; all of them by default, trace only with a FILE",
+        help=f"of {', '.join(BENCHMARKS)}; all of them by default, {', '.join(sorted(NEED_TRACE))} only with a FILE",
     )
     parser.add_argument("--full", action="store_true", help="all cases, more rounds")
     parser.add_argument("--case", default="", help="only cases whose names contain this")
@@ -73,7 +75,7 @@ def main() -> int:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="a trace in Mooncake's format, see docs/benchmarks.md"
     )
-    parser.add_argument("--requests", type=int, help="the first of the trace, 2,500 by default")
+    parser.add_argument("--requests", type=int, help="the first of the trace; by default 2,500, of pool-sizes 1,500")
     parser.add_argument("--results", type=Path, default=REPOSITORY / "build" / "bench", help="where JSON is stored")
     parser.add_argument("--page", action="store_true", help="only write docs/benchmarks.md from what is stored")
     arguments = parser.parse_args()
@@ -85,7 +87,7 @@ def main() -> int:
         print("written:", *page.write(_PAGE, arguments.results, arguments.names or BENCHMARKS))
         return 0
     is_complete = True
-    for name in arguments.names or [name for name in BENCHMARKS if name != TRACE or arguments.trace]:
+    for name in arguments.names or [name for name in BENCHMARKS if name not in NEED_TRACE or arguments.trace]:
         try:
             if arguments.against:
                 _compare(name, arguments)
@@ -105,7 +107,7 @@ def _measure(name: str, arguments: argparse.Namespace) -> Iterator[Result]:
     if name == "serving" and arguments.rounds:
         settings["num_rounds"] = arguments.rounds
         options += ["--rounds", str(arguments.rounds)]
-    if name == TRACE:
+    if name in NEED_TRACE:
         settings["trace"] = arguments.trace
         if arguments.requests:
             settings["num_requests"] = arguments.requests
@@ -143,7 +145,7 @@ def _compare(name: str, arguments: argparse.Namespace) -> None:
     """Both checkouts with the benchmarks of this one, a process each, in turns."""
     rounds: dict[tuple[str, str, str], tuple[list[float], list[float]]] = {}
     options = [*(["--full"] if arguments.full else []), "--case", arguments.case]
-    if name == TRACE:
+    if name in NEED_TRACE:
         options += _trace_options(arguments, shown=False)
     with tempfile.TemporaryDirectory() as folder:
         num_turns = arguments.rounds or 3

@@ -178,21 +178,30 @@ class Served:
 
 def serve(requests: Sequence[TraceRequest], sizes: Sizes) -> dict[str, Served]:
     """Connector → what serving these requests took with it. Those that the device cannot hold are skipped."""
-    # vLLM keeps one block for itself.
-    fitting = [request for request in requests if request.num_blocks < sizes.device_blocks]
-    _progress.print(
-        f"  {len(requests) - len(fitting):,} of {len(requests):,} requests do not fit on the device: skipped"
-    )
-    if not fitting:
-        raise CannotMeasure(f"no request fits in the {sizes.device_blocks:,} blocks of the device; use another trace")
+    requests = fitting(requests, sizes)
     with tempfile.TemporaryDirectory() as folder:
         return {
-            name: _serve(name, fitting, sizes, Path(folder) / str(number), make)
+            name: serve_with(name, requests, sizes, Path(folder) / str(number), make)
             for number, (name, make) in enumerate(connectors(sizes.host_pages).items())
         }
 
 
-def _serve(name: str, requests: Sequence[TraceRequest], sizes: Sizes, log_dir: Path, make: MakeTransfer) -> Served:
+def fitting(requests: Sequence[TraceRequest], sizes: Sizes) -> list[TraceRequest]:
+    """Those that the device can hold.
+
+    Raises:
+        CannotMeasure: it can hold none.
+    """
+    # vLLM keeps one block for itself.
+    found = [request for request in requests if request.num_blocks < sizes.device_blocks]
+    _progress.print(f"  {len(requests) - len(found):,} of {len(requests):,} requests do not fit on the device: skipped")
+    if not found:
+        raise CannotMeasure(f"no request fits in the {sizes.device_blocks:,} blocks of the device; use another trace")
+    return found
+
+
+def serve_with(name: str, requests: Sequence[TraceRequest], sizes: Sizes, log_dir: Path, make: MakeTransfer) -> Served:
+    """What serving these requests took with one connector; a log is left in the folder."""
     server = _TraceServer(requests, sizes, make(log_dir))
     hooks = HookWatch(server.scheduler.connector)
     gc.collect()

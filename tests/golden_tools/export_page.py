@@ -175,12 +175,20 @@ FIGURES = [
     "end closed; 1 request was open",
 ]
 
+POOL_SIZES = [
+    # 42 tokens come back after the preemption. The 32 of the one chunk are in a pool of any size. 32 were asked for
+    # before, when nobody had saved them.
+    f"{pool} {slots} {42 + 32} {(42 + 32) / (32 + 42 + 32):.1%}"
+    for pool, slots in [("half", 2), ("as it was", 5), ("twice", 10), ("4 times", 20), ("10 times", 50)]
+]
+
 PAGE = {
     "verdict": ["sound: every rule that a log can decide is kept"],
     # What is of no request is marked in the engine's row, above the rows of the two lives.
     "Timeline": [*_marks(None), *_drawn(0), *_drawn(1)],
     "2 requests": REQUESTS,
     "Why tokens were computed": WHY,
+    "How large should the pool be?": POOL_SIZES,
     "What the connector noticed": NOTICED,
     "Event by event": [f"{time_of_day(at)} {at:.3f} {events} {states} {text}" for at, events, states, text in EVENTS],
     "The log in figures": FIGURES,

@@ -34,6 +34,9 @@ _LEFT = {
 _RECOMPUTED = {"declined": 32, "stale": 18}
 _TWICE = {"rolled_back": 21, "load_failed": 1}
 
+# Of whole chunks: `a` 2, `b` 1, `a` 56 tokens with its tail, `b` 1, `a` 2, `c` 2.
+_ASKED = 64 + 32 + 56 + 32 + 64 + 64
+
 TEXT = [
     "covers 120.0 ms, 4 requests, 12 steps",
     # The second life of `a`, and `b`.
@@ -74,6 +77,22 @@ TEXT = [
     "",
     "request tokens computed again",
     "b 50",
+    "",
+    "pool slots tokens loaded, estimated of those asked for",
+    # 6 slots are 3 chunks of 2 pages, half of it is one. When `c` asks, `a` has saved its two chunks last, `b` its one
+    # before. Whatever the size, `a` gets its 56 back.
+    *(
+        f"{pool} {slots} {count} {count / _ASKED:.1%}"
+        for pool, slots, count in [
+            ("half", 3, 56 + 32),
+            ("as it was", 6, 56 + 64),
+            ("twice", 12, 56 + 64),
+            ("4 times", 24, 56 + 64),
+            ("10 times", 60, 56 + 64),
+        ]
+    ),
+    # The load of the 64 fails: 120 / 56 = 2.143.
+    f"56 of {_ASKED} tokens were loaded; the estimate for the pool as it was is 114.3% too high",
     "",
 ]
 
@@ -135,6 +154,23 @@ TOTAL = {
     "duplicated": {},
 }
 
+POOL_SIZES = {
+    "pool_sizes": [
+        {"factor": factor, "num_slots": num_slots, "num_tokens_loaded": 56 + (64 if num_slots >= 4 else 32)}
+        # A pool holds a chunk at least.
+        for factor, num_slots in [
+            *((0.25, 2), (0.5, 3), (0.75, 4), (1.0, 6), (1.5, 9), (2.0, 12)),
+            *((3.0, 18), (4.0, 24), (6.0, 36), (8.0, 48), (10.0, 60)),
+        ]
+    ],
+    "num_tokens_asked": _ASKED,
+    "num_tokens_loaded": 56,
+    "one_of": 1,
+    "why_not": "",
+    "note": "",
+    "error": 120 / 56 - 1,
+}
+
 TOP = {"request_id": "b", "ordinal": 1, "num_tokens_recomputed": 50}
 
 
@@ -145,12 +181,12 @@ def _text(log: Path) -> list[str]:
 
 def _records(log: Path) -> list[dict[str, object]]:
     of_bytes = {"type", "path", "num_bytes", "rates"}
-    names = ("statistics", "total", "top_request")
+    names = ("statistics", "total", "pool_sizes", "top_request")
     found = [record for name in names for record in records(name, "stats", log)]
     return [{name: value for name, value in record.items() if name not in of_bytes} for record in found]
 
 
 GOLDEN = {
     "stats": Golden("stats", STORY, _text, TEXT),
-    "stats for programs": Golden("stats", STORY, _records, [STATISTICS, TOTAL, TOP]),
+    "stats for programs": Golden("stats", STORY, _records, [STATISTICS, TOTAL, POOL_SIZES, TOP]),
 }

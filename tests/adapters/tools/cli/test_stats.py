@@ -161,6 +161,29 @@ def test_several_logs_are_summed_up_one_by_one_and_together(run: Any, tmp_path: 
     assert "all 2 logs" in run("stats", tmp_path / "logs").out
 
 
+def test_a_window_counts_what_was_asked_in_it_and_knows_what_was_saved_before(run: Any, tmp_path: Path) -> None:
+    """The second request finds what the first one saved, with every size."""
+    driver = Driver(chunk_size=16, block_size=16, num_slots=16)
+    driver.save_prefix("a", keys_of("a", 2))
+    since = len(driver.observed) + 1
+    driver.admit("b", keys_of("a", 2), 33, (1, 2, 3), num_external=32)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    found = one(run("stats", "--json", log, "--since", since).objects("pool_sizes"))
+    assert {size["num_tokens_loaded"] for size in found["pool_sizes"]} == {found["num_tokens_asked"]} == {32}
+    assert found["error"] is None
+    assert "so the error of the estimate is not known" in run("stats", log).out
+
+
+def test_where_pools_of_other_sizes_cannot_be_estimated_stats_says_why(
+    run: Any, walked: tuple[Path, Driver], log: Path
+) -> None:
+    """Chunks of 8 tokens share blocks of 16; and one request alone has no pool."""
+    assert "not estimated: chunks that are shorter than a block share slots" in run("stats", walked[0]).out
+    assert "not estimated: it is estimated for all requests together" in run("stats", log, "--request", REQUEST).out
+    found = one(run("stats", "--json", walked[0]).objects("pool_sizes"))
+    assert (found["pool_sizes"], found["why_not"] != "") == ([], True)
+
+
 # --- damage, and faults of our own --------------------------------------------------------------
 
 

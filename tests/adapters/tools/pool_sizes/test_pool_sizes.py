@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lifecycle_driver import Driver, keys_of
 
+from kvledger.adapters.recorded.extension import Recorder
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.pool_sizes import FACTORS, Estimate, PoolSizes, of_log
 from kvledger.lifecycle import Core, LedgerConfiguration
@@ -182,18 +183,18 @@ def test_behind_a_gap_it_says_which_chunks_are_not_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("configuration", "request_id", "reason"),
+    ("core", "configuration", "request_id", "reason"),
     [
-        (LedgerConfiguration(16, 16, 8, windows=(0, 32)), None, "sliding windows"),
-        (LedgerConfiguration(16, 8, 8), None, "shorter than a block"),
-        (LedgerConfiguration(16, 16, 8), "a", "all requests together"),
+        (Core.standard(), LedgerConfiguration(16, 16, 8, windows=(0, 32)), None, "sliding windows"),
+        (Core.standard(), LedgerConfiguration(16, 8, 8), None, "shorter than a block"),
+        (Core.standard(), LedgerConfiguration(16, 16, 8), "a", "all requests together"),
+        (Core.standard().extended(Recorder()), LedgerConfiguration(16, 16, 1), None, "the recorded connector's pool"),
     ],
 )
 def test_where_the_model_is_wrong_it_says_why_nothing_is_estimated(
-    configuration: LedgerConfiguration, request_id: str | None, reason: str
+    core: Core, configuration: LedgerConfiguration, request_id: str | None, reason: str
 ) -> None:
     """A figure that nobody can rely on is not shown."""
-    core = Core.standard()
     visitor, why_not = of_log(Model(core.tables, configuration), core, Selection(request_id=request_id))
     assert visitor is None
     assert reason in why_not
