@@ -25,7 +25,7 @@ from kvledger.lifecycle.reader import Model, Reader
 NUM_REQUESTS = 1500
 SIZES = Sizes(host_pages=60_000)
 """Of the run whose log is read."""
-FACTORS = (0.5, 1.0, 2.0, 4.0)
+FACTORS = (0.5, 1.0, 2.0, 4.0, 10.0)
 """Of these sizes the trace is served with each; 1 is that run."""
 
 

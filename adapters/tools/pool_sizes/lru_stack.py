@@ -16,8 +16,8 @@ from itertools import groupby
 from typing import NamedTuple
 from zlib import crc32
 
-MAX_KEYS = 131_072
-"""Keys that are kept at most by default: about 20 MB."""
+MAX_KEYS = 65_536
+"""Keys that are kept at most by default: about 12 MB."""
 _MAX_MASK = (1 << 24) - 1
 """Beyond that the keys were chosen to have the same hash."""
 _MIN_TREE = 1024
@@ -85,21 +85,24 @@ class LruStack:
             keys: of the prefix, in its order, those that belong to the sample.
             new: keys that are added if they are among these.
         """
-        added = set(new)
-        known = self._use_of
-        keys = [key for key in keys if key in known or key in added]
-        if not keys:
-            return
         if self._num_uses + 1 == len(self._tree):
             self._renumber()
-        self._num_uses += 1
-        used = dict.fromkeys(keys, self._num_uses)
-        for number, count in Counter(map(self._use_of.get, used)).items():
+        use_of, kept = self._use_of, list(dict.fromkeys(keys))  # a log may name a key twice
+        numbers = list(map(use_of.get, kept))
+        if None in numbers:
+            added = set(new)
+            found = zip(kept, numbers, strict=True)
+            kept = [key for key, number in found if number is not None or key in added]
+        if not kept:
+            return
+        for number, run in groupby(numbers):
             if number is not None:
-                self._add(number, -count)
-        self._use_of.update(used)
-        self._add(self._num_uses, len(used))
-        if len(self._use_of) > self._max_keys:
+                self._add(number, -sum(1 for _ in run))
+        self._num_uses += 1
+        for key in kept:
+            use_of[key] = self._num_uses
+        self._add(self._num_uses, len(kept))
+        if len(use_of) > self._max_keys:
             self._make_room()
 
     def forget(self, keys: Iterable[bytes]) -> None:
@@ -125,7 +128,7 @@ class LruStack:
                 return
             self.mask = 2 * self.mask + 1
             self._use_of = {key: number for key, number in self._use_of.items() if not crc32(key) & self.mask}
-            self._renumber()
+        self._renumber()
 
     def _renumber(self) -> None:
         """Number the uses anew, without those below the largest pool."""

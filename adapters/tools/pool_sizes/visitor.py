@@ -181,7 +181,9 @@ class PoolSizes(Visitor[Model]):
         else:
             sample = self._grown(_Sample(save.prefix.keys, self._stack.mask))
         end = bisect_left(sample.chunks, save.prefix.num_chunks)
-        self._stack.use(sample.keys[:end], new=save.keys)
+        first = bisect_left(sample.chunks, min(save.chunks))
+        is_run = len(save.keys) == save.prefix.num_chunks - min(save.chunks)
+        self._stack.use(sample.keys[:end], new=sample.keys[first:end] if is_run else save.keys)
 
     @on(e.SaveDeclined)
     def _declined(self, event: e.SaveDeclined) -> None:
