@@ -22,7 +22,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.ranges import MAX_INT64, Count, Int64, JobId, LifeOrdinal, NumTokens, SumOfTokens, TimeNs
 from kvledger.lifecycle.untrusted import Undecodable, msgpack_decoder
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Grows with every change of what is counted. Totals that a snapshot has in another format are not used."""
 
 
@@ -66,6 +66,13 @@ def _sum(figure: int, more: int) -> int:
     """Add to a figure that must fit into the 64 bits of a snapshot, whatever numbers a log holds."""
     return max(-MAX_INT64, min(figure + more, MAX_INT64))
 
+
+NOT_LOADED: Final = "not_loaded"
+"""Of tokens that were offered, but not claimed, or whose load failed."""
+NO_LOOKUP: Final = "no_lookup"
+"""Of tokens that were computed after an allocation without a lookup before it."""
+REASONS: Final = (*(reason.value for reason in e.MissReason), NOT_LOADED, NO_LOOKUP)
+"""Why tokens are computed, as far as the answer about them says so. `adapters/tools/reasons` tells more, from a log."""
 
 _MS: Final = 1_000_000
 DURATION_BOUNDS_NS: Final = tuple(
@@ -116,6 +123,10 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """From a preemption until a step schedules the request again."""
     num_events_of: dict[str, Count] = {}
     """Extension → how many of `figures.num_extension_events` are its own."""
+    num_tokens_missed_by: dict[str, Count] = {}
+    """One of `REASONS` → tokens of admissions that are computed for it. They add up to the queried that are no hits."""
+    num_tokens_recomputed_by: dict[str, Count] = {}
+    """One of `REASONS` → how many of `figures.num_tokens_recomputed` are computed again for it."""
 
 
 _decode = msgpack_decoder(tuple[int, State])
@@ -229,12 +240,43 @@ def _allocated(state: State, event: e.BlocksAllocated, about: About) -> None:
     answer = about.answer
     if answer is not None:  # without one it is the second phase of an asynchronous load, or a session's next turn
         state.figures.num_admissions += 1
+        num_hit = max(0, min(event.num_external_tokens, answer.num_external_tokens))
         state.figures.num_tokens_queried += max(0, answer.num_tokens - answer.num_computed_tokens)
-        state.figures.num_tokens_hit += max(0, min(event.num_external_tokens, answer.num_external_tokens))
+        state.figures.num_tokens_hit += num_hit
+        _add_reasons(state.num_tokens_missed_by, answer, answer.num_computed_tokens + num_hit, answer.num_tokens)
 
 
-def add_row(state: State, step: e.StepScheduled, row: tuple[int, int, int, int], request: Request) -> Took | None:
-    """Add what a step says of one request that it schedules: `row` is of `step.advanced`."""
+def _add_reasons(num_tokens_by: dict[str, int], answer: e.LookupAnswered | None, first: int, end: int) -> None:
+    """Count the tokens from `first` to `end` by why `answer` left them to compute."""
+    if first >= end:
+        return
+    if answer is None:
+        num_tokens_by[NO_LOOKUP] = num_tokens_by.get(NO_LOOKUP, 0) + end - first
+        return
+    offered_end = max(first, min(end, answer.num_computed_tokens + answer.num_external_tokens))
+    if offered_end > first:
+        num_tokens_by[NOT_LOADED] = num_tokens_by.get(NOT_LOADED, 0) + offered_end - first
+    reason = answer.miss_reason
+    if offered_end < end and reason in REASONS:  # a log may name any
+        num_tokens_by[reason] = num_tokens_by.get(reason, 0) + end - offered_end
+
+
+def add_row(
+    state: State,
+    step: e.StepScheduled,
+    row: tuple[int, int, int, int],
+    request: Request,
+    claimed: e.LookupAnswered | None,
+) -> Took | None:
+    """Add what a step says of one request that it schedules.
+
+    Args:
+        state: the sums.
+        step: the step.
+        row: of `step.advanced`.
+        request: the request of the row.
+        claimed: the answer that its last allocation claimed.
+    """
     if not request.num_preemptions:
         return None
     ordinal, num_computed_tokens, num_scheduled_tokens, _ = row
@@ -243,6 +285,7 @@ def add_row(state: State, step: e.StepScheduled, row: tuple[int, int, int, int],
     state.figures.num_tokens_recovered += num_recovered
     last = min(num_computed_tokens + num_scheduled_tokens, request.num_tokens_before_preemption)
     state.figures.num_tokens_recomputed += max(0, last - num_computed_tokens)
+    _add_reasons(state.num_tokens_recomputed_by, claimed, num_computed_tokens, last)
     preempted_ns = state.preempted_ns.pop(ordinal, None)
     return None if preempted_ns is None else _took(state, "recovery_times", max(0, step.time_ns - preempted_ns))
 
@@ -402,7 +445,7 @@ class Totals:
         for row in event.advanced:
             request = self._tracker.of(row[0])
             if request is not None:
-                add_row(state, event, row, request)
+                add_row(state, event, row, request, request.claimed)
 
     def _reported(self, state: State, event: e.TransferReported, _about: About) -> None:
         copy = next(filter(None, map(self._jobs.get, event.job_ids)), None)

@@ -28,7 +28,7 @@ from unittest import mock
 import pydantic
 from facts import FACTS, Why
 
-from kvledger.adapters.figures import DURATION_BOUNDS_NS
+from kvledger.adapters.figures import DURATION_BOUNDS_NS, NO_LOOKUP, NOT_LOADED
 from kvledger.adapters.lab.conformance import obligations
 from kvledger.adapters.lab.conformance.scenarios import SCENARIOS
 from kvledger.adapters.recorded.rules import RULES as RECORDER_RULES
@@ -37,7 +37,18 @@ from kvledger.adapters.tools.cli.commands import COMMANDS
 from kvledger.adapters.tools.tables.schema import COMMON, SCHEMA_VERSION, TABLES, Column
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.log_settings import LogSettings
-from kvledger.adapters.vllm.metric_names import BY_EXTENSION, COUNTERS, GAUGES, HISTOGRAMS, PREFIX
+from kvledger.adapters.vllm.metric_names import (
+    BY_EXTENSION,
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    INFO,
+    INFO_SETTINGS,
+    LABELS,
+    MISSED,
+    PREFIX,
+    RECOMPUTED,
+)
 from kvledger.lifecycle import Core, LedgerConfiguration, events, ranges, rules, states, table
 from kvledger.lifecycle.codec import field_names
 from kvledger.lifecycle.events import MissReason
@@ -525,14 +536,29 @@ def metrics_page() -> list[str]:
         "vLLM's `/metrics` shows them with vLLM's own labels, `model_name` and `engine`, from the start and at 0. "
         "[Monitoring](monitoring.md) says which to alert on."
     )
-    kinds = {"Counters": (COUNTERS, "_total"), "Gauges": (GAUGES, ""), "Histograms": (HISTOGRAMS, "")}
+    gauges = {**GAUGES, "": INFO}
+    kinds = {"Counters": (COUNTERS, "_total"), "Gauges": (gauges, ""), "Histograms": (HISTOGRAMS, "")}
     for title, (metrics, suffix) in kinds.items():
         body = [[f"`{PREFIX}{name}{suffix}`", meaning] for name, meaning in metrics.values()]
         lines += [f"## {title}", "", *rows(("metric", "meaning"), body)]
-    lines += [f"Their buckets end at {shortest:g} to {longest:g} s.", ""]
+    lines += [f"Their buckets end at {shortest:g} to {longest:g} s.", "", "## Labels", ""]
+    missed, recomputed, extensions = (f"`{COUNTERS[name][0]}_total`" for name in (MISSED, RECOMPUTED, BY_EXTENSION))
+    lines += prose(
+        f"{extensions} has one more label, `{LABELS[BY_EXTENSION]}`, and a series for each "
+        "[extension](extending.md#an-extension) that is loaded. "
+        f"`{INFO[0]}` has the labels `version`, " + ", ".join(f"`{name}`" for name in INFO_SETTINGS) + "; the value "
+        "of a setting is `auto` where its default depends on the machine or the model."
+    )
+    lines += prose(
+        f"{missed} and {recomputed} have one more label, `{LABELS[MISSED]}`: why the connector's answer left the "
+        "tokens to compute. It is known the moment a request is admitted. `kvledger stats` divides it further: "
+        "of `missing`, it tells tokens that nobody had computed before from tokens that were evicted, "
+        "lost to a reset, or never saved ([reasons](reasons.md))."
+    )
     return lines + prose(
-        f"`{PREFIX}{COUNTERS[BY_EXTENSION][0]}_total` has one more label, `extension`, and a series for each "
-        "[extension](extending.md#an-extension) that is loaded."
+        f"The value is a [`miss_reason`](events.md#why-a-hit-ends), or `{NOT_LOADED}` (the tokens were offered, "
+        f"but vLLM did not claim them, or their load failed), or `{NO_LOOKUP}` (blocks were allocated without a "
+        "lookup before)."
     )
 
 

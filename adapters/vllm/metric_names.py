@@ -10,7 +10,10 @@ from typing import Final
 
 PREFIX: Final = "vllm:kvledger_"
 BY_EXTENSION: Final = "num_extension_events"
-"""Sent as "num_extension_events/name", and shown with the label `extension`; no name has a slash."""
+MISSED: Final = "num_tokens_missed"
+RECOMPUTED: Final = "num_tokens_recomputed"
+LABELS: Final = {BY_EXTENSION: "extension", MISSED: "reason", RECOMPUTED: "reason"}
+"""Counter -> its label besides vLLM's. It is sent as "counter/value of the label"; no value has a slash."""
 LAST_WRITTEN: Final = "log_last_written_unix_ns"
 
 COUNTERS: Final = {
@@ -20,10 +23,11 @@ COUNTERS: Final = {
     "num_admissions": ("admissions", "Requests that got blocks after a lookup, once each time that they are admitted."),
     "num_tokens_queried": ("queried_tokens", "Tokens of admissions that vLLM's own prefix cache did not have."),
     "num_tokens_hit": ("hit_tokens", "Tokens of admissions that are loaded from the host pool instead of computed."),
+    MISSED: ("missed_tokens", "Tokens of admissions that are computed: the queried ones that are no hits."),
     "num_tokens_loaded": ("loaded_tokens", "Tokens whose load from the host pool has arrived."),
     "num_tokens_recovered": ("recovered_tokens", "Tokens of preempted requests, loaded back from the host pool."),
     "num_tokens_retained": ("retained_tokens", "Tokens of preempted requests that vLLM's prefix cache still had."),
-    "num_tokens_recomputed": ("recomputed_tokens", "Tokens computed before a preemption and again after it."),
+    RECOMPUTED: ("recomputed_tokens", "Tokens computed before a preemption and again after it."),
     "num_chunks_saved": ("saved_chunks", "Chunks copied into the host pool, by all ranks."),
     "num_chunks_evicted": ("evicted_chunks", "Chunks that left the host pool to make room."),
     "num_chunks_declined": ("declined_chunks", "Chunks that were not saved, because there was no room for them."),
@@ -54,6 +58,12 @@ GAUGES: Final = {
     ),
     "is_disabled": ("disabled", "1 where nothing is cached until the engine restarts, else 0; a message says why."),
 }
+INFO: Final = ("info", "1, labelled with kvledger's version and the settings that its figures depend on.")
+INFO_SETTINGS: Final = (
+    *("chunk_size", "save_interval_tokens", "host_bytes", "share_pool", "offer", "save_tails", "load_mode"),
+    *("save_mode", "max_deferred_lookups", "max_failed_loads", "durability", "digests"),
+)
+"""Labels of `INFO` besides `version`: fields of `ConnectorSettings`, as configured or by default."""
 HISTOGRAMS: Final = {
     "load_times": ("load_time_seconds", "Time of a copy out of the host pool, of the slowest rank."),
     "save_times": ("save_time_seconds", "Time of a copy into the host pool, of the slowest rank."),

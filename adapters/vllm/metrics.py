@@ -14,9 +14,22 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from kvledger.adapters.figures import DURATION_BOUNDS_NS
+from kvledger.adapters.figures import DURATION_BOUNDS_NS, REASONS
 from kvledger.adapters.vllm.configuration import ConnectorSettings
-from kvledger.adapters.vllm.metric_names import BY_EXTENSION, COUNTERS, GAUGES, HISTOGRAMS, LAST_WRITTEN, PREFIX
+from kvledger.adapters.vllm.metric_names import (
+    BY_EXTENSION,
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    INFO,
+    INFO_SETTINGS,
+    LABELS,
+    LAST_WRITTEN,
+    MISSED,
+    PREFIX,
+    RECOMPUTED,
+)
+from kvledger.lifecycle import __version__
 
 _NS: Final = 1_000_000_000
 
@@ -41,15 +54,19 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        extensions = _extensions(vllm_config)  # before anything is registered, since it may refuse the configuration
+        # Before anything is registered, since they may refuse the configuration.
+        settings = _settings(vllm_config)
+        extensions = [extension.name for extension in settings.core().extensions]
 
         def made(kind: type[Any], named: tuple[str, str], labels: list[str], **options: Any) -> Any:
             name, meaning = named
             return metric_types[kind](name=PREFIX + name, documentation=meaning, labelnames=labels, **options)
 
-        by_extension = made(Counter, COUNTERS[BY_EXTENSION], [*labelnames, "extension"])
-        plain = {name: named for name, named in COUNTERS.items() if name != BY_EXTENSION}
-        counters = {name: made(Counter, named, labelnames) for name, named in plain.items()}
+        counters = {
+            name: made(Counter, named, [*labelnames, LABELS[name]] if name in LABELS else labelnames)
+            for name, named in COUNTERS.items()
+        }
+        values_of_labels = {BY_EXTENSION: extensions, MISSED: REASONS, RECOMPUTED: REASONS}
         # As vLLM's own: of several processes that serve one engine the last word counts.
         gauges = {
             name: made(Gauge, named, labelnames, multiprocess_mode="mostrecent") for name, named in GAUGES.items()
@@ -58,13 +75,21 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
         histograms = {name: made(Histogram, named, labelnames, buckets=bounds) for name, named in HISTOGRAMS.items()}
         self._series = {
             engine: _Series(
-                {name: metric.labels(*labels) for name, metric in counters.items()}
-                | {f"{BY_EXTENSION}/{name}": by_extension.labels(*labels, name) for name in extensions},
+                {name: metric.labels(*labels) for name, metric in counters.items() if name not in LABELS}
+                | {
+                    f"{name}/{value}": counters[name].labels(*labels, value)
+                    for name, values in values_of_labels.items()
+                    for value in values
+                },
                 {name: metric.labels(*labels) for name, metric in gauges.items()},
                 {name: metric.labels(*labels) for name, metric in histograms.items()},
             )
             for engine, labels in per_engine_labelvalues.items()
         }
+        about = {"version": __version__} | {name: _shown(getattr(settings, name)) for name in INFO_SETTINGS}
+        info = made(Gauge, INFO, [*labelnames, *about], multiprocess_mode="mostrecent")
+        for labels in per_engine_labelvalues.values():
+            info.labels(*labels, *about.values()).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one interval of one engine. A figure that is not known here is passed over."""
@@ -86,12 +111,16 @@ def _observe(histogram: Any, durations: Sequence[int]) -> None:
             histogram.observe(sum_ns / count / _NS)
 
 
-def _extensions(vllm_config: VllmConfig) -> list[str]:
-    """Names of those that are configured and installed.
+def _settings(vllm_config: VllmConfig) -> ConnectorSettings:
+    """The connector's settings.
 
     Raises:
-        ConfigurationError: the process that shows the metrics cannot make one of them.
+        ConfigurationError: the process that shows the metrics cannot read them.
     """
     transfer = vllm_config.kv_transfer_config
-    extra_config = {} if transfer is None else transfer.kv_connector_extra_config
-    return [extension.name for extension in ConnectorSettings.from_extra_config(extra_config).core().extensions]
+    return ConnectorSettings.from_extra_config({} if transfer is None else transfer.kv_connector_extra_config)
+
+
+def _shown(value: object) -> str:
+    """A setting as the value of a label; a default that depends on the machine or the model is "auto"."""
+    return "auto" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -14,15 +14,23 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvledger.adapters.figures import DURATION_BOUNDS_NS, Figures
-from kvledger.adapters.vllm.metric_names import BY_EXTENSION, GAUGES, HISTOGRAMS, LAST_WRITTEN
+from kvledger.adapters.figures import DURATION_BOUNDS_NS, REASONS, Figures
+from kvledger.adapters.vllm.metric_names import (
+    BY_EXTENSION,
+    GAUGES,
+    HISTOGRAMS,
+    LABELS,
+    LAST_WRITTEN,
+    MISSED,
+    RECOMPUTED,
+)
 from kvledger.storage.events import BacklogEventStore
 
 if TYPE_CHECKING:
     from kvledger.adapters.vllm.event_log import OpenedLog
     from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 
-OF_LEDGER: Final = tuple(field.name for field in attrs.fields(Figures) if field.name != BY_EXTENSION)
+OF_LEDGER: Final = tuple(field.name for field in attrs.fields(Figures) if field.name not in LABELS)
 _of_ledger: Final[Callable[[Figures], tuple[int, ...]]] = attrgetter(*OF_LEDGER)
 _NS_BETWEEN_WRITES_SENT: Final = 1_000_000_000
 """In steps that change nothing else."""
@@ -74,8 +82,9 @@ class StatsSource:
         self._side = side
         # So there are no more labels than extensions are configured.
         self._extensions = tuple(extension.name for extension in side.ledger.core.extensions)
-        of_extensions = (f"{BY_EXTENSION}/{name}" for name in self._extensions)
-        self._names = (*OF_LEDGER, *of_extensions, "num_log_bytes_written", "num_events_lost")
+        labels = {BY_EXTENSION: self._extensions, MISSED: REASONS, RECOMPUTED: REASONS}
+        labelled = (f"{counter}/{label}" for counter, values in labels.items() for label in values)
+        self._names = (*OF_LEDGER, *labelled, "num_log_bytes_written", "num_events_lost")
         self._counts = (0,) * len(self._names)
         self._durations = {name: [0] * 2 * (len(DURATION_BOUNDS_NS) + 1) for name in HISTOGRAMS}
         self._gauges = dict.fromkeys(GAUGES, 0)
@@ -97,8 +106,10 @@ class StatsSource:
     def _take_changed(self) -> dict[str, Any]:
         totals, store = self._side.journal.totals, _written(self._side.log)
         of_extensions = (totals.state.num_events_of.get(name, 0) for name in self._extensions)
+        missed_by, recomputed_by = totals.state.num_tokens_missed_by, totals.state.num_tokens_recomputed_by
+        of_reasons = (by.get(reason, 0) for by in (missed_by, recomputed_by) for reason in REASONS)
         of_log = (0, 0) if store is None else (store.num_bytes_written, store.num_events_lost)
-        counts = (*_of_ledger(totals.figures), *of_extensions, *of_log)
+        counts = (*_of_ledger(totals.figures), *of_extensions, *of_reasons, *of_log)
         pairs = zip(self._names, counts, self._counts, strict=True)
         changed: dict[str, Any] = {name: now - before for name, now, before in pairs if now != before}
         self._counts = counts

@@ -28,9 +28,9 @@ def moved(driver: Driver) -> dict[str, int]:
     return {name: value for name, value in attrs.asdict(figures).items() if value}
 
 
-def preempted(num_saved: int = 4) -> Driver:
+def preempted(num_saved: int = 4, **configuration: Any) -> Driver:
     """A request of 65 tokens, chunks of 16, preempted with 64 settled tokens and its first chunks saved."""
-    driver = Driver(chunk_size=16)
+    driver = Driver(chunk_size=16, **configuration)
     driver.start("a", keys_of("a", num_saved), 65, range(5))
     driver.preempt("a", 64)
     driver.settle_all()
@@ -155,6 +155,36 @@ def test_a_hit_counts_once_for_each_admission() -> None:
     assert (figures["num_admissions"], figures["num_tokens_hit"]) == (2, 32)
     assert figures["num_tokens_queried"] - before == 65 - 16
     assert figures["num_tokens_offered"] == 3 * 48
+
+
+def reasons_after(driver: Driver) -> tuple[dict[str, int], dict[str, int]]:
+    """Tokens missed and recomputed by reason, since the first prefill."""
+    state = driver.totals.state
+    missed = {**state.num_tokens_missed_by}
+    missed["missing"] -= 65  # the first prefill found an empty pool
+    return {reason: number for reason, number in missed.items() if number}, state.num_tokens_recomputed_by
+
+
+def test_computed_tokens_have_the_reason_of_the_answer() -> None:
+    """The pool holds two chunks; the third was never saved."""
+    driver = preempted(num_slots=2)
+    resume(driver, 0, 32)
+    assert reasons_after(driver) == ({"missing": 33}, {"missing": 32})
+
+
+def test_offered_tokens_that_are_not_claimed_have_a_reason_of_their_own() -> None:
+    """The last token was not offered: it is computed in any case."""
+    driver = preempted()
+    resume(driver, 0, 16)
+    assert reasons_after(driver) == ({"not_loaded": 48, "complete": 1}, {"not_loaded": 48})
+
+
+def test_tokens_of_an_allocation_without_a_lookup_are_recomputed_for_that() -> None:
+    """No answer says why."""
+    driver = preempted()
+    driver.allocate("a", range(10, 15))
+    driver.step(("a", 0, 65, 65))
+    assert reasons_after(driver) == ({}, {"no_lookup": 64})
 
 
 def counts_of(durations: Durations) -> dict[int, int]:

@@ -62,8 +62,8 @@ def panel_expressions() -> dict[str, str]:
 
 
 def metrics_in(expression: str) -> set[str]:
-    """The names of kvledger's metrics in it."""
-    return set(re.findall(r"vllm:kvledger_\w+", expression))
+    """The names of metrics in it, kvledger's and vLLM's own."""
+    return set(re.findall(r"vllm:\w+", expression))
 
 
 @attrs.frozen

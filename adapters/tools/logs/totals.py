@@ -69,9 +69,7 @@ class LogTotals(Visitor[Model]):
 
     @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated) -> None:
-        allocation = self.model.answers.allocation(event.request_id)
-        answer = None if allocation is None else allocation.answer
-        self._add(event, About(answer=None if answer is None else answer.event))
+        self._add(event, About(answer=self._claimed(event.request_id)))
 
     @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued) -> None:
@@ -94,7 +92,13 @@ class LogTotals(Visitor[Model]):
         for row in event.advanced:
             life = _counted(self.model.lives.of(row[0]))
             if life is not None:
-                self._tell(add_row(self.state, event, row, life), life.request_id)
+                claimed = self._claimed(life.request_id) if life.num_preemptions else None
+                self._tell(add_row(self.state, event, row, life, claimed), life.request_id)
+
+    def _claimed(self, request_id: str) -> e.LookupAnswered | None:
+        """The answer that the request's last allocation claimed."""
+        allocation = self.model.answers.allocation(request_id)
+        return None if allocation is None or allocation.answer is None else allocation.answer.event
 
     def _add(self, event: e.Event, about: About) -> None:
         is_observation = isinstance(event, e.RequestEvent) and not event.is_decision

@@ -14,15 +14,25 @@ from prometheus_client import REGISTRY
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
-from kvledger.adapters.figures import ADDS, DURATION_BOUNDS_NS
+from kvledger.adapters.figures import ADDS, DURATION_BOUNDS_NS, REASONS
 from kvledger.adapters.lab.simulation.clock import SimulatedClock
 from kvledger.adapters.lab.simulation.connectors import KVLEDGER_TRANSFER
 from kvledger.adapters.tools.logs.log import open_log
 from kvledger.adapters.vllm import KVLedgerConnector
-from kvledger.adapters.vllm.metric_names import COUNTERS, GAUGES, HISTOGRAMS, LAST_WRITTEN, PREFIX
+from kvledger.adapters.vllm.metric_names import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    INFO_SETTINGS,
+    LABELS,
+    LAST_WRITTEN,
+    MISSED,
+    PREFIX,
+    RECOMPUTED,
+)
 from kvledger.adapters.vllm.metrics import ConnectorPrometheus
 from kvledger.adapters.vllm.stats import OF_LEDGER, ConnectorStats
-from kvledger.lifecycle import ConfigurationError, Extension, fold
+from kvledger.lifecycle import ConfigurationError, Extension, __version__, fold
 from kvledger.lifecycle import events as e
 from kvledger.storage.events import segments
 
@@ -107,10 +117,14 @@ def test_what_is_sent_adds_up_to_the_totals(make_engine: Any, tmp_path: Path) ->
     engine.run()
     total = sums([*sent, the_rest(engine)])
     figures = attrs.asdict(engine.figures)
-    assert {name: value for name, value in figures.items() if value} == {
+    assert {name: value for name, value in figures.items() if value and name not in LABELS} == {
         name: total[name] for name in OF_LEDGER if name in total
     }
     totals = engine.connector.scheduler_side.journal.totals.state
+    for name, by_reason in ((MISSED, totals.num_tokens_missed_by), (RECOMPUTED, totals.num_tokens_recomputed_by)):
+        assert {reason: total[f"{name}/{reason}"] for reason in REASONS if f"{name}/{reason}" in total} == by_reason
+    assert sum(totals.num_tokens_missed_by.values()) == figures["num_tokens_queried"] - figures["num_tokens_hit"] > 0
+    assert sum(totals.num_tokens_recomputed_by.values()) == figures[RECOMPUTED]
     for name in HISTOGRAMS:
         durations = getattr(totals, name)
         assert total[name] == [*durations.counts, *durations.sums_ns]
@@ -247,9 +261,13 @@ def test_prometheus_shows_the_totals(make_engine: Any, unregister: None, tmp_pat
     for data in [*sent, the_rest(engine)]:
         prometheus.observe(data, 1)
     figures, state = attrs.asdict(engine.figures), engine.connector.scheduler_side.journal.totals.state
-    for name in set(COUNTERS) & set(figures) - {"num_extension_events"}:
+    for name in set(COUNTERS) & set(figures) - set(LABELS):
         assert shown(COUNTERS[name][0] + "_total", "1") == figures[name], name
         assert shown(COUNTERS[name][0] + "_total", "0") == 0, name
+    for reason in REASONS:
+        missed, recomputed = state.num_tokens_missed_by, state.num_tokens_recomputed_by
+        assert shown("missed_tokens_total", "1", reason=reason) == missed.get(reason, 0)
+        assert shown("recomputed_tokens_total", "1", reason=reason) == recomputed.get(reason, 0)
     for name, (metric, _) in HISTOGRAMS.items():
         durations = getattr(state, name)
         assert shown(metric + "_count", "1") == sum(durations.counts) > 0
@@ -308,13 +326,30 @@ def test_every_figure_has_a_metric_and_every_metric_is_there_at_once(make_engine
     stats = take(engine)
     assert stats is not None
     of_durations = {"save_duration_ns", "load_duration_ns"}  # the sums of histograms
-    assert {*OF_LEDGER, *stats.data} - {*COUNTERS, *GAUGES, *HISTOGRAMS} == {"num_tokens_offered", *of_durations}
+    sent = {name.partition("/")[0] for name in (*OF_LEDGER, *stats.data)}
+    assert sent - {*COUNTERS, *GAUGES, *HISTOGRAMS} == {"num_tokens_offered", *of_durations}
     KVConnectorProm(engine.vllm_config, ["model_name", "engine"], {0: ["tiny", "0"], 7: ["tiny", "7"]})
     ours = [metric for metric in REGISTRY.collect() if metric.name.startswith(PREFIX)]
-    assert len(ours) == len({*COUNTERS, *GAUGES, *HISTOGRAMS})
+    assert len(ours) == len({*COUNTERS, *GAUGES, *HISTOGRAMS}) + 1
     for metric in ours:
+        if metric.name == PREFIX + "info":
+            continue
         values = {sample.labels["engine"]: sample.value for sample in metric.samples if "_created" not in sample.name}
         assert values == {"0": 0, "7": 0}, metric.name
+
+
+def test_a_series_names_the_version_and_the_settings(make_engine: Any, unregister: None) -> None:
+    """With the value 1, for each engine, so that other series can be joined with it."""
+    assert unregister is None
+    engine = make_engine(num_blocks=20, chunk_size=16, offer="always", save_interval_tokens=None)
+    KVConnectorProm(engine.vllm_config, ["model_name", "engine"], {0: ["tiny", "0"], 7: ["tiny", "7"]})
+    (metric,) = (metric for metric in REGISTRY.collect() if metric.name == PREFIX + "info")
+    assert [(sample.labels["engine"], sample.value) for sample in metric.samples] == [("0", 1), ("7", 1)]
+    labels = metric.samples[0].labels
+    assert set(labels) == {"model_name", "engine", "version", *INFO_SETTINGS}
+    assert labels["version"] == __version__
+    assert (labels["chunk_size"], labels["offer"], labels["save_tails"]) == ("16", "always", "true")
+    assert labels["save_interval_tokens"] == "auto"
 
 
 def test_an_unknown_figure_is_passed_over(make_engine: Any, unregister: None) -> None:
