@@ -38,7 +38,10 @@ from sim.virtual_copies import VirtualCopies
 from sim.vllm_mended import withdraw_what_is_not_computed
 
 MAX_ALIVE = 14
-MAX_STEPS = 2000
+STRANDED_EVERY = 2_000
+"""So often, in steps, vLLM's queue is looked at: it may be stranded, which is no fault of a connector's."""
+MAX_STEPS = 6_001
+"""More than any world took. World 796017 took 3,352: 49 requests, one after another, and most reports dropped."""
 
 
 @attrs.define(eq=False)
@@ -221,11 +224,11 @@ class World:
         self.is_draining = True
         while self.engine.scheduler.has_requests() or self.engine.is_computing:
             self.step()
-            if self.num_steps == MAX_STEPS and self.engine.is_stranded:
+            if self.num_steps % STRANDED_EVERY == 0 and self.engine.is_stranded:
                 self.note("vLLM has stranded its queue; all clients go away")
                 for life in self.alive:
                     self.abort(life)
-            elif self.num_steps > MAX_STEPS + 400:
+            elif self.num_steps > MAX_STEPS:
                 counts = self.engine.scheduler.get_request_counts()
                 message = f"still busy after {MAX_STEPS} steps: {counts} running and waiting"
                 raise AssertionError(message)
