@@ -319,9 +319,10 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return self._request_finished(request, max(map(len, block_ids), default=0))
 
     def _request_finished(self, request: Request, num_blocks: int) -> tuple[bool, dict[str, Any] | None]:
-        answer = self.scheduler_side.request_finished(request, num_blocks)
-        self._edge.finished(request.request_id, answer[0])
-        return answer
+        is_held, figures = self.scheduler_side.request_finished(request, num_blocks)
+        self._edge.finished(request.request_id, is_held)
+        # `MultiConnector` raises if two of its children return something here (`multi_connector.py`, 0.32).
+        return is_held, figures if self._edge.is_alone else None
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping for a copy."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
 from kvledger.adapters.vllm import versions
+from kvledger.adapters.vllm.asked_figures import AskedFigures
 from kvledger.adapters.vllm.cache_events import CacheEvents, ChunkBlocks
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.digests import DigestedPages
@@ -113,6 +114,7 @@ class SchedulerSide:
         self._tracker = self.journal.tracker
         self._block_size = configuration.block_size
         self.ids = LogIds()
+        self._asked = AskedFigures(self._projections, self.journal.counting_failed)
         self._requests: dict[str, Request] = {}
         """By their ids in the log, as in everything else here but what comes from vLLM and goes there."""
         self.prefix_cache = PrefixCache(configuration.block_size)
@@ -185,8 +187,9 @@ class SchedulerSide:
                 self._record_reset()
             request = self.ids.arrived(request, self._is_known)
             self._requests[request.request_id] = request
-            ordinal = self.ledger.next_ordinal
-            self.journal.observe(arrival(request, ordinal, self.journal.now()))
+            arrived = arrival(request, self.ledger.next_ordinal, self.journal.now())
+            self.journal.observe(arrived)
+            self._asked.arrived(arrived, request.kv_transfer_params)
         self.journal.commit()
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -395,8 +398,11 @@ class SchedulerSide:
         is_alive = request_id in self._requests or self._tracker.get(request_id) is not None
         return is_alive or self.journal.owed.is_named(request_id)
 
-    def request_finished(self, request: Request, num_blocks: int) -> tuple[bool, None]:
-        """The request ends. Its blocks may be freed now, unless an asynchronous copy out of them runs."""
+    def request_finished(self, request: Request, num_blocks: int) -> tuple[bool, dict[str, Any] | None]:
+        """The request ends. Its blocks may be freed now, unless an asynchronous copy out of them runs.
+
+        Returns whether vLLM has to keep its blocks, and the figures for the response, if the request asked for them.
+        """
         live = self._live(request)
         self._ending = self.journal.owed.present(live.request_id)
         self._finish(live, num_blocks)
@@ -406,16 +412,17 @@ class SchedulerSide:
         """Record the end of the request with nothing to save, so that at least the request is forgotten."""
         self._finish(self._live(request), 0)
 
-    def let_go(self, request: Request, num_blocks: int) -> tuple[bool, None]:
-        """Forget the live request; returns whether vLLM has to keep its blocks."""
+    def let_go(self, request: Request, num_blocks: int) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the live request; returns what `request_finished` does."""
         live, life = self._live(request), self._ending
         self._ending = e.NO_LIFE
         if self._requests.pop(live.request_id, None) is not None and num_blocks:
             self._early_ends.ended_with_blocks(live.request_id)
         self.ids.ended(live)
+        figures = self._asked.take(live.request_id)
         is_held = self.journal.owed.is_held(life)  # and what is withheld by the commit is reported as sent
         self.journal.commit()
-        return is_held, None
+        return is_held, None if self.journal.is_disabled else figures
 
     def _finish(self, request: Request, num_blocks: int) -> None:
         if self.journal.is_disabled:

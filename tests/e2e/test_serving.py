@@ -16,6 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -57,6 +58,8 @@ class Server:
     process: subprocess.Popen[bytes]
     url: str
     said: Path
+    figures: list[dict[str, Any]] = attrs.field(factory=list)
+    """What the responses to the requests that asked said of them."""
 
     def get(self, path: str) -> str:
         """The body of a GET request."""
@@ -67,9 +70,11 @@ class Server:
     def complete(self, prompt: list[int], max_tokens: int, trace_id: str = "") -> list[int]:
         """Greedy output token ids of the completions endpoint. Without a tokenizer it takes and gives token ids.
 
-        With a `trace_id` the client says that it traces, and that `CALLER` is its span.
+        With a `trace_id` the client says that it traces, and that `CALLER` is its span; and it asks for its figures.
         """
-        fields = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        fields: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        if trace_id:
+            fields["kv_transfer_params"] = {"kvledger_figures": True}
         body = json.dumps({**fields, "return_token_ids": True, "detokenize": False}).encode()
         request = urllib.request.Request(  # noqa: S310 -- loopback
             self.url + "/v1/completions", body, {"Content-Type": "application/json"}
@@ -78,6 +83,8 @@ class Server:
             request.add_header("traceparent", f"00-{trace_id}-{CALLER}-01")
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:  # noqa: S310
             answer: dict[str, Any] = json.load(response)
+        if trace_id:
+            self.figures.append(answer["kv_transfer_params"]["kvledger"])
         return list(answer["choices"][0]["token_ids"])
 
 
@@ -160,6 +167,8 @@ class Served:
     log_path: Path
     metrics: str
     """As exposed, when the last request was released."""
+    figures: list[dict[str, Any]]
+    """Of each request, as its response said."""
     exit_code: int
     scraped: Scraped | None
     """None where there is no Prometheus."""
@@ -207,7 +216,8 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
         kv_events.read(subscriber.publish, lambda: any(b.token_ids == last_block for b in subscriber.on_host.values()))
         _wait_until_released(log_path, len(prompts) + len(LONG_PROMPTS) + 1)
         server.process.send_signal(signal.SIGTERM)
-        return Served(outputs, log_path, metrics, server.process.wait(), scraped, receiver.spans, subscriber)
+        exit_code = server.process.wait()
+        return Served(outputs, log_path, metrics, server.figures, exit_code, scraped, receiver.spans, subscriber)
 
 
 def _scraped(prometheus: Prometheus, num_requests: int) -> Scraped:
@@ -246,6 +256,20 @@ def test_a_server_recovers_preempted_requests_tells_its_figures_and_leaves_a_sou
     assert metrics["vllm:kvledger_requests_total"] == len(prompts)
     assert metrics["vllm:kvledger_recovery_time_seconds_count"] > 0
     assert metrics["vllm:kvledger_log_last_write_timestamp_seconds"] > metrics["vllm:kvledger_requests_created"]
+
+
+def test_each_response_has_the_figures_of_its_request(served: Served) -> None:
+    """Together they are what /metrics says."""
+    metrics = _figures(served.metrics)
+    assert len(served.figures) == len(WORKLOAD.prompts())
+    for figure, metric in (("num_preemptions", "preemptions"), ("num_loaded_tokens", "loaded_tokens")):
+        assert sum(figures[figure] for figures in served.figures) == metrics[f"vllm:kvledger_{metric}_total"] > 0
+    for figure, metric in (("num_missed_tokens", "missed_tokens"), ("num_recomputed_tokens", "recomputed_tokens")):
+        told = sum(sum(figures[figure].values()) for figures in served.figures)
+        assert told == metrics[f"vllm:kvledger_{metric}_total"], figure
+    for figures in served.figures:
+        assert figures["running_ms"] > 0
+        assert (figures["preempted_ms"] > 0) == (figures["num_preemptions"] > 0)
 
 
 def test_whoever_subscribes_to_kv_events_knows_what_the_host_pool_has(served: Served) -> None:
@@ -354,6 +378,9 @@ def _wait_until_released(log_path: Path, num_requests: int) -> None:
 
 
 def _figures(metrics: str) -> dict[str, float]:
-    """Metric name -> value, of the connector's metrics; there is one engine, so one label set each."""
-    lines = (line for line in metrics.splitlines() if line.startswith("vllm:kvledger_"))
-    return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines}
+    """Metric name -> the sum of its series, of the connector's metrics."""
+    sums: dict[str, float] = defaultdict(float)
+    for line in metrics.splitlines():
+        if line.startswith("vllm:kvledger_"):
+            sums[line.partition("{")[0]] += float(line.rpartition(" ")[2])
+    return sums

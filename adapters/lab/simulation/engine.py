@@ -270,6 +270,7 @@ class SimulatedEngine:
         priority: int = 0,
         arrival_time: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> Request:
         """Queue a request that stops after `max_tokens` tokens."""
         request = Request(
@@ -280,6 +281,7 @@ class SimulatedEngine:
                 ignore_eos=True,
                 temperature=0,
                 skip_reading_prefix_cache=not reads_prefix_cache,
+                extra_args=None if kv_transfer_params is None else {"kv_transfer_params": dict(kv_transfer_params)},
             ),
             pooling_params=None,
             cache_salt=cache_salt,

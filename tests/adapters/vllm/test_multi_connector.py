@@ -14,6 +14,7 @@ from sim.broken_copies import break_copies
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from kvledger.adapters.lab.simulation.connectors import KVLEDGER_TRANSFER
+from kvledger.adapters.vllm import versions
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -262,3 +263,23 @@ def test_two_ledgers_side_by_side(make_multi: MakeMulti, tmp_path: Any) -> None:
     engine.check_outputs()
     engine.check_released()
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_no_response_has_figures_next_to_another_connector(
+    make_multi: MakeMulti, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`MultiConnector` raises when two of its children return something for a response.
+
+    The workers of these engines know no transfer group, so they would say that each child is alone.
+    """
+    monkeypatch.setattr(versions, "is_alone", lambda _connector: False)
+    engine = make_multi(ours_first=True, theirs={"num_tokens": 0, "num_steps": 0})
+    request_finished, answers = engine.connector.request_finished_all_groups, []
+
+    def watch(*arguments: Any) -> Any:
+        answers.append(request_finished(*arguments))
+        return answers[-1]
+
+    engine.connector.request_finished_all_groups = watch
+    engine.serve("a", range(40), 3, kv_transfer_params={"kvledger_figures": True})
+    assert [params for _, params in answers] == [None]

@@ -1,0 +1,129 @@
+"""The figures of a single request, for the client that asks for them with `kv_transfer_params`.
+
+A client sends `"kv_transfer_params": {"kvledger_figures": true}` and finds them in the response, in
+`kv_transfer_params["kvledger"]`. `kvledger.adapters.figures` says what an event adds; here it is added to the sums of
+one request. They are in no snapshot, because a request does not outlive its engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import attrs
+
+from kvledger.adapters.figures import ADDS, About, State, add_row
+from kvledger.lifecycle import Projections, RequestRecord, Subject, raise_if_unstoppable
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reader import Spent
+
+IN_REQUEST: Final = "kvledger_figures"
+IN_RESPONSE: Final = "kvledger"
+_MS: Final = 1_000_000
+
+
+def _asks(kv_transfer_params: Any) -> bool:
+    """Whether a request asks for its figures; a client may send anything."""
+    return isinstance(kv_transfer_params, Mapping) and kv_transfer_params.get(IN_REQUEST) is True
+
+
+@attrs.define
+class _Asked:
+    """The sums of one life of a request until now."""
+
+    ordinal: int
+    since_ns: int
+    """Until when its time is in `spent`."""
+    state: State = attrs.field(factory=State)
+    spent: Spent = attrs.field(factory=Spent)
+    num_cached_tokens: int | None = None
+    """None until it is admitted."""
+
+
+class AskedFigures:
+    """Counts for the requests that ask. It follows the log from the first such request on.
+
+    Args:
+        projections: those that fold the log.
+        on_failed: called once if counting raises. Then nobody gets figures any more.
+    """
+
+    def __init__(self, projections: Projections, on_failed: Callable[[BaseException], None]) -> None:
+        self._projections = projections
+        self._on_failed = on_failed
+        self._asked: dict[str, _Asked] = {}
+        """By request id in the log."""
+        self._now_ns = 0
+        self._follows = False
+        self._is_off = False
+
+    def arrived(self, event: e.RequestArrived, kv_transfer_params: Any) -> None:
+        """Count for the life that began with this event, if it asks."""
+        self._asked.pop(event.request_id, None)
+        if self._is_off or not _asks(kv_transfer_params):
+            return
+        if not self._follows:
+            self._projections.follow(dict.fromkeys(e.STANDARD_EVENTS.values(), self._see))
+            self._follows = True
+        self._asked[event.request_id] = _Asked(event.ordinal, event.time_ns)
+
+    def take(self, request_id: str) -> dict[str, Any] | None:
+        """What the response is to say of a request that has ended; None if it did not ask."""
+        asked = self._asked.pop(request_id, None)
+        if asked is None:
+            return None
+        figures, spent = asked.state.figures, asked.spent
+        return {
+            IN_RESPONSE: {
+                "num_cached_tokens": asked.num_cached_tokens or 0,
+                "num_loaded_tokens": figures.num_tokens_loaded,
+                "num_missed_tokens": asked.state.num_tokens_missed_by,
+                "num_recomputed_tokens": asked.state.num_tokens_recomputed_by,
+                "num_preemptions": figures.num_preemptions,
+                "queued_ms": spent.queued_ns / _MS,
+                "running_ms": spent.running_ns / _MS,
+                "preempted_ms": spent.preempted_ns / _MS,
+            }
+        }
+
+    def _see(self, event: e.Event, _sequence: int, subject: Subject) -> None:
+        if not self._asked:
+            return
+        self._now_ns = getattr(event, "time_ns", self._now_ns)
+        try:
+            if isinstance(event, e.StepScheduled):
+                self._count_step(event)
+            elif subject.request is not None and not subject.is_refused:
+                self._count(event, subject.request, subject)
+        except BaseException as error:  # noqa: BLE001 -- a wrong figure must cost no request anything
+            raise_if_unstoppable(error)
+            self._is_off = True
+            self._asked.clear()
+            self._on_failed(error)
+
+    def _count(self, event: e.Event, request: RequestRecord, subject: Subject) -> None:
+        asked = self._of(request)
+        if asked is None:
+            return
+        self._spend(asked, request)
+        if isinstance(event, e.BlocksAllocated) and request.answer is not None and asked.num_cached_tokens is None:
+            asked.num_cached_tokens = request.answer.num_computed_tokens
+        add = ADDS.get(type(event))
+        if add is not None:
+            add(asked.state, event, About(request, request.answer, subject.copy))
+
+    def _count_step(self, step: e.StepScheduled) -> None:
+        for row in step.advanced:
+            request = self._projections.tracker.of(row[0])
+            asked = None if request is None else self._of(request)
+            if request is not None and asked is not None:
+                self._spend(asked, request)
+                add_row(asked.state, step, row, request, request.claimed)
+
+    def _of(self, request: RequestRecord) -> _Asked | None:
+        asked = self._asked.get(request.request_id)
+        return asked if asked is not None and asked.ordinal == request.ordinal else None
+
+    def _spend(self, asked: _Asked, request: RequestRecord) -> None:
+        asked.spent = asked.spent.with_time_in(request.state, self._now_ns - asked.since_ns)
+        asked.since_ns = max(asked.since_ns, self._now_ns)
