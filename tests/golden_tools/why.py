@@ -21,6 +21,13 @@ _LAST = "the last known token is always computed, because the next one is sample
 _AFTER_CHUNKS = "behind the last whole chunk, so nothing is saved under a key"
 _NEW = "nobody had computed them before"
 _ASKED = "asked what can be loaded of"
+_LARGER_POOL = "a larger `host_bytes` keeps more; `kvledger stats` estimates how many more tokens would be loaded"
+_FEWER_PREEMPTIONS = (
+    "its GPU blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at once, "
+    "and a larger `--gpu-memory-utilization` gives them more blocks"
+)
+_WORKER = "the worker's message `copy failed` has the error"
+_SMALLER_CHUNKS = "a smaller `chunk_size` leaves fewer tokens behind the last whole chunk"
 _TABLE = "reason left to compute computed again what it means"
 
 TEXT = [
@@ -67,6 +74,11 @@ TEXT = [
     # 64 + 24 + 128 + 21 + 2.
     "all 239 88",
     "303 tokens at 2 admissions = 0 from vLLM's prefix cache + 64 loaded + 239 left to compute",
+    "",
+    "what could be changed",
+    # A tenth of 239 + 88 is 32.7: 64 + 64 are evicted; 24 + 24 are declined, of which the same is said; 21 are too few.
+    f"evicted: {_LARGER_POOL}",
+    f"preempted: {_FEWER_PREEMPTIONS}",
     "incarnation 2 of 2",
     # From 70 to 90 ms; its load is reported at 73 ms.
     "took 20.0 ms: 3.0 ms queued, 17.0 ms running",
@@ -98,6 +110,11 @@ TEXT = [
     f"last_token 1 0 {_LAST}",
     "all 150 22",
     "150 tokens at 1 admission = 0 from vLLM's prefix cache + 0 loaded + 150 left to compute",
+    "",
+    "what could be changed",
+    # A tenth of 150 + 22 is 17.2; chunks have 64 tokens, and blocks 16.
+    f"load_failed: {_WORKER}",
+    f"partial_chunk: {_SMALLER_CHUNKS}",
 ]
 
 CAUSES = [
@@ -165,6 +182,7 @@ TOTALS = [
         "num_tokens_duplicated": 0,
         "duplicated": {},
         "num_left_out": 0,
+        "advice": {"evicted": _LARGER_POOL, "preempted": _FEWER_PREEMPTIONS},
     },
     {
         "type": "total",
@@ -189,6 +207,7 @@ TOTALS = [
         "num_tokens_duplicated": 0,
         "duplicated": {},
         "num_left_out": 0,
+        "advice": {"load_failed": _WORKER, "partial_chunk": _SMALLER_CHUNKS},
     },
 ]
 

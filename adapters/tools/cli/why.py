@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import msgspec
@@ -24,7 +24,7 @@ from kvledger.adapters.tools.logs.explanation import (
 )
 from kvledger.adapters.tools.logs.histories import Histories, read_histories
 from kvledger.adapters.tools.logs.log import StoredLog
-from kvledger.adapters.tools.reasons import LoadFate, RequestHistory, Sums
+from kvledger.adapters.tools.reasons import LoadFate, RequestHistory, Sums, advice
 from kvledger.adapters.units import event_range, milliseconds
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reader import Spent
@@ -57,7 +57,7 @@ def run(reading: Reading, *, output: Written) -> ExitCode:
         arrived_ns = next((causes[0].time_ns for _, causes in chains if causes), 0)
         clock = Clock(log.header)
         show_title(output, selection.request_id or "", clock, arrived_ns)
-        _show_text(output, chains, clock)
+        _show_text(output, chains, clock, log)
     output.damage_of(log)
     return output.coverage_of(log, selection, is_found=any(causes for _, causes in chains))
 
@@ -87,7 +87,13 @@ def _show_json(output: Output, chains: Sequence[_Chain], histories: Histories, l
         spent: dict[str, object] = dict.fromkeys(Spent.__struct_fields__)
         if history.spent is not None:
             spent = msgspec.structs.asdict(history.spent)
-        output.record("total", {**whose, **spent, **total(history.sums), "num_left_out": history.num_left_out})
+        fields = {**whose, **spent, **total(history.sums), "num_left_out": history.num_left_out}
+        output.record("total", {**fields, "advice": _advice(history, log)})
+
+
+def _advice(history: RequestHistory, log: StoredLog) -> dict[str, str]:
+    is_recorded = any(extension.declaration().replaces for extension in log.core.extensions)
+    return {} if is_recorded else advice(history.sums, log.configuration, history.num_preemptions)
 
 
 def total(sums: Sums) -> dict[str, object]:
@@ -114,7 +120,7 @@ def total(sums: Sums) -> dict[str, object]:
 # --- for people ---------------------------------------------------------------------------------
 
 
-def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock) -> None:
+def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock, log: StoredLog) -> None:
     for number, (history, every_cause) in enumerate(chains, 1):
         causes = folded(every_cause)
         if len(chains) > 1:
@@ -138,6 +144,15 @@ def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock) -> None:
             output.line("nobody asked what can be loaded for it, and it got no blocks: it only waited")
             continue
         show_total(output, history.sums)
+        _show_advice(output, _advice(history, log))
+
+
+def _show_advice(output: Output, texts: Mapping[str, str]) -> None:
+    if texts:
+        output.line()
+        output.line("what could be changed", style="bold")
+    for reason, text in texts.items():
+        output.line(f"  {reason}: {text}", indent=4)
 
 
 def show_total(output: Output, sums: Sums) -> None:

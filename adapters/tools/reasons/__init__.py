@@ -6,6 +6,7 @@ does no I/O; whoever shows a history looks up the times. `docs/reasons.md` defin
 
 from kvledger.adapters.tools.reasons.accounts import Accounts
 from kvledger.adapters.tools.reasons.admissions import is_same_answer
+from kvledger.adapters.tools.reasons.advice import advice
 from kvledger.adapters.tools.reasons.chunk_history import ChunkFact, ChunkStatus
 from kvledger.adapters.tools.reasons.reason import BY_DESIGN, Reason
 from kvledger.adapters.tools.reasons.request_history import Admission, Lookup, Recomputation, RequestHistory, SharedLoad
@@ -27,5 +28,6 @@ __all__ = [
     "SharedLoad",
     "Span",
     "Sums",
+    "advice",
     "is_same_answer",
 ]

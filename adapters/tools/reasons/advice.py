@@ -1,0 +1,53 @@
+"""What an operator could change so that fewer tokens are computed, by the reason for which they were.
+
+It is for logs of kvledger's own connector: its settings are named, and a recorded connector has others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from kvledger.adapters.tools.reasons.reason import Reason
+from kvledger.adapters.tools.reasons.sums import Sums
+from kvledger.lifecycle import LedgerConfiguration
+
+PREEMPTED: Final = "preempted"
+_LARGER_POOL = "a larger `host_bytes` keeps more; `kvledger stats` estimates how many more tokens would be loaded"
+_BY_REASON: Final[Mapping[Reason, str]] = {
+    Reason.EVICTED: _LARGER_POOL,
+    Reason.DECLINED: _LARGER_POOL,
+    Reason.UNSAVED: "a smaller `save_interval_tokens` saves what a request decodes earlier",
+    Reason.DEFERRAL_EXHAUSTED: "a larger `max_deferred_lookups` waits longer for saves",
+    Reason.LOAD_FAILED: "the worker's message `copy failed` has the error",
+    Reason.SAVE_FAILED: "the worker's message `copy failed` has the error",
+    Reason.QUARANTINED: "`kvledger verify` names the broken rule; please report it",
+    Reason.NOT_DELIVERED: "`kvledger verify` names the broken rule; please report it",
+    Reason.WITHHELD: "the event log could not be written: look at its disk",
+    Reason.RESET: "reset the connector's cache with vLLM's only where the weights have changed",
+}
+_SMALLER_CHUNKS = "a smaller `chunk_size` leaves fewer tokens behind the last whole chunk"
+_FEWER_PREEMPTIONS = (
+    "its GPU blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at once, "
+    "and a larger `--gpu-memory-utilization` gives them more blocks"
+)
+_LEAST_SHARE: Final = 10
+"""Per cent of the tokens that were computed; a reason of fewer tokens has no advice."""
+
+
+def advice(sums: Sums, configuration: LedgerConfiguration, num_preemptions: int) -> dict[str, str]:
+    """A reason, or `PREEMPTED`, -> what could be changed about it; the reason with the most tokens first."""
+    again = sums.recomputed + sums.computed_twice
+    computed = sums.misses() + again
+    least = computed.total() * _LEAST_SHARE / 100
+    texts = dict(_BY_REASON)
+    if configuration.chunk_size > configuration.block_size:
+        texts[Reason.PARTIAL_CHUNK] = _SMALLER_CHUNKS
+    found: dict[str, str] = {}
+    for reason, num_tokens in computed.most_common():
+        text = texts.get(reason)
+        if text is not None and num_tokens >= least and text not in found.values():
+            found[reason.value] = text
+    if num_preemptions and again:
+        found[PREEMPTED] = _FEWER_PREEMPTIONS
+    return found
