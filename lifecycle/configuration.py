@@ -76,8 +76,6 @@ class LedgerConfiguration:
     windows: tuple[int, ...] = attrs.field(default=(0,), converter=_as_tuple)
     """One entry per group of layers with a block table of its own: how many tokens it sees, 0 for all."""
     num_ranks: int = 1
-    max_hit_share: float = 1.0
-    """A lookup never counts more than this share of the prompt as hit."""
     offers_slow_loads: bool = True
     """Whether a load is offered that takes longer than computing what it brings, as measured while serving."""
     save_tails: bool = True
@@ -135,9 +133,6 @@ class LedgerConfiguration:
                 f"the host pool has {self.num_slots} slots of one block each, but one chunk of {self.chunk_size} "
                 f"tokens needs {self.pages_per_chunk}; raise host_bytes or lower chunk_size"
             )
-            raise ConfigurationError(message)
-        if not 0 <= self.max_hit_share <= 1:
-            message = f"max_hit_share is {self.max_hit_share}; it is a share of the prompt, from 0 to 1"
             raise ConfigurationError(message)
 
     def _check_chunks(self) -> None:

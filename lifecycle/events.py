@@ -397,8 +397,6 @@ class MissReason(enum.StrEnum):
     """A save of the first missing chunk is in flight."""
     WINDOW = "window"
     """A sliding window sees, before every later boundary, something that was not saved."""
-    LIMITED = "limited"
-    """`max_hit_share` allows less than what is there."""
     SLOWER = "slower"
     """As measured while serving, a load takes longer than computing what it brings."""
     LOAD_FAILED = "load_failed"

@@ -26,7 +26,6 @@ _NUMBERS: Final = frozenset(
         "keep_for_preempted",
         "max_deferred_lookups",
         "max_failed_loads",
-        "max_hit_share",
         "max_log_age_hours",
         "max_log_bytes",
         "max_log_wait_ms",

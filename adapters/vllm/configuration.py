@@ -65,9 +65,6 @@ class ConnectorSettings(LogSettings):
     """Where all ranks hold the same KV (MLA under tensor parallelism) and are on one machine, keep it once for all of
     them, in memory that they share; false: each rank keeps its own, as for any other model."""
 
-    max_hit_share: float = pydantic.Field(1.0, ge=0, le=1)
-    """A lookup never uses more than this share of the prompt."""
-
     offer: Offer = Offer.AUTO
     """auto: a load that would take longer than computing what it brings, as measured while serving, is not offered,
     but for one every ten seconds that measures again; always: every load is offered."""
@@ -180,7 +177,6 @@ class ConnectorSettings(LogSettings):
             num_slots=self._num_slots(sizes, block_bytes, num_pools, len(windows)),
             windows=windows,
             num_ranks=num_ranks,
-            max_hit_share=self.max_hit_share,
             offers_slow_loads=self.offer is Offer.ALWAYS,
             save_tails=self.save_tails,
             keep_for_preempted=self.keep_for_preempted,

@@ -50,11 +50,6 @@ class AuditModel(Model):
         """Costs ask who was computing before a step; what may leave the pool follows from everything else."""
         return {"costs": self.costs, **super().parts(), "room": self.room}
 
-    def usable_tokens(self, life: Life, num_hit_tokens: int) -> int:
-        """How much of a hit the configuration lets the request use."""
-        share = self.configuration.max_hit_share
-        return num_hit_tokens if share >= 1 else min(num_hit_tokens, int(life.num_prompt_tokens * share))
-
     def is_slower_to_load(self, answer: e.LookupAnswered, num_usable_tokens: int) -> bool:
         """Whether the answer at hand offers nothing of what can be used, because computing it costs less."""
         is_more = min(num_usable_tokens, answer.num_tokens - 1) > answer.num_computed_tokens

@@ -179,8 +179,6 @@ def _limited(hit: _Hit, event: e.LookupRequested, request: RequestRecord, projec
         # vLLM 0.32 keeps such a request at the head of the queue of those that hold blocks. Another asynchronous load
         # may not fit next to what it reserves for the requests after it, and then no request gets blocks any more.
         return _unusable(hit, MissReason.LOAD_FAILED)
-    if configuration.max_hit_share < 1:
-        hit = _within_share(hit, int(request.num_prompt_tokens * configuration.max_hit_share))
     if not configuration.offers_slow_loads and projections.costs.is_slower(event.time_ns):
         has_offer = hit.end_token > event.num_computed_tokens
         return _unusable(hit, MissReason.SLOWER) if has_offer else replace(hit, awaited=None)
@@ -190,15 +188,6 @@ def _limited(hit: _Hit, event: e.LookupRequested, request: RequestRecord, projec
 def _unusable(hit: _Hit, reason: MissReason) -> _Hit:
     """A hit of which nothing may be loaded."""
     return replace(hit, end_token=0, reason=reason, awaited=None)
-
-
-def _within_share(hit: _Hit, limit: int) -> _Hit:
-    """A hit of which at most `limit` tokens may be loaded, now and when a copy in flight is done."""
-    if limit < hit.num_tokens:
-        return replace(hit, end_token=min(hit.end_token, limit), reason=MissReason.LIMITED, awaited=None)
-    if hit.awaited is None:
-        return hit
-    return replace(hit, awaited=replace(hit.awaited, end_token=min(hit.awaited.end_token, limit)))
 
 
 def _within_windows(hit: _Hit, request: RequestRecord, projections: Projections) -> _Hit:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import attrs
@@ -47,13 +46,6 @@ def test_a_pool_that_cannot_hold_one_chunk_is_refused(num_slots: int) -> None:
 def test_a_pool_of_exactly_one_chunk_will_do() -> None:
     """Small, and not wrong."""
     assert configuration(num_slots=16).num_slots == 16
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan, math.inf])
-def test_a_hit_share_outside_zero_to_one_is_refused(share: float) -> None:
-    """The figure and the range are named."""
-    with pytest.raises(ConfigurationError, match=rf"max_hit_share is {share}.*from 0 to 1"):
-        configuration(max_hit_share=share)
 
 
 @pytest.mark.parametrize("name", ["num_ranks", "max_silent_steps"])

@@ -77,21 +77,6 @@ def test_a_full_hit_leaves_the_last_token_to_compute(chunk_size: int, block_size
     assert driver.lookup("a", 48, 64).num_external_tokens == 15
 
 
-@pytest.mark.parametrize(
-    ("share", "num_local", "num_answered", "reason"),
-    [(1.0, 0, 32, "complete"), (0.9, 0, 32, "complete"), (0.5, 0, 20, "limited"), (0.5, 16, 4, "limited")],
-)
-def test_a_hit_limit_cuts_the_answer_at_a_share_of_the_prompt(
-    share: float, num_local: int, num_answered: int, reason: str
-) -> None:
-    """However much is there, and wherever it comes from; the answer still says how much there was."""
-    driver = Driver(max_hit_share=share)
-    driver.save_prefix("earlier", keys_of("d", 4))
-    driver.arrive("a", 40, keys_of("d", 4))
-    answer = driver.lookup("a", num_local, 40)
-    assert (answer.num_external_tokens, answer.num_hit_tokens, answer.miss_reason) == (num_answered, 32, reason)
-
-
 def test_a_fully_computed_request_is_answered_with_nothing() -> None:
     """Nothing is left once everything but the last token is local."""
     driver = Driver()
@@ -916,7 +901,7 @@ def test_a_replaced_handler_decides_instead_of_the_built_in_one() -> None:
                     0,
                     0,
                     False,
-                    "limited",
+                    "missing",
                     cause=turn.cause,
                 )
             )
@@ -924,7 +909,7 @@ def test_a_replaced_handler_decides_instead_of_the_built_in_one() -> None:
     driver = Driver(core=core_with(NeverHits()))
     driver.save_prefix("earlier", keys_of("d", 4))
     driver.arrive("a", 40, keys_of("d", 4))
-    assert driver.lookup("a", 0, 40).miss_reason == "limited"
+    assert driver.lookup("a", 0, 40).miss_reason == "missing"
 
 
 def test_an_added_handler_decides_after_the_built_in_one() -> None:
@@ -1143,15 +1128,6 @@ def test_what_will_not_come_is_not_waited_for(why: str) -> None:
     else:
         driver.observe(e.HookFailed("hook", "a", "boom", 1))
     assert driver.lookup("a", 0, 33).num_external_tokens == 0
-
-
-def test_a_limit_below_what_is_coming_is_not_waited_beyond() -> None:
-    """Half of the prompt may be a hit, and half is there."""
-    driver = Driver(max_deferred_lookups=3, max_hit_share=0.5)
-    driver.save_prefix("earlier", keys_of("a", 2))
-    driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
-    driver.preempt("a", 32)
-    assert driver.lookup("a", 0, 33).num_external_tokens == 16
 
 
 # --- asynchronous copies -------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_an_altered_decision_is_reported_where_it_stands() -> None:
     """The divergence names the sequence number, what was recorded and what is decided today."""
     driver, log = story()
     index, (sequence, answer) = first_answer(log)
-    altered = msgspec.structs.replace(answer, miss_reason="limited")
+    altered = msgspec.structs.replace(answer, miss_reason="slower")
     log[index] = (sequence, altered)
     assert replayed(log, driver).divergences == [Divergence(sequence, altered, answer)]
 
@@ -161,7 +161,7 @@ def test_after_a_divergence_folding_goes_on_with_what_was_recorded() -> None:
     """The log is the truth; the state is that of the log."""
     driver, log = story()
     index, (sequence, answer) = first_answer(log)
-    log[index] = (sequence, msgspec.structs.replace(answer, miss_reason="limited"))
+    log[index] = (sequence, msgspec.structs.replace(answer, miss_reason="slower"))
     replay = replayed(log, driver)
     assert replay.projections.snapshot() == fold(Core.standard(), log, driver.configuration).snapshot()
     assert len(replay.divergences) == 1, "one altered word is one divergence"

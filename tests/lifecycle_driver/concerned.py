@@ -47,7 +47,6 @@ PROOFS: dict[Reason, tuple[type[e.Event], ...]] = {
     Reason.STALE: (e.CacheReset,),
     Reason.BEHIND_GAP: (*_LOOKUP, e.SaveCompleted),
     Reason.WINDOW: _LOOKUP,
-    Reason.LIMITED: _LOOKUP,
     Reason.SLOWER: _LOOKUP,
     Reason.LOAD_FAILED: (e.LoadFailed, e.TokensRolledBack),
     Reason.QUARANTINED: (e.RequestQuarantined,),

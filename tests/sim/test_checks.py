@@ -36,7 +36,6 @@ ROOMY = {
     "host_bytes": block_bytes(BLOCK_SIZE) * 400,
     "chunk_size": 32,
     "save_tails": True,
-    "max_hit_share": 1.0,
     "save_mode": "sync",
 }
 

@@ -27,7 +27,6 @@ HARMLESS_OPTIONS = frozenset(
         "load_mode",
         "max_deferred_lookups",
         "max_failed_loads",
-        "max_hit_share",
         "max_silent_ms",
         "max_silent_steps",
         "offer",

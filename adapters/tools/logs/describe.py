@@ -21,7 +21,6 @@ MISS_REASONS: dict[str, str] = {
     MissReason.MISSING: "the next chunk is not in the pool",
     MissReason.SAVING: "the next chunk is still being saved",
     MissReason.WINDOW: "further on, something that a sliding window sees was not saved",
-    MissReason.LIMITED: "max_hit_share allows no more",
     MissReason.SLOWER: "loads take longer than computing, as measured here",
     MissReason.LOAD_FAILED: "its last load failed, so it computes first",
     MissReason.QUARANTINED: "the request is quarantined",

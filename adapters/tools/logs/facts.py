@@ -36,8 +36,6 @@ def _sizes(configuration: LedgerConfiguration, *, has_own_copies: bool) -> dict[
     if len(configuration.windows) > 1:
         seen = ", ".join("all tokens" if not tokens else f"{tokens} tokens" for tokens in configuration.windows)
         facts["groups"] = f"{len(configuration.windows)}, which see {seen}"
-    if has_own_copies and configuration.max_hit_share < 1:
-        facts["hits"] = f"at most {configuration.max_hit_share:.0%} of the prompt"
     return facts
 
 

@@ -157,10 +157,7 @@ class PoolSizes(Visitor[Model]):
         configuration = self._configuration
         if answer.miss_reason in _NOT_ASKED or answer.num_computed_tokens % configuration.block_size:
             return 0
-        end = min(len(life.keys) * configuration.chunk_size, answer.num_tokens - 1)
-        if configuration.max_hit_share < 1:
-            end = min(end, int(life.num_prompt_tokens * configuration.max_hit_share))
-        return end
+        return min(len(life.keys) * configuration.chunk_size, answer.num_tokens - 1)
 
     @on(e.LoadCompleted)
     def _loaded(self, _event: e.LoadCompleted) -> None:

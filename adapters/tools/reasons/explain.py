@@ -28,8 +28,6 @@ _GONE: dict[ChunkStatus, Reason] = {
     ChunkStatus.TAINTED: Reason.TAINTED,
     ChunkStatus.RESET: Reason.RESET,
 }
-_CUT: dict[str, Reason] = {MissReason.LIMITED: Reason.LIMITED, MissReason.SLOWER: Reason.SLOWER}
-"""Why less is offered than is there."""
 _OF_ALL: dict[str, Reason] = {
     MissReason.QUARANTINED: Reason.QUARANTINED,
     MissReason.LOAD_FAILED: Reason.LOAD_FAILED,
@@ -56,7 +54,7 @@ class Explainer:
         behind = _Behind(self, life, account, sequence, answer)
         return joined(
             (
-                *self._cut(answer, sequence, life, account, offered_end, hit_end),
+                *self._cut(answer, sequence, account, offered_end, hit_end),
                 *behind.spans(max(offered_end, hit_end), last),
                 of_last,
             )
@@ -76,32 +74,20 @@ class Explainer:
         )
 
     def _cut(
-        self,
-        answer: e.LookupAnswered,
-        sequence: int,
-        life: Life,
-        account: Account,
-        first_token: int,
-        end_token: int,
+        self, answer: e.LookupAnswered, sequence: int, account: Account, first_token: int, end_token: int
     ) -> Iterator[Span]:
         """Tokens that are hit and not offered."""
         if answer.miss_reason in _OF_ALL:
             evidence = account.quarantine if answer.miss_reason == MissReason.QUARANTINED else account.load_failed
             yield Span(first_token, end_token, _OF_ALL[answer.miss_reason], (*evidence, sequence))
         elif answer.miss_reason == MissReason.WINDOW:
-            limit = self._limit(life, end_token)
-            yield Span(first_token, min(limit, end_token), Reason.WINDOW, (sequence,))
-            yield Span(max(first_token, limit), end_token, Reason.LIMITED, (sequence,))
+            yield Span(first_token, end_token, Reason.WINDOW, (sequence,))
         else:
             yield Span(first_token, end_token, self._why_cut(answer), (sequence,))
 
-    def _limit(self, life: Life, end_token: int) -> int:
-        share = self.configuration.max_hit_share
-        return int(life.num_prompt_tokens * share) if share < 1 else end_token
-
     def _why_cut(self, answer: e.LookupAnswered) -> Reason:
-        if answer.miss_reason in _CUT:
-            return _CUT[answer.miss_reason]
+        if answer.miss_reason == MissReason.SLOWER:
+            return Reason.SLOWER
         if answer.num_computed_tokens % self.configuration.block_size:
             return Reason.UNALIGNED
         if len(self.configuration.windows) > 1 and not answer.num_external_tokens:

@@ -38,7 +38,6 @@ class Reason(enum.StrEnum):
         "saved, but behind a chunk that was not there; a prefix ends at the first that is missing",
     )
     WINDOW = "window", "saved, but not what a sliding window sees at any later boundary"
-    LIMITED = "limited", "saved, but max_hit_share allows no more"
     SLOWER = "slower", "saved, but loads took longer than computing, as measured while serving"
     LOAD_FAILED = "load_failed", "their load failed, or the load before had failed and the request had to compute first"
     QUARANTINED = "quarantined", "the request was quarantined: the cache is disabled for it"

@@ -100,7 +100,7 @@ class LookupPure(Checker):
         num_tokens, num_computed_tokens = event.num_tokens, event.num_computed_tokens
         gets_nothing = life.quarantined or life.computes_first
         gets_nothing = gets_nothing or event.miss_reason == e.MissReason.SLOWER
-        usable = 0 if gets_nothing else self.model.usable_tokens(life, event.num_hit_tokens)
+        usable = 0 if gets_nothing else event.num_hit_tokens
         expected = max(0, min(usable, num_tokens - 1) - num_computed_tokens)
         if num_computed_tokens % self.configuration.block_size:
             expected = 0
@@ -124,8 +124,8 @@ class LongestHit(Checker):
     A recorded hit reaches as far as committed chunks of the request do without a gap, and its own saved tail behind.
 
     Verifies: this for every answer, before any limit. Where it ends for want of a chunk, whether that is being saved;
-    where less is used, that the request is quarantined, computes first, is limited by `max_hit_share`, would load for
-    longer than compute, or has a window that sees what is not stored.
+    where less is used, that the request is quarantined, computes first, would load for longer than compute, or has a
+    window that sees what is not stored.
     Does not verify: a hit of more than is there (LOADABLE_AFTER_COMMIT, RESET_EPOCH); what is answered of it
     (LOOKUP_PURE, GROUP_AGREEMENT).
     """
@@ -156,9 +156,7 @@ class LongestHit(Checker):
             hit = tail.end_token
             if hit >= event.num_tokens - 1:
                 reason = "complete"
-        usable = model.usable_tokens(life, hit)
-        if usable < hit:
-            reason = "limited"
+        usable = hit
         if model.is_slower_to_load(event, usable):
             usable, reason = 0, "slower"
         if life.computes_first:

@@ -212,7 +212,7 @@ class GroupAgreement(Checker):
         if life is None or event.num_hit_tokens > self._num_there(life):
             return  # a hit of more than is there: LOADABLE_AFTER_COMMIT and RESET_EPOCH look at that
         gets_nothing = life.quarantined or life.computes_first or event.miss_reason == e.MissReason.SLOWER
-        usable = 0 if gets_nothing else model.usable_tokens(life, event.num_hit_tokens)
+        usable = 0 if gets_nothing else event.num_hit_tokens
         usable = min(usable, event.num_tokens - 1)
         end_token = max(model.longest_seen(life, usable), num_computed_tokens)
         if num_computed_tokens % self.layout.block_size:

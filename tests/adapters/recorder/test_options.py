@@ -128,7 +128,7 @@ PLAIN: dict[str, Any] = {
     "block_size": 64,
     "cpu_bytes_to_use": "64MiB",
     "lazy_offload": True,
-    "max_hit_share": 0.5,
+    "digests": 0.5,
     "prefill_tp_sizes": [1, 2],
     "spec_name": "CPUOffloadingSpec",
     "spec_module_path": "vllm.v1.kv_offload.cpu.spec",

@@ -102,12 +102,12 @@ def test_the_default_of_host_bytes_follows_the_machine(num_engines: int, is_one_
 
 def test_every_wrong_key_is_named_at_once() -> None:
     """So that it is corrected once, not once per start."""
-    message = refusal({"chunk_size": -1, "durability": "maybe", "host_bytes": "much", "max_hit_share": 2})
+    message = refusal({"chunk_size": -1, "durability": "maybe", "host_bytes": "much", "max_failed_loads": 0})
     for name, value in (
         ("chunk_size", "-1"),
         ("durability", "'maybe'"),
         ("host_bytes", "'much'"),
-        ("max_hit_share", "2"),
+        ("max_failed_loads", "0"),
     ):
         (line,) = (line for line in message.splitlines() if line.strip().startswith(name))
         assert value in line
@@ -203,7 +203,7 @@ class Shy(New):
                 num_hit_tokens=0,
                 num_external_tokens=0,
                 is_async=False,
-                miss_reason="limited",
+                miss_reason="missing",
                 cause=turn.cause,
             )
         )
@@ -227,7 +227,7 @@ def test_a_handler_of_one_s_own(make_engine: Any, user_module: str) -> None:
         engine.serve(request_id, range(64), 4)
     assert len(engine.projections.pool) == 4
     assert engine.logged(e.LoadIssued) == []
-    assert {answer.miss_reason for answer in engine.logged(e.LookupAnswered)} == {"limited"}
+    assert {answer.miss_reason for answer in engine.logged(e.LookupAnswered)} == {"missing"}
     assert f"new={Shy.__module__}:Shy" in engine.connector.scheduler_side.log.store.header["handler_fingerprint"]
     engine.check_outputs()
     engine.check_replay(ConnectorSettings(handlers=(f"{user_module}:Shy",)).core())
@@ -296,15 +296,6 @@ def test_parallelism_that_is_not_served_is_refused(setting: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{setting}: 2: ") as caught:
         KVLedgerConnector(settings, KVConnectorRole.SCHEDULER, kv_cache_config(20, 16))
     assert "tensor parallelism" in str(caught.value)
-
-
-def test_a_hit_share_limits_every_answer(make_engine: Any) -> None:
-    """Half of the prompt may come from the host, however much is there."""
-    engine = make_engine(num_blocks=20, chunk_size=16, max_hit_share=0.5, enable_prefix_caching=False)
-    for request_id in ("writer", "reader"):
-        engine.serve(request_id, range(64), 4)
-    (answer,) = engine.logged(e.LookupAnswered, request_id="reader")
-    assert (answer.num_hit_tokens, answer.num_external_tokens, answer.miss_reason) == (64, 32, "limited")
 
 
 # --- asynchronous copies -------------------------------------------------------------------------

@@ -37,7 +37,7 @@ RESETTING_BESIDE = Worlds(
 )
 SLOW_COPIES = Worlds(
     settings=(("num_steps", 200), ("num_blocks", 14), ("ns_per_page", 10**9), ("enable_prefix_caching", False)),
-    connector=(("offer", "auto"), ("max_hit_share", 1.0)),
+    connector=(("offer", "auto"),),
 )
 WHOLE_BLOCKS = ((16, 16), (32, 16))
 """Images of smaller chunks share slots, and leave them without an eviction."""
@@ -126,7 +126,7 @@ def never_tried_again(touch: Touch) -> Sequence[Patch]:
     return [wrapped(TokenCosts, "is_slower", is_slower)]
 
 
-@mutant("LAST_TOKEN", "LMCache#3322", "vllm#50864", "vllm#55113", scene=Worlds(connector=(("max_hit_share", 1.0),)))
+@mutant("LAST_TOKEN", "LMCache#3322", "vllm#50864", "vllm#55113", scene=Worlds())
 def whole_prompt_loaded(touch: Touch) -> Sequence[Patch]:
     """A hit of the whole prompt is answered whole, and nothing is left to compute."""
 

@@ -53,7 +53,7 @@ def _has_no_excuse(world: World) -> bool:
     never_slower = all(
         event.miss_reason != e.MissReason.SLOWER for _, event in world.log.events if isinstance(event, e.LookupAnswered)
     )
-    saves_all = connector["save_tails"] and connector["max_hit_share"] == 1.0
+    saves_all = connector["save_tails"]
     # MultiConnector takes the first child that has anything, also where another one has more.
     is_asked_first = world.settings.neighbour is None or not world.settings.neighbour.is_first
     # With asynchronous copies, late reports, or two steps in flight, a request may be back before its own save is known

@@ -113,7 +113,7 @@ def test_reports_follow_the_jobs_of_who_is_left() -> None:
 
 
 def test_a_smaller_answer_is_claimed_as_far_as_it_goes() -> None:
-    """Under another policy less is answered: the scheduler takes up less and computes the rest in its first step."""
+    """From a smaller pool less is answered: the scheduler takes up less and computes the rest in its first step."""
     driver = Driver(chunk_size=8)
     driver.save_prefix("writer", keys_of("w", 4))
     driver.arrive("reader", 40, keys_of("w", 5))
@@ -122,9 +122,9 @@ def test_a_smaller_answer_is_claimed_as_far_as_it_goes() -> None:
     driver.step(("reader", 32, 8, 40))
     recording = record(driver.configuration, list(enumerate(driver.observed, 1)))
     (lookup,) = recording.answers
-    stricter = attrs.evolve(recording, configuration=attrs.evolve(recording.configuration, max_hit_share=0.5))
+    stricter = attrs.evolve(recording, configuration=attrs.evolve(recording.configuration, num_slots=1))
     outcome = rerun_core(stricter)
-    assert outcome.other_answers == [f"reader is answered 20 tokens in the lookup of event {lookup}, not 32"]
+    assert outcome.other_answers == [f"reader is answered 16 tokens in the lookup of event {lookup}, not 32"]
     assert outcome.troubles == []
     (first_step,) = [event for _, event in outcome.events if isinstance(event, e.StepScheduled)][-1:]
-    assert first_step.advanced == ((1, 20, 20, 40),)
+    assert first_step.advanced == ((1, 16, 24, 40),)

@@ -116,12 +116,12 @@ def test_without_a_request_the_first_incident_of_the_log_is_taken(
 
 
 def test_the_answers_of_a_request_can_be_pinned(repro: Any, log: Path, test_path: Path) -> None:
-    """Nothing went wrong, and the test passes; under a policy that allows less it fails and says which lookup."""
+    """Nothing went wrong, and the test passes; from a smaller pool it fails and says which lookup."""
     assert repro(log, "chat-17", "--pin").exit_code == 0
     only_test(test_path)()
     recording = read_recording(test_path.with_suffix(".kvlog"))
-    stricter = attrs.evolve(recording, configuration=attrs.evolve(recording.configuration, max_hit_share=0.1))
-    assert "chat-17-b6 is answered 4 tokens in the lookup of event" in rerun_core(stricter).other_answers[0]
+    stricter = attrs.evolve(recording, configuration=attrs.evolve(recording.configuration, num_slots=1))
+    assert "chat-17-b6 is answered 16 tokens in the lookup of event" in rerun_core(stricter).other_answers[0]
 
 
 HANDLERS = """

@@ -302,15 +302,6 @@ def test_what_the_scheduler_does_not_take_up_is_not_claimed() -> None:
     assert story.sums.recomputed == {Reason.NOT_CLAIMED: 16}
 
 
-def test_a_policy_that_allows_less_limits() -> None:
-    """Half of a prompt of 33 tokens is 16."""
-    driver = Driver(max_hit_share=0.5)
-    preempted(driver)
-    driver.settle_all()
-    come_back(driver, 33)
-    assert missed(story_of(driver)) == [(16, 32, Reason.LIMITED)]
-
-
 def test_what_would_have_taken_longer_to_load_is_slower() -> None:
     """What was measured says so when the preempted request asks."""
     driver = Driver(offers_slow_loads=False)
