@@ -67,12 +67,17 @@ def _sum(figure: int, more: int) -> int:
     return max(-MAX_INT64, min(figure + more, MAX_INT64))
 
 
+NOT_OFFERED: Final = "not_offered"
+"""Of tokens that were in the pool, where another load was under way or vLLM's own prefix ended within a block."""
 NOT_LOADED: Final = "not_loaded"
-"""Of tokens that were offered, but not claimed, or whose load failed."""
+"""Of tokens that were offered and not claimed; of recomputed ones also where their load failed."""
 NO_LOOKUP: Final = "no_lookup"
-"""Of tokens that were computed after an allocation without a lookup before it."""
-REASONS: Final = (*(reason.value for reason in e.MissReason), NOT_LOADED, NO_LOOKUP)
+"""Of tokens that were computed again after an allocation without a lookup before it."""
+MISS_REASONS: Final = (*(reason.value for reason in e.MissReason), NOT_OFFERED, NOT_LOADED)
+RECOMPUTE_REASONS: Final = (*MISS_REASONS, NO_LOOKUP)
 """Why tokens are computed, as far as the answer about them says so. `adapters/tools/reasons` tells more, from a log."""
+_ENDS_OF_HITS: Final = frozenset({e.MissReason.COMPLETE, e.MissReason.MISSING, e.MissReason.SAVING})
+"""They say why a hit ends, and not why less of it was offered."""
 
 _MS: Final = 1_000_000
 DURATION_BOUNDS_NS: Final = tuple(
@@ -124,9 +129,9 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     num_events_of: dict[str, Count] = {}
     """Extension → how many of `figures.num_extension_events` are its own."""
     num_tokens_missed_by: dict[str, Count] = {}
-    """One of `REASONS` → tokens of admissions that are computed for it. They add up to the queried that are no hits."""
+    """One of `MISS_REASONS` → tokens of admissions that are computed for it; all of the queried ones but the hits."""
     num_tokens_recomputed_by: dict[str, Count] = {}
-    """One of `REASONS` → how many of `figures.num_tokens_recomputed` are computed again for it."""
+    """One of `RECOMPUTE_REASONS` → how many of `figures.num_tokens_recomputed` are computed again for it."""
 
 
 _decode = msgpack_decoder(tuple[int, State])
@@ -254,11 +259,16 @@ def _add_reasons(num_tokens_by: dict[str, int], answer: e.LookupAnswered | None,
         num_tokens_by[NO_LOOKUP] = num_tokens_by.get(NO_LOOKUP, 0) + end - first
         return
     offered_end = max(first, min(end, answer.num_computed_tokens + answer.num_external_tokens))
-    if offered_end > first:
-        num_tokens_by[NOT_LOADED] = num_tokens_by.get(NOT_LOADED, 0) + offered_end - first
-    reason = answer.miss_reason
-    if offered_end < end and reason in REASONS:  # a log may name any
-        num_tokens_by[reason] = num_tokens_by.get(reason, 0) + end - offered_end
+    hit_end = offered_end
+    if answer.miss_reason in _ENDS_OF_HITS:
+        hit_end = max(offered_end, min(end, answer.num_hit_tokens, answer.num_tokens - 1))
+    for reason, num_tokens in (
+        (NOT_LOADED, offered_end - first),
+        (NOT_OFFERED, hit_end - offered_end),
+        (answer.miss_reason, end - hit_end),
+    ):
+        if num_tokens and reason in MISS_REASONS:  # a log may name any
+            num_tokens_by[reason] = num_tokens_by.get(reason, 0) + num_tokens
 
 
 def add_row(

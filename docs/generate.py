@@ -28,7 +28,7 @@ from unittest import mock
 import pydantic
 from facts import FACTS, Why
 
-from kvledger.adapters.figures import DURATION_BOUNDS_NS, NO_LOOKUP, NOT_LOADED
+from kvledger.adapters.figures import DURATION_BOUNDS_NS, NO_LOOKUP, NOT_LOADED, NOT_OFFERED
 from kvledger.adapters.lab.conformance import obligations
 from kvledger.adapters.lab.conformance.scenarios import SCENARIOS
 from kvledger.adapters.recorded.rules import RULES as RECORDER_RULES
@@ -556,9 +556,12 @@ def metrics_page() -> list[str]:
         "lost to a reset, or never saved ([reasons](reasons.md))."
     )
     return lines + prose(
-        f"The value is a [`miss_reason`](events.md#why-a-hit-ends), or `{NOT_LOADED}` (the tokens were offered, "
-        f"but vLLM did not claim them, or their load failed), or `{NO_LOOKUP}` (blocks were allocated without a "
-        "lookup before)."
+        f"The value is a [`miss_reason`](events.md#why-a-hit-ends); `{NOT_OFFERED}`: the tokens were in the pool, but "
+        "another load was under way, or vLLM's own prefix ended within a block; "
+        f"`{NOT_LOADED}`: they were offered, but not claimed by vLLM, or, of recomputed tokens, their load failed; "
+        f"or, of recomputed tokens alone, `{NO_LOOKUP}`: their blocks were allocated without a lookup. "
+        "Where the log cannot be written, vLLM gets no answers, and these requests are in neither metric; see "
+        "`log_waiting_events`. A load that fails within a step stays a hit; `failed_loads` counts it."
     )
 
 

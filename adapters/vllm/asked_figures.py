@@ -7,15 +7,18 @@ one request. They are in no snapshot, because a request does not outlive its eng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from kvledger.adapters.figures import ADDS, About, State, add_row
-from kvledger.lifecycle import Projections, RequestRecord, Subject, raise_if_unstoppable
+from kvledger.lifecycle import Projections, RequestRecord, Subject, described, raise_if_unstoppable
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reader import Spent
+
+if TYPE_CHECKING:
+    from structlog.stdlib import BoundLogger
 
 IN_REQUEST: Final = "kvledger_figures"
 IN_RESPONSE: Final = "kvledger"
@@ -45,12 +48,12 @@ class AskedFigures:
 
     Args:
         projections: those that fold the log.
-        on_failed: called once if counting raises. Then nobody gets figures any more.
+        messages: where it is said that counting raised. Then nobody gets figures any more.
     """
 
-    def __init__(self, projections: Projections, on_failed: Callable[[BaseException], None]) -> None:
+    def __init__(self, projections: Projections, messages: BoundLogger) -> None:
         self._projections = projections
-        self._on_failed = on_failed
+        self._messages = messages
         self._asked: dict[str, _Asked] = {}
         """By request id in the log."""
         self._now_ns = 0
@@ -99,15 +102,15 @@ class AskedFigures:
             raise_if_unstoppable(error)
             self._is_off = True
             self._asked.clear()
-            self._on_failed(error)
+            self._messages.error("responses have no figures any more; report it with this log", error=described(error))
 
     def _count(self, event: e.Event, request: RequestRecord, subject: Subject) -> None:
         asked = self._of(request)
         if asked is None:
             return
         self._spend(asked, request)
-        if isinstance(event, e.BlocksAllocated) and request.answer is not None and asked.num_cached_tokens is None:
-            asked.num_cached_tokens = request.answer.num_computed_tokens
+        if isinstance(event, e.BlocksAllocated) and asked.num_cached_tokens is None:
+            asked.num_cached_tokens = 0 if request.answer is None else request.answer.num_computed_tokens
         add = ADDS.get(type(event))
         if add is not None:
             add(asked.state, event, About(request, request.answer, subject.copy))

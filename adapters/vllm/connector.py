@@ -321,7 +321,8 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     def _request_finished(self, request: Request, num_blocks: int) -> tuple[bool, dict[str, Any] | None]:
         is_held, figures = self.scheduler_side.request_finished(request, num_blocks)
         self._edge.finished(request.request_id, is_held)
-        # `MultiConnector` raises if two of its children return something here (`multi_connector.py`, 0.32).
+        # `MultiConnector` raises if two of its children return the same key (`multi_connector.py`, 0.32), as two of
+        # this class would.
         return is_held, figures if self._edge.is_alone else None
 
     def has_pending_push_work(self) -> bool:

@@ -100,7 +100,7 @@ class Journal:
         self.projections = self.ledger.projections
         self.owed = self.projections.owed
         self.tracker = self.projections.tracker
-        self.totals = Totals(self.projections, on_failed=self.counting_failed)
+        self.totals = Totals(self.projections, on_failed=self._counting_failed)
         """What the metrics are taken from."""
         self.is_disabled = False
         self.figures_changed = True
@@ -120,8 +120,7 @@ class Journal:
         self.loads_must_not_fail = False
         """Whether vLLM delivers a wrong token where a load within a step fails."""
 
-    def counting_failed(self, error: BaseException) -> None:
-        """Say once that figures are wrong from now on."""
+    def _counting_failed(self, error: BaseException) -> None:
         self.messages.error(
             "requests and copies are not counted any more, so metrics stand still; report it with this log",
             error=described(error),

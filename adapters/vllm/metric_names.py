@@ -23,7 +23,7 @@ COUNTERS: Final = {
     "num_admissions": ("admissions", "Requests that got blocks after a lookup, once each time that they are admitted."),
     "num_tokens_queried": ("queried_tokens", "Tokens of admissions that vLLM's own prefix cache did not have."),
     "num_tokens_hit": ("hit_tokens", "Tokens of admissions that are loaded from the host pool instead of computed."),
-    MISSED: ("missed_tokens", "Tokens of admissions that are computed: the queried ones that are no hits."),
+    MISSED: ("missed_tokens", "Tokens of admissions that are to be computed: the queried ones that are no hits."),
     "num_tokens_loaded": ("loaded_tokens", "Tokens whose load from the host pool has arrived."),
     "num_tokens_recovered": ("recovered_tokens", "Tokens of preempted requests, loaded back from the host pool."),
     "num_tokens_retained": ("retained_tokens", "Tokens of preempted requests that vLLM's prefix cache still had."),
@@ -60,8 +60,8 @@ GAUGES: Final = {
 }
 INFO: Final = ("info", "1, labelled with kvledger's version and the settings that its figures depend on.")
 INFO_SETTINGS: Final = (
-    *("chunk_size", "save_interval_tokens", "host_bytes", "share_pool", "offer", "save_tails", "load_mode"),
-    *("save_mode", "max_deferred_lookups", "max_failed_loads", "durability", "digests"),
+    *("chunk_size", "save_interval_tokens", "host_bytes", "share_pool", "offer", "save_tails", "keep_for_preempted"),
+    *("load_mode", "save_mode", "max_deferred_lookups", "max_failed_loads", "durability", "digests"),
 )
 """Labels of `INFO` besides `version`: fields of `ConnectorSettings`, as configured or by default."""
 HISTOGRAMS: Final = {

@@ -114,7 +114,7 @@ class SchedulerSide:
         self._tracker = self.journal.tracker
         self._block_size = configuration.block_size
         self.ids = LogIds()
-        self._asked = AskedFigures(self._projections, self.journal.counting_failed)
+        self._asked = AskedFigures(self._projections, self.journal.messages)
         self._requests: dict[str, Request] = {}
         """By their ids in the log, as in everything else here but what comes from vLLM and goes there."""
         self.prefix_cache = PrefixCache(configuration.block_size)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvledger.adapters.figures import DURATION_BOUNDS_NS, REASONS, Figures
+from kvledger.adapters.figures import DURATION_BOUNDS_NS, MISS_REASONS, RECOMPUTE_REASONS, Figures
 from kvledger.adapters.vllm.metric_names import (
     BY_EXTENSION,
     GAUGES,
@@ -82,7 +82,7 @@ class StatsSource:
         self._side = side
         # So there are no more labels than extensions are configured.
         self._extensions = tuple(extension.name for extension in side.ledger.core.extensions)
-        labels = {BY_EXTENSION: self._extensions, MISSED: REASONS, RECOMPUTED: REASONS}
+        labels = {BY_EXTENSION: self._extensions, MISSED: MISS_REASONS, RECOMPUTED: RECOMPUTE_REASONS}
         labelled = (f"{counter}/{label}" for counter, values in labels.items() for label in values)
         self._names = (*OF_LEDGER, *labelled, "num_log_bytes_written", "num_events_lost")
         self._counts = (0,) * len(self._names)
@@ -106,10 +106,10 @@ class StatsSource:
     def _take_changed(self) -> dict[str, Any]:
         totals, store = self._side.journal.totals, _written(self._side.log)
         of_extensions = (totals.state.num_events_of.get(name, 0) for name in self._extensions)
-        missed_by, recomputed_by = totals.state.num_tokens_missed_by, totals.state.num_tokens_recomputed_by
-        of_reasons = (by.get(reason, 0) for by in (missed_by, recomputed_by) for reason in REASONS)
+        missed = (totals.state.num_tokens_missed_by.get(reason, 0) for reason in MISS_REASONS)
+        recomputed = (totals.state.num_tokens_recomputed_by.get(reason, 0) for reason in RECOMPUTE_REASONS)
         of_log = (0, 0) if store is None else (store.num_bytes_written, store.num_events_lost)
-        counts = (*_of_ledger(totals.figures), *of_extensions, *of_reasons, *of_log)
+        counts = (*_of_ledger(totals.figures), *of_extensions, *missed, *recomputed, *of_log)
         pairs = zip(self._names, counts, self._counts, strict=True)
         changed: dict[str, Any] = {name: now - before for name, now, before in pairs if now != before}
         self._counts = counts

@@ -179,6 +179,15 @@ def test_offered_tokens_that_are_not_claimed_have_a_reason_of_their_own() -> Non
     assert reasons_after(driver) == ({"not_loaded": 48, "complete": 1}, {"not_loaded": 48})
 
 
+def test_tokens_in_the_pool_that_are_not_offered_are_told_from_those_that_are_missing() -> None:
+    """VLLM's own prefix ends within a block, and a load begins with one."""
+    driver = preempted()
+    driver.lookup("a", 8, 65)
+    driver.allocate("a", range(10, 15))
+    driver.step(("a", 8, 57, 65))
+    assert reasons_after(driver) == ({"not_offered": 56, "complete": 1}, {"not_offered": 56})
+
+
 def test_tokens_of_an_allocation_without_a_lookup_are_recomputed_for_that() -> None:
     """No answer says why."""
     driver = preempted()

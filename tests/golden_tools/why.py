@@ -22,6 +22,7 @@ _AFTER_CHUNKS = "behind the last whole chunk, so nothing is saved under a key"
 _NEW = "nobody had computed them before"
 _ASKED = "asked what can be loaded of"
 _LARGER_POOL = "a larger `host_bytes` keeps more; `kvledger stats` estimates how many more tokens would be loaded"
+_ROOM = "a larger `host_bytes` makes room, if there was none"
 _FEWER_PREEMPTIONS = (
     "its GPU blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at once, "
     "and a larger `--gpu-memory-utilization` gives them more blocks"
@@ -76,8 +77,9 @@ TEXT = [
     "303 tokens at 2 admissions = 0 from vLLM's prefix cache + 64 loaded + 239 left to compute",
     "",
     "what could be changed",
-    # A tenth of 239 + 88 is 32.7: 64 + 64 are evicted; 24 + 24 are declined, of which the same is said; 21 are too few.
+    # A tenth of 239 is 23.9: 64 are evicted, 24 declined; 21 are too few.
     f"evicted: {_LARGER_POOL}",
+    f"declined: {_ROOM}",
     f"preempted: {_FEWER_PREEMPTIONS}",
     "incarnation 2 of 2",
     # From 70 to 90 ms; its load is reported at 73 ms.
@@ -182,7 +184,7 @@ TOTALS = [
         "num_tokens_duplicated": 0,
         "duplicated": {},
         "num_left_out": 0,
-        "advice": {"evicted": _LARGER_POOL, "preempted": _FEWER_PREEMPTIONS},
+        "advice": {"evicted": _LARGER_POOL, "declined": _ROOM, "preempted": _FEWER_PREEMPTIONS},
     },
     {
         "type": "total",

@@ -13,10 +13,9 @@ from kvledger.adapters.tools.reasons.sums import Sums
 from kvledger.lifecycle import LedgerConfiguration
 
 PREEMPTED: Final = "preempted"
-_LARGER_POOL = "a larger `host_bytes` keeps more; `kvledger stats` estimates how many more tokens would be loaded"
 _BY_REASON: Final[Mapping[Reason, str]] = {
-    Reason.EVICTED: _LARGER_POOL,
-    Reason.DECLINED: _LARGER_POOL,
+    Reason.EVICTED: "a larger `host_bytes` keeps more; `kvledger stats` estimates how many more tokens would be loaded",
+    Reason.DECLINED: "a larger `host_bytes` makes room, if there was none",
     Reason.UNSAVED: "a smaller `save_interval_tokens` saves what a request decodes earlier",
     Reason.DEFERRAL_EXHAUSTED: "a larger `max_deferred_lookups` waits longer for saves",
     Reason.LOAD_FAILED: "the worker's message `copy failed` has the error",
@@ -31,14 +30,15 @@ _FEWER_PREEMPTIONS = (
     "its GPU blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at once, "
     "and a larger `--gpu-memory-utilization` gives them more blocks"
 )
+_BY_RESETS: Final = frozenset({Reason.RESET, Reason.STALE})
+"""Of what was preempted by a reset of vLLM's cache, and not for want of blocks."""
 _LEAST_SHARE: Final = 10
 """Per cent of the tokens that were computed; a reason of fewer tokens has no advice."""
 
 
 def advice(sums: Sums, configuration: LedgerConfiguration, num_preemptions: int) -> dict[str, str]:
     """A reason, or `PREEMPTED`, -> what could be changed about it; the reason with the most tokens first."""
-    again = sums.recomputed + sums.computed_twice
-    computed = sums.misses() + again
+    computed = sums.misses() + sums.computed_twice  # what is recomputed was missed at the admission before
     least = computed.total() * _LEAST_SHARE / 100
     texts = dict(_BY_REASON)
     if configuration.chunk_size > configuration.block_size:
@@ -48,6 +48,6 @@ def advice(sums: Sums, configuration: LedgerConfiguration, num_preemptions: int)
         text = texts.get(reason)
         if text is not None and num_tokens >= least and text not in found.values():
             found[reason.value] = text
-    if num_preemptions and again:
+    if num_preemptions and not _BY_RESETS.issuperset(sums.recomputed):
         found[PREEMPTED] = _FEWER_PREEMPTIONS
     return found

@@ -1,7 +1,7 @@
 """What became of each chunk key: known, being saved, saved, evicted. The latest event says it, and which came before.
 
-It follows keys through the events of all requests that bring them. Bounded: of chunks that are gone the latest are
-remembered. It must not know lookups.
+It follows keys through the events of all requests that bring them. Memory is bounded by the slots of the pool, and by
+`MAX_GONE` for chunks that are gone and for those of a recorded connector. It must not know lookups.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class ChunkFact(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return ChunkFact(status, sequence, self.request_id, self.ordinal, self.job_id, detail, cause, earlier)
 
 
-_IN_POOL = frozenset({ChunkStatus.SAVING, ChunkStatus.SAVED, ChunkStatus.OFFERED})
+_AT_REST = frozenset({ChunkStatus.SAVED, ChunkStatus.OFFERED})
+_IN_POOL = _AT_REST | {ChunkStatus.SAVING}
 _STORY = frozenset({ChunkStatus.SAVED, ChunkStatus.EVICTED, ChunkStatus.TAINTED, ChunkStatus.RESET})
 
 
@@ -119,11 +120,21 @@ class ChunkHistory:
             if before is None or before.status is not ChunkStatus.OFFERED:
                 self._put(key, fact)
 
+    def forget_oldest(self) -> None:
+        """Remember no more chunks in the pool than gone ones. A recorded connector does not say when it evicts."""
+        in_pool = self._state.in_pool
+        if len(in_pool) > self._max_gone * 9 // 8:
+            self._state.has_forgotten = True
+            for forgotten in tuple(islice(in_pool, len(in_pool) - self._max_gone)):
+                del in_pool[forgotten]
+                self._state.before_reset.pop(forgotten, None)
+                self._state.loaded_since.pop(forgotten, None)
+
     def save_issued(self, keys: Iterable[bytes], fact: ChunkFact) -> None:
         """A save of these chunks starts; `fact` is noted for each."""
         for key in keys:
             before = self.get(key)
-            if before is None or before.status is not ChunkStatus.SAVED:  # pages of windows may be added to a chunk
+            if before is None or before.status not in _AT_REST:  # pages of windows may be added to a chunk
                 self._put(key, fact.after(_request_history(before)))
                 if key in self._state.loaded_since:  # saved again from the blocks into which it was loaded
                     self._state.before_reset[key] = self._state.loaded_since[key]

@@ -109,6 +109,7 @@ class RecordedChunks:
         fact = ChunkFact(status, sequence, life.request_id, life.ordinal, sequence, cause=sequence)
         keys = [life.keys[place] for place in places if place < len(life.keys)]
         self._chunks().save_issued(keys, fact)
+        self._chunks().forget_oldest()
         nameless = {place: fact for place in places if place >= len(life.keys)}
         if nameless:
             state.nameless.setdefault(life.ordinal, {}).update(nameless)
@@ -183,6 +184,7 @@ class RecordedChunks:
         sequence = self._moment.sequence
         fact = ChunkFact(ChunkStatus.OFFERED, sequence, life.request_id, life.ordinal, cause=event.cause)
         self._chunks().offered(life.keys[first:end], fact)
+        self._chunks().forget_oldest()
 
     @on(e.PrefixCacheReset, e.CacheReset)
     def _reset(self, _event: e.Event) -> None:
@@ -211,11 +213,10 @@ class RecordedChunks:
         state, sequence = self._state(), self._moment.sequence
         for job, saves in tuple(state.saves.items()):
             over = [save for save in saves if is_over(job, save)]
-            if not over:
-                continue
-            state.saves[job] = [save for save in saves if save not in over]
-            if not state.saves[job]:
+            if len(over) == len(saves):
                 del state.saves[job]
+            elif over:
+                state.saves[job] = [save for save in saves if not is_over(job, save)]
             for save in over:
                 self._chunks().save_settled(save.keys, save.sequence, ChunkStatus.SAVED, sequence, sequence, "")
                 nameless = state.nameless.get(save.ordinal, {})

@@ -125,6 +125,19 @@ def test_what_was_offered_once_and_not_again_may_have_been_evicted(
     assert tokens(engine, "c") == {"not_offered": 96, "partial_chunk": 3, "last_token": 1}
 
 
+def test_what_was_offered_once_stays_so_when_it_is_saved_again(record: Record, tmp_path: Path, tokens: Tokens) -> None:
+    """The connector evicts it, saves it anew, and evicts it again: it does find what it saves."""
+    engine, _ = record(Host(num_slots=8), log_dir=str(tmp_path), enable_prefix_caching=False)
+    for request_id in ("a", "b"):
+        engine.add(request_id, PROMPT, 2)
+        engine.run()
+    for request_id in ("c", "d"):
+        others(engine, num_tokens=64)()
+        engine.add(request_id, PROMPT, 2)
+        engine.run()
+    assert tokens(engine, "d") == {"not_offered": 96, "partial_chunk": 3, "last_token": 1}
+
+
 def test_less_than_a_unit_of_matching_is_named(record: Record, tmp_path: Path, tokens: Tokens) -> None:
     """A shared prefix that ends within a unit is found up to the unit before (vllm#54607: the floor is not shown)."""
     units = Host(options=(("offload_prompt_only", False), ("blocks_per_chunk", 4)))

@@ -268,7 +268,7 @@ def test_two_ledgers_side_by_side(make_multi: MakeMulti, tmp_path: Any) -> None:
 def test_no_response_has_figures_next_to_another_connector(
     make_multi: MakeMulti, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`MultiConnector` raises when two of its children return something for a response.
+    """`MultiConnector` raises when two of its children return the same key, as two of ours would.
 
     The workers of these engines know no transfer group, so they would say that each child is alone.
     """

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from kvledger.adapters.tools.reasons import Reason, Sums, advice
+from kvledger.adapters.tools.reasons import BY_DESIGN, Reason, Sums, advice
 from kvledger.lifecycle import LedgerConfiguration
 
 
 def computed(**num_tokens: int) -> Sums:
-    """Sums in which so many tokens were computed a second time, by reason."""
+    """Sums in which so many tokens were missed, by reason, and those without `new` computed again."""
     sums = Sums()
-    sums.recomputed = Counter({Reason(reason): number for reason, number in num_tokens.items()})
+    sums.missed = Counter({Reason(reason): number for reason, number in num_tokens.items()})
+    sums.recomputed = Counter({reason: number for reason, number in sums.missed.items() if reason not in BY_DESIGN})
     return sums
 
 
@@ -37,8 +38,13 @@ def test_a_reason_of_few_tokens_has_none() -> None:
 
 
 def test_advice_is_given_once() -> None:
-    """A larger pool helps against evictions and against declined saves."""
-    assert list(advice(computed(declined=50, evicted=40), configured(), 0)) == ["declined"]
+    """The worker says why loads and saves fail."""
+    assert list(advice(computed(save_failed=50, load_failed=40), configured(), 0)) == ["save_failed"]
+
+
+def test_what_is_missed_and_then_computed_again_counts_once() -> None:
+    """A hundred of 1,100 tokens are less than a tenth."""
+    assert list(advice(computed(new=1000, evicted=100), configured(), 0)) == []
 
 
 def test_tokens_that_nobody_had_computed_need_no_advice() -> None:
@@ -56,3 +62,4 @@ def test_preemptions_are_named_if_they_cost_tokens() -> None:
     """After everything else."""
     assert list(advice(computed(evicted=10), configured(), 1)) == ["evicted", "preempted"]
     assert advice(computed(), configured(), 1) == {}
+    assert list(advice(computed(reset=10), configured(), 1)) == ["reset"], "a reset preempts what runs"

@@ -24,6 +24,17 @@ def test_of_chunks_that_are_gone_the_latest_are_remembered() -> None:
     assert fact.status is ChunkStatus.SAVED
 
 
+def test_of_a_recorded_connector_s_chunks_the_latest_are_remembered() -> None:
+    """It does not say when it evicts, so that its pool seems to grow for ever."""
+    history = ChunkHistory(max_gone=8)
+    keys = keys_of("a", 12)
+    for sequence, key in enumerate(keys, 1):
+        history.save_issued([key], ChunkFact(ChunkStatus.SAVED, sequence, "a"))
+        history.forget_oldest()
+    assert [key for key in keys if history.get(key) is not None] == list(keys[4:])
+    assert history.has_forgotten
+
+
 def test_a_very_long_story_keeps_its_beginning_and_its_end_and_counts_the_rest() -> None:
     """The totals count everything all the same."""
     driver = Driver(num_slots=4)
