@@ -39,6 +39,8 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
     "request.arrived": {
         "num_prompt_tokens": _ENGINE,
         "trace_parent": "the caller's word, for exports; nothing in the log hangs on it",
+        "skips_prefix_cache": "the client's word, for the reasons; vLLM takes nothing of what it is offered then",
+        "is_salted": "the client's word, for the reasons; the salt is part of its chunk keys, which rules compare",
     },
     "chunk.keys_observed": {
         "first_chunk": ("LONGEST_HIT",),

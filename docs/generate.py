@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import inspect
 import io
 import itertools
@@ -113,12 +114,18 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
             yield f"{prefix}{node.name}", node
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The source of a file. Many tables are made from the same files."""
+    return ast.parse(path.read_text())
+
+
 def places(pattern: str, wanted: Callable[[ast.AST], Iterable[str]]) -> dict[str, list[str]]:
     """Name -> where in the source `wanted` finds it, as links to the files that match `pattern`."""
     found: dict[str, dict[str, None]] = {}
     for path in sorted(REPOSITORY.glob(pattern)):
         relative = path.relative_to(REPOSITORY)
-        for function, tree in functions(ast.parse(path.read_text())):
+        for function, tree in functions(parsed(path)):
             for node in ast.walk(tree):
                 for name in wanted(node):
                     found.setdefault(name, {})[f"[`{relative.stem}.{function}`](../{relative})"] = None

@@ -42,7 +42,7 @@ def build_app() -> App:
         command, bound, injected = app.parse_args(words)
         if "output" not in injected:  # help, or the version
             command(*bound.args, **bound.kwargs)
-            return ExitCode.SOUND
+            return ExitCode.SOUND if words else ExitCode.USAGE
         from kvledger.adapters.tools.cli.running import run_command  # noqa: PLC0415 -- imports the core
 
         return run_command(command, bound, is_json=json)

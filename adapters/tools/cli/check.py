@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import attrs
 from cyclopts import Parameter
 
-from kvledger.adapters.tools.cli.options import count, value
+from kvledger.adapters.tools.cli.options import positive, value
 from kvledger.adapters.tools.cli.output import Output, Written
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.units import plural, size
@@ -49,12 +49,12 @@ class Server:
     model: Annotated[
         Path | None, Parameter(metavar="DIR", help="a model's directory: its config.json is read, no weights are")
     ] = None
-    block_size: Annotated[int | None, value(count, "N", help=_AS_VLLM)] = None
-    tensor_parallel_size: Annotated[int, value(count, "N", alias="-tp", help="as vLLM's")] = 1
-    data_parallel_size: Annotated[int, value(count, "N", alias="-dp", help="as vLLM's")] = 1
-    pipeline_parallel_size: Annotated[int, value(count, "N", alias="-pp", help=_ONLY_1)] = 1
-    decode_context_parallel_size: Annotated[int, value(count, "N", alias="-dcp", help=_ONLY_1)] = 1
-    prefill_context_parallel_size: Annotated[int, value(count, "N", alias="-pcp", help=_ONLY_1)] = 1
+    block_size: Annotated[int | None, value(positive, "N", help=_AS_VLLM)] = None
+    tensor_parallel_size: Annotated[int, value(positive, "N", alias="-tp", help="as vLLM's")] = 1
+    data_parallel_size: Annotated[int, value(positive, "N", alias="-dp", help="as vLLM's")] = 1
+    pipeline_parallel_size: Annotated[int, value(positive, "N", alias="-pp", help=_ONLY_1)] = 1
+    decode_context_parallel_size: Annotated[int, value(positive, "N", alias="-dcp", help=_ONLY_1)] = 1
+    prefill_context_parallel_size: Annotated[int, value(positive, "N", alias="-pcp", help=_ONLY_1)] = 1
     dtype: Annotated[str | None, Parameter(metavar="NAME", help=f"{_AS_VLLM}, such as bfloat16")] = None
     kv_cache_dtype: Annotated[str | None, Parameter(metavar="NAME", help=f"{_AS_VLLM}, such as fp8")] = None
     enforce_eager: Annotated[bool, Parameter(help=_AS_VLLM)] = False

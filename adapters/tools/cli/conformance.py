@@ -56,7 +56,7 @@ class Examined:
     seeds: Annotated[int, value(count, "N", help="how many worlds of random traffic")] = attrs.field(
         default=50, kw_only=True
     )
-    first: Annotated[int, value(count, "N", help="the seed of the first; 0")] = attrs.field(default=0, kw_only=True)
+    first: Annotated[int, value(count, "N", help="the seed of the first")] = attrs.field(default=0, kw_only=True)
     lose: Annotated[
         str | None,
         Parameter(

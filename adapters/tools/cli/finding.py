@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -32,6 +33,10 @@ def logs_of(reading: Reading, output: Output, *, with_workers: bool = False) -> 
         CommandFailed: there is none.
     """
     log, request = reading.log, reading.request
+    if request and os.path.lexists(request):
+        if isinstance(log, Path) and may_be_request(log):
+            raise CommandFailed(f"LOG stands before REQUEST: {shown_log(request)} {log}")
+        raise CommandFailed(f"{shown_log(log)} and {request} are two logs; give the directory that holds both")
     if request and isinstance(log, Path) and may_be_request(log) and may_be_request(Path(request)):
         raise CommandFailed(
             f"there is nothing at {shown_log(log)}; give the LOG (a log directory or a *.kvlog file) and the REQUEST "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -34,6 +35,8 @@ def _run(words: list[str]) -> int:
         return 0
     from kvledger.adapters.tools.cli.app import build_app  # noqa: PLC0415
 
+    if not os.environ.get("KVLEDGER_LOG"):  # an empty one would be the current directory
+        os.environ.pop("KVLEDGER_LOG", None)
     return int(build_app().meta(words) or 0)
 
 

@@ -45,7 +45,7 @@ def value(read: Callable[[str], Any], metavar: str | None = None, **about: Any) 
     """An argument whose text `read` turns into a value; a `ValueError` that it raises is wrong usage."""
 
     def convert(_type: object, tokens: Sequence[Token]) -> Any:  # noqa: ANN401
-        return read(tokens[0].value)
+        return read(",".join(token.value for token in tokens))  # several only where the option may be repeated
 
     return Parameter(converter=convert, metavar=metavar, n_tokens=1, accepts_keys=False, **about)
 

@@ -10,14 +10,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from cyclopts import CycloptsError, MissingArgumentError
+from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 from kvledger.adapters.tools.cli.options import DEFAULT_LOG
 from kvledger.adapters.tools.cli.output import Output
 from kvledger.adapters.tools.cli.output_failed import OutputFailed
 from kvledger.adapters.tools.cli.streams import silence_standard_streams
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, gravest, unreadable_text
-from kvledger.adapters.tools.logs.streams import StreamUrl, shown_log
+from kvledger.adapters.tools.logs.streams import StreamUrl, log_argument, shown_log
 from kvledger.adapters.tools.logs.visible import remark
 from kvledger.lifecycle import described, raise_if_unstoppable, without_credentials
 from kvledger.storage.extras import EXTRAS
@@ -46,7 +46,8 @@ def explained(error: BaseException, log: Path | StreamUrl | None = None) -> Exit
         text = unreadable_text(error) if isinstance(error, OSError) else str(error)
         if isinstance(log, Path):  # an address without its scheme is taken for a path
             text = text.replace(str(log), shown_log(log))
-        if log is not None and str(log) == os.environ.get(DEFAULT_LOG):
+        default = os.environ.get(DEFAULT_LOG)
+        if log is not None and default and log in {Path(default), log_argument(default)}:
             text += f" (LOG is {shown_log(log)}, from {DEFAULT_LOG})"
         remark(text)
         return ExitCode.DAMAGED if isinstance(error, OSError) else error.exit_code
@@ -70,6 +71,11 @@ def _usage(error: CycloptsError) -> str:
     default = "".join(f" {name} in the environment stands for it." for name in names or ())
     command = " ".join(["kvledger", *(error.command_chain or ())])
     text = str(error)
+    if isinstance(error, MissingArgumentError) and error.argument is not None and error.argument.index is not None:
+        text = f"{error.argument.name.lstrip('-').upper()} is missing"
+    elif isinstance(error, UnusedCliTokensError):
+        unused = ", ".join(map(repr, error.unused_tokens or ()))
+        text = f"{unused}: more arguments than the command takes"
     return f"{text}{'' if text.endswith(('.', '?')) else '.'}{default} See {command} --help"
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import attrs
 from cyclopts import Parameter
 
-from kvledger.adapters.tools.cli.options import DEFAULT_LOG, num_bytes, seconds, value
+from kvledger.adapters.tools.cli.options import DEFAULT_LOG, num_bytes, positive, seconds, value
 from kvledger.adapters.tools.cli.output import Output, Written, progress_in_bytes
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.tools.logs.streams import StreamUrl, parse_address, shown_log, stream_errors
@@ -39,9 +39,9 @@ def run(
     label: Annotated[
         str | None, Parameter(help="the second-last part of the subjects; default: this host's name")
     ] = None,
-    give_up_after: Annotated[float, value(seconds, "DURATION", help="without --follow; default: 60s")] = 60.0,
+    give_up_after: Annotated[float, value(seconds, "DURATION", help="without --follow, as 90s")] = 60.0,
     create_stream: Annotated[bool, Parameter(group=_NEW, help="make it, as the other options here say")] = False,
-    replicas: Annotated[int, Parameter(group=_NEW, metavar="N", help="1, 3 or 5")] = 1,
+    replicas: Annotated[int, value(positive, "N", group=_NEW, help="1, 3 or 5")] = 1,
     max_age: Annotated[float, value(seconds, "DURATION", group=_NEW, help="how long to keep: 30d")] = 0.0,
     max_bytes: Annotated[int, value(num_bytes, "SIZE", group=_NEW, help="how much to keep: 500GiB")] = 0,
     discard: Annotated[

@@ -17,7 +17,7 @@ from kvledger.adapters.tools.cli.following import show_following
 from kvledger.adapters.tools.cli.options import Moment, Reading, count, moment, value
 from kvledger.adapters.tools.cli.output import Output, Written, show_ending, show_title
 from kvledger.adapters.tools.cli.state import show_state
-from kvledger.adapters.tools.exit_codes import ExitCode, gravest
+from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, gravest
 from kvledger.adapters.tools.logs.clock import Clock
 from kvledger.adapters.tools.logs.coverage import readable
 from kvledger.adapters.tools.logs.describe import plain, spent_text, state_change
@@ -109,6 +109,8 @@ def run(
 ) -> ExitCode:
     """Show logs, or a request."""
     if at is not None:
+        if follow or failed or reading.since is not None or reading.until is not None:
+            raise CommandFailed("--at shows one moment; leave out --since, --until, --follow and --failed")
         return show_state(*selected_one(attrs.evolve(reading, until=at), output), output)
     if follow:
         log, selection = selected_one(reading, output)

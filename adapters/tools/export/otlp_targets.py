@@ -144,7 +144,8 @@ class _Session(requests.Session):
 
     def request(self, *arguments: Any, **options: Any) -> requests.Response:  # noqa: ANN401
         try:
-            self._outcome = super().request(*arguments, **options)
+            # An older exporter follows redirects, by which a POST becomes a GET without the spans.
+            self._outcome = super().request(*arguments, **{**options, "allow_redirects": False})
         except Exception as error:
             self._outcome = error
             raise

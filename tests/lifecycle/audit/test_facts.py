@@ -37,7 +37,12 @@ _COUNTED = "counted, and nothing else; `show` and `why` read the event itself"
 _CHECKED = "SETTLED_EXACT makes the settled tokens from it once more; nothing is decided upon it"
 NOT_FOLDED: dict[str, dict[str, str]] = {
     "chunk.keys_observed": dict.fromkeys(("hash_prefixes", "are_block_hashes"), "what the audit checks keys with"),
-    "request.arrived": {"trace_parent": "only `export` needs the caller's span, and reads the event"},
+    "request.arrived": {
+        "trace_parent": "only `export` needs the caller's span, and reads the event",
+        **dict.fromkeys(
+            ("skips_prefix_cache", "is_salted"), "no decision depends on it; the reader keeps it for `why`"
+        ),
+    },
     "request.finished": {
         "status": _PEOPLE,
         **dict.fromkeys(
@@ -95,7 +100,7 @@ NOT_FOLDED: dict[str, dict[str, str]] = {
         "BYTES_UNCHANGED compares digests; no state follows from them",
     ),
 }
-"""Event id -> field -> why no projection of the core folds it: then neither `replay --until` nor `show` has it."""
+"""Event id -> field -> why no projection of the core folds it: then `show --at` does not have it."""
 
 
 def test_every_fact_of_the_vocabulary_is_listed() -> None:

@@ -1,4 +1,4 @@
-"""What is typed: arguments in any order, the default LOG, the help and its examples."""
+"""What is typed: arguments and options, the default LOG, the help and its examples."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lifecycle_driver import Driver
 from stored_logs import write_log
 
 from kvledger.adapters.tools.cli.commands import COMMANDS
+from kvledger.adapters.tools.exit_codes import ExitCode
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -100,7 +101,9 @@ def test_a_misspelt_option_gets_the_nearest_one_and_the_help_of_its_command(log:
     misspelt = run("show", log, "--faild")
     assert misspelt.exit_code == 64
     assert misspelt.err == "kvledger: Unknown option: --faild. Did you mean --failed? See kvledger show --help\n"
-    assert run("show", log, "chat-17", "chat-9").err.endswith("Unused Tokens: ['chat-9']. See kvledger show --help\n")
+    assert run("show", log, "chat-17", "chat-9").err.endswith(
+        "'chat-9': more arguments than the command takes. See kvledger show --help\n"
+    )
 
 
 def test_a_misspelt_command_gets_the_nearest_one(run: Any) -> None:
@@ -116,3 +119,34 @@ def test_without_a_log_the_error_names_kvledger_log(run: Any) -> None:
     result = run("show")
     assert result.exit_code == 64
     assert "KVLEDGER_LOG in the environment stands for it" in result.err
+
+
+def test_an_empty_kvledger_log_names_no_log(run: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not the current directory, in which `retire` would delete segments."""
+    monkeypatch.setenv("KVLEDGER_LOG", "")
+    monkeypatch.chdir(log.parent)
+    result = run("retire", "--max-age", "1s", "--dry-run")
+    assert (result.exit_code, result.out) == (ExitCode.USAGE, "")
+    assert "LOG is missing" in result.err
+
+
+def test_a_command_that_is_missing_is_wrong_usage(run: Any) -> None:
+    """The help is printed all the same."""
+    result = run()
+    assert result.exit_code == ExitCode.USAGE
+    assert "verify" in result.out
+
+
+def test_two_logs_are_told_from_a_log_and_a_request(run: Any, log: Path) -> None:
+    """Each with its remedy."""
+    assert "are two logs; give the directory that holds both" in run("verify", log, log).err
+    assert "LOG stands before REQUEST" in run("show", "chat-17", log).err
+    assert "'b': more arguments than the command takes" in run("show", log, "a", "b").err
+
+
+def test_the_state_at_a_moment_takes_no_part_of_the_log(run: Any, log: Path) -> None:
+    """An option that would not be heeded is refused."""
+    for options in (["--until", "5"], ["--since", "5"], ["--follow"], ["--failed"]):
+        result = run("show", log, "--at", "10", *options)
+        assert result.exit_code == ExitCode.USAGE, options
+        assert "--at shows one moment" in result.err
