@@ -86,10 +86,12 @@ class SchedulerHalf:
 
     # --- hooks ----------------------------------------------------------------------------------
 
-    def on_new_request(self, arrival: e.RequestArrived, token_ids: Sequence[int]) -> None:
+    def on_new_request(
+        self, request_id: str, token_ids: Sequence[int], *, skips_prefix_cache: bool = False, is_salted: bool = False
+    ) -> None:
         """A request with this prompt was accepted."""
-        self.accept(arrival, token_ids)
-        self.connector.on_new_request(self.requests[arrival.request_id])
+        self.accept(request_id, token_ids, skips_prefix_cache=skips_prefix_cache, is_salted=is_salted)
+        self.connector.on_new_request(self.requests[request_id])
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Ask what can be loaded."""
@@ -126,16 +128,16 @@ class SchedulerHalf:
 
     # --- what requests look like ---------------------------------------------------------------------
 
-    def accept(self, arrival: e.RequestArrived, token_ids: Sequence[int]) -> None:
+    def accept(
+        self, request_id: str, token_ids: Sequence[int], *, skips_prefix_cache: bool = False, is_salted: bool = False
+    ) -> None:
         """Let there be a request with this prompt, without a call of the connector."""
-        self.requests[arrival.request_id] = Request(
-            request_id=arrival.request_id,
+        self.requests[request_id] = Request(
+            request_id=request_id,
             prompt_token_ids=list(token_ids),
-            sampling_params=SamplingParams(
-                max_tokens=1, temperature=0, skip_reading_prefix_cache=arrival.skips_prefix_cache
-            ),
+            sampling_params=SamplingParams(max_tokens=1, temperature=0, skip_reading_prefix_cache=skips_prefix_cache),
             pooling_params=None,
-            cache_salt=_SALT if arrival.is_salted else None,
+            cache_salt=_SALT if is_salted else None,
             arrival_time=0.0,
             block_hasher=self._block_hasher,
         )

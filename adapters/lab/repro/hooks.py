@@ -68,7 +68,12 @@ class HookRun(Run):
 
     def _arrive(self, _call: HookCall, main: e.RequestArrived) -> None:
         incarnation = self._record.arrived(main)
-        self._connector.on_new_request(main, self._live.prompt(incarnation))
+        self._connector.on_new_request(
+            main.request_id,
+            self._live.prompt(incarnation),
+            skips_prefix_cache=main.skips_prefix_cache,
+            is_salted=main.is_salted,
+        )
 
     def _look_up(self, call: HookCall, main: e.LookupRequested) -> None:
         incarnation = self._known(call, main.num_tokens)
@@ -178,9 +183,8 @@ class HookRun(Run):
         """The request that a call is about; one that never arrived is there all the same."""
         incarnation = self._live.incarnation(call.request_id)
         if incarnation is None:
-            arrival = e.RequestArrived(call.request_id, -call.sequence, num_tokens, 0)
-            incarnation = self._record.arrived(arrival)
-            self._connector.accept(arrival, self._live.prompt(incarnation))
+            incarnation = self._record.arrived(e.RequestArrived(call.request_id, -call.sequence, num_tokens, 0))
+            self._connector.accept(call.request_id, self._live.prompt(incarnation))
         return incarnation
 
 
