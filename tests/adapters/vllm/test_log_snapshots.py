@@ -84,6 +84,8 @@ def test_what_is_left_of_a_retired_log_is_verified_from_a_snapshot(
     projections = start.projections(stored.core, stored.configuration)
     assert fold(stored.core, stored.trusted_events(), stored.configuration, start=projections).snapshot() == state
     found, verdict = _verify(log, capsys)
+    for violation in (*expected, *found):
+        del violation["finding"]  # may begin in front of the snapshot
     assert found == [violation for violation in expected if violation["sequence"] >= first]
     assert (verdict["num_damage"], verdict["num_divergences"]) == (0, 0)
     assert verdict["num_events_checked"] == whole["num_events_checked"] - first + 1

@@ -424,7 +424,7 @@ def test_the_first_decision_that_comes_out_otherwise_is_named(run: Any, story: D
     events = replaced(story.observed, e.LookupAnswered, 1, miss_reason="evicted")
     sequence = 1 + [place for place, event in enumerate(events) if isinstance(event, e.LookupAnswered)][1]
     log = write_log(tmp_path / "other", events, story.configuration)
-    assert f"diverged at sequence {sequence}" in run("verify", log).out
+    assert f"a decision differs at event {sequence}" in run("verify", log).out
     (divergence,) = run("verify", "--json", log).objects("divergence")
     assert divergence["sequence"] == sequence
     assert run("verify", log, "--until", sequence - 1).exit_code == 0
