@@ -14,7 +14,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from kvledger.adapters.figures import DURATION_BOUNDS_NS, MISS_REASONS, RECOMPUTE_REASONS
+from kvledger.adapters.figures import DURATION_BOUNDS_NS
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.metric_names import (
     BY_EXTENSION,
@@ -25,9 +25,8 @@ from kvledger.adapters.vllm.metric_names import (
     INFO_SETTINGS,
     LABELS,
     LAST_WRITTEN,
-    MISSED,
     PREFIX,
-    RECOMPUTED,
+    REASONS_OF,
 )
 from kvledger.lifecycle import __version__
 
@@ -66,7 +65,7 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
             name: made(Counter, named, [*labelnames, LABELS[name]] if name in LABELS else labelnames)
             for name, named in COUNTERS.items()
         }
-        values_of_labels = {BY_EXTENSION: extensions, MISSED: MISS_REASONS, RECOMPUTED: RECOMPUTE_REASONS}
+        values_of_labels = {BY_EXTENSION: extensions, **REASONS_OF}
         # As vLLM's own: of several processes that serve one engine the last word counts.
         gauges = {
             name: made(Gauge, named, labelnames, multiprocess_mode="mostrecent") for name, named in GAUGES.items()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvledger.adapters.figures import DURATION_BOUNDS_NS, MISS_REASONS, RECOMPUTE_REASONS, Figures
+from kvledger.adapters.figures import DURATION_BOUNDS_NS, Figures
 from kvledger.adapters.vllm.metric_names import (
     BY_EXTENSION,
     GAUGES,
@@ -22,6 +22,7 @@ from kvledger.adapters.vllm.metric_names import (
     LABELS,
     LAST_WRITTEN,
     MISSED,
+    REASONS_OF,
     RECOMPUTED,
 )
 from kvledger.storage.events import BacklogEventStore
@@ -81,9 +82,9 @@ class StatsSource:
     def __init__(self, side: SchedulerSide) -> None:
         self._side = side
         # So there are no more labels than extensions are configured.
-        self._extensions = tuple(extension.name for extension in side.ledger.core.extensions)
-        labels = {BY_EXTENSION: self._extensions, MISSED: MISS_REASONS, RECOMPUTED: RECOMPUTE_REASONS}
-        labelled = (f"{counter}/{label}" for counter, values in labels.items() for label in values)
+        extensions = tuple(extension.name for extension in side.ledger.core.extensions)
+        self._values_of_labels = {BY_EXTENSION: extensions, **REASONS_OF}
+        labelled = (f"{counter}/{value}" for counter, values in self._values_of_labels.items() for value in values)
         self._names = (*OF_LEDGER, *labelled, "num_log_bytes_written", "num_events_lost")
         self._counts = (0,) * len(self._names)
         self._durations = {name: [0] * 2 * (len(DURATION_BOUNDS_NS) + 1) for name in HISTOGRAMS}
@@ -105,16 +106,22 @@ class StatsSource:
 
     def _take_changed(self) -> dict[str, Any]:
         totals, store = self._side.journal.totals, _written(self._side.log)
-        of_extensions = (totals.state.num_events_of.get(name, 0) for name in self._extensions)
-        missed = (totals.state.num_tokens_missed_by.get(reason, 0) for reason in MISS_REASONS)
-        recomputed = (totals.state.num_tokens_recomputed_by.get(reason, 0) for reason in RECOMPUTE_REASONS)
+        state = totals.state
+        counts_by = {
+            BY_EXTENSION: state.num_events_of,
+            MISSED: state.num_tokens_missed_by,
+            RECOMPUTED: state.num_tokens_recomputed_by,
+        }
+        labelled = (
+            counts_by[counter].get(value, 0) for counter, values in self._values_of_labels.items() for value in values
+        )
         of_log = (0, 0) if store is None else (store.num_bytes_written, store.num_events_lost)
-        counts = (*_of_ledger(totals.figures), *of_extensions, *missed, *recomputed, *of_log)
+        counts = (*_of_ledger(totals.figures), *labelled, *of_log)
         pairs = zip(self._names, counts, self._counts, strict=True)
         changed: dict[str, Any] = {name: now - before for name, now, before in pairs if now != before}
         self._counts = counts
         for name, before in self._durations.items():
-            durations = getattr(totals.state, name)
+            durations = getattr(state, name)
             now = [*durations.counts, *durations.sums_ns]
             if now != before:
                 changed[name] = [*map(int.__sub__, now, before)]

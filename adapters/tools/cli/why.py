@@ -92,8 +92,7 @@ def _show_json(output: Output, chains: Sequence[_Chain], histories: Histories, l
 
 
 def _advice(history: RequestHistory, log: StoredLog) -> dict[str, str]:
-    is_recorded = any(extension.declaration().replaces for extension in log.core.extensions)
-    return {} if is_recorded else advice(history.sums, log.configuration, history.num_preemptions)
+    return {} if log.decides_elsewhere else advice(history.sums, log.configuration, history.num_preemptions)
 
 
 def total(sums: Sums) -> dict[str, object]:

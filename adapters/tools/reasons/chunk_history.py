@@ -63,8 +63,8 @@ class ChunkFact(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return ChunkFact(status, sequence, self.request_id, self.ordinal, self.job_id, detail, cause, earlier)
 
 
-_AT_REST = frozenset({ChunkStatus.SAVED, ChunkStatus.OFFERED})
-_IN_POOL = _AT_REST | {ChunkStatus.SAVING}
+AT_REST = frozenset({ChunkStatus.SAVED, ChunkStatus.OFFERED})
+_IN_POOL = AT_REST | {ChunkStatus.SAVING}
 _STORY = frozenset({ChunkStatus.SAVED, ChunkStatus.EVICTED, ChunkStatus.TAINTED, ChunkStatus.RESET})
 
 
@@ -134,7 +134,7 @@ class ChunkHistory:
         """A save of these chunks starts; `fact` is noted for each."""
         for key in keys:
             before = self.get(key)
-            if before is None or before.status not in _AT_REST:  # pages of windows may be added to a chunk
+            if before is None or before.status not in AT_REST:  # pages of windows may be added to a chunk
                 self._put(key, fact.after(_request_history(before)))
                 if key in self._state.loaded_since:  # saved again from the blocks into which it was loaded
                     self._state.before_reset[key] = self._state.loaded_since[key]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import attrs
 
 from kvledger.adapters.tools.reasons import recorded
-from kvledger.adapters.tools.reasons.chunk_history import ChunkFact, ChunkStatus
+from kvledger.adapters.tools.reasons.chunk_history import AT_REST, ChunkFact, ChunkStatus
 from kvledger.adapters.tools.reasons.memory import Account, Memory
 from kvledger.adapters.tools.reasons.reason import BY_DESIGN, Reason
 from kvledger.adapters.tools.reasons.spans import Span, joined
@@ -243,7 +243,6 @@ class _Behind:
         return Span(first_token, end_token, Reason.PARTIAL_CHUNK, (self.life.preempted_at,))
 
 
-_AT_REST = frozenset({ChunkStatus.SAVED, ChunkStatus.OFFERED})
 _IN_REACH = frozenset({Reason.NEVER_OFFERED, Reason.NOT_OFFERED})
 
 
@@ -269,9 +268,9 @@ class _BehindRecorded(_Behind):
     def _why(self, first_token: int, fact: ChunkFact | None, reason: Reason) -> Reason:
         """The reason for a whole chunk that was computed before; `reason` if nothing better is known."""
         status = None if fact is None else fact.status
-        if status in _AT_REST and not self._is_whole_unit(first_token):
+        if status in AT_REST and not self._is_whole_unit(first_token):
             return Reason.SHORT_OF_UNIT
-        if status in _AT_REST:
+        if status in AT_REST:
             return Reason.NEVER_OFFERED if status is ChunkStatus.SAVED else Reason.NOT_OFFERED
         if reason is not Reason.UNSAVED:
             return reason
@@ -300,7 +299,7 @@ class _BehindRecorded(_Behind):
         if num_chunks <= 1:
             return True
         fact = self.explainer.memory.chunks.get(keys[last]) if last < len(keys) else None
-        return fact is not None and fact.status in _AT_REST
+        return fact is not None and fact.status in AT_REST
 
 
 def _behind_gaps(spans: Iterable[Span]) -> Iterator[Span]:

@@ -279,13 +279,19 @@ def test_the_state_of_one_request_or_of_all_at_a_moment(run: Any, log: Path) -> 
     assert "not known then" in run("show", log, "chat-9", "--at", 20).out
 
 
-def test_the_state_of_a_preempted_request_has_all_of_its_tokens(run: Any, tmp_path: Path) -> None:
-    """A trial on a real server: 512 tokens at one event, 349 from the preemption on, 513 at the next step."""
+def decoding() -> Driver:
+    """A request that decodes: nine steps do not name it."""
     driver = Driver()
     driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
     driver.step(("a", 33, 1, 34))
     for _ in range(9):
         driver.step()
+    return driver
+
+
+def test_the_state_of_a_preempted_request_has_all_of_its_tokens(run: Any, tmp_path: Path) -> None:
+    """A trial on a real server: 512 tokens at one event, 349 from the preemption on, 513 at the next step."""
+    driver = decoding()
     driver.preempt("a", 42, 44)
     log, preempted = write_log(tmp_path / "log", driver.observed, driver.configuration), len(driver.observed)
     (index,) = [place for place, event in enumerate(driver.observed, 1) if isinstance(event, e.RequestPreempted)]
@@ -298,11 +304,7 @@ def test_the_state_of_a_preempted_request_has_all_of_its_tokens(run: Any, tmp_pa
 
 def test_the_state_of_a_request_that_was_rolled_back_has_all_of_its_tokens(run: Any, tmp_path: Path) -> None:
     """A request that decodes is not named by the steps: the last number in an event is that of its first tokens."""
-    driver = Driver()
-    driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
-    driver.step(("a", 33, 1, 34))
-    for _ in range(9):
-        driver.step()
+    driver = decoding()
     driver.roll_back("a", 16)
     log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     (state,) = run("show", "--json", log, "a", "--at", len(driver.observed)).objects("request_state")

@@ -84,14 +84,20 @@ def test_what_has_sunk_below_the_largest_pool_is_forgotten_first() -> None:
     assert all((10_000 - number).to_bytes(8, "big") in stack for number in range(1, 101))
 
 
-def test_memory_is_bounded_by_following_fewer_keys() -> None:
-    """Half of them at a time. Those that are left are the sample of all keys so far."""
-    stack, draw = LruStack(_ENDLESS, max_keys=1_000), random.Random(1)
+def sampled_stack(seed: int) -> tuple[LruStack, list[bytes]]:
+    """A stack of at most 1,000 keys, and the 50,000 that were used."""
+    stack, draw = LruStack(_ENDLESS, max_keys=1_000), random.Random(seed)
     keys = [draw.randbytes(16) for _ in range(50_000)]
     for key in keys:
         sampled = [[key][place] for place in stack.kept_places([key])]
         stack.use(sampled, new=sampled)
         assert len(stack) <= 1_000
+    return stack, keys
+
+
+def test_memory_is_bounded_by_following_fewer_keys() -> None:
+    """Half of them at a time. Those that are left are the sample of all keys so far."""
+    stack, keys = sampled_stack(seed=1)
     assert stack.one_of == 64
     kept = [key for key in keys if not crc32(key) & stack.mask]
     assert len(kept) == len(stack) > 500
@@ -101,11 +107,7 @@ def test_memory_is_bounded_by_following_fewer_keys() -> None:
 
 def test_a_sampled_depth_is_right_within_a_few_per_cent() -> None:
     """Of a stack of 50,000 keys about 800 are kept; the seed is fixed."""
-    stack, draw = LruStack(_ENDLESS, max_keys=1_000), random.Random(2)
-    keys = [draw.randbytes(16) for _ in range(50_000)]
-    for key in keys:
-        sampled = [[key][place] for place in stack.kept_places([key])]
-        stack.use(sampled, new=sampled)
+    stack, keys = sampled_stack(seed=2)
     for depth in (10_000, 20_000, 40_000):
         key = next(key for key in reversed(keys[: len(keys) - depth + 1]) if key in stack)
         exact = len(keys) - keys.index(key)
