@@ -139,8 +139,13 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         configuration: LedgerConfiguration,
     ) -> Recording:
         versions.warn_of_unknown()
-        whose = {"engine_id": transfer_of(vllm_config).engine_id, "model": vllm_config.model_config.model}
-        log = self._open_log(settings, configuration, **whose)
+        log = self._open_log(
+            settings,
+            configuration,
+            engine_id=transfer_of(vllm_config).engine_id,
+            model=vllm_config.model_config.model,
+            num_device_blocks=versions.num_device_blocks(kv_cache_config),
+        )
         note_guessable_keys(vllm_config, log.log.directory)
         keys = ChunkKeySource(
             chunk_size=configuration.chunk_size,

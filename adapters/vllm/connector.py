@@ -87,7 +87,14 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         versions.warn_of_unknown()
         core = settings.core()
         engine_id, model = self._kv_transfer_config.engine_id, vllm_config.model_config.model
-        log = open_event_log(core, settings, configuration, engine_id=engine_id, model=model)
+        log = open_event_log(
+            core,
+            settings,
+            configuration,
+            engine_id=engine_id,
+            model=model,
+            num_device_blocks=versions.num_device_blocks(kv_cache_config),
+        )
         note_guessable_keys(vllm_config, log.directory)
         keys = ChunkKeySource(
             chunk_size=configuration.chunk_size,

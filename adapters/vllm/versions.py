@@ -432,6 +432,11 @@ def batched_copy() -> BatchedCopy | None:
     return _custom_ops.swap_blocks_batch if has_operator else None
 
 
+def num_device_blocks(kv_cache_config: KVCacheConfig) -> int:
+    """Blocks that requests can hold: vLLM keeps block 0 for itself (`v1/core/block_pool.py`, 0.32)."""
+    return kv_cache_config.num_blocks - 1
+
+
 def zeroes_new_blocks(kv_cache_config: KVCacheConfig) -> bool:
     """Whether a step zeroes the blocks it was given, as caches of mixed precision need.
 

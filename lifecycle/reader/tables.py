@@ -55,6 +55,15 @@ class Tables:
         """The blocks that it lost since the last step; intact until the next one's forward."""
         return () if life is None else self._lost.get(life.ordinal, ())
 
+    def num_held(self, *, with_lost_by: Life | None = None) -> int:
+        """Count the distinct blocks that requests hold, in groups without a window.
+
+        Args:
+            with_lost_by: also count the blocks that this life has lost since the last step.
+        """
+        lost = set(self._counted(self.lost_by(with_lost_by)))
+        return len(self._num_holders) + len(lost.difference(self._num_holders))
+
     def other_holders(self, ordinal: int, block_ids: Sequence[int]) -> Iterator[tuple[Life, int]]:
         """Other lives that hold one of these blocks, each with the lowest of them.
 

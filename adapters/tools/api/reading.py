@@ -238,7 +238,7 @@ def reasons(source: Source, request_id: str) -> Iterator[Reason]:
     with public_errors(source.path):
         histories = read_histories(log, Selection(request_id=request_id), request_id, Silence())
         for history in histories.of_incarnations:
-            for cause in _about_computed_tokens(causes_of(history, histories, log.core, log.configuration)):
+            for cause in _about_computed_tokens(causes_of(history, histories, log)):
                 for group in groups_of(cause.spans):
                     yield _reason(
                         source,

@@ -20,6 +20,8 @@ from kvledger.adapters.tools.logs.reading import begin_model
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.units import plural, size
 
+_SUFFIXES = frozenset({".html", ".json", ".gz"})
+"""Of names that are a file's, and no request's."""
 _Selected = list[tuple[StoredLog, Selection]]
 
 
@@ -51,6 +53,8 @@ def run(
         if path is not None:
             raise CommandFailed(f"--otlp names where spans go: give --otlp {path}, and no -o")
         return export_spans(otlp, reading, deciding, output, force=force)
+    if path is None and Path(reading.request or "").suffix in _SUFFIXES:
+        raise CommandFailed(f"{reading.request} was read as the REQUEST; to write that file, give -o {reading.request}")
     if output.is_json and path is None:
         raise CommandFailed("--json lists what was written, so name a file with -o")
     logs = foldable(reading, output, core=deciding.core())

@@ -6,11 +6,12 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import attrs
 import msgspec
 from cyclopts import Parameter
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -36,6 +37,10 @@ from kvledger.storage.events import HowEnded
 _PIPED_WIDTH = 100_000
 """Nothing is wrapped or cut for a program that reads."""
 _BYTES_PER_UPDATE = 1 << 18
+_GAP = 2
+"""Columns of a terminal between two columns of a table."""
+_FOLDED = 28
+"""A cell that is wider is folded, before another column is left out."""
 _LEAST_PROSE = 34
 """Text is folded, but not into a narrower column."""
 _BELOW = 4
@@ -104,17 +109,44 @@ class Output:
                 continue
             self.field(name, text, "red" if name == "faults" and has_faults else "")
 
-    def table(self, columns: Mapping[str, str], rows: Sequence[Sequence[str]], *, hidden: Sequence[str] = ()) -> None:
-        """Columns (name -> "left" or "right") but for the hidden ones, and rows of plain text, folded on a terminal."""
-        places = [place for place, name in enumerate(columns) if name not in hidden]
+    def table(
+        self,
+        columns: Mapping[str, str],
+        rows: Sequence[Sequence[str]],
+        *,
+        hidden: Sequence[str] = (),
+        optional: Sequence[str] = (),
+    ) -> None:
+        """Print rows of plain text.
+
+        Args:
+            columns: name → "left" or "right".
+            rows: one text for each column.
+            hidden: columns that are left out.
+            optional: columns that are left out, in this order, on a terminal that is too narrow for all. A line below
+                the table names them.
+        """
+        shown = {name: place for place, name in enumerate(columns) if name not in hidden}
+        left_out = []
+        if self._console.is_terminal:
+            widths = {
+                name: max(cell_len(name), *(cell_len(row[place]) for row in rows)) for name, place in shown.items()
+            }
+            for name in (name for name in optional if name in shown):
+                if sum(widths.values()) + _GAP * (len(widths) - 1) <= self._console.width:
+                    break
+                left_out.append(name)
+                del widths[name], shown[name]
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for name, justify in columns.items():
-            if name not in hidden:
-                table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
+        for name in shown:
+            justify: Literal["left", "right"] = "right" if columns[name] == "right" else "left"
+            table.add_column(name, justify=justify, overflow="fold")
         for row in rows:
-            table.add_row(*(Text(visible(row[place])) for place in places))
+            table.add_row(*(Text(visible(row[place])) for place in shown.values()))
         if self._console.is_terminal:
             self._console.print(table)
+            if left_out:
+                self.line(f"no room for {', '.join(left_out)}: widen the terminal, or use --json", style="dim")
             return
         with self._console.capture() as capture:
             self._console.print(table)

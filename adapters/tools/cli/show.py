@@ -50,6 +50,8 @@ _COLUMNS = {
     "saved chunks": "right",
     "failures": "right",
 }
+_OPTIONAL = ("lookups", "saved chunks", "arrived ms", "prompt", "loaded", "failures", "UTC", "queued ms")
+"""Columns that a narrow terminal has no room for; the first goes first."""
 _SORTS: Mapping[str, Callable[[RequestSummary], int] | None] = {
     "arrived": None,
     "took": lambda summary: summary.spent.total_ns,
@@ -297,7 +299,7 @@ def _show_summary(
         hidden = [*(["saved chunks"] if log.decides_elsewhere else []), *([] if clock.is_known else ["UTC"])]
         rows = [_request_row(summary, clock) for summary in listed]
         if rows:
-            output.table(_COLUMNS, rows, hidden=hidden)
+            output.table(_COLUMNS, rows, hidden=hidden, optional=_OPTIONAL)
 
 
 def _fields(summary: RequestSummary, clock: Clock) -> dict[str, object]:

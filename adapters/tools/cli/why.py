@@ -43,11 +43,7 @@ def run(reading: Reading, *, output: Written) -> ExitCode:
     chains = [
         (
             history,
-            [
-                cause
-                for cause in causes_of(history, histories, log.core, log.configuration)
-                if cause.last_sequence >= selection.first_sequence
-            ],
+            [cause for cause in causes_of(history, histories, log) if cause.last_sequence >= selection.first_sequence],
         )
         for history in histories.of_incarnations
     ]

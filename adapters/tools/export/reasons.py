@@ -82,5 +82,5 @@ def totals(sums: Sums) -> dict[str, object]:
 
 def causes(log: StoredLog, selection: Selection, histories: Histories) -> list[list[Cause]]:
     """The chain of causes of each incarnation of a request, as `kvledger why` shows it."""
-    chains = [folded(causes_of(each, histories, log.core, log.configuration)) for each in histories.of_incarnations]
+    chains = [folded(causes_of(each, histories, log)) for each in histories.of_incarnations]
     return [[cause for cause in chain if cause.last_sequence >= selection.first_sequence] for chain in chains]

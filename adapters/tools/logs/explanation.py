@@ -14,6 +14,7 @@ import attrs
 
 from kvledger.adapters.tools.logs.describe import describe, describe_core_event, lookups_in_a_row, without_numbers
 from kvledger.adapters.tools.logs.histories import Histories, NamedEvent
+from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.reasons import (
     BY_DESIGN,
     Admission,
@@ -100,15 +101,21 @@ class Cause:
     reasons: list[str] = attrs.field(factory=list)
     """Those worth a line, in words."""
     evidence: tuple[int, ...] = ()
+    num_blocks_held: int = 0
+    """Blocks of vLLM's KV cache that all requests held then; 0 if that is not known."""
     notes: list[str] = attrs.field(factory=list)
     """What extensions add."""
 
 
-def causes_of(
-    history: RequestHistory, histories: Histories, core: Core, configuration: LedgerConfiguration
-) -> list[Cause]:
-    """The chain of one incarnation."""
-    return _Chain(history, histories, core, configuration).causes()
+def causes_of(history: RequestHistory, histories: Histories, log: StoredLog) -> list[Cause]:
+    """The chain of one life.
+
+    Args:
+        history: of the life.
+        histories: of all lives of the request, with the events that they name.
+        log: where they were read.
+    """
+    return _Chain(history, histories, log.core, log.configuration, log.num_device_blocks).causes()
 
 
 def folded(causes: Sequence[Cause]) -> list[Cause]:
@@ -190,6 +197,7 @@ class _Chain:
     histories: Histories
     core: Core
     configuration: LedgerConfiguration
+    num_device_blocks: int
 
     def causes(self) -> list[Cause]:
         """All of them, in the order of the log."""
@@ -244,7 +252,17 @@ class _Chain:
             cause.evidence = (getattr(event, "cause", 0),)
         return cause
 
+    def _held_text(self, num_held: int) -> str:
+        """`59 of 60 blocks`; empty if one of the numbers is not known."""
+        total = self.num_device_blocks
+        return f"{num_held} of {plural(total, 'block')}" if num_held and total else ""
+
     def _explain_preemption(self, cause: Cause, before: Sequence[NamedEvent], step: NamedEvent | None) -> None:
+        own = next((each for each in self.history.preemptions if each.sequence == cause.sequence), None)
+        if own is not None:
+            cause.num_blocks_held = own.num_held
+            held = self._held_text(own.num_held)
+            cause.text += f", when requests held {held}" if held else ""
         last = before[-1] if before else None
         if last is not None and isinstance(last.event, e.CacheReset) and last.time_ns == cause.time_ns:
             cause.evidence = (last.sequence,)
@@ -266,9 +284,8 @@ class _Chain:
         ]
         cause.text += f". In step {event.step} (event {step.sequence}) {ran}"
         full = ""
-        for own in self.history.preemptions:
-            if own.sequence == cause.sequence and own.is_full:
-                full = f"its own {plural(own.num_blocks, 'block')} were full, so it needed another one"
+        if own is not None and own.is_full:
+            full = f"its own {plural(own.num_blocks, 'block')} were full, so it needed another one"
         if others:
             cause.text += (
                 f", and blocks went to {', '.join(others)}: vLLM takes a running request's blocks when another needs "
@@ -314,8 +331,11 @@ class _Chain:
         parts += [f"{admission.num_elsewhere} from elsewhere"] if admission.num_elsewhere else []
         parts.append(f"{num_left} left to compute")
         text = f"admitted with {plural(admission.num_tokens, 'token')}: {', '.join(parts)}"
+        held = self._held_text(admission.num_held)
+        text += f"; with its blocks, requests hold {held}" if held else ""
         left = (*admission.not_loaded, *admission.missed)
         cause = Cause("admission", admission.sequence, admission.sequence, time_ns, text, spans=left)
+        cause.num_blocks_held = admission.num_held
         cause.evidence = tuple(filter(None, (admission.answer_sequence, admission.reset_sequence)))
         answers = (lookup for lookup in self.history.lookups if lookup.last_sequence == admission.answer_sequence)
         explained = {(span.end_token, span.reason) for lookup in answers for span in lookup.spans}

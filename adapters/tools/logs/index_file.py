@@ -22,7 +22,7 @@ from kvledger.storage.events import Damage
 from kvledger.storage.events.retirements import read_retirements, retired_between
 from kvledger.storage.events.segment_bytes import num_written_bytes
 
-INDEX_FORMAT = 20
+INDEX_FORMAT = 21
 """Grows with every change of what is in an index; another one is built anew."""
 
 SCHEMA = """

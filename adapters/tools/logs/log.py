@@ -214,6 +214,12 @@ class StoredLog:
         return rank if isinstance(rank, int) else None
 
     @property
+    def num_device_blocks(self) -> int:
+        """Blocks of vLLM's KV cache that requests can hold; 0 if the header does not have the number."""
+        number = self.header.get("num_device_blocks")
+        return number if isinstance(number, int) and number > 0 else 0
+
+    @property
     def written_by(self) -> str:
         """The versions that wrote the log, and whose it is where it is not the scheduler's."""
         header, rank = self.header, self.worker_rank

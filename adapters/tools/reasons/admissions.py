@@ -207,6 +207,7 @@ class Admissions:
         for span in missed:
             sums.missed[span.reason] += span.num_tokens
         if account.history is not None:
+            admission.num_held = self._memory.num_held_blocks()
             account.history.keep(account.history.admissions, admission)
         return admission
 

@@ -141,6 +141,12 @@ class Memory:
             account = self.state.accounts[life.request_id] = Account(history=history)
         return account
 
+    def num_held_blocks(self, *, with_lost_by: Life | None = None) -> int:
+        """Blocks that all requests hold together; 0 if events are missing, or a group of layers has a window."""
+        if self.state.is_blind or self.model.layout.has_windows:
+            return 0
+        return self.model.tables.num_held(with_lost_by=with_lost_by)
+
     def lives(self) -> Iterator[tuple[Life, Account]]:
         """The present lives whose accounts are kept."""
         for life in self.model.lives:

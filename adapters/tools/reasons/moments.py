@@ -74,7 +74,8 @@ class Moments:
         is_known = life is not None and not life.is_partial and not layout.has_windows and num_blocks > 0
         num_held = num_blocks // layout.num_groups * layout.block_size
         num_computed = event.num_settled_tokens + max(0, event.num_in_flight_tokens)
-        return Preemption(model.moment.sequence, num_blocks, is_known and num_computed >= num_held)
+        is_full = is_known and num_computed >= num_held
+        return Preemption(model.moment.sequence, num_blocks, is_full, self._memory.num_held_blocks(with_lost_by=life))
 
     def _note(self, account: Account | None) -> None:
         if account is not None and account.history is not None:

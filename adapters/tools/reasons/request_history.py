@@ -76,6 +76,8 @@ class Admission:
     """Tokens of vLLM's prefix cache that another request had loaded, and that were computed before such a reset."""
     reset_sequence: int = 0
     """The last such reset; 0 if there is none."""
+    num_held: int = 0
+    """Blocks that all requests held together, this one included; 0 if that is not known."""
 
 
 @attrs.frozen
@@ -99,6 +101,8 @@ class Preemption:
     is_full: bool
     """Whether they held no token more than it had computed, so that it needed another one itself. False where that is
     not known: events are missing, or a group has a window."""
+    num_held: int = 0
+    """Blocks that all requests held together, those of this one included; 0 if that is not known."""
 
 
 @attrs.define

@@ -61,6 +61,18 @@ def test_a_reason_is_folded_behind_its_cause_or_stands_below_it(log_of_long_ids:
     assert [lines[at] for at in sorted(others) if not lines[at].startswith("    ")] == []
 
 
+def test_a_narrow_terminal_leaves_out_columns_and_names_them(log_of_long_ids: Path) -> None:
+    """Incident: thirteen columns in 80 broke every cell of the list of requests into pieces."""
+    lines = lines_of(on_terminal("show", log_of_long_ids))
+    (head,) = (line for line in lines if line.startswith("request "))
+    assert "preempted" in head
+    assert "lookups" not in head
+    assert any(line.startswith("no room for lookups") for line in lines)
+    wide = lines_of(on_terminal("show", log_of_long_ids, columns=240))
+    assert any("lookups" in line for line in wide)
+    assert not any(line.startswith("no room") for line in wide)
+
+
 def test_colours_are_for_terminals_that_want_them(log_of_long_ids: Path) -> None:
     """NO_COLOR is heeded."""
     coloured = re.compile(r"\x1b\[(?:\d;)*3\d")

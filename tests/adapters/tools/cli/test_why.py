@@ -64,6 +64,24 @@ def test_a_request_that_lost_its_blocks_to_nobody_needed_one_itself(
     assert text in line
 
 
+def test_an_admission_and_a_preemption_tell_how_full_the_kv_cache_was(run: Any, tmp_path: Path) -> None:
+    """A block that two requests share counts once. Without the size of the KV cache in the header nothing is told."""
+    driver = Driver()
+    driver.start("a", keys_of("a", 4), 32, (1, 2))
+    driver.start("b", keys_of("a", 4), 32, (1, 3, 4))
+    driver.preempt("b", 32, 33)
+    driver.step()
+    driver.ledger.commit()
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration, header={"num_device_blocks": 5})
+    shown = run("why", log, "b").out
+    assert "; with its blocks, requests hold 4 of 5 blocks" in shown
+    assert ", when requests held 4 of 5 blocks" in shown
+    causes = run("--json", "why", log, "b").objects("cause")
+    assert [each["num_blocks_held"] for each in causes if each["num_blocks_held"]] == [4, 4]
+    unknown = write_log(tmp_path / "unknown", driver.observed, driver.configuration)
+    assert "requests h" not in run("why", unknown, "b").out
+
+
 def test_reasons_that_changed_while_the_answer_did_not_stand_at_the_admission(run: Any, tmp_path: Path) -> None:
     """The other request that had been about to compute the chunks ended before it did."""
     driver = Driver()

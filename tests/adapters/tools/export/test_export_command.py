@@ -91,12 +91,12 @@ def test_a_file_has_the_rights_that_any_new_file_has(run: Any, log: Path, tmp_pa
     ("options", "complaint"),
     [
         ([], "say which format is wanted"),
+        (["page.html", "--html"], "page.html was read as the REQUEST; to write that file, give -o page.html"),
         (["--perfetto", "--html"], "say which format is wanted, one of"),
         (["--perfetto", "--json"], "name a file with -o"),
         (["--perfetto", "-o", "no/such/folder/t.json"], "No such file or directory"),
         (["--perfetto", "-o", "."], "is a folder"),
         (["--html", "--request", "nobody"], "no request has 'nobody' in its id"),
-        (["--html", "page.html"], "no request has 'page.html' in its id"),
     ],
 )
 def test_wrong_usage_is_named(run: Any, log: Path, options: list[str], complaint: str) -> None:
