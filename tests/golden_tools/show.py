@@ -281,7 +281,7 @@ def _groups(log: Path) -> list[tuple[object, ...]]:
 
 
 def _lines() -> Iterator[str]:
-    """Progress and saves that go well are left out, and so is an answer that only repeats the one before."""
+    """Progress and saves that go well are left out; answers that only repeat the one before are one line."""
     draft = [
         "15:06:40.003 3.000 8 draft new arrived with 20 prompt tokens",
         f"15:06:40.004 4.000 9 draft new {_ASKED} 20 tokens: no whole chunk, nothing to load",
@@ -301,11 +301,15 @@ def _lines() -> Iterator[str]:
         at, before, after = group.milliseconds[0], *group.states
         state = after if before in {None, after} else f"{before} → {after}"
         yield f"{time_of_day(at)} {at:.3f} {group.events[0]} chat {state} {text}"
+        if group.what == "lookup" and group.milliseconds[1] > at:  # asked a second time: two events, at the end
+            until = group.milliseconds[1]
+            again = f"{time_of_day(until)} {until:.3f} {group.events[1] - 1} chat {after}"
+            yield f"{again} asked 1 more time in {until - at:.1f} ms: the same answer"
     yield "end closed; 1 request was open"
 
 
 def _followed(log: Path) -> list[str]:
-    return printed("show", log, "--follow")
+    return printed("show", log, "--follow", "--since", 1)
 
 
 GOLDEN = {

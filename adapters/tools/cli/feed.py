@@ -9,10 +9,11 @@ import attrs
 import msgspec
 
 from kvledger.adapters.tools.cli.output import Output
-from kvledger.adapters.tools.logs.describe import describe, describe_decisions
+from kvledger.adapters.tools.logs.describe import describe, describe_decisions, without_numbers
 from kvledger.adapters.tools.logs.log import Batch, Gap, StoredLog
 from kvledger.adapters.tools.logs.observation import Observation, ObservationVisitor
 from kvledger.adapters.tools.logs.under_way import UnderWay, under_way
+from kvledger.adapters.units import duration, plural
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reader import Model
@@ -36,11 +37,30 @@ class Line:
     num_broken: int
 
 
+class Polls(msgspec.Struct, forbid_unknown_fields=True):
+    """Lookups of one request in a row whose answers differ only in numbers."""
+
+    first_text: str
+    last_text: str
+    last_sequence: int
+    first_ns: int
+    last_ns: int
+    num_repeats: int = 0
+
+    @property
+    def repeats_text(self) -> str:
+        """The lookups after the first one, in words."""
+        text = f"asked {plural(self.num_repeats, 'more time')} in {duration(self.last_ns - self.first_ns)}"
+        return (
+            f"{text}; the last: {self.last_text}" if self.last_text != self.first_text else f"{text}: the same answer"
+        )
+
+
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """What a feed goes on from."""
 
-    last_lookup: dict[str, str] = {}
-    """Request id → the line of its last lookup."""
+    polls: dict[str, Polls] = {}
+    """Request id → its last lookups."""
     under_way: UnderWay | None = None
 
 
@@ -69,26 +89,41 @@ class Feed(ObservationVisitor):
         for sequence, event in ((observation.sequence, observation.event), *observation.decisions):
             self.state.under_way = under_way(self._core, event, sequence, self.state.under_way)
         for request_id, decisions in concerning.items():
-            text = self._text(observation.event if request_id == own else None, request_id, decisions)
-            if text:
+            text = self._text(observation.event if request_id == own else None, decisions)
+            has_answer = any(isinstance(decision, e.LookupAnswered | e.LookupDeferred) for decision in decisions)
+            if text and not (has_answer and self._repeats(request_id, text, observation.sequence)):
+                if not has_answer:
+                    self._end_polls(request_id)
                 events = (observation.event, *decisions)
                 num_broken = sum(isinstance(event, e.InvariantViolated | e.HookFailed) for event in events)
                 place = observation.sequence, self.moment.time_ns, request_id
                 self._lines.append(Line(*place, *self.paths(request_id), text, num_broken))
 
-    def _text(self, observation: e.Event | None, request_id: str, decisions: list[e.Event]) -> str:
+    def _text(self, observation: e.Event | None, decisions: list[e.Event]) -> str:
         parts = [describe(observation, self._core)] if observation is not None else []
         if not any(parts):
             decisions = [decision for decision in decisions if not isinstance(decision, _QUIET)]
-        text = "; ".join(filter(None, (*parts, *describe_decisions(decisions, self._core))))
-        if any(isinstance(decision, e.LookupAnswered | e.LookupDeferred) for decision in decisions):
-            # A waiting request is asked about at every step: only a new answer is news.
-            repeated = self.state.last_lookup.get(request_id) == text
-            self.state.last_lookup[request_id] = text
-            return "" if repeated else text
-        if isinstance(observation, e.RequestFinished):
-            self.state.last_lookup.pop(request_id, None)
-        return text
+        return "; ".join(filter(None, (*parts, *describe_decisions(decisions, self._core))))
+
+    def _repeats(self, request_id: str, text: str, sequence: int) -> bool:
+        """Whether a lookup only repeats the one before it: a waiting request is looked up in every step."""
+        polls, now_ns = self.state.polls.get(request_id), self.moment.time_ns
+        if polls is not None and without_numbers(polls.last_text) == without_numbers(text):
+            polls.last_text, polls.last_ns, polls.last_sequence = text, now_ns, sequence
+            polls.num_repeats += 1
+            return True
+        self._end_polls(request_id)
+        self.state.polls[request_id] = Polls(text, text, sequence, now_ns, now_ns)
+        return False
+
+    def _end_polls(self, request_id: str) -> None:
+        """Add a line for the lookups that were left out, before the next line of the request."""
+        polls = self.state.polls.pop(request_id, None)
+        if polls is not None and polls.num_repeats:
+            state, _ = self.paths(request_id)
+            self._lines.append(
+                Line(polls.last_sequence, polls.last_ns, request_id, state, state, polls.repeats_text, 0)
+            )
 
 
 def follow(log: StoredLog, output: Output) -> Iterator[Batch | None]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
+
 import attrs
 
 from kvledger.adapters.tools.cli.feed import Feed, Line, follow
@@ -18,8 +21,16 @@ from kvledger.adapters.units import milliseconds
 from kvledger.lifecycle.reader import Reader
 
 
-def show_following(log: StoredLog, selection: Selection, output: Output) -> ExitCode:
-    """Print what happens, and how the log ended once nobody writes it any more."""
+def show_following(log: StoredLog, selection: Selection, output: Output, num_last: int | None) -> ExitCode:
+    """Print what happens, and how the log ended once no process writes it any more.
+
+    Args:
+        log: the opened log.
+        selection: what is printed of it.
+        output: where to.
+        num_last: how many of the lines that are in the log already are printed; None: all.
+    """
+    earlier: deque[Line] | None = deque(maxlen=num_last)
     model, clock = begin_model(log), Clock(log.header)
     feed = Feed(model, log.core)
     reader = Reader(model, [feed])
@@ -31,11 +42,17 @@ def show_following(log: StoredLog, selection: Selection, output: Output) -> Exit
             take_batch(reader, log, batch)
             for line in feed.pop_lines():
                 if selection.is_over(line.first_sequence):
+                    _show_lines(output, earlier or (), clock)
                     return ExitCode.SOUND
                 if selection.holds(line.first_sequence) and selection.request_id in {None, line.request_id}:
-                    _show_line(output, line, clock)
+                    if earlier is None:
+                        _show_lines(output, [line], clock)
+                    else:
+                        earlier.append(line)
             log.last_events = tuple(batch.numbered())
             continue
+        _show_lines(output, earlier or (), clock)
+        earlier = None
         # A call lasts less than two looks, but where it hangs.
         now = feed.state.under_way
         if now is not None and now == before != shown:
@@ -57,14 +74,15 @@ def _show_under_way(output: Output, log: StoredLog, call: UnderWay, clock: Clock
     output.line(f"{at}{under_way_text(call, log)}", "yellow", indent=len(at))
 
 
-def _show_line(output: Output, line: Line, clock: Clock) -> None:
-    if output.is_json:
-        output.record("line", {**attrs.asdict(line), "time_unix_ns": clock.unix_ns(line.time_ns)})
-        return
-    states = state_change(line.state_before, line.state_after)
-    at = _moment(output, clock, line.time_ns, line.first_sequence)
-    text = f"{at}{line.request_id}  {states}  {line.text}"
-    output.line(text, "red" if line.num_broken else "", indent=len(at))
+def _show_lines(output: Output, lines: Iterable[Line], clock: Clock) -> None:
+    for line in lines:
+        if output.is_json:
+            output.record("line", {**attrs.asdict(line), "time_unix_ns": clock.unix_ns(line.time_ns)})
+            continue
+        states = state_change(line.state_before, line.state_after)
+        at = _moment(output, clock, line.time_ns, line.first_sequence)
+        text = f"{at}{line.request_id}  {states}  {line.text}"
+        output.line(text, "red" if line.num_broken else "", indent=len(at))
 
 
 def _moment(output: Output, clock: Clock, time_ns: int, sequence: int) -> str:

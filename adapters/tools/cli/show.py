@@ -33,6 +33,8 @@ from kvledger.adapters.units import event_range, milliseconds, plural
 from kvledger.lifecycle.reader import Model, Reader
 
 _MAX_LISTED = 200
+_LINES_BEFORE = 10
+"""Printed by `--follow` of what has happened already."""
 _MAX_IN_FRAME = 4096
 """So many events are looked at for what is under way at a log's end; one hook call writes fewer."""
 _COLUMNS = {
@@ -90,8 +92,16 @@ def run(
     reading: Reading,
     *,
     follow: Annotated[
-        bool, Parameter(alias="-f", help="keep printing new events, as long as somebody writes the log")
+        bool, Parameter(alias="-f", help="keep printing what happens, until no process writes the log any more")
     ] = False,
+    tail: Annotated[
+        int | None,
+        value(
+            count,
+            "N",
+            help="with --follow: begin with the last N lines; default: 10, or with --since all from that moment on",
+        ),
+    ] = None,
     at: Annotated[
         Moment | None, value(moment, "MOMENT", help="show the state at that moment, of the log or of the request")
     ] = None,
@@ -110,6 +120,8 @@ def run(
     output: Written,
 ) -> ExitCode:
     """Show logs, or a request."""
+    if tail is not None and not follow:
+        raise CommandFailed("--tail is for --follow; --limit shortens the list of requests")
     if at is not None:
         if follow or failed or reading.since is not None or reading.until is not None:
             raise CommandFailed("--at shows one moment; leave out --since, --until, --follow and --failed")
@@ -118,7 +130,8 @@ def run(
         log, selection = selected_one(reading, output)
         if isinstance(reading.log, StreamUrl):
             keep_mirrored(reading.log, reading.mirror, newest=reading.newest)
-        return show_following(log, selection, output)
+        num_last = _LINES_BEFORE if tail is None and reading.since is None else tail
+        return show_following(log, selection, output, num_last)
     codes: list[ExitCode] = []
     for log, selection in selected(reading, output):
         if codes and not output.is_json:

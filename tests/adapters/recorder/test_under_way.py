@@ -100,7 +100,17 @@ def test_who_follows_the_log_is_told_while_the_connector_hangs(record: Record, o
     on_hook(lambda hook: is_told.wait() if hook == "update_state_after_alloc" else None)
     serving = threading.Thread(target=use, args=(engine,))
     serving.start()
-    command = [sys.executable, "-m", main.__module__, "show", "--follow", "--json", recording.log.log.directory]
+    command = [
+        sys.executable,
+        "-m",
+        main.__module__,
+        "show",
+        "--follow",
+        "--since",
+        "1",
+        "--json",
+        recording.log.log.directory,
+    ]
     try:
         with started(command, stdout=subprocess.PIPE, text=True) as follower:
             assert follower.stdout is not None

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lifecycle_driver import Driver, play_seed
+from lifecycle_driver import Driver, keys_of, play_seed
 from log_torture import reopened
 from log_torture.stored import compress_closed
 from processes import started
+from stored_logs import write_log
 
 from kvledger.adapters.tools.cli.feed import Feed, Line
 from kvledger.lifecycle import Core
@@ -38,7 +39,7 @@ def writer(log: Path) -> Iterator[SegmentEventStore]:
 def follower(log: Path, writer: SegmentEventStore) -> Iterator[subprocess.Popen[str]]:
     """A process that follows the story's log, which is being written."""
     assert writer.directory == log
-    arguments = [*COMMAND, "show", "--follow", "--json", log]
+    arguments = [*COMMAND, "show", "--follow", "--since", "1", "--json", log]
     with started(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         yield process
 
@@ -76,12 +77,26 @@ def test_a_followed_log_is_printed_as_it_grows_and_how_it_ends(
 
 def test_a_request_alone_can_be_followed_up_to_a_moment(run: Any, log: Path) -> None:
     """The lines that concern it, and an end."""
-    result = run("show", "--follow", log, REQUEST, "--until", 46)
+    result = run("show", "--follow", log, REQUEST, "--since", 1, "--until", 46)
     assert result.exit_code == 0
     day, *lines = result.out.splitlines()
     assert day == "2025-06-15 (UTC)"
     assert all(REQUEST in line for line in lines)
     assert any("running → preempted  preempted with 64 settled tokens" in line for line in lines)
+
+
+def test_following_begins_with_the_last_lines(run: Any, tmp_path: Path) -> None:
+    """Ten of them, or as many as are asked for; from a moment on every line."""
+    driver = play_seed(1, 60, chunk_size=16, block_size=16)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    every = run("--json", "show", "--follow", log, "--since", 1).objects("line")
+    assert len(every) > 10
+    assert run("--json", "show", "--follow", log).objects("line") == every[-10:]
+    assert run("--json", "show", "--follow", log, "--tail", 3).objects("line") == every[-3:]
+    assert run("--json", "show", "--follow", log, "--tail", 0).objects("line") == []
+    assert run("--json", "show", "--follow", log, "--since", 1, "--tail", 3).objects("line") == every[-3:]
+    refused = run("show", log, "--tail", 3)
+    assert (refused.exit_code, "--tail is for --follow" in refused.err) == (64, True)
 
 
 def lines_of(driver: Driver) -> list[Line]:
@@ -98,6 +113,23 @@ def test_polls_with_the_same_answer_are_printed_once(story: Driver) -> None:
     lookups = [line for line in lines if line.text.startswith("asked what can be loaded of 65 tokens")]
     assert len(lookups) == 1
     assert not any("computed" in line.text and line.text.startswith("save 1") for line in lines)
+
+
+def test_polls_whose_answers_differ_in_numbers_are_two_lines() -> None:
+    """Incident: a waiting request filled a screen with lookups that differ in what vLLM still had in its cache."""
+    driver = Driver()
+    driver.arrive("a", 65, keys_of("a", 4))
+    for num_computed in (64, 64, 48, 32):
+        driver.lookup("a", num_computed, 65)
+    driver.allocate("a", (1, 2, 3, 4, 5))
+    driver.step(("a", 32, 33, 65))
+    driver.finish("a", 65, 66)
+    driver.ledger.commit()
+    asked = [line.text for line in lines_of(driver) if "asked" in line.text]
+    assert asked[0].startswith("asked what can be loaded of 65 tokens, 64 of them computed already")
+    assert asked[1].startswith("asked 3 more times in ")
+    assert "; the last: asked what can be loaded of 65 tokens, 32 of them computed" in asked[1]
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("seed", range(4))

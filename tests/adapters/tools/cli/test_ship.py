@@ -172,7 +172,17 @@ def test_what_cannot_be_done_has_its_exit_code_and_a_reason(
 def test_a_stream_can_be_followed(server: NatsServer, run: Run, log: Path) -> None:
     """`show --follow` tells what is shipped while it runs."""
     assert run("ship", log, "--to", server.url, "--create-stream").exit_code == 0
-    command = [sys.executable, "-m", "kvledger.adapters.tools.cli.main", "show", "--follow", "--json", server.url]
+    command = [
+        sys.executable,
+        "-m",
+        "kvledger.adapters.tools.cli.main",
+        "show",
+        "--follow",
+        "--since",
+        "1",
+        "--json",
+        server.url,
+    ]
     with started(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         while json.loads(process.stdout.readline())["request_id"] != "chat-9":

@@ -199,7 +199,7 @@ def test_a_life_begins_without_what_the_one_before_it_left_open(run: Any, tmp_pa
     first, second = run("show", "--json", log).objects("request")
     assert (first["outcome"], second["outcome"]) == ("FINISHED_STOPPED", "new")
     assert (second["num_chunks_saved"], second["last_sequence"]) == (0, second["first_sequence"])
-    for shown in (run("show", log, "a").out, run("show", "--follow", log).out):
+    for shown in (run("show", log, "a").out, run("show", "--follow", "--since", 1, log).out):
         (line,) = (line for line in shown.splitlines() if "arrived with 5 prompt tokens" in line)
         assert " new " in line
         assert "finished" not in line
@@ -231,7 +231,7 @@ def test_lost_events_are_a_group_of_their_own(run: Any, story: Driver, tmp_path:
     assert result.exit_code == 0
     assert "events 5–7 are missing" in result.out
     assert "lost_events" in result.err
-    followed = run("show", "--follow", tmp_path / "gap")
+    followed = run("show", "--follow", "--since", 1, tmp_path / "gap")
     assert (followed.exit_code, followed.err.count("events 5–7 are missing")) == (0, 1)
 
 
@@ -253,7 +253,7 @@ def test_a_log_that_cannot_be_folded_is_shown_whole(run: Any, story: Driver, tmp
 def test_a_log_that_cannot_be_folded_is_followed_to_its_end(run: Any, story: Driver, tmp_path: Path) -> None:
     """A log with one job id for two lives ended the command with 70, as a mistake in kvledger."""
     log = write_log(tmp_path / "alien", unfoldable(story.observed), story.configuration)
-    result = run("show", log, "--follow")
+    result = run("show", log, "--follow", "--since", 1)
     assert (result.exit_code, result.err) == (0, "")
     assert REQUEST in result.out
     assert result.out.splitlines()[-1].endswith("closed; 1 request was open")

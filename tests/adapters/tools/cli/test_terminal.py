@@ -102,7 +102,7 @@ def test_another_day_is_said(run: Any, tmp_path: Path) -> None:
     driver = tell_story(clock_rate=10**6)
     opened = 1_767_657_590 * 10**9  # 2026-01-05T23:59:50Z
     log = write_log(tmp_path / "log", driver.observed, driver.configuration, header={"opened_at_unix_ns": opened})
-    for command in (("show", log, "chat-17"), ("why", log, "chat-17"), ("show", log, "--follow")):
+    for command in (("show", log, "chat-17"), ("why", log, "chat-17"), ("show", log, "--follow", "--since", 1)):
         days = [line.strip()[:10] for line in run(*command).out.splitlines() if line.strip().startswith("2026-01-06")]
         assert days == ["2026-01-06"], command
 
