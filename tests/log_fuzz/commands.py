@@ -14,6 +14,7 @@ from kvledger.adapters.tools.exit_codes import OF_EVERY_COMMAND, ExitCode
 LINES: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "ls": ("LOG", "LOG --json", "DIR"),
+        "top": ("LOG", "DIR --once --json"),
         "verify": ("LOG --jobs 1", "LOG --jobs 1 --json", "LOG --verbose --lenient", "LOG --request REQUEST"),
         "show": (
             *("LOG", "LOG --json", "LOG REQUEST", "LOG REQUEST --json", "LOG --follow", "LOG --since 0.01ms"),

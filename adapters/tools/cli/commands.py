@@ -76,6 +76,14 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 "how the last one ended, for a script": "kvledger ls logs --json | head -n 1 | jq -r .end",
             },
         ),
+        "top": Command(
+            "watch a running engine: requests by state, hit rate, copies, faults, who waits longest",
+            {ExitCode.SOUND: "shown, until the engine has ended or until Ctrl-C", ExitCode.DAMAGED: _UNREADABLE},
+            {
+                "the engine that writes to this log_dir": "kvledger top logs",
+                "one view, for a program": "kvledger top logs --once --json",
+            },
+        ),
         "verify": Command(
             "check a log in every way",
             {code: VERDICTS[code] for code in sorted(VERDICTS)},

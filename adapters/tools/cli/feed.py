@@ -127,12 +127,13 @@ class Feed(ObservationVisitor):
 
 
 def follow(log: StoredLog, output: Output) -> Iterator[Batch | None]:
-    """Every batch of a log, and then those that are appended; None whenever there is nothing new.
+    """Yield every batch of a log after `log.start_sequence`, and then those that are appended.
 
-    Ends where nobody writes the log any more; a copy or a mirror, of which that is not known, is followed for ever.
+    Yields None whenever there is nothing new. Ends when no process writes the log any more. Of a copy or a mirror that
+    is not known, so it is followed without an end.
     """
-    place, last_sequence = (log.files()[0].name, 0), 0
-    for batch in log.batches():
+    place, last_sequence = (log.files()[0].name, 0), log.start_sequence
+    for batch in log.batches_behind(last_sequence) if last_sequence else log.batches():
         place, last_sequence = (batch.segment, batch.end_offset), batch.last_sequence
         yield batch
     num_polls = 0

@@ -21,7 +21,9 @@ from kvledger.adapters.units import milliseconds
 from kvledger.lifecycle.reader import Reader
 
 
-def show_following(log: StoredLog, selection: Selection, output: Output, num_last: int | None) -> ExitCode:
+def show_following(
+    log: StoredLog, selection: Selection, output: Output, num_last: int | None, *, is_from_end: bool
+) -> ExitCode:
     """Print what happens, and how the log ended once no process writes it any more.
 
     Args:
@@ -29,9 +31,10 @@ def show_following(log: StoredLog, selection: Selection, output: Output, num_las
         selection: what is printed of it.
         output: where to.
         num_last: how many of the lines that are in the log already are printed; None: all.
+        is_from_end: whether reading begins at the newest snapshot; a log of gigabytes is not read from its beginning.
     """
     earlier: deque[Line] | None = deque(maxlen=num_last)
-    model, clock = begin_model(log), Clock(log.header)
+    model, clock = begin_model(log, at_newest_snapshot=is_from_end), Clock(log.header)
     feed = Feed(model, log.core)
     reader = Reader(model, [feed])
     before = shown = None

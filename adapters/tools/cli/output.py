@@ -12,7 +12,8 @@ import attrs
 import msgspec
 from cyclopts import Parameter
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -56,6 +57,7 @@ class Output:
         """Whether the command is about several logs."""
         self.failures: list[ExitCode] = []
         """What went wrong with some of several logs; part of the command's exit code."""
+        self._live: Live | None = None
         is_terminal = sys.stdout.isatty()
         self._console = Console(
             file=sys.stdout,
@@ -67,6 +69,36 @@ class Output:
             emoji=False,
             soft_wrap=False,
         )
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether people see the output at once."""
+        return self._console.is_terminal
+
+    @contextlib.contextmanager
+    def screen(self) -> Iterator[None]:
+        """Use the whole terminal for `show`, and give it back as it was."""
+        with Live(console=self._console, screen=True, auto_refresh=False) as live:
+            self._live = live
+            try:
+                yield
+            finally:
+                self._live = None
+
+    def show(self, drawn: RenderableType) -> None:
+        """Print it; inside `screen`, in place of what is there."""
+        if self._live is None:
+            self._print(drawn)
+        else:
+            self._live.update(drawn, refresh=True)
+
+    def _print(self, drawn: RenderableType) -> None:
+        if self.is_terminal:
+            self._console.print(drawn)
+            return
+        with self._console.capture() as capture:
+            self._console.print(drawn)
+        sys.stdout.writelines(line.rstrip() + "\n" for line in capture.get().splitlines())
 
     def record(self, type_name: str, fields: Mapping[str, object]) -> None:
         """One JSON line."""
@@ -143,14 +175,9 @@ class Output:
             table.add_column(name, justify=justify, overflow="fold")
         for row in rows:
             table.add_row(*(Text(visible(row[place])) for place in shown.values()))
-        if self._console.is_terminal:
-            self._console.print(table)
-            if left_out:
-                self.line(f"no room for {', '.join(left_out)}: widen the terminal, or use --json", style="dim")
-            return
-        with self._console.capture() as capture:
-            self._console.print(table)
-        sys.stdout.writelines(line.rstrip() + "\n" for line in capture.get().splitlines())
+        self._print(table)
+        if left_out:
+            self.line(f"no room for {', '.join(left_out)}: widen the terminal, or use --json", style="dim")
 
     def flush(self) -> None:
         """Let a program that reads have what was written so far, and notice when it has gone."""

@@ -131,7 +131,7 @@ def run(
         if isinstance(reading.log, StreamUrl):
             keep_mirrored(reading.log, reading.mirror, newest=reading.newest)
         num_last = _LINES_BEFORE if tail is None and reading.since is None else tail
-        return show_following(log, selection, output, num_last)
+        return show_following(log, selection, output, num_last, is_from_end=reading.since is None)
     codes: list[ExitCode] = []
     for log, selection in selected(reading, output):
         if codes and not output.is_json:

@@ -154,15 +154,18 @@ class StoredLog:
     _was_open: bool = attrs.field(init=False)
     """Whether somebody was writing the log when reading began: what came to its end since, came too late to be read."""
 
-    def start(self) -> Start | None:
-        """What is known at the first place from which the log can be folded, if that is not its beginning.
+    def start(self, *, newest: bool = False) -> Start | None:
+        """Return the state from which the log is folded, or None if that is its beginning.
 
-        Of a log whose oldest segments were retired: the earliest snapshot that fits the log and today's state, and was
-        folded by this code or is trusted all the same; None: there is none, or the log has its beginning. From here on,
-        what is trusted is what stands behind `start_sequence`.
+        If the oldest segments were retired, that is the earliest snapshot that fits the log and today's state, and was
+        made by this code or is trusted all the same. From here on, `is_trusted` is about what follows `start_sequence`.
+
+        Args:
+            newest: take the newest such snapshot, also of a log that has its beginning.
         """
         self.start_sequence, self.start_remarks, self.start_totals = 0, [], b""
-        if not self.header or not self.path.is_dir() or self._reader.first_sequence in {None, 1}:
+        has_beginning = self._reader.first_sequence in {None, 1}
+        if not self.header or not self.path.is_dir() or (has_beginning and not newest):
             return None
         other_code = self.core.other_code(self.header)
         if other_code and not self.trusts_snapshots:
@@ -172,7 +175,8 @@ class StoredLog:
             )
             return None
         fingerprint = state_fingerprint(self.core, self.configuration)
-        found, self.start_remarks = find_snapshot(self.path, log_id=str(self.header["log_id"]), fingerprint=fingerprint)
+        log_id = str(self.header["log_id"])
+        found, self.start_remarks = find_snapshot(self.path, log_id=log_id, fingerprint=fingerprint, newest=newest)
         if found is None:
             return None
         start = Start(found.state, found.reader, trusts_other_code=self.trusts_snapshots)

@@ -15,7 +15,9 @@ HEADER_LOST = LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
 """To read a log without its header: lives and their states are known, and nothing of chunks and slots."""
 
 
-def begin_model(log: StoredLog, configuration: LedgerConfiguration | None = None) -> Model:
+def begin_model(
+    log: StoredLog, configuration: LedgerConfiguration | None = None, *, at_newest_snapshot: bool = False
+) -> Model:
     """The model before the first event that `take_batch` gives a reader.
 
     If the oldest segments of the log were retired, it holds what the first usable snapshot holds. Without one, reading
@@ -24,12 +26,14 @@ def begin_model(log: StoredLog, configuration: LedgerConfiguration | None = None
     Args:
         log: the opened log.
         configuration: that of the log by default.
+        at_newest_snapshot: begin at the newest usable snapshot, if there is one; the caller reads the batches after
+            `log.start_sequence` only.
 
     Raises:
         CommandFailed: the log has lost its header, and no configuration is given.
     """
     model = Model(log.core.tables, configuration or log.configuration)
-    start = log.start()
+    start = log.start(newest=at_newest_snapshot)
     if start is not None:
         start.resume(model, log.core)
     return model

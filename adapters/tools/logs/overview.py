@@ -1,0 +1,139 @@
+"""What an engine is doing at one moment of its log: requests by state, blocks, copies, hit rate, the worst requests."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+
+import attrs
+
+from kvledger.adapters.tools.logs.describe import describe_core_event
+from kvledger.adapters.tools.logs.totals import LogTotals
+from kvledger.lifecycle import RequestState, on
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reader import Life, Model, Spent, Visitor
+
+_NS_PER_S = 1_000_000_000
+RECENT_S = 60
+_WAITING = frozenset({RequestState.NEW})
+_LOST = frozenset({RequestState.PREEMPTED, RequestState.RECOVERING})
+
+
+@attrs.frozen
+class BadRequest:
+    """A request that has waited: in the queue, or without its blocks."""
+
+    request_id: str
+    state: str
+    spent: Spent
+    num_preemptions: int
+    num_tokens: int
+
+
+@attrs.frozen
+class Overview:
+    """The engine after the last event that was read. Times in nanoseconds since the log was opened."""
+
+    time_ns: int
+    last_sequence: int
+    num_running: int
+    num_waiting: int
+    num_preempted: int
+    """Preempted and not running again yet."""
+    num_finished: int
+    """All requests that have finished, those from before a snapshot left out."""
+    num_blocks_held: int | None
+    """Distinct blocks of vLLM's KV cache that requests hold; None if a group of layers has a window."""
+    num_loads: int
+    """In flight."""
+    num_saves: int
+    oldest_copy_ns: int | None
+    """When the oldest copy in flight was issued; None: there is none."""
+    num_tokens_queried: int
+    """At admissions, beyond vLLM's own prefix hit, since the log was opened."""
+    num_tokens_hit: int
+    num_recently_queried: int
+    """The same in the last minute, or since reading began."""
+    num_recently_hit: int
+    num_violations: int
+    num_hook_failures: int
+    last_fault: str
+    """The last broken rule or failed hook, in words; empty: none was read."""
+    worst: tuple[BadRequest, ...]
+    """Those that have waited longest, the longest first."""
+
+
+class Overviews(Visitor[Model]):
+    """Makes overviews of what a reader has read so far.
+
+    Args:
+        model: of the reader.
+        totals: count what the same reader reads; they come before this visitor.
+    """
+
+    needs = ("lives", "tables", "copies")
+
+    def __init__(self, model: Model, totals: LogTotals) -> None:
+        super().__init__(model)
+        self._totals = totals
+        self._num_finished = 0
+        self._last_fault = ""
+        self._queried: deque[tuple[int, int, int]] = deque()
+        """(time, tokens queried, tokens hit), the newest last."""
+
+    @on(e.RequestFinished)
+    def _finished(self, _event: e.RequestFinished) -> None:
+        self._num_finished += not self.moment.is_refused
+
+    @on(e.InvariantViolated, e.HookFailed)
+    def _failed(self, event: e.InvariantViolated | e.HookFailed) -> None:
+        self._last_fault = f"{describe_core_event(event)} (event {self.moment.sequence})"
+
+    def now(self, num_worst: int) -> Overview:
+        """The engine now, with at most so many requests."""
+        model, figures = self.model, self._totals.figures
+        states: Counter[RequestState] = Counter(life.state for life in model.lives)
+        copies = [copy for _, copy in model.copies]
+        num_loads = sum(copy.is_load for copy in copies)
+        now_ns = self.moment.time_ns
+        self._queried.append((now_ns, figures.num_tokens_queried, figures.num_tokens_hit))
+        while len(self._queried) > 1 and self._queried[1][0] <= now_ns - RECENT_S * _NS_PER_S:
+            self._queried.popleft()
+        _, queried_before, hit_before = self._queried[0]
+        return Overview(
+            time_ns=now_ns,
+            last_sequence=self.moment.sequence,
+            num_running=states[RequestState.RUNNING] + states[RequestState.CHUNKED_PREFILL],
+            num_waiting=sum(states[state] for state in _WAITING),
+            num_preempted=sum(states[state] for state in _LOST),
+            num_finished=self._num_finished,
+            num_blocks_held=None if model.layout.has_windows else model.tables.num_held(),
+            num_loads=num_loads,
+            num_saves=len(copies) - num_loads,
+            oldest_copy_ns=min((copy.since_ns for copy in copies), default=None),
+            num_tokens_queried=figures.num_tokens_queried,
+            num_tokens_hit=figures.num_tokens_hit,
+            num_recently_queried=figures.num_tokens_queried - queried_before,
+            num_recently_hit=figures.num_tokens_hit - hit_before,
+            num_violations=figures.num_violations,
+            num_hook_failures=figures.num_hook_failures,
+            last_fault=self._last_fault,
+            worst=self._worst(num_worst),
+        )
+
+    def _worst(self, num_worst: int) -> tuple[BadRequest, ...]:
+        lives = [life for life in self.model.lives if life.state is not RequestState.FINISHED]
+        waited: Callable[[Life], int] = lambda life: (  # noqa: E731 -- a key
+            self.model.lives.spent(life).queued_ns + self.model.lives.spent(life).preempted_ns
+        )
+        lives.sort(key=waited, reverse=True)
+        return tuple(
+            BadRequest(
+                life.request_id,
+                life.path,
+                self.model.lives.spent(life),
+                life.num_preemptions,
+                max(life.num_tokens, self.model.lives.num_computed_tokens(life)),
+            )
+            for life in lives[:num_worst]
+        )
