@@ -97,18 +97,23 @@ class Axis:
             share = self.share(until_ns) - share
         return f"{share * 100:.4f}".rstrip("0").rstrip(".") + "%"
 
-    def ticks(self) -> Iterator[Tick]:
-        """Moments to label: where a piece begins, and round ones, as far as there is room."""
-        step = next((step for step in _STEPS_NS if self._drawn_ns * _TICK_DISTANCE <= step), _STEPS_NS[-1])
+    def ticks(self, zoom: int = 1) -> Iterator[Tick]:
+        """Moments to label: where a piece begins, and round ones, as far as there is room.
+
+        Args:
+            zoom: how many times wider than its window the axis is drawn.
+        """
+        distance = _TICK_DISTANCE / zoom
+        step = next((step for step in _STEPS_NS if self._drawn_ns * distance <= step), _STEPS_NS[-1])
         room = 0.0
         for (first, last), begin in zip(self._pieces, self._shares, strict=True):
             following = self._shares[bisect.bisect_right(self._shares, begin) :]
-            limit = (following[0] if following else 1.0) - _TICK_DISTANCE
+            limit = (following[0] if following else 1.0) - distance
             for time_ns in (first, *range((first // step + 1) * step, last + 1, step)):
                 share = self.share(time_ns)
                 if share >= room and (time_ns == first or share <= limit):  # a label stands to the right of its tick
                     yield Tick(time_ns, share, step if time_ns % step == 0 else min(step, 10**6))
-                    room = share + _TICK_DISTANCE
+                    room = share + distance
 
 
 def _merged(intervals: Iterable[Interval]) -> list[Interval]:

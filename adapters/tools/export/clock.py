@@ -40,13 +40,13 @@ class PageClock:
         """What the axis begins with."""
         return f"{_day(axis.first_ns)} UTC" if self.is_of_day else "ms since opening"
 
-    def labelled(self, axis: Axis) -> Iterator[tuple[Tick, str, bool]]:
-        """The ticks with their labels, and which of them a narrow window has room for."""
+    def labelled(self, axis: Axis, zoom: int) -> Iterator[tuple[Tick, str, bool]]:
+        """Yield the ticks with their labels, and whether a narrow window has room for them."""
         day = _day(axis.first_ns)
-        room = 0.0
-        for tick in axis.ticks():
-            is_main = room <= tick.share <= 1 - _TICK_DISTANCE_IF_NARROW
-            room = tick.share + _TICK_DISTANCE_IF_NARROW if is_main else room
+        room, distance = 0.0, _TICK_DISTANCE_IF_NARROW / zoom
+        for tick in axis.ticks(zoom):
+            is_main = room <= tick.share <= 1 - distance
+            room = tick.share + distance if is_main else room
             if not self.is_of_day:
                 yield tick, f"{tick.time_ns / 1e6:,.10g}", is_main
                 continue

@@ -33,6 +33,8 @@ from kvledger.adapters.tools.logs.visible import visible
 from kvledger.adapters.tools.reasons import BY_DESIGN, Sums
 from kvledger.adapters.units import duration, event_range, milliseconds, plural, ranges, size
 
+_ZOOMS = (1, 4, 16, 64, 256)
+"""How many times wider than its window the time axis may be drawn; each has labels of its own."""
 _MAX_TIMELINES = 60
 """Requests that are shown event by event."""
 _WORK_OF_TIMELINES = 20_000_000
@@ -83,7 +85,7 @@ def write_page(logs: Sequence[tuple[StoredLog, Selection]], output: Progress) ->
         max_causes=_MAX_CAUSES,
         clock=clock,
         axis=axis,
-        ticks=list(clock.labelled(axis)),
+        ticks={zoom: list(clock.labelled(axis, zoom)) for zoom in _ZOOMS},
         folds_are_named=len(axis.folds) <= _MAX_FOLDS_NAMED,
         curves=[
             curve
@@ -106,13 +108,16 @@ def write_page(logs: Sequence[tuple[StoredLog, Selection]], output: Progress) ->
 
 
 def _chosen(readings: Sequence[Reading]) -> list[list[Request]]:
-    """Of each log the requests that are drawn, in the order of their arrival."""
+    """Of each log the requests that are drawn, the worst first."""
     everyone = [
         (request.interest, index, request) for index, each in enumerate(readings) for request in each.shown.requests
     ]
     everyone.sort(key=lambda one: one[0], reverse=True)
     kept = {id(request) for _, _, request in everyone[:MAX_REQUESTS]}
-    return [[request for request in each.shown.requests if id(request) in kept] for each in readings]
+    return [
+        sorted((request for request in each.shown.requests if id(request) in kept), key=lambda request: request.badness)
+        for each in readings
+    ]
 
 
 def _most_interesting(reading: Reading, requests: Sequence[Request], num_requests: int) -> list[str]:

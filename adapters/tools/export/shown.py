@@ -59,6 +59,23 @@ class Request:
         return sum(instant.is_trouble for instant in self.instants) + self.life.summary.num_failures
 
     @property
+    def last_ns(self) -> int:
+        """The last moment that is drawn of it, in nanoseconds since the log was opened."""
+        ends = [self.life.summary.arrived_ns, *(span.last_ns for span in (*self.states, *self.copies))]
+        return max(ends)
+
+    @property
+    def badness(self) -> tuple[int, int, int, int]:
+        """The key that sorts the worst first: by trouble, preemptions, time without its blocks or queued, arrival."""
+        summary, spent = self.life.summary, self.life.summary.spent
+        return (
+            -self.num_troubles,
+            -summary.num_preemptions,
+            -(spent.queued_ns + spent.preempted_ns),
+            self.life.ordinal or 0,
+        )
+
+    @property
     def interest(self) -> tuple[int, int, int]:
         """The more, the rather it is shown: trouble, preemptions, then a sample from all over the log."""
         # Of numbers written backwards the smallest belong to multiples of the highest power of two: evenly spread.

@@ -58,6 +58,14 @@ def test_ticks_are_round_and_have_room() -> None:
     assert [time_of_day(tick) for tick in ticks][:2] == ["12:00:00", "12:00:20"]
 
 
+def test_a_zoomed_axis_has_more_ticks_with_the_same_room() -> None:
+    """Drawn 16 times as wide, labels are 16 times closer in time."""
+    axis = Axis([(NOON, NOON + 600 * S)])
+    ticks = list(axis.ticks(16))
+    assert all(right.share - left.share > 0.1 / 16 for left, right in itertools.pairwise(ticks))
+    assert len(ticks) > 10 * len(list(axis.ticks()))
+
+
 def test_a_tick_is_as_exact_as_it_needs_to_be() -> None:
     """Milliseconds where ticks are milliseconds apart."""
     labels = [time_of_day(tick) for tick in Axis([(NOON, NOON + S // 10)]).ticks()]

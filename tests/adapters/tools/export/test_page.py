@@ -191,6 +191,34 @@ def test_idle_time_is_folded_and_the_axis_tells_the_time_of_day(run: Any, page: 
     assert "ms after log was opened" in labels[0]
 
 
+def test_the_axis_can_be_zoomed_up_to_the_life_of_one_request(run: Any, page: Page, tmp_path: Path) -> None:
+    """Incident: in a log of 19 minutes and 1,500 requests each was drawn a few pixels long."""
+    driver = serve_many(1000)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    path = tmp_path / "page.html"
+    assert run("export", log, "--html", "-o", path).exit_code == 0
+    shown = opened(page, path)
+    row = "[...document.querySelectorAll('.row.request')][20]"
+    length = (
+        f"(() => {{ const e = [...{row}.querySelectorAll('rect')].map((r) => r.getBoundingClientRect());"
+        "return Math.max(...e.map((r) => r.right)) - Math.min(...e.map((r) => r.left)); })()"
+    )
+    labels = "[...document.querySelectorAll('.ticks text')].filter((e) => e.getClientRects().length).length"
+    before, num_labels = shown.evaluate(length), shown.evaluate(labels)
+    shown.click("[data-zoom=in]")
+    shown.click("[data-zoom=in]")
+    assert shown.evaluate(length) == pytest.approx(4 * before, rel=0.05)
+    assert shown.evaluate(labels) > 2 * num_labels
+    shown.click("[data-zoom=all]")
+    assert shown.evaluate(length) == pytest.approx(before, rel=0.01)
+    shown.evaluate(f"{row}.querySelector('svg').dispatchEvent(new MouseEvent('click', {{ bubbles: true }}))")
+    assert shown.evaluate(length) > 30 * before
+    label = "document.querySelector('.row.request .label').getBoundingClientRect().left"
+    assert shown.evaluate(label) == pytest.approx(
+        shown.evaluate("document.querySelector('.timeline').getBoundingClientRect().left"), abs=2
+    ), "labels stay while the lanes scroll"
+
+
 def test_restarts_of_an_engine_are_one_page(run: Any, page: Page, tmp_path: Path) -> None:
     """A table of the logs, and their requests in groups along one axis, also where ids are used again."""
     story = tell_story(clock_rate=1700)
@@ -360,6 +388,9 @@ def test_of_many_requests_those_with_trouble_are_shown_and_the_rest_is_counted(
     rows = shown.evaluate("[...document.querySelectorAll('.row.request .label')].map((e) => e.textContent)")
     assert len(rows) == 300
     assert "r777" in rows
+    assert rows[0] == "r777", "the worst is on top"
+    shown.click("[data-order]")
+    rows = shown.evaluate("[...document.querySelectorAll('.row.request .label')].map((e) => e.textContent)")
     assert rows == sorted(rows, key=lambda name: int(name[1:]))
     assert "300 of 1,000 requests are drawn" in shown.evaluate("document.querySelector('#timeline .note').textContent")
     assert path.stat().st_size < 4_000_000
