@@ -17,6 +17,7 @@ from golden_tools import (
     state,
     stats,
     tables,
+    top,
     verify,
     why,
 )
@@ -31,6 +32,7 @@ GOLDEN: Mapping[str, Golden] = {
     **verify.GOLDEN,
     **state.GOLDEN,
     **tables.GOLDEN,
+    **top.GOLDEN,
     **export_perfetto.GOLDEN,
     **export_spans.GOLDEN,
     **export_page.GOLDEN,

@@ -74,8 +74,9 @@ def _marks(ordinal: int | None) -> list[str]:
 
 REQUESTS = [
     # Arrived, took, ended, prompt, output, preempted, loaded, recomputed, failures, why.
-    "doc 15:06:40.000 35.0 ms stopped 40 25 1 42 0 0",
+    # The life whose load failed is the worst, so it comes first.
     "doc 15:06:40.040 – running 33 1 0 0 0 1 load_failed 32",
+    "doc 15:06:40.000 35.0 ms stopped 40 25 1 42 0 0",
 ]
 
 WHY = [
@@ -185,7 +186,7 @@ POOL_SIZES = [
 PAGE = {
     "verdict": ["sound: every rule that a log can decide is kept"],
     # What is of no request is marked in the engine's row, above the rows of the two lives.
-    "Timeline": [*_marks(None), *_drawn(0), *_drawn(1)],
+    "Timeline": [*_marks(None), *_drawn(1), *_drawn(0)],
     "2 requests": REQUESTS,
     "Why tokens were computed": WHY,
     "How large should the pool be?": POOL_SIZES,

@@ -130,10 +130,12 @@ class Timelines(ObservationVisitor):
         events = (observation.event, *(event for _, event in observation.decisions))
         named = {getattr(event, "request_id", "") for event in events}
         is_about_all = isinstance(events[0], _ABOUT_ALL) or any(isinstance(each, e.ExtensionStopped) for each in events)
-        for request_id, groups in self.state.groups.items():
-            life = self.life_of(request_id) if is_about_all or request_id in named else None
-            if life is None and request_id not in named:
-                continue
+        every = self.state.groups
+        chosen = named.intersection(every)
+        if is_about_all:
+            chosen.update(request_id for request_id in every if self.life_of(request_id) is not None)
+        for request_id in chosen:
+            life, groups = self.life_of(request_id), every[request_id]
             if not groups and self.state.lost is not None:  # where its id may have been used before
                 groups.append(self.state.lost)
             is_over = self.model.lives.get(request_id) is None
