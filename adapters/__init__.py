@@ -1,1 +1,1 @@
-"""Where kvledger meets the world: vLLM, other connectors, the command line. It may import everything."""
+"""Connects kvledger to vLLM, other connectors and the command line. It may import everything."""

@@ -1,8 +1,8 @@
 """Python processes that kvledger starts, without the working directory as a place for modules.
 
-Python puts the working directory first on `sys.path` with `-m` and `-c`, and `multiprocessing` starts its processes
-with `-c`. A server may run in a folder that others can write to, and a reader in one that came with a log: a module
-placed there must not run.
+With `-m` and `-c` Python puts the working directory first on `sys.path`, and `multiprocessing` starts its processes
+with `-c`. Others may write to a server's folder, and a reader's folder may come with a log. A module placed there must
+not run.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Final
 __all__ = ["child_environment", "without_working_directory"]
 
 SAFE_PATH: Final = "PYTHONSAFEPATH"
-"""What `python -P` is in the environment (Python 3.11, "Command line and environment")."""
+"""The environment variable for `python -P` (Python 3.11, "Command line and environment")."""
 _lock = threading.Lock()
 
 
 def child_environment(modules: Iterable[str]) -> dict[str, str]:
     """Return the environment of a `python -P` that can import what this process can, less the working directory.
 
-    The working directory keeps its place if PYTHONPATH names it. It goes last if this process imported kvledger or one
-    of `modules` from there, so that it hides no other module.
+    The working directory keeps its place if PYTHONPATH names it. If this process imported kvledger or one of `modules`
+    from there, it goes last and hides no other module.
 
     Args:
         modules: the full names of the imported modules that the child needs besides kvledger.
     """
     environment = {**os.environ, SAFE_PATH: "1"}
     entries = [os.fspath(entry) for entry in sys.path]
-    with contextlib.suppress(OSError):  # the working directory was removed: nothing can be imported from there
+    with contextlib.suppress(OSError):  # the working directory was removed
         here = Path.cwd().resolve()
         named = {Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
         if here not in named:
@@ -46,9 +46,9 @@ def child_environment(modules: Iterable[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def without_working_directory() -> Iterator[None]:
-    """Let `multiprocessing` start processes inside as with `python -P`; they take over this process's `sys.path`.
+    """Let `multiprocessing` start processes as with `python -P`; they get this process's `sys.path`.
 
-    It offers no other way than the environment (`multiprocessing/spawn.py`, Python 3.11). One thread at a time.
+    Only the environment can do this (`multiprocessing/spawn.py`, Python 3.11). One thread at a time.
     """
     with _lock:
         before = os.environ.get(SAFE_PATH)
@@ -63,7 +63,7 @@ def without_working_directory() -> Iterator[None]:
 
 
 def _folder(name: str) -> Path | None:
-    """The folder from which this process imported the module; None if that is unknown, as for an editable install."""
+    """Return the folder that the module was imported from; None if unknown, as for an editable install."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if not file:
         return None

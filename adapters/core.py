@@ -1,4 +1,4 @@
-"""A core by names: what a connector's configuration and a command line may say instead of code."""
+"""Builds a core from names, which a configuration and a command line can give."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ from kvledger.lifecycle import (
 )
 
 ENTRY_POINTS = "kvledger.extensions"
-"""The group in which a package names its extensions."""
+"""Entry point group in which a package names its extensions."""
 _RECORDER = "kvledger.adapters.recorded.extension:Recorder"
-"""Of logs that a recorder has written; no connector loads it by itself."""
+"""For logs that a recorder has written; no connector loads it by itself."""
 
 
 def composed_core(handlers: Iterable[str] = (), extensions: Iterable[str] = ()) -> Core:
-    """The standard core, with these handlers in the places of their states, and with these extensions.
+    """Return the standard core with these extensions, and with these handlers in the places of their states.
 
-    Args:
-        handlers: as "module:Class".
-        extensions: as "module:Class".
+    Both are named as "module:Class".
 
     Raises:
-        ConfigurationError: a name that cannot be imported or is none of these, or parts that do not fit together.
+        ConfigurationError: a name cannot be imported or is not of this kind, or parts do not fit together.
     """
     replacing = [_made("handlers", name, StateHandler) for name in handlers]
     try:
@@ -47,12 +45,12 @@ def composed_core(handlers: Iterable[str] = (), extensions: Iterable[str] = ()) 
 
 
 def installed_extensions() -> Iterator[str]:
-    """Those that installed packages name, as "module:Class"."""
+    """Return the extensions that installed packages name, as "module:Class"."""
     return (found.value for found in entry_points(group=ENTRY_POINTS))
 
 
 def available_extensions() -> Iterator[Extension]:
-    """Those of them that can be imported, and kvledger's own; for readers, who can do without one."""
+    """Yield kvledger's own extension and those installed ones that can be imported, for readers."""
     for name in (_RECORDER, *installed_extensions()):
         try:
             yield _made("extensions", name, Extension)
@@ -61,7 +59,7 @@ def available_extensions() -> Iterator[Extension]:
 
 
 def _made(what: str, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 -- of the kind
-    """An instance of the class that is named; nothing is called that is not a class of this kind."""
+    """An instance of the named class. Nothing is called but a class of this kind."""
     module_name, _, class_name = name.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)

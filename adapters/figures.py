@@ -1,11 +1,10 @@
-"""Sums over the events of a log, for metrics and reports. No decision uses them, so they are no part of the core.
+"""Sums over the events of a log, for metrics and reports. No decision uses them, so they are not in the core.
 
-The connector counts while it serves requests (`Totals`), and the tools count while they read a log
-(`tools/logs/totals.py`). Both find the request, the answer and the copy that an event is about, and what the event adds
-is said once.
+The connector counts while it serves requests (`Totals`), the tools while they read a log (`tools/logs/totals.py`). Each
+finds the request, the answer and the copy of an event; what the event adds is defined here.
 
-Recomputed means computed before a preemption and again after it; recovered means loaded from the host pool
-on the way back; retained means still found in vLLM's own prefix cache.
+Recomputed: computed before a preemption and again after it. Recovered: loaded from the host pool after a preemption.
+Retained: still in vLLM's own prefix cache then.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvledger.lifecycle.ranges import MAX_INT64, Count, Int64, JobId, LifeOrdina
 from kvledger.lifecycle.untrusted import Undecodable, msgpack_decoder
 
 FORMAT: Final = 3
-"""Grows with every change of what is counted. Totals that a snapshot has in another format are not used."""
+"""Version of the totals. Increase it with every change of what is counted: totals of another version are not used."""
 
 
 @attrs.define
@@ -33,15 +32,15 @@ class Figures:
     num_requests: Count = 0
     num_preemptions: Count = 0
     num_lookups: Count = 0
-    """Answers, polls included: a request that waits is asked about in every step."""
+    """Answers, repeated ones included: vLLM looks a waiting request up in every step."""
     num_tokens_offered: Int64 = 0
-    """By these answers, so a poll that repeats an offer counts it again."""
+    """Tokens that these answers offer; a repeated answer counts again."""
     num_admissions: Count = 0
-    """Requests that got blocks after an answer, once each time that they are admitted."""
+    """Requests that got blocks after an answer, counted at each admission."""
     num_tokens_queried: Int64 = 0
-    """Of these, beyond vLLM's own prefix hit."""
+    """Tokens of admissions beyond vLLM's own prefix hit."""
     num_tokens_hit: Int64 = 0
-    """Of the queried, those that are loaded instead of computed."""
+    """Queried tokens that are loaded instead of computed."""
     num_tokens_loaded: Int64 = 0
     num_tokens_recovered: Int64 = 0
     num_tokens_retained: Int64 = 0
@@ -63,21 +62,21 @@ class Figures:
 
 
 def _sum(figure: int, more: int) -> int:
-    """Add to a figure that must fit into the 64 bits of a snapshot, whatever numbers a log holds."""
+    """Add to a figure, which must fit into the 64 bits of a snapshot whatever a log holds."""
     return max(-MAX_INT64, min(figure + more, MAX_INT64))
 
 
 NOT_OFFERED: Final = "not_offered"
-"""Of tokens that were in the pool, where another load was under way or vLLM's own prefix ended within a block."""
+"""Tokens in the pool that were not offered: another load was in flight, or vLLM's own prefix ended within a block."""
 NOT_LOADED: Final = "not_loaded"
-"""Of tokens that were offered and not claimed; of recomputed ones also where their load failed."""
+"""Tokens that were offered and not claimed; of recomputed ones also those whose load failed."""
 NO_LOOKUP: Final = "no_lookup"
-"""Of tokens that were computed again after an allocation without a lookup before it."""
+"""Tokens that were computed again after an allocation without a lookup."""
 MISS_REASONS: Final = (*(reason.value for reason in e.MissReason), NOT_OFFERED, NOT_LOADED)
 RECOMPUTE_REASONS: Final = (*MISS_REASONS, NO_LOOKUP)
-"""Why tokens are computed, as far as the answer about them says so. `adapters/tools/reasons` tells more, from a log."""
+"""Why tokens are computed, as far as the answer shows. `adapters/tools/reasons` finds more in a log."""
 _ENDS_OF_HITS: Final = frozenset({e.MissReason.COMPLETE, e.MissReason.MISSING, e.MissReason.SAVING})
-"""They say why a hit ends, and not why less of it was offered."""
+"""Why a hit ends, not why less of it was offered."""
 
 _MS: Final = 1_000_000
 DURATION_BOUNDS_NS: Final = tuple(
@@ -93,13 +92,13 @@ _ByBucket = Annotated[
 
 
 class Durations(msgspec.Struct, forbid_unknown_fields=True):
-    """How long something took each time: for each bucket how often, and the sum, with which its mean is exact."""
+    """A histogram of durations: count and sum per bucket. The sums make the means exact."""
 
     counts: _ByBucket[Count] = []
     sums_ns: _ByBucket[Int64] = []
 
     def __post_init__(self) -> None:
-        """Not by a factory of the fields: an index compares the layout, and a function is shown by its address."""
+        """Set here and not by a field's factory: an index compares the layout, which would show a factory's address."""
         num_buckets = len(DURATION_BOUNDS_NS) + 1
         self.counts = self.counts or [0] * num_buckets
         self.sums_ns = self.sums_ns or [0] * num_buckets
@@ -116,34 +115,34 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 
     figures: Figures = msgspec.field(default_factory=Figures)
     loading: dict[JobId, NumTokens] = {}
-    """Load in flight → its tokens."""
+    """Job id of a load in flight → its tokens."""
     returning: dict[LifeOrdinal, tuple[NumTokens, SumOfTokens]] = {}
-    """Life of a preempted request that was looked up again → tokens retained and recovered, until a step runs."""
+    """Ordinal of a preempted life that was looked up again → tokens retained and recovered, until a step runs it."""
     preempted_ns: dict[LifeOrdinal, TimeNs] = {}
-    """Life that was preempted → when, the first time since it last ran."""
+    """Ordinal of a preempted life → time of its first preemption since it last ran."""
     load_times: Durations = msgspec.field(default_factory=Durations)
-    """Of copies, as the workers measured them; the slowest rank's."""
+    """Times of copies as the workers measured them; the slowest rank's."""
     save_times: Durations = msgspec.field(default_factory=Durations)
     recovery_times: Durations = msgspec.field(default_factory=Durations)
-    """From a preemption until a step schedules the request again."""
+    """Times from a preemption until a step schedules the request again."""
     num_events_of: dict[str, Count] = {}
-    """Extension → how many of `figures.num_extension_events` are its own."""
+    """Extension → its part of `figures.num_extension_events`."""
     num_tokens_missed_by: dict[str, Count] = {}
-    """One of `MISS_REASONS` → tokens of admissions that are computed for it; all of the queried ones but the hits."""
+    """One of `MISS_REASONS` → tokens of admissions computed for it; together the queried ones less the hits."""
     num_tokens_recomputed_by: dict[str, Count] = {}
-    """One of `RECOMPUTE_REASONS` → how many of `figures.num_tokens_recomputed` are computed again for it."""
+    """One of `RECOMPUTE_REASONS` → its part of `figures.num_tokens_recomputed`."""
 
 
 _decode = msgpack_decoder(tuple[int, State])
 
 
 def encoded(state: State) -> bytes:
-    """The totals as bytes."""
+    """Return the totals as bytes."""
     return msgspec.msgpack.encode((FORMAT, state))
 
 
 def decoded(stored: bytes) -> State | None:
-    """The totals from bytes; None if they are empty or this code cannot use them."""
+    """Return the totals from bytes; None if they are empty or this code cannot use them."""
     try:
         stored_format, state = _decode(stored)
     except Undecodable:
@@ -155,7 +154,7 @@ def decoded(stored: bytes) -> State | None:
 
 
 class Request(Protocol):
-    """What has to be known of a request."""
+    """What figures need of a request."""
 
     ordinal: int
     generation: int
@@ -164,7 +163,7 @@ class Request(Protocol):
 
 
 class Copy(Protocol):
-    """What has to be known of a copy."""
+    """What figures need of a copy."""
 
     keys: tuple[bytes, ...]
 
@@ -174,26 +173,26 @@ class Copy(Protocol):
 
 
 class About(msgspec.Struct, frozen=True, gc=False):
-    """What an event is about, as far as figures need it. Made for each event that the connector counts."""
+    """What figures need of an event's context. Made for each event that the connector counts."""
 
     request: Request | None = None
-    """Of an observation, as it was before; the one that a decision names."""
+    """The request of an observation, as it was before it, or the one that a decision names."""
     answer: e.LookupAnswered | None = None
     """Of `BlocksAllocated`: the answer that the allocation claims."""
     copy: Copy | None = None
-    """The copy that the event settles; of a report, the first of its copies that is in flight."""
+    """The copy that the event settles; for a report, the first of its copies in flight."""
 
 
 class Took(NamedTuple):
     """A duration that was added."""
 
     of: str
-    """The field of the state that it was added to."""
+    """Field of the state that it was added to."""
     duration_ns: int
 
 
 Add = Callable[[State, Any, About], Took | None]
-"""Adds what an event says to the state."""
+"""Adds an event to the state."""
 
 
 def _one_more(figure: str) -> Add:
@@ -267,7 +266,7 @@ def _add_reasons(num_tokens_by: dict[str, int], answer: e.LookupAnswered | None,
         (NOT_OFFERED, hit_end - offered_end),
         (answer.miss_reason, end - hit_end),
     ):
-        if num_tokens and reason in MISS_REASONS:  # a log may name any
+        if num_tokens and reason in MISS_REASONS:  # a log may contain any
             num_tokens_by[reason] = num_tokens_by.get(reason, 0) + num_tokens
 
 
@@ -278,14 +277,9 @@ def add_row(
     request: Request,
     claimed: e.LookupAnswered | None,
 ) -> Took | None:
-    """Add what a step says of one request that it schedules.
+    """Add one request of a step to the figures.
 
-    Args:
-        state: the sums.
-        step: the step.
-        row: of `step.advanced`.
-        request: the request of the row.
-        claimed: the answer that its last allocation claimed.
+    `row` is one of `step.advanced`; `claimed` is the answer that the request's last allocation claimed.
     """
     if not request.num_preemptions:
         return None
@@ -380,22 +374,18 @@ ADDS: Mapping[type[e.Event], Add] = {
     e.SaveDeclined: _declined,
     e.TransferReported: _reported,
 }
-"""Event class → what adds such an event. A step is added row by row: `add_row`."""
+"""Event class → what adds such an event. Steps are added row by row: `add_row`."""
 
 
 # --- counted live -------------------------------------------------------------------------------
 
 
 class Totals:
-    """Counts each event right before `projections` fold it: it adds what the request and the copy were until then.
+    """Counts each event right before `projections` fold it, with the request and the copy as they are until then.
 
-    A refused observation is not counted, and nothing is called for events that change no figure.
-
-    Args:
-        projections: those that fold the log.
-        state: the totals so far; default: none, before the first event.
-        is_complete: False if events before the first that is counted are missing in `state`.
-        on_failed: called once if counting raises, which then ends. Default: it raises into the fold.
+    A refused observation is not counted, and events that change no figure cost no call. `state` has the totals so far;
+    they include every earlier event if `is_complete`. If counting raises, it stops and calls `on_failed` once. Without
+    `on_failed` the error is raised into the fold.
     """
 
     def __init__(
@@ -410,7 +400,6 @@ class Totals:
         self._jobs = projections.jobs
         self.state = State() if state is None else state
         self.figures = self.state.figures
-        """The sums of what was counted."""
         self._is_complete = is_complete
         self._on_failed = on_failed
         adds: dict[type[e.Event], Add] = {
@@ -422,17 +411,17 @@ class Totals:
 
     @classmethod
     def continued(cls, projections: Projections, stored: bytes) -> Totals:
-        """Totals that go on from what `stored` returned; not complete if that is empty or this code cannot use it."""
+        """Return totals that continue from `stored`; incomplete if that is empty or this code cannot use it."""
         state = decoded(stored)
         return cls(projections, state, is_complete=state is not None)
 
     @property
     def complete_figures(self) -> Figures | None:
-        """The same; None if events are missing in them."""
+        """The figures; None if events are missing in them."""
         return self.state.figures if self._is_complete else None
 
     def stored(self) -> bytes:
-        """The totals as bytes for `continued`; empty if events are missing in them."""
+        """Return the totals as bytes for `continued`; empty if events are missing in them."""
         return encoded(self.state) if self._is_complete else b""
 
     def _counts(self, add: Add) -> Callable[[Any, int, Subject], None]:

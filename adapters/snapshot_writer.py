@@ -1,7 +1,7 @@
 """Writes the snapshots that a log lacks, in a process that the engine starts for each new segment.
 
-`python -P -m kvledger.adapters.snapshot_writer DIRECTORY` reads the log as the tools do. The engine knows only
-this module's name and imports nothing of it.
+`python -P -m kvledger.adapters.snapshot_writer DIRECTORY` reads the log as the tools do. The engine imports nothing of
+this module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvledger.lifecycle import ConfigurationError, described, raise_if_unstoppab
 
 
 def main() -> int:
-    """Write them. Returns 0, or 1 with the reason on stderr."""
+    """Write the snapshots. Returns 0, or 1 with the reason on stderr."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="of the log")
     parser.add_argument("--handlers", action="append", default=[], help="module:Class of each that the engine has")

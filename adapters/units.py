@@ -1,6 +1,6 @@
-"""Sizes, durations and counts: written for people, and read from what people write.
+"""Formats sizes, durations and counts for people, and reads what people write.
 
-The live adapter, the recorder and every tool import this module, so it knows none of them.
+The live adapter, the recorder and every tool import this module, so it imports none of them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def duration(nanoseconds: int) -> str:
-    """A duration in its natural unit."""
+    """Return a duration in its natural unit."""
     if nanoseconds < _NS_PER_MS:
         return f"{nanoseconds / _NS_PER_US:.1f} µs"
     if nanoseconds < _NS_PER_S:
@@ -67,7 +67,7 @@ def duration(nanoseconds: int) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """A size in its natural binary unit."""
+    """Return a size in its natural binary unit."""
     for unit, num_bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if num_bytes >= 1 << num_bits:
             return f"{num_bytes / (1 << num_bits):.1f} {unit}"
@@ -75,14 +75,14 @@ def size(num_bytes: int) -> str:
 
 
 def written_size(num_bytes: int) -> str:
-    """A size as it is written in a configuration: exact, in the largest unit in which it is a whole number."""
+    """Return a size as written in a configuration: exact, in the largest unit that makes it a whole number."""
     units = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))
     unit, num_bits = next((each for each in units if num_bytes and not num_bytes % (1 << each[1])), ("B", 0))
     return f"{num_bytes >> num_bits}{unit}"
 
 
 def milliseconds(time_ns: int) -> str:
-    """A moment, in milliseconds since the log was opened."""
+    """Return a moment in milliseconds since the log was opened."""
     return f"{time_ns / _NS_PER_MS:.3f}"
 
 

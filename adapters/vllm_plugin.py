@@ -1,7 +1,7 @@
-"""What vLLM loads of kvledger in each of its processes: the connectors' names, so that no module path is needed.
+"""Makes the names of kvledger's connectors known in each process of vLLM, so that no module path is needed.
 
-It must not import the connectors, nor anything that the extra `connector` brings: vLLM loads it with every model, also
-where nobody names a connector of kvledger. An entry point (`vllm.general_plugins`) names `register`.
+It must not import the connectors, nor anything of the extra `connector`: vLLM loads it with every model, whether or not
+a connector of kvledger is used. An entry point (`vllm.general_plugins`) names `register`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ CONNECTORS: Final = MappingProxyType(
         "KVLedgerRecorderHMA": "kvledger.adapters.recorder",
     }
 )
-"""The module of each; the one that `kv_connector_module_path` names where vLLM does not load this plugin."""
+"""Connector → its module, which `kv_connector_module_path` names if vLLM does not load this plugin."""
 
 
 def register() -> None:
-    """Make the connectors known to vLLM by name; each is imported when it is named. Any further call does nothing.
+    """Make the connectors known to vLLM by name; each is imported when it is named. Further calls do nothing.
 
-    vLLM calls it outside of its `try` (`vllm/plugins/__init__.py`, load_general_plugins, 0.32), so nothing is raised.
-    The connectors call it as well: `MultiConnector` finds the class that reads a child's figures by name alone, even
-    where the child was configured with a module path (`kv_connector/v1/multi_connector.py`, build_kv_connector_stats).
+    vLLM calls this outside of its `try` (`vllm/plugins/__init__.py`, load_general_plugins, 0.32), so it raises nothing.
+    The connectors call it too: `MultiConnector` finds the class that reads a child's figures by name alone, even if the
+    child was configured with a module path (`kv_connector/v1/multi_connector.py`, build_kv_connector_stats).
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         for name, module in CONNECTORS.items():
-            with contextlib.suppress(ValueError):  # which says that it is registered
+            with contextlib.suppress(ValueError):  # it is registered already
                 KVConnectorFactory.register_connector(name, module, name)
     except Exception as error:  # noqa: BLE001 -- vLLM would not start, with or without a connector
         logging.getLogger("vllm.kvledger").warning(

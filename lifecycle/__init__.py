@@ -1,12 +1,12 @@
-"""The lifecycle of a request as an event-sourced state machine: the pure core of kvledger.
+"""The pure core of kvledger: the lifecycle of a request as an event-sourced state machine.
 
-Reads top to bottom: `states`, `events`, `table`, `declaration`, `machine`, `projections/`, `turn`, `decisions/`,
-`handlers`, `extension`, `core`, `standard`, `ledger`, `divergences`, `replay`, `codec`. It knows no torch,
-no vLLM, no files and no clock.
+Read it in this order: `states`, `events`, `table`, `declaration`, `machine`, `projections/`, `turn`, `decisions/`,
+`handlers`, `extension`, `core`, `standard`, `ledger`, `divergences`, `replay`, `codec`. It uses no torch, no vLLM, no
+files and no clock.
 
-What a program needs is here, in `events`, in `audit` and, for tests, in `testing`. To change what is decided, derive
-from `handlers` and compose what is in `decisions`. To read and write logs and snapshots byte by byte, use `codec` and
-`snapshots`; to lay out pages, `geometry`; for the ranges of a log's numbers, `ranges`. Nothing else is promised.
+Programs need this module, `events`, `audit` and, for tests, `testing`. To change decisions, subclass a handler of
+`handlers` and combine functions of `decisions`. To read and write logs and snapshots as bytes, use `codec` and
+`snapshots`; to lay out pages, `geometry`; for the ranges of a log's numbers, `ranges`. Anything else may change.
 """
 
 from kvledger.lifecycle import decisions, handlers

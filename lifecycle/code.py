@@ -1,7 +1,7 @@
-"""Which code decides and folds: a hash of its source, so that what other code made of a log can be recognised.
+"""Hashes of the source code that decides and folds, so that logs of other code can be recognised.
 
-What a log means is in its events, and what may be read by the core's parts and the layout of its states; none of
-that changes when a fold or a handler is mended. This does. It judges nothing: see `Core.other_code`.
+A fix of a fold or a handler changes neither the events of a log nor the layout of states, but it changes these hashes.
+They are not used to judge a log, see `Core.other_code`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from kvledger.lifecycle.version import __version__
 
 PACKAGE = "kvledger.lifecycle"
 UNKNOWN = "unknown"
-"""Stands for a hash where there is no source; never the same code as any other."""
+"""Hash of code without source. Compares as different from all code, even from itself."""
 _NOT_DECIDING = {"audit", "reader", "testing"}
 
 
 @cache
 def hash_of_core() -> str:
-    """Of kvledger's version, and of the source of all that decides and folds in the package."""
+    """Return the hash of kvledger's version and of all source in this package that decides and folds."""
     return _hash_of_sources(PACKAGE, "", __version__)
 
 
 @cache
 def hash_of_reader() -> str:
-    """Of the same, and of the source of the reader, which decides nothing."""
+    """Return the hash of the same and of the reader's source, which decides nothing."""
     return _hash_of_sources(f"{PACKAGE}.reader", "reader/", hash_of_core())
 
 
 @cache
 def hash_of_module(name: str) -> str:
-    """Of the source of another module, which has brought a handler, a projection or an extension."""
+    """Return the hash of another module's source, such as one that defines a handler, a projection or an extension."""
     try:
         return _hashed([inspect.getsource(sys.modules[name])])
     except (KeyError, OSError, TypeError):
@@ -44,7 +44,7 @@ def hash_of_module(name: str) -> str:
 
 @cache
 def hash_of_package(name: str) -> str:
-    """Of the sources of the package that a module is in: what works together is changed together."""
+    """Return the hash of all sources in a module's package, because they are changed together."""
     package = getattr(sys.modules.get(name), "__package__", None)
     return _hash_of_sources(package, f"{package}/") if package else hash_of_module(name)
 

@@ -1,11 +1,11 @@
 """Events to bytes and back.
 
-A frame's payload is one msgpack array of events; an event is an array of its wire code and its fields in the
-order of declaration. The wire codes are listed in the log's header, so a log names what is in it; the field
-order of a released version is frozen by golden files in the tests. `msgspec` checks the types on the way in.
+The payload of a frame is one msgpack array of events. An event is an array of its wire code and its fields in order.
+The log's header lists the wire codes, so a log describes its own contents. Golden files in the tests fix the field
+order of released versions. `msgspec` checks types when it decodes.
 
-What the header lists as it is declared today is decoded straight into events. What it lists in an older version, or
-under another code, is decoded into a wire class of its own and made an event from there.
+Events that the header declares as today's code does are decoded directly. An event of an older version, or with another
+wire code, is decoded into a wire class and then converted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 3
-"""Grows when a log and a reader of different versions could misunderstand one another; then neither reads the other."""
+"""Raise it when a log and a reader of different versions could misunderstand each other. Readers refuse other
+schemas."""
 
 
 class CodecError(ValueError):
@@ -45,11 +46,11 @@ class CodecError(ValueError):
 
 
 class SchemaTooNew(CodecError):
-    """The log was written by a newer kvledger; the message names the version it needs."""
+    """A newer kvledger wrote the log; the message names the version that it needs."""
 
 
 def vocabulary_header(core: Core) -> dict[str, object]:
-    """What a writer puts into the log's header so that a reader can decode it, and knows what decided."""
+    """Return what a log's header needs for a reader to decode the log and to know which code decided."""
     return {
         "schema_version": SCHEMA_VERSION,
         "vocabulary": [
@@ -65,7 +66,7 @@ def vocabulary_header(core: Core) -> dict[str, object]:
 
 
 def log_header(core: Core, configuration: LedgerConfiguration) -> dict[str, object]:
-    """The least that a log's header holds for `kvledger` to read it: a store is made with it, JSON values all."""
+    """Return the smallest header of a log that `kvledger` can read. Create the store with it. All values are JSON."""
     return {**vocabulary_header(core), "configuration": attrs.asdict(configuration)}
 
 
@@ -75,19 +76,19 @@ encode_events: Callable[[Sequence[Event]], bytes] = msgspec.msgpack.Encoder().en
 
 @attrs.frozen
 class DecodedFrame:
-    """The events of one payload that are known, and the places of those that were skipped."""
+    """The known events of one payload, and the positions of skipped ones."""
 
     events: list[Event]
     skipped: tuple[int, ...] = ()
-    """Positions in the payload, from 0 and ascending; only a lenient decoder skips."""
+    """Positions in the payload, from 0, ascending. Only a lenient decoder skips events."""
 
     @property
     def num_events(self) -> int:
-        """Events in the payload, skipped ones included."""
+        """Events in the payload, including skipped ones."""
         return len(self.events) + len(self.skipped)
 
     def numbered(self, first_sequence: int) -> Iterator[tuple[int, Event]]:
-        """Each known event with its sequence number; skipped ones leave a jump in the numbers."""
+        """Yield each known event with its sequence number; skipped events leave gaps in the numbers."""
         if not self.skipped:
             return enumerate(self.events, first_sequence)
         skipped = set(self.skipped)
@@ -106,25 +107,25 @@ class _Declared(msgspec.Struct):
 _WITH_SLOTS = frozenset({LoadIssued, SaveIssued, TailSaveIssued})
 
 _Convert = Callable[[Any], Event | None]
-"""From an instance of a wire class to an event, or None where it is to be skipped."""
+"""Converts an instance of a wire class to an event; returns None to skip it."""
 
 
 class EventDecoder:
     """Decodes payloads of a log with the given header.
 
     With `lenient`, events and event versions that this kvledger does not know are skipped and counted instead of
-    refused. What a log means without them is for the caller to judge: a fold may lack what they would have changed.
+    refused. A fold may then lack what they would have changed, which the caller must judge.
 
     Raises:
-        SchemaTooNew: the header names a schema, or (unless `lenient`) an event or a version of one, that this kvledger
-            does not know.
-        CodecError: the log is of an earlier schema; or its header has no vocabulary that can be read, or lists other
-            fields for an event than it has.
+        SchemaTooNew: the header names a schema, or (unless `lenient`) an event or a version of one, that this
+            kvledger does not know.
+        CodecError: the log has an earlier schema, or its header has no readable vocabulary, or it declares other
+            fields for an event than the event has.
     """
 
     def __init__(self, core: Core, header: Mapping[str, Any], *, lenient: bool = False) -> None:
         self.num_skipped: Counter[str] = Counter()
-        """Event id -> how many of them were skipped so far."""
+        """Event id → number of skipped events."""
         self._vocabulary = core.events
         self._upcasters = core.upcasters
         self._written_by = (
@@ -140,18 +141,18 @@ class EventDecoder:
             self._decode = msgpack_decoder(list[Union[tuple(wire_classes)]])  # type: ignore[misc] # noqa: UP007
 
     def decode(self, payload: bytes) -> list[Event]:
-        """The events of one payload that are known; all of them, unless the decoder is lenient.
+        """Return the known events of one payload: all of them, unless the decoder is lenient.
 
         Raises:
-            CodecError: the payload is not what the header promised, or a number in it is outside its range.
+            CodecError: the payload does not match the header, or a number is outside its range.
         """
         return self.decode_frame(payload).events
 
     def decode_frame(self, payload: bytes) -> DecodedFrame:
-        """The same, with the positions of what was skipped, so that sequence numbers stay right.
+        """Return the same with the positions of skipped events, so that sequence numbers stay right.
 
         Raises:
-            CodecError: the payload is not what the header promised, or a number in it is outside its range.
+            CodecError: the payload does not match the header, or a number is outside its range.
         """
         decoded = self._decoded(payload)
         if not self._converters:
@@ -163,7 +164,7 @@ class EventDecoder:
             convert = self._converters.get(type(wired))
             try:
                 event = wired if convert is None else convert(wired)
-            except Exception as error:  # an upcaster may stumble over any field of a damaged event
+            except Exception as error:  # an upcaster may fail on any field of a damaged event
                 raise _broken_promise(payload, error) from error
             if event is None:
                 skipped.append(place)
@@ -173,7 +174,7 @@ class EventDecoder:
         return DecodedFrame(events, tuple(skipped))
 
     def _check(self, payload: bytes, events: Iterable[Event]) -> None:
-        """Compare numbers with the header; those that the header does not limit are left to the rules."""
+        """Check slots against the pool size in the header. Rules check the numbers that the header does not limit."""
         for event in events:
             if type(event) in _WITH_SLOTS:
                 largest = max(cast("LoadIssued | SaveIssued | TailSaveIssued", event).slots, default=0)
@@ -206,7 +207,7 @@ class EventDecoder:
             raise CodecError(message) from error
 
     def _wire_class(self, code: int, declared: _Declared, *, lenient: bool) -> type:
-        """What an array with this code is decoded into: the event's class, or a stand-in and how to convert it."""
+        """Return the class to decode an array with this code: the event's, or a stand-in that has a converter."""
         event_class = self._vocabulary.get(declared.id)
         if event_class is None or declared.version > event_class.version:
             if not lenient:
@@ -264,13 +265,13 @@ class EventDecoder:
 
 
 def _known_fields(event_class: type[Event]) -> list[tuple[str, ...]]:
-    """The fields of an event as today's writers and earlier ones declare them: a later one stands last, by default."""
+    """Return the field lists that today's and earlier writers declare. Later fields are last and have defaults."""
     names, num_defaults = field_names(event_class), len(event_class.__struct_defaults__)
     return [names[: len(names) - num_missing] for num_missing in range(num_defaults + 1)]
 
 
 def _stand_in(code: int, types: Sequence[Any]) -> type:
-    """A class with fields of these types that msgspec decodes from an array with this code."""
+    """Return a class with fields of these types, which msgspec decodes from an array with this code."""
     fields = [(f"field_{place}", kind) for place, kind in enumerate(types)]
     return msgspec.defstruct(
         f"WireCode{code}", fields, array_like=True, tag=code, forbid_unknown_fields=True, frozen=True, gc=False
@@ -282,7 +283,7 @@ def _no_events(_payload: bytes) -> list[Any]:
 
 
 def _num_slots(header: Mapping[str, Any]) -> int:
-    """Slots of the host pool; the most that there may be where the header does not say it."""
+    """Slots of the host pool; the maximum if the header does not name their number."""
     configuration = header.get("configuration")
     num_slots = configuration.get("num_slots") if isinstance(configuration, Mapping) else None
     return num_slots if isinstance(num_slots, int) else MAX_SLOTS

@@ -1,6 +1,6 @@
-"""What the core must know to fold and decide: sizes and limits, nothing about where they came from.
+"""Sizes and limits that the core needs to fold and decide.
 
-It is written into every log's header, because the same events under another chunk size mean something else.
+Every log's header contains them, because the same events mean something else with another chunk size.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvledger.lifecycle.shown import shown, without_credentials
 
 @attrs.frozen
 class Refusal:
-    """What cannot work of a configuration, and why. Passwords and tokens of addresses are left out."""
+    """Why a configuration cannot work, and the remedy. Passwords and tokens in addresses are left out."""
 
     reason: str = attrs.field(converter=without_credentials)
-    """With the figures."""
+    """The reason with its figures."""
     remedy: str = ""
     key: str = ""
-    """As it is written, `connector.kv_role` where one stands in another; empty where it is no single key."""
+    """The key as the user wrote it, `connector.kv_role` if it is nested; empty if no single key is wrong."""
     value: object = attrs.field(default=None, converter=shown)
     """The value of the key as it may be shown; None also if there is none."""
 
@@ -31,7 +31,7 @@ class Refusal:
 
 
 class ConfigurationError(ValueError):
-    """A configuration that cannot work, with everything that is refused of it; a text alone is a reason."""
+    """A configuration that cannot work, with everything that is refused. A plain string is a reason."""
 
     def __init__(self, *refused: Refusal | str) -> None:
         self.refusals = tuple(each if isinstance(each, Refusal) else Refusal(each) for each in refused)
@@ -54,7 +54,7 @@ _RANGES: Mapping[str, tuple[int, int]] = {
     "max_silent_steps": (1, MAX_INT64),
     "max_silent_ms": (0, MAX_INT64),
 }
-"""Setting → its least and its largest value."""
+"""Setting → smallest and largest value."""
 
 
 def _as_tuple(sizes: Iterable[int]) -> tuple[int, ...]:
@@ -66,44 +66,48 @@ class LedgerConfiguration:
     """Sizes in tokens and slots. One slot holds one block's page over all layers.
 
     Raises:
-        ConfigurationError: a number is outside its range, chunk and block do not divide, or the pool cannot hold one
-            chunk.
+        ConfigurationError: a number is outside its range, chunk and block size do not divide, or the pool cannot hold
+            one chunk.
     """
 
     block_size: int
     chunk_size: int
     num_slots: int
     windows: tuple[int, ...] = attrs.field(default=(0,), converter=_as_tuple)
-    """One entry per group of layers with a block table of its own: how many tokens it sees, 0 for all."""
+    """Window of each group of layers with its own block table, in tokens; 0: the group sees all tokens."""
     num_ranks: int = 1
     offers_slow_loads: bool = True
-    """Whether a load is offered that takes longer than computing what it brings, as measured while serving."""
+    """Whether loads are offered that take longer than computing the tokens, as measured while serving."""
     save_tails: bool = True
-    """Whether a preempted request's part-filled last chunk is copied out as well."""
+    """Whether the tail, a preempted request's partly filled last chunk, is saved too."""
     keep_for_preempted: bool = True
-    """Whether chunks that a preempted request will come back for outlive those that nobody is waiting for."""
+    """Whether chunks that a preempted request will come back for are never evicted."""
     async_load_tokens: int | None = None
-    """A load of at least so many tokens is asynchronous; None: every load precedes its step's forward."""
+    """Loads of at least this many tokens are asynchronous; None: every load precedes its step's forward pass."""
     save_interval_tokens: int = 0
-    """Behind a prompt chunks are saved when another so many tokens have settled; 0: each chunk when it has settled."""
+    """After a prompt, chunks are saved whenever this many more tokens have settled; 0: each chunk when it has
+    settled."""
     async_saves: bool = False
-    """Whether what settles is saved asynchronously, instead of at the end of each."""
+    """Whether settled chunks are saved asynchronously instead of at the end of their step."""
     max_deferred_lookups: int = 8
-    """How often in a row a lookup is deferred for a save, and for how many different loads, before it is answered."""
+    """How often in a row a lookup is deferred before it is answered. Waiting for one load of another request counts
+    once."""
     awaits_shared_loads: bool = False
-    """Whether a lookup waits while another request loads the same chunks; only with vLLM's own prefix cache, which
+    """Whether a lookup waits while another request loads the same chunks. Only with vLLM's own prefix cache, which
     shares the loaded blocks afterwards."""
     settles_in_flight: bool = True
-    """Whether what steps in flight compute has settled at a preemption and at an end. In vLLM it has: the first copies
-    of a step run after every step in flight. With speculative decoding it has not, because drafts may be rejected."""
+    """Whether the tokens of steps in flight count as settled at a preemption and at an end. In vLLM they do, because
+    the first copies of a step run after every step in flight. With speculative decoding they do not, because drafts may
+    be rejected."""
     max_failed_loads: int = 3
-    """Loads of one request that may fail before it gets no more of them."""
+    """Failed loads of one request after which it gets no more."""
     max_silent_steps: int = 64
     max_silent_ms: int = 5_000
-    """A job that a rank has not reported for so many steps and milliseconds is asked after; again so long: failed."""
+    """Steps and milliseconds after which a job that a rank has not reported is asked after. After as many again it
+    fails."""
 
     extensions: Mapping[str, Mapping[str, bool | int | float | str]] = attrs.field(factory=dict, hash=False)
-    """Extension -> key -> value, where that is not the default."""
+    """Extension → key → value, for values other than the default."""
 
     def __attrs_post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -147,10 +151,10 @@ class LedgerConfiguration:
 
     @property
     def copies_async(self) -> bool:
-        """Whether any copy may be asynchronous; where there are several groups, every load does."""
+        """Whether any copy may be asynchronous. With several groups, every load is."""
         return self.async_saves or self.async_load_tokens is not None or len(self.windows) > 1
 
     @property
     def pages_per_chunk(self) -> int:
-        """Block pages that one chunk needs: at least one a group, also where a chunk ends inside a block."""
+        """Block pages of one chunk: at least one per group, even if the chunk ends inside a block."""
         return max(1, self.chunk_size // self.block_size) * len(self.windows)

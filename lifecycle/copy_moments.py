@@ -1,6 +1,6 @@
-"""When a worker began and ended a copy: in which step, in which hook, and in which order within the step.
+"""Moments at which a worker began and ended a copy: the step, the hook, and the order within the step.
 
-The worker notes it, the log carries it, the audit judges it. Nothing is decided by it.
+Workers record them, the log contains them, and the audit checks them. No decision depends on them.
 """
 
 from __future__ import annotations
@@ -17,49 +17,49 @@ class Hook(enum.IntEnum):
     """Before everything else (`v1/worker/gpu_model_runner.py`, execute_model, and `v1/worker/gpu/kv_connector.py`,
     pre_forward, 0.32)."""
     START_LOAD_KV = 1
-    """Before the forward if vLLM waits for a load in this step, else after it."""
+    """Before the forward pass if vLLM waits for a load in this step, else after it."""
     WAIT_FOR_SAVE = 2
-    """After the forward."""
+    """After the forward pass."""
     OUTPUT = 3
-    """Where vLLM collects what the worker reports."""
+    """When vLLM collects the worker's reports."""
     UNREGISTER_KV_CACHES = 4
     """Before the engine sleeps (0.33)."""
 
 
 class Moment(NamedTuple):
-    """A point in the work of one worker. Moments of one worker compare in the order in which they came."""
+    """A point in the work of one worker. Moments of one worker compare in their order in time."""
 
     delivered: int
-    """Sequence number of the last `EffectsDelivered` whose copies the worker had been given; 0 before the first."""
+    """Sequence number of the last `EffectsDelivered` whose copies the worker had received; 0 before the first."""
     number: int
-    """Of the copies' begins and ends since then, counted from 1."""
+    """Number of this begin or end of a copy since then, from 1."""
     hook: int
     """A `Hook`."""
 
     @property
     def hook_name(self) -> str:
-        """As vLLM calls it."""
+        """The hook's name in vLLM."""
         return Hook(self.hook).name.lower() if self.hook in Hook.__members__.values() else f"hook {self.hook}"
 
 
 class CopyMoments(NamedTuple):
-    """When a copy began, and from when on everything that the device is given comes after it."""
+    """When a copy began, and from when on everything given to the device runs after it."""
 
     began: Moment
     ended: Moment
     """When `PendingCopy.precede` or `result` returned, or when the copy was seen to be done, whichever came first."""
 
     def as_fields(self) -> tuple[int, ...]:
-        """As `TransferReported` has it: delivered, number and hook of the begin; of the end, delivered as difference.
+        """Return the fields of `TransferReported.moments`: delivered, number and hook of the begin, then of the end.
 
-        Most copies end in the step in which they begin, so that the difference is 0 and takes one byte.
+        `delivered` of the end is a difference. It is mostly 0, which takes one byte.
         """
         began, ended = self
         return (*began, ended.delivered - began.delivered, ended.number, ended.hook)
 
     @classmethod
     def of_fields(cls, fields: Sequence[int]) -> CopyMoments | None:
-        """The moments of a report; None if they were not recorded."""
+        """Return the moments of a report; None if they were not recorded."""
         if len(fields) != _NUM_FIELDS:
             return None
         began = Moment(*fields[:3])

@@ -1,8 +1,8 @@
-"""The core: everything that a log means, as one immutable object made of plain data.
+"""The core: everything that gives a log its meaning, as one immutable object made of plain data.
 
-Ledger, replay, audit, codec and snapshots are given a core and consult nothing else: which events there are, where they
-lead, who decides upon them, what they fold to, and which rules are held against a log. This file checks that the parts
-fit together. It must not know what the standard parts are; those stand in `standard.py`.
+Ledger, replay, audit, codec and snapshots get a core and read nothing else: the events, where they lead, which handlers
+decide on them, what they fold to, and the rules for a log. This module checks that the parts fit together. It must not
+know the standard parts (`standard.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class CoreError(ValueError):
-    """Parts that do not make a core. The message names the part, the reason and the remedy."""
+    """The parts do not make a core. The message names the part, the reason and the remedy."""
 
 
 _SETTLED: tuple[str, ...] = tuple(
@@ -56,7 +56,7 @@ Handlers = Mapping[RequestState, tuple[StateHandler, ...]]
 
 @attrs.frozen(eq=False)
 class Core:
-    """What a log means.
+    """Everything that gives a log its meaning.
 
     Raises:
         CoreError: the parts do not fit together.
@@ -65,27 +65,27 @@ class Core:
     """
 
     events: Mapping[str, type[Event]]
-    """Event id -> class."""
+    """Event id → class."""
     regions: tuple[Region, ...]
-    """The flat machines that a request is in, the phase first; run by `transitions` as `reference`."""
+    """Flat machines of a request, the phase first. `reference` runs them with the `transitions` library."""
     job_regions: tuple[Region, ...]
-    """The same of a transfer job."""
+    """Flat machines of a transfer job."""
     gating: Gating
-    """What becomes of what they refuse."""
+    """Consequences of events that they refuse."""
     handlers: Handlers
-    """State -> its handlers, in the order in which they are asked."""
+    """State → its handlers, in the order in which they are called."""
     rules: Mapping[str, Callable[[AuditModel], Checker]]
-    """Rule -> how to make its checker, in the order in which they look at an event."""
+    """Rule → function that makes its checker, in the order in which checkers see an event."""
     not_checked: Mapping[str, str] = MappingProxyType({})
-    """Rule that no log can decide -> why: a reader must not take silence about it for soundness."""
+    """Rule that no log can decide → reason. Readers print it, so that silence does not look like soundness."""
     upcasters: Upcasters = MappingProxyType({})
-    """How events of older versions are read."""
+    """(Event id, version) → how to convert its fields to the next version."""
     extensions: tuple[Extension, ...] = ()
-    """What was added, see `extended`."""
+    """Extensions that were added, see `extended`."""
     projections: tuple[ProjectionSpec, ...] = ()
-    """Of extensions, in the order in which they fold. Those of the core fold before them."""
+    """Projections of extensions, in the order in which they fold, after those of the core."""
     tables: Tables = attrs.field(init=False)
-    """Where its events lead: what folds, judges and decides is given this, and not the core."""
+    """Where the events lead. Folds, checks and decisions get this instead of the core."""
 
     @tables.default
     def _tables(self) -> Tables:
@@ -107,10 +107,10 @@ class Core:
             raise CoreError(message)
 
     def _check_hooks(self, handler: StateHandler, state: RequestState) -> None:
-        """Refuse a method of somebody's handler about what never happens in its state.
+        """Refuse a handler's method for something that never happens in its state.
 
-        A base class that handlers of several states share may have more methods than each of them needs, and so may a
-        handler of another state. A handler all of whose methods are such has none that is ever called.
+        A handler may inherit such methods from a handler of another state, or from a base class of several states,
+        unless it has no others.
 
         Raises:
             CoreError: it would never be called.
@@ -128,14 +128,14 @@ class Core:
             raise CoreError(message)
 
     def asked_in(self, hook: str) -> tuple[RequestState, ...]:
-        """The states whose handlers can be asked this hook, by the rows of the table."""
+        """Return the states whose handlers can be called with this hook, according to the table."""
         legal = self.tables.legal
         states = {state for trigger in self._triggers_of_hooks[hook] for state, _ in legal.get(trigger, ())}
         return tuple(state for state in RequestState if state in states)
 
     @cached_property
     def _triggers_of_hooks(self) -> Mapping[str, tuple[str, ...]]:
-        """Method of a handler -> what it is called upon."""
+        """Handler method → triggers on which it is called."""
         triggers: dict[str, tuple[str, ...]] = {
             event.handler_method: triggers_of(event) for event in self.observations if issubclass(event, RequestEvent)
         }
@@ -145,16 +145,16 @@ class Core:
     @staticmethod
     @cache
     def standard() -> Core:
-        """The core that kvledger's connector runs with; always the same object."""
+        """Return the core of kvledger's connector; always the same object."""
         from kvledger.lifecycle.standard import standard_core  # noqa: PLC0415 -- it is made of what imports this file
 
         return standard_core()
 
     def replacing(self, *handlers: StateHandler) -> Core:
-        """The same core in which each of these stands for those of its state; extensions' are asked after it as before.
+        """Return a core in which each of these replaces the core's handler of its state. Handlers of extensions stay.
 
         Raises:
-            CoreError: two are for one state, or one is no handler.
+            CoreError: two are for one state, or one is not a handler.
         """
         replaced: dict[RequestState, tuple[StateHandler, ...]] = {}
         for handler in handlers:
@@ -169,10 +169,10 @@ class Core:
         return attrs.evolve(self, handlers=MappingProxyType({**self.handlers, **replaced}))
 
     def adding(self, *handlers: StateHandler) -> Core:
-        """The same core in which each of these is asked after those that its state has already.
+        """Return a core in which each of these is called after the handlers that its state already has.
 
         Raises:
-            CoreError: one is no handler.
+            CoreError: one is not a handler.
         """
         asked = dict(self.handlers)
         for handler in handlers:
@@ -181,10 +181,10 @@ class Core:
         return attrs.evolve(self, handlers=MappingProxyType(asked))
 
     def extended(self, *extensions: Extension) -> Core:
-        """The same core with what these extensions add; one that it has already is not added again.
+        """Return a core with these extensions added. An extension that it already has is not added again.
 
         Raises:
-            CoreError: two have one name and are not the same, or their parts do not fit together or to the core.
+            CoreError: two different ones have one name, or parts do not fit together or to the core.
         """
         core = self
         for extension in extensions:
@@ -236,12 +236,12 @@ class Core:
             raise CoreError(str(error)) from error
 
     def reading(self, header: Mapping[str, Any], available: Iterable[Extension] = ()) -> Core:
-        """The core to read a log with: this one, and the extensions that the log was written with.
+        """Return the core to read a log with: this one, and the extensions that the log was written with.
 
-        Where neither this core nor `available` has one in the version of the log, what the header says stands in.
+        If this core lacks an extension and `available` does not have it in the log's version, an `Absent` replaces it.
 
         Raises:
-            CoreError: the header cannot be read, or what it says does not fit.
+            CoreError: the header cannot be read, or its extensions do not fit.
         """
         there = {extension.name for extension in self.extensions}
         by_name = {(extension.name, extension.version): extension for extension in available}
@@ -252,7 +252,7 @@ class Core:
         return self.extended(*(by_name.get((each.name, each.version)) or Absent(each) for each in declared))
 
     def check_settings(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Refuse settings (extension -> key -> value) that no extension has, or of another type than the default.
+        """Refuse settings (extension → key → value) that no extension has, or whose type differs from the default's.
 
         Raises:
             ConfigurationError: which one, why, and what to do.
@@ -273,12 +273,12 @@ class Core:
 
     @cached_property
     def absent(self) -> tuple[Extension, ...]:
-        """Extensions whose code is not here."""
+        """Extensions whose code is not available."""
         return tuple(extension for extension in self.extensions if isinstance(extension, Absent))
 
     @cached_property
     def unjudged(self) -> frozenset[tuple[type[Event], RequestState | None]]:
-        """(Class of observations, state or None for all): where nobody can decide again without what is absent."""
+        """(Class of observations, state or None for all) on which an absent extension may have decided."""
         return frozenset(
             pair for extension in self.absent for pair in extension.declaration().unjudged(self.observations)
         )
@@ -286,7 +286,7 @@ class Core:
     def new_projections(
         self, configuration: LedgerConfiguration, *, only: Collection[str] | None = None
     ) -> Projections:
-        """The projections of a log that has no events yet; with `only`, no others of them fold."""
+        """Return the projections of an empty log. With `only`, no others fold."""
         keepers = {
             extension.name: extension.keeps
             for extension in self.extensions
@@ -295,10 +295,10 @@ class Core:
         return Projections(self.tables, configuration, added=self.projections, keepers=keepers, only=only)
 
     def handlers_of_run(self) -> Handlers:
-        """State -> copies of its handlers, as they were when the core was composed: for one ledger or one replay.
+        """State → copies of its handlers as they were when the core was made, for one ledger or one replay.
 
-        A handler that keeps a memory, which it must not, then takes nothing from one run into the next one. What
-        cannot be copied is taken as it is.
+        A handler that keeps a memory, which it must not, cannot affect the next run. One that cannot be copied is used
+        as it is.
         """
         try:
             return copy.deepcopy(dict(self.handlers))
@@ -307,40 +307,40 @@ class Core:
             return {state: tuple(map(_copied, handlers)) for state, handlers in self.handlers.items()}
 
     def extension_of_handler(self, handler: StateHandler) -> str:
-        """The name of the extension that has brought a handler, empty where none has."""
+        """Return the name of the extension that a handler belongs to; empty if none."""
         brought = (each.name for each in self.extensions if type(handler) in (*each.handlers, *each.replaces))
         return next(brought, "")
 
     @cached_property
     def observations(self) -> tuple[type[Event], ...]:
-        """The events that record what the connector saw."""
+        """Events that record what the connector saw."""
         return tuple(event for event in self.events.values() if not event.is_decision)
 
     @cached_property
     def decisions(self) -> tuple[type[Event], ...]:
-        """The events that record what was decided."""
+        """Events that record what was decided."""
         return tuple(event for event in self.events.values() if event.is_decision)
 
     @cached_property
     def reference(self) -> ReferenceMachine:
-        """The rows, run by `transitions`."""
+        """The tables, run by `transitions`."""
         return ReferenceMachine((*self.regions, *self.job_regions), self.gating)
 
     def table_fingerprint(self) -> str:
-        """Hash of the rows and the gating, written into every log's header."""
+        """Return the hash of rows and gating that is in every log's header."""
         return table_fingerprint((*self.regions, *self.job_regions), self.gating)
 
     def handler_fingerprint(self) -> str:
-        """The handlers' classes by state, written into every log's header."""
+        """Return the handlers' classes by state, as in every log's header."""
         return " ".join(
             f"{state}={'+'.join(map(_name_of, handlers))}" for state, handlers in sorted(self.handlers.items())
         )
 
     @cached_property
     def code(self) -> Mapping[str, str]:
-        """Module, or package, that decides or folds -> hash of its source, written into every log's header.
+        """Module or package that decides or folds → hash of its source, as in every log's header.
 
-        Of a module from elsewhere its own file is meant, and not what that imports. See `other_code`.
+        The hash of a module outside of kvledger covers its own file and not its imports. See `other_code`.
         """
         handlers = {type(handler) for handlers in self.handlers.values() for handler in handlers}
         extensions = {type(extension) for extension in self.extensions if extension not in self.absent}
@@ -350,10 +350,10 @@ class Core:
         return MappingProxyType({PACKAGE: hash_of_core(), **{name: hash_of_module(name) for name in apart}})
 
     def other_code(self, header: Mapping[str, Any]) -> str:
-        """What decided and folded when the log was written and is other code here, empty where nothing is.
+        """Return what decided and folded when the log was written and is different code here; empty if nothing is.
 
-        It is no fault of a log to be decided again by other code: that is how one finds out what a mend has changed.
-        Of handlers that were named otherwise and of extensions that are not here `verify` speaks apart.
+        That is no fault of the log: deciding again with other code shows what a fix changes. `verify` reports handlers
+        of other names and absent extensions separately.
         """
         found, ours = header.get("code"), self.code
         theirs = found if isinstance(found, dict) else {}
@@ -364,7 +364,7 @@ class Core:
         return ", ".join(versions if name == PACKAGE else name for name in others)
 
     def fingerprint(self) -> str:
-        """Hash of the parts that decide what a log folds to and what is decided upon it, by name; see also `code`."""
+        """Return a hash of the parts, by name, that determine folds and decisions; see also `code`."""
         events = sorted(
             str((event.id, event.version, event.__struct_fields__, event.variants)) for event in self.events.values()
         )
@@ -375,10 +375,10 @@ class Core:
 
 
 def check_handler(handler: StateHandler) -> RequestState:
-    """The state of a handler that is one.
+    """Return the state of a handler.
 
     Raises:
-        CoreError: it names no state, or has a public method that nobody would ever call.
+        CoreError: it has no state, or a public method that is never called.
     """
     name, wrong = _name_of(handler), wrong_state(handler)
     if wrong:
@@ -398,7 +398,7 @@ def check_handler(handler: StateHandler) -> RequestState:
 
 
 def own_hooks(handler: StateHandler) -> Iterator[str]:
-    """The hooks in which a handler is another than the classes of this package from which it derives."""
+    """Yield the hooks in which a handler differs from its base classes in `handlers`."""
     of_package = [vars(base) for base in type(handler).__mro__ if base.__module__ == StateHandler.__module__]
     for hook in HOOKS:
         method = getattr(handler, hook)
@@ -416,7 +416,7 @@ def _copied(handler: StateHandler) -> StateHandler:
 
 
 def _is_for_its_state(handler: StateHandler, hook: str) -> bool:
-    """Whether the class that has the method, or the handler itself, has this state and no other."""
+    """Whether the hook is defined by the handler itself, or by a class of this handler's state."""
     owner = next((base for base in type(handler).__mro__ if hook in vars(base)), StateHandler)
     return hook in getattr(handler, "__dict__", ()) or getattr(owner, "state", None) is handler.state
 

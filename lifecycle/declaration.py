@@ -1,6 +1,6 @@
-"""What the header of a log says about an extension: all of it that is data.
+"""The data of an extension that a log's header contains.
 
-A reader that does not have the extension's code knows it from here, and so does what folds the log.
+Folds use it, and so do readers without the extension's code.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.untrusted import Undecodable, converted
 
 SubRow = tuple[str, str, str]
-"""(source, trigger, dest). An end is a phase or a sub-state ("preempted.starving"); a trigger is an event's id, with
-its variant where it has several, or "extension/name" of the extension's own events."""
+"""(source, trigger, dest). Source and dest are a phase or a sub-state ("preempted.starving"). The trigger is an event's
+id, with its variant if it has several, or "extension/name" for the extension's own events."""
 _STEP_HOOKS = ("tokens_scheduled", "tokens_settled", "transfer_settled")
 _SAVING = (e.StepScheduled, e.TransferReported, e.RequestPreempted, e.RequestFinished, e.SessionContinued, e.WindowLeft)
-"""Observations upon which something may be evicted."""
+"""Observations on which chunks may be evicted."""
 
 
 class ExtensionError(ValueError):
-    """An extension that does not fit. The message names it, the reason and the remedy."""
+    """An extension that does not fit. The message names the extension, the reason and the remedy."""
 
 
 @attrs.frozen
 class Declaration:
-    """An extension as the header of a log has it: all of it that is data."""
+    """An extension as the header of a log describes it."""
 
     name: str
     version: int
@@ -39,16 +39,16 @@ class Declaration:
     hooks: tuple[tuple[str, str], ...] = ()
     """(state, method) of its handlers."""
     replaces: tuple[str, ...] = ()
-    """States in which its handlers are asked instead of the core's."""
+    """States in which its handlers replace the core's."""
     leaves_out: Mapping[str, str] = {}
-    """Rules of the core that cannot be checked then -> why."""
+    """Rule of the core that cannot be checked with it → reason."""
     projections: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
     keeps: bool = False
-    """Whether it has a say in what is evicted last."""
+    """Whether it can choose chunks to be evicted last."""
 
     def unjudged(self, events: Iterable[type[e.Event]]) -> Iterator[tuple[type[e.Event], RequestState | None]]:
-        """(class of observations, state or None for all): where nobody without its code can decide again."""
+        """Yield (class of observations, state or None for all) on which its code may have decided."""
         of_method = {event_class.handler_method: event_class for event_class in events}
         for replaced in self.replaces:
             yield from ((event_class, RequestState(replaced)) for event_class in of_method.values())
@@ -64,10 +64,10 @@ class Declaration:
 
 
 def declared_in(header: Mapping[str, Any]) -> tuple[Declaration, ...]:
-    """The extensions that a log was written with.
+    """Return the extensions that a log was written with.
 
     Raises:
-        ExtensionError: the header says something else there.
+        ExtensionError: the header contains something else.
     """
     try:
         return converted(header.get("extensions", ()), tuple[Declaration, ...])

@@ -1,4 +1,4 @@
-"""What a replay found that today's code decides otherwise. It must not know how events are replayed."""
+"""Differences between the decisions in a log and today's code. It must not know how events are replayed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvledger.lifecycle.events import Event
 
 @attrs.frozen
 class Divergence:
-    """Where today's code decides otherwise than the log. `sequence` is that of the recorded event."""
+    """A difference between the log and today's decisions. `sequence` is that of the recorded event."""
 
     sequence: int
     recorded: Event | None
@@ -25,9 +25,9 @@ class Divergence:
 
 
 class Divergences(list[Divergence]):
-    """The first ones; `num_found` counts all, for a log of other code may diverge at every event.
+    """The first `MAX_KEPT` divergences; `num_found` counts all, because a log of other code may diverge at every event.
 
-    With `keeps` only those to whose sequence number and request id (empty: about none) it says True.
+    `keeps`, if set, selects them by sequence number and request id (empty: about no request).
     """
 
     MAX_KEPT: ClassVar[int] = 1000
@@ -38,7 +38,7 @@ class Divergences(list[Divergence]):
         self.keeps: Callable[[int, str], bool] | None = None
 
     def append(self, divergence: Divergence) -> None:
-        """Count it if it is wanted, and keep it if there is space."""
+        """Count the divergence if `keeps` selects it, and store it if there is room."""
         event = divergence.recorded or divergence.decided
         if self.keeps is not None and not self.keeps(divergence.sequence, getattr(event, "request_id", "")):
             return

@@ -1,7 +1,7 @@
-"""Errors of somebody else's code: which of them kvledger catches, and what a log may know of one.
+"""Errors of foreign code: which of them kvledger catches, and what a log may contain of them.
 
-Somebody else's code (a handler, an extension, a request of vLLM's, a copy engine) may raise anything. Where kvledger
-runs such code and has to go on, it catches `BaseException` and calls `raise_if_unstoppable` first:
+Foreign code (a handler, an extension, a request of vLLM's, a copy engine) may raise anything. Where kvledger runs such
+code and has to go on, it catches `BaseException` and calls `raise_if_unstoppable` first:
 
     except BaseException as error:
         raise_if_unstoppable(error)
@@ -17,15 +17,15 @@ from types import CodeType, FunctionType, MethodType
 
 
 class Unstoppable(BaseException):
-    """Base of kvledger's own exceptions that no code between `raise` and their handler may stop."""
+    """Base of kvledger's own exceptions that no code between `raise` and their handler may catch."""
 
 
 def raise_if_unstoppable(error: BaseException) -> None:
-    """Raise `error` again if it has to end the process or the command; return if kvledger may go on without it.
+    """Raise `error` again if it must end the process or the command; return if kvledger may go on.
 
-    These pass: `KeyboardInterrupt`, `Unstoppable`, and what a signal handler raised while other code ran. vLLM's
-    workers end by a `SystemExit` that their handler of SIGTERM raises (`vllm/v1/executor/multiproc_executor.py`,
-    worker_main, 0.32). A `SystemExit` of the code itself does not pass, and neither does any other exception.
+    It raises `KeyboardInterrupt`, `Unstoppable`, and what a signal handler raised while other code ran. vLLM's workers
+    end by a `SystemExit` that their SIGTERM handler raises (`vllm/v1/executor/multiproc_executor.py`, worker_main,
+    0.32). It does not raise a `SystemExit` of the code itself, nor any other exception.
     """
     if isinstance(error, Exception):
         return
@@ -34,20 +34,20 @@ def raise_if_unstoppable(error: BaseException) -> None:
 
 
 class suppressed:  # noqa: N801 -- used as `contextlib.suppress` is
-    """Goes on behind a `with` block of somebody else's code, whatever that raises; see `raise_if_unstoppable`."""
+    """Goes on after a `with` block of foreign code, whatever that raises; see `raise_if_unstoppable`."""
 
     def __enter__(self) -> None:
         """Begin the block."""
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> bool:
-        """Forget the error if kvledger may go on without it."""
+        """Suppress the error if kvledger may go on without it."""
         if error is not None:
             raise_if_unstoppable(error)
         return True
 
 
 def _is_of_signal_handler(error: BaseException) -> bool:
-    """Whether it came through a function that is installed as a signal handler.
+    """Whether the error passed through a function that is installed as a signal handler.
 
     A handler that installs another one before it raises is not recognised.
     """
@@ -56,16 +56,16 @@ def _is_of_signal_handler(error: BaseException) -> bool:
 
 
 def _code_of(handler: object) -> CodeType | None:
-    """The code that Python enters when it calls a handler; None of one that is not written in Python."""
+    """Return the code that Python enters when it calls a handler; None if it is not written in Python."""
     while isinstance(handler, partial | MethodType):
         handler = handler.func if isinstance(handler, partial) else handler.__func__
-    if not isinstance(handler, FunctionType):  # an object that can be called
+    if not isinstance(handler, FunctionType):  # a callable object
         handler = getattr(type(handler), "__call__", None)  # noqa: B004 -- the function is asked for
     return handler.__code__ if isinstance(handler, FunctionType) else None
 
 
 def described(error: BaseException) -> str:
-    """Its class and its message, for people; the class alone if the message cannot be had."""
+    """Return the error's class and message for people; only the class if the message cannot be read."""
     try:
         return f"{type(error).__name__}: {error}"
     except BaseException as again:  # noqa: BLE001 -- its class is somebody else's code, too
@@ -74,7 +74,7 @@ def described(error: BaseException) -> str:
 
 
 def without_secrets(error: BaseException) -> str:
-    """Its class, and the line it comes from; never its message, which may quote prompts and salts."""
+    """Return the error's class and the line that raised it, never its message, which may quote prompts and salts."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return type(error).__name__

@@ -1,18 +1,17 @@
-"""The vocabulary: everything that can stand in a log, and nothing else.
+"""The events that a log can contain.
 
-Two kinds of events. An *observation* is what the connector saw: a hook call of vLLM, a report of a
-worker. A *decision* is what the connector made of it; `cause` is the sequence number of the
-observation that led to it, so a log can answer why. Observations alone determine the decisions:
-replay feeds them to today's code and compares. An observation names a request by its id and concerns its present
-life; a decision names the life.
+An *observation* is what the connector saw: a hook call of vLLM or the report of a worker. A *decision* is what kvledger
+did about it; its `cause` is the sequence number of the observation. Decisions follow from the observations alone, so
+replay can make them again with today's code. An observation names a request by its id and is about its present life; a
+decision names the life.
 
 Rules for this file
-  1. An event is a fact with plain values: ints, strings, bytes, booleans and tuples of them. It never
-     refers to a live object of vLLM.
-  2. No token ids, no prompts, no salts. Chunk keys are hashes that already contain the salt.
-  3. The wire code (`tag`) and the order of the fields are the wire format (`codec.py`); the order of the
-     classes means nothing. A released event is never edited: a new version gets a new class and an upcaster.
-  4. `time_ns` is monotonic time since the log was opened. It enters here and nowhere else.
+  1. An event has plain values: ints, strings, bytes, booleans and tuples of them. It refers to no object of vLLM.
+  2. No token ids, prompts or salts. Chunk keys are hashes that already contain the salt.
+  3. The wire format (`codec.py`) is the wire code (`tag`) and the order of the fields; the order of the classes does
+     not matter. You may append a field with a default to a released event. Any other change of its fields needs the
+     next version and an upcaster.
+  4. `time_ns` is monotonic time since the log was opened. Time enters the core only here.
 """
 
 from __future__ import annotations
@@ -47,40 +46,40 @@ from kvledger.lifecycle.ranges import (
 
 
 class Variants(NamedTuple):
-    """Two triggers of one event; which of them it is, one of its fields decides."""
+    """Two triggers of one event, one for each value of a field."""
 
     field: str
     if_set: str
-    """The trigger where the field is true, or not 0."""
+    """The trigger if the field is true or not 0."""
     if_not: str
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """What every event has: a stable string id, a version, which of the two kinds it is, and its wire code (`tag`).
+    """Base of all events: a stable id, a version, its kind (observation or decision) and its wire code (`tag`).
 
-    A `msgspec.Struct`, so that reading a log makes events without a line of Python; `msgspec.structs` has `replace`,
-    `asdict` and `fields` for them.
+    A `msgspec.Struct`, so that msgspec decodes logs directly into events.
     """
 
     id: ClassVar[str]
     version: ClassVar[int]
     is_decision: ClassVar[bool]
     handler_method: ClassVar[str]
-    """The method of a state handler that decides on this event: the class name in snake case."""
+    """The state handlers' method for this event: the class name in snake case."""
     variants: ClassVar[Variants | None] = None
-    """What the tables tell apart."""
+    """Its triggers in the tables; None if there is only one."""
 
 
 class RequestEvent(Event, frozen=True):
-    """An event in the life of one request; the transition table speaks about these."""
+    """An event about one request; the transition tables have rows for these."""
 
     request_id: str
 
 
 class RequestDecision(RequestEvent, frozen=True):
-    """A decision about one life of a request, which it names in full: an id may be used again, an ordinal never is.
+    """A decision about one life of a request.
 
-    The generation counts how often that life lost what it had computed. Settlements name that of their job.
+    An id may be used again, an ordinal is unique. The generation counts how often the life lost what it had computed. A
+    decision that settles a job names the generation of that job.
     """
 
     ordinal: Ordinal
@@ -88,12 +87,12 @@ class RequestDecision(RequestEvent, frozen=True):
 
 
 NOT_RECORDED = -1
-"""A number that the log does not have: an older kvledger wrote it, or an embedder does not know it."""
+"""A number that is not in the log: an older kvledger wrote it, or an embedder does not know it."""
 
 NO_LIFE = -1
-"""The ordinal and the generation in a decision that names no request, or one that nobody knows."""
+"""Ordinal and generation in a decision about no request, or about an unknown one."""
 NO_SLOT = -1
-"""The slot of a page that is not stored, because its group does not see it any more."""
+"""Slot of a page that is not stored, because its window has left it."""
 NULL_BLOCK = 0
 """vLLM's null block. In the table of a group with a window it replaces a block that is not kept."""
 
@@ -101,17 +100,17 @@ _EventClass = TypeVar("_EventClass", bound=type[Event])
 
 
 def field_names(event_class: type[Event]) -> tuple[str, ...]:
-    """The fields of an event in wire order."""
+    """Return the fields of an event in wire order."""
     return event_class.__struct_fields__
 
 
 def wire_code(event_class: type[Event]) -> int:
-    """The number that stands for the class in what is written today."""
+    """Return the number that identifies the class in new frames."""
     return cast("int", event_class.__struct_config__.tag)
 
 
 def trigger_of(event: Event) -> str:
-    """What an event is to the tables: its id, or `id/variant` where it has variants."""
+    """Return the trigger of an event: its id, or `id/variant` if it has variants."""
     variants = event.variants
     if variants is None:
         return event.id
@@ -119,7 +118,7 @@ def trigger_of(event: Event) -> str:
 
 
 def triggers_of(event_class: type[Event]) -> tuple[str, ...]:
-    """What events of a class may be to the tables."""
+    """Return the triggers that events of a class can have."""
     return (event_class.id,) if event_class.variants is None else event_class.variants[1:]
 
 
@@ -142,7 +141,7 @@ def _declare(
 def observation(
     event_id: str, *, version: int = 1, variants: tuple[str, str, str] | None = None
 ) -> Callable[[_EventClass], _EventClass]:
-    """Declare an event that records what the connector saw. `variants`: a field, and what it is where that is set."""
+    """Declare an event that records what the connector saw. `variants`: (field, variant if set, variant if not)."""
     return _declare(event_id, version, variants, is_decision=False)
 
 
@@ -153,19 +152,17 @@ def decision(
     return _declare(event_id, version, variants, is_decision=True)
 
 
-# --- Observations: a request's life ------------------------------------------------------------
+# --- Observations: one request -----------------------------------------------------------------
 
 
 @observation("request.arrived")
 class RequestArrived(RequestEvent, frozen=True, tag=0):
     """vLLM accepted a request (`on_new_request`). `ordinal` names this life of the id inside the log.
 
-    `trace_parent` is the caller's span in a distributed trace, where it told one: the 16 bytes of the trace's id and
-    the 8 of the span's. Empty where it did not.
-
-    `skips_prefix_cache` says that vLLM takes no cached tokens for it (`Request.skip_reading_prefix_cache`), as where
-    log probabilities of the prompt are asked for. `is_salted` says that it has a `cache_salt`, so that it shares no
-    key with requests that have another one or none.
+    `trace_parent` is the caller's span in a distributed trace: 16 bytes of trace id and 8 bytes of span id; empty if
+    there is none. `skips_prefix_cache`: vLLM uses no cached tokens for the request
+    (`Request.skip_reading_prefix_cache`), for example because it asks for log probabilities of the prompt. `is_salted`:
+    it has a `cache_salt`, so it shares no key with requests that have another salt or none.
     """
 
     ordinal: LifeOrdinal
@@ -178,12 +175,12 @@ class RequestArrived(RequestEvent, frozen=True, tag=0):
 
 @observation("chunk.keys_observed")
 class ChunkKeysObserved(RequestEvent, frozen=True, tag=1):
-    """The keys of the chunks from `first_chunk` on; they replace what was known from there.
+    """The keys of the chunks from `first_chunk` on. They replace all keys known from there on.
 
-    `hash_prefixes` is what the keys are checked with: for each chunk the first 4 bytes of vLLM's hash
-    (`Request.block_hashes`) of the last block that ends within the chunk or before it, one after the other. Zeros:
-    there is no such block. Empty: not recorded. `are_block_hashes` says whether each key has to be that hash itself,
-    cut, or another one that covers more.
+    The audit checks them with `hash_prefixes`: for each chunk, the first 4 bytes of vLLM's hash
+    (`Request.block_hashes`) of the last block that ends within the chunk or before it. Zeros: there is no such block.
+    Empty: not recorded. `are_block_hashes`: whether each key must be that hash itself, truncated, or another one that
+    covers more.
     """
 
     first_chunk: ChunkNumber
@@ -194,9 +191,9 @@ class ChunkKeysObserved(RequestEvent, frozen=True, tag=1):
 
 @observation("lookup.requested")
 class LookupRequested(RequestEvent, frozen=True, tag=2):
-    """The scheduler asks what can be loaded (`get_num_new_matched_tokens`).
+    """The scheduler asks how many tokens can be loaded (`get_num_new_matched_tokens`).
 
-    `num_computed_tokens` is the local prefix hit of *this* call, `num_tokens` prompt and output.
+    `num_computed_tokens` is vLLM's own prefix hit for *this* call, `num_tokens` counts prompt and output.
     """
 
     num_computed_tokens: NumTokens
@@ -206,7 +203,7 @@ class LookupRequested(RequestEvent, frozen=True, tag=2):
 
 @observation("blocks.allocated")
 class BlocksAllocated(RequestEvent, frozen=True, tag=3):
-    """Blocks were given (`update_state_after_alloc`): the whole table, which replaces the old one."""
+    """vLLM gave the request blocks (`update_state_after_alloc`). `block_ids` is the whole new table."""
 
     block_ids: tuple[BlockId, ...]
     num_external_tokens: NumTokens
@@ -215,7 +212,7 @@ class BlocksAllocated(RequestEvent, frozen=True, tag=3):
 
 @observation("blocks.observed")
 class BlockTableObserved(RequestEvent, frozen=True, tag=4):
-    """The scheduler's own table, recorded because it differs from what the log had folded to."""
+    """The scheduler's block table, recorded because it differs from the one that follows from the log."""
 
     block_ids: tuple[BlockId, ...]
     time_ns: TimeNs
@@ -223,10 +220,10 @@ class BlockTableObserved(RequestEvent, frozen=True, tag=4):
 
 @observation("request.preempted")
 class RequestPreempted(RequestEvent, frozen=True, tag=5):
-    """Its blocks were taken. `num_settled_tokens` is what had certainly been written by then.
+    """vLLM preempted the request and freed its blocks.
 
-    `num_tokens` is the engine's own count of its tokens then, prompt and output; `blocks_zeroed` says that its blocks
-    are zeroed, or may be, before anything could be copied out of them.
+    `num_settled_tokens` had certainly been written. `num_tokens` counts prompt and output. `blocks_zeroed`: the blocks
+    are zeroed, or may be, before anything can be copied out of them.
     """
 
     num_settled_tokens: NumTokens
@@ -234,12 +231,12 @@ class RequestPreempted(RequestEvent, frozen=True, tag=5):
     time_ns: TimeNs
     blocks_zeroed: bool = False
     num_in_flight_tokens: NumTokens = NOT_RECORDED
-    """Of its computed tokens those of steps whose output the engine had not processed yet."""
+    """Computed tokens of steps whose output the engine had not processed yet."""
 
 
 @observation("session.continued", variants=("num_computed_tokens", "part", "all"))
 class SessionContinued(RequestEvent, frozen=True, tag=6):
-    """A streaming session's next turn: its blocks are kept, its tokens are cut and extended."""
+    """The next turn of a streaming session: vLLM keeps the blocks, cuts the tokens and appends new ones."""
 
     num_computed_tokens: NumTokens
     num_tokens: NumTokens
@@ -249,7 +246,7 @@ class SessionContinued(RequestEvent, frozen=True, tag=6):
 
 @observation("tokens.rolled_back", variants=("num_computed_tokens", "part", "all"))
 class TokensRolledBack(RequestEvent, frozen=True, tag=7):
-    """The scheduler counts fewer computed tokens than before, as after a failed load."""
+    """The scheduler counts fewer computed tokens than before, for example after a failed load."""
 
     num_computed_tokens: NumTokens
     time_ns: TimeNs
@@ -257,9 +254,9 @@ class TokensRolledBack(RequestEvent, frozen=True, tag=7):
 
 @observation("request.finished")
 class RequestFinished(RequestEvent, frozen=True, tag=8):
-    """No further scheduling (`request_finished`); `status` is vLLM's name for how it ended.
+    """vLLM will not schedule the request again (`request_finished`). `status` is vLLM's name for how it ended.
 
-    `blocks_zeroed` as at a preemption.
+    `blocks_zeroed` as in `request.preempted`.
     """
 
     status: str
@@ -268,92 +265,91 @@ class RequestFinished(RequestEvent, frozen=True, tag=8):
     time_ns: TimeNs
     blocks_zeroed: bool = False
     num_in_flight_tokens: NumTokens = NOT_RECORDED
-    """Of its computed tokens those of steps whose output the engine had not processed yet."""
+    """Computed tokens of steps whose output the engine had not processed yet."""
     num_computed_tokens: NumTokens = NOT_RECORDED
-    """The engine's own count. It is below that of the steps if drafts were rejected or a load failed since."""
+    """The engine's own count. Below the count of the steps if drafts were rejected or a load failed since."""
 
 
 # --- Observations: the engine ------------------------------------------------------------------
 
 
 class SettledTokens(NamedTuple):
-    """What a step says of a request with chunks to be saved."""
+    """Settled tokens of a request with chunks to save, as recorded by a step."""
 
     ordinal: Ordinal
     first_chunk: ChunkNumber
-    """The first chunk that was not dealt with yet."""
+    """The first chunk that was not handled yet."""
     num_settled_tokens: NumTokens
-    """Tokens of steps whose output was processed; without windows, at most those of the chunks whose keys are known."""
+    """Tokens of steps whose output was processed; without windows, at most those of chunks whose keys are known."""
     num_in_flight_tokens: NumTokens = NOT_RECORDED
-    """Of its computed tokens those of steps whose output was not processed yet."""
+    """Computed tokens of steps whose output was not processed yet."""
 
 
 @observation("step.scheduled")
 class StepScheduled(Event, frozen=True, tag=9):
-    """One engine step (`build_connector_meta`), written as what differs from the expected.
+    """One engine step (`build_connector_meta`), written as its difference from the expected step.
 
-    Expected is that every *steady* request, one that decoded one token last time, decodes one more. So a step in
-    which everybody decodes is a few bytes, whatever their number.
+    A *steady* request decoded one token in its last step and is expected to decode one more. A step in which every
+    request does so takes a few bytes.
     """
 
     step: Step
     num_scheduled_tokens: NumTokens
-    """All tokens of the step."""
+    """Tokens of all requests in the step."""
     advanced: tuple[tuple[Ordinal, NumTokens, NumTokens, NumTokens], ...]
-    """(ordinal, num_computed_tokens before the step, num_scheduled_tokens, num_tokens known)."""
+    """(ordinal, computed tokens before the step, scheduled tokens, known tokens) of requests that do something else."""
     paused: tuple[Ordinal, ...]
-    """Ordinals of steady requests that were not scheduled in this step."""
+    """Ordinals of steady requests that are not in the step."""
     extended: tuple[tuple[Ordinal, tuple[BlockId, ...]], ...]
     """(ordinal, block ids appended to its table)."""
     settled: tuple[SettledTokens, ...]
-    """(ordinal, first chunk not dealt with, num_settled_tokens, num_in_flight_tokens) of requests with chunks to be
-    saved; see `SettledTokens`."""
+    """(ordinal, first chunk not handled, num_settled_tokens, num_in_flight_tokens) of requests with chunks to save."""
     time_ns: TimeNs
 
 
 class Withheld(enum.StrEnum):
-    """Why the connector reports a job in the workers' place."""
+    """Why the connector reports a job as failed instead of the workers."""
 
     UNWRITTEN = "unwritten"
-    """The event log could not be written, so a crash would have left no trace of the job."""
+    """The event log could not be written, so a crash would leave no trace of the job."""
     CONTRACT = "contract"
-    """It would have broken vLLM's contract."""
+    """The job would have broken vLLM's contract."""
     HOOK_FAILED = "hook_failed"
-    """The hook that was to hand it out failed."""
+    """A hook failed before the job was handed to the workers."""
     OVERDUE = "overdue"
-    """It was handed out and nobody reported it, where nothing is decided any more."""
+    """No worker reported it in time, and kvledger no longer decides anything."""
 
 
 @observation("transfer.reported")
 class TransferReported(Event, frozen=True, tag=10):
-    """Workers reported how a copy went. Ranks are named, so that one that reports twice is not counted as two."""
+    """Ranks reported the result of a copy. They are named, so a rank that reports twice counts once."""
 
     job_ids: tuple[JobId, ...]
-    """What was copied at once, and went one way: the saves of a step, or one job."""
+    """Jobs that were copied together, with one result: the saves of a step, or one job."""
     ranks_done: tuple[Int64, ...]
     ranks_failed: tuple[Int64, ...]
     is_repeated: bool
-    """Whether the workers were asked to tell once more; then the job may be settled already."""
+    """Whether the workers were asked to report again. The job may be settled already."""
     num_bytes: tuple[NumBytes, ...]
-    """For each of the jobs, over all ranks."""
+    """Bytes of each job, over all ranks."""
     duration_ns: DurationNs
     error: str
     withheld: str
-    """Why the connector reports in the workers' place, one of `Withheld`. Mostly empty."""
+    """Why the connector reports instead of the workers (`Withheld`); usually empty."""
     time_ns: TimeNs
     moments: tuple[Int64, ...] = ()
-    """When these ranks began and ended the copy, see `CopyMoments.as_fields`; empty if not recorded."""
+    """When these ranks began and ended the copy (`CopyMoments.as_fields`); empty if not recorded."""
 
     @classmethod
     def by(cls, ranks: Iterable[int], job_id: int, time_ns: int, *, error: str = "") -> TransferReported:
-        """These ranks have done the job, or with an `error` could not, and nothing was measured."""
+        """Return the report that these ranks have done the job, or failed with `error`."""
         done, failed = ((), tuple(ranks)) if error else (tuple(ranks), ())
         return cls((job_id,), done, failed, False, (0,), 0, error, "", time_ns)  # noqa: FBT003 -- in the wire's order
 
 
 @observation("load.errors_observed")
 class LoadErrorsObserved(Event, frozen=True, tag=11):
-    """Blocks that a worker could not fill. Whoever holds one of them may have read garbage."""
+    """Blocks that a worker could not fill. A request that holds one of them may have read garbage."""
 
     block_ids: tuple[Int64, ...]
     time_ns: TimeNs
@@ -361,16 +357,16 @@ class LoadErrorsObserved(Event, frozen=True, tag=11):
 
 @observation("cache.reset")
 class CacheReset(Event, frozen=True, tag=12):
-    """Everything cached so far is stale (`reset_cache`), as after new weights."""
+    """The connector's cache was reset (`reset_cache`), for example after new weights: all that is cached is stale."""
 
     time_ns: TimeNs
 
 
 @observation("hook.failed")
 class HookFailed(Event, frozen=True, tag=13):
-    """A hook of ours raised. The engine was given a harmless answer instead.
+    """A hook of kvledger raised. vLLM got a safe answer instead.
 
-    An empty `request_id` concerns the step, and with it every request that holds blocks.
+    An empty `request_id` means the whole step, and every request that holds blocks.
     """
 
     hook: str
@@ -380,71 +376,69 @@ class HookFailed(Event, frozen=True, tag=13):
 
 
 CORRUPT = "LedgerCorrupt"
-"""Begins the error of a `HookFailed` after which nothing is decided any more, because a fold failed."""
+"""Prefix of the error of a `HookFailed` after which nothing is decided, because a fold failed."""
 
 
 # --- Decisions: lookups and loads --------------------------------------------------------------
 
 
 class MissReason(enum.StrEnum):
-    """Why a hit ends where it ends."""
+    """Why a hit ends."""
 
     COMPLETE = "complete"
-    """Every whole chunk of the request's tokens is there."""
+    """Every whole chunk of the request's tokens is in the host pool."""
     MISSING = "missing"
-    """The next chunk is not in the host pool. The log tells whether it was ever saved, and how it left."""
+    """The next chunk is not in the host pool. The log shows whether it was ever saved, and why it left."""
     SAVING = "saving"
-    """A save of the first missing chunk is in flight."""
+    """The first missing chunk is being saved."""
     WINDOW = "window"
-    """A sliding window sees, before every later boundary, something that was not saved."""
+    """At every later boundary, a sliding window sees a page that was not saved."""
     SLOWER = "slower"
-    """As measured while serving, a load takes longer than computing what it brings."""
+    """Measured while serving: loading the tokens takes longer than computing them."""
     LOAD_FAILED = "load_failed"
-    """Its last load failed; it computes before it is offered another one."""
+    """Its last load failed, so it must compute before it is offered another one."""
     QUARANTINED = "quarantined"
     RECORDED = "recorded"
-    """Another connector answered, and its answer was only recorded; why is not in the log."""
+    """Another connector answered; the log does not contain its reason."""
 
 
 @decision("lookup.answered")
 class LookupAnswered(RequestDecision, frozen=True, tag=14):
-    """What the scheduler was answered, and everything the answer was made from."""
+    """The answer to a lookup, and everything that it was computed from."""
 
     num_computed_tokens: NumTokens
     num_tokens: NumTokens
     num_hit_tokens: Int64
     num_external_tokens: Int64
     is_async: bool
-    """Whether the request is to wait for the load outside of the steps, instead of the step for the load."""
+    """Whether the request waits for the load outside of the steps. If not, the step waits for it."""
     miss_reason: str
-    """Why the hit ends where it ends; one of `MissReason`."""
+    """Why the hit ends; one of `MissReason`."""
     cause: Sequence
 
 
 @decision("lookup.deferred")
 class LookupDeferred(RequestDecision, frozen=True, tag=15):
-    """The scheduler was asked to ask again, because of the job `job_id`.
+    """The scheduler was asked to repeat the lookup later, because of the copy `job_id`.
 
-    The job saves what the request lost, or loads the same chunks for another request, or is any other request's load
-    where there is one load at a time.
+    The copy saves what the request lost, or loads the same chunks for another request. With sliding windows it may be
+    any other request's load, because only one runs at a time.
     """
 
     num_computed_tokens: NumTokens
     num_tokens: NumTokens
     job_id: JobId
     num_deferred: Count
-    """How often in a row, this time included; further deferrals for the same load do not count.
-
-    Bounded by `LedgerConfiguration.max_deferred_lookups`.
-    """
+    """How often in a row, including this time: at most `LedgerConfiguration.max_deferred_lookups`. Waiting for one load
+    of another request counts once."""
     cause: Sequence
 
 
 @decision("load.issued")
 class LoadIssued(RequestDecision, frozen=True, tag=16):
-    """Host slots are copied into the request's blocks, page by page.
+    """Host slots are copied into the request's blocks, page by page, before the step's forward pass.
 
-    Before the step's forward, or asynchronously with `is_async`; the request is in no step until it is settled.
+    With `is_async` the copy runs outside of the steps, and the request is in no step until it is settled.
     """
 
     job_id: JobId
@@ -458,7 +452,7 @@ class LoadIssued(RequestDecision, frozen=True, tag=16):
 
 @decision("load.completed")
 class LoadCompleted(RequestDecision, frozen=True, tag=17):
-    """Every rank has the loaded pages in place."""
+    """Every rank has loaded the pages."""
 
     job_id: JobId
     cause: Sequence
@@ -466,7 +460,7 @@ class LoadCompleted(RequestDecision, frozen=True, tag=17):
 
 @decision("load.failed")
 class LoadFailed(RequestDecision, frozen=True, tag=18):
-    """A rank could not load. The chunks are tainted; the scheduler recomputes or fails the request."""
+    """A rank could not load. The chunks are tainted; the scheduler recomputes the tokens or fails the request."""
 
     job_id: JobId
     error: str
@@ -478,10 +472,10 @@ class LoadFailed(RequestDecision, frozen=True, tag=18):
 
 @decision("save.issued")
 class SaveIssued(RequestDecision, frozen=True, tag=19):
-    """Block pages are copied to host slots. One page per entry of `block_ids` and `slots`.
+    """Pages of blocks are copied to host slots: `block_ids[i]` to `slots[i]`.
 
-    With `before_forward` the blocks are already free: the copy must precede the step's forward. With `is_async` it runs
-    asynchronously to this step and later ones; the blocks are the request's until it is done, or it is awaited.
+    With `before_forward` the blocks are already free, so the copy precedes the step's forward pass. With `is_async` it
+    may outlast the step; the request keeps the blocks until the copy is done or a step waits for it.
     """
 
     job_id: JobId
@@ -495,10 +489,10 @@ class SaveIssued(RequestDecision, frozen=True, tag=19):
 
 @decision("tail.save_issued")
 class TailSaveIssued(RequestDecision, frozen=True, tag=20):
-    """The part-filled last chunk of a preempted request is copied out before the step's forward.
+    """The tail, a preempted request's partly filled last chunk, is copied out before the step's forward pass.
 
-    `num_tokens` tokens from `first_token` on, which is where its whole chunks end; only this life of the request may
-    load them. `generation` is that of the blocks.
+    It has `num_tokens` tokens from the end of the whole chunks, `first_token`. Only this life may load it. `generation`
+    is the one that computed the blocks.
     """
 
     job_id: JobId
@@ -511,7 +505,7 @@ class TailSaveIssued(RequestDecision, frozen=True, tag=20):
 
 @decision("save.completed")
 class SaveCompleted(RequestDecision, frozen=True, tag=21):
-    """Every rank has saved; the chunks of the job can be looked up from now on."""
+    """Every rank has saved. From now on, lookups find the chunks of the job."""
 
     job_id: JobId
     cause: Sequence
@@ -519,9 +513,9 @@ class SaveCompleted(RequestDecision, frozen=True, tag=21):
 
 @decision("save.failed", variants=("quiet", "quiet", "silent"))
 class SaveFailed(RequestDecision, frozen=True, tag=22):
-    """A rank could not save. The slots of the job are free again if every rank is known to be `quiet`.
+    """A save failed. Its slots are free again if every rank is known to be `quiet`.
 
-    A job that was given up without a report may still write: its slots are used again when every rank has reported.
+    If it was given up without a report, a rank may still write them. They are used again after every rank has reported.
     """
 
     job_id: JobId
@@ -536,7 +530,7 @@ UNFILLED = "unfilled"
 
 @decision("save.declined")
 class SaveDeclined(RequestDecision, frozen=True, tag=23):
-    """Settled chunks were not saved, and why: a full pool, or a load failed into blocks that the request relies on."""
+    """Settled chunks were not saved. `reason`: `pool_full`, or `unfilled`: a load into the request's blocks failed."""
 
     first_chunk: ChunkNumber
     num_chunks: ChunkNumber
@@ -546,10 +540,10 @@ class SaveDeclined(RequestDecision, frozen=True, tag=23):
 
 @decision("transfer.awaited", variants=("before_forward", "fence", "ask"))
 class TransferAwaited(RequestDecision, frozen=True, tag=24):
-    """Workers are reminded of a job in flight.
+    """Workers are reminded of a job in flight, and the next step waits for it.
 
-    The next step waits for it, because its blocks were taken (`before_forward`), or because a rank has not reported
-    about it for too long; then whoever has done it tells so once more.
+    With `before_forward`, because its blocks were taken. Else a rank has not reported it for too long, and all report
+    again.
     """
 
     job_id: JobId
@@ -559,19 +553,19 @@ class TransferAwaited(RequestDecision, frozen=True, tag=24):
 
 @decision("blocks.held")
 class BlocksHeld(RequestDecision, frozen=True, tag=25):
-    """`request_finished` answered True: vLLM keeps the blocks until `RequestReleased`, for the copies out of them."""
+    """`request_finished` answered True: vLLM keeps the blocks as long as a copy reads them."""
 
     cause: Sequence
 
 
 @decision("chunks.evicted")
 class ChunksEvicted(Event, frozen=True, tag=26):
-    """Committed chunks gave up their slots for a request's save."""
+    """Chunks were evicted from the host pool to make room for a save."""
 
     keys: tuple[bytes, ...]
     """In the order in which they leave."""
     request_id: str
-    """Whose save needed the slots."""
+    """The request whose save needed the slots."""
     ordinal: Ordinal
     generation: Generation
     cause: Sequence
@@ -579,7 +573,7 @@ class ChunksEvicted(Event, frozen=True, tag=26):
 
 @decision("chunks.tainted")
 class ChunksTainted(Event, frozen=True, tag=27):
-    """Chunks that could not be loaded are not offered again until they are saved anew."""
+    """Chunks that could not be loaded. They are not offered again until they have been saved again."""
 
     keys: tuple[bytes, ...]
     cause: Sequence
@@ -590,7 +584,7 @@ class ChunksTainted(Event, frozen=True, tag=27):
 
 @decision("prefill.advanced")
 class PrefillAdvanced(RequestDecision, frozen=True, tag=28):
-    """Some known tokens are computed or in flight, more are to come."""
+    """Some known tokens are computed or in flight; the others are still to be scheduled."""
 
     num_computed_tokens: NumTokens
     num_tokens: NumTokens
@@ -608,14 +602,14 @@ class PrefillCompleted(RequestDecision, frozen=True, tag=29):
 
 @decision("request.released")
 class RequestReleased(RequestDecision, frozen=True, tag=30):
-    """Nothing is owed to or by the request any more; every projection forgets it, and held blocks are freed."""
+    """The ended request has no copy in flight. kvledger forgets it, and blocks held for it are freed."""
 
     cause: Sequence
 
 
 @decision("request.quarantined")
 class RequestQuarantined(RequestDecision, frozen=True, tag=31):
-    """The request gets no more help from the cache: no hits, no saves. It recomputes."""
+    """The request gets no more hits and saves; it recomputes."""
 
     reason: str
     cause: Sequence
@@ -623,11 +617,11 @@ class RequestQuarantined(RequestDecision, frozen=True, tag=31):
 
 @decision("invariant.violated")
 class InvariantViolated(Event, frozen=True, tag=32):
-    """A rule of `docs/invariants.md` was broken; `rule` is its name there."""
+    """A rule was broken; `rule` is its name in `docs/invariants.md`."""
 
     rule: str
     request_id: str
-    """Empty where it concerns no single request; then ordinal and generation are `NO_LIFE`."""
+    """Empty if no single request is concerned; ordinal and generation are then `NO_LIFE`."""
     ordinal: Ordinal
     generation: Generation
     detail: str
@@ -636,7 +630,7 @@ class InvariantViolated(Event, frozen=True, tag=32):
 
 @observation("log.note")
 class LogNote(Event, frozen=True, tag=33):
-    """A word of the connector to the reader of the log, such as a start, a shutdown or lost events."""
+    """A note for the reader of the log, such as a start, a shutdown or lost events."""
 
     text: str
     time_ns: TimeNs
@@ -645,30 +639,30 @@ class LogNote(Event, frozen=True, tag=33):
 SHUT_DOWN = "connector shut down"
 """The last note of a connector that was shut down."""
 DECLINED = "declined: "
-"""Begins the note of a connector that serves nobody; the reason follows."""
+"""Prefix of the note that the connector does not serve the model; the reason follows."""
 LOG_BEFORE = "the log before, "
-"""Begins the note of a start which did not find the log before closed and whole."""
+"""Prefix of the note that the previous log was not closed or is incomplete."""
 
 
 @observation("window.left")
 class WindowLeft(RequestEvent, frozen=True, tag=34):
-    """Recorded before a step or the request's end: what its windows see no more is freed now, intact until the forward.
+    """vLLM frees blocks that the request's sliding windows have left. Recorded before a step or the request's end.
 
-    Freed before that was only what they did not see when `num_settled_tokens` were settled. Only for models with
-    sliding windows, and only where the request was in the step before.
+    Before this event, vLLM had freed only the blocks that no window saw at `num_settled_tokens` settled tokens. Blocks
+    freed now are intact until the step's forward pass. Recorded only if the request was in the previous step.
     """
 
     num_settled_tokens: NumTokens
     time_ns: TimeNs
     num_in_flight_tokens: NumTokens = NOT_RECORDED
-    """Those of steps in flight that the count leaves out."""
+    """Computed tokens of steps in flight, which `num_settled_tokens` leaves out."""
 
 
 @observation("decision.withheld")
 class DecisionWithheld(Event, frozen=True, tag=35):
-    """What was decided for a request did not leave: vLLM was given the safe answer, or a job was not handed out.
+    """A decision was not carried out: vLLM got the safe answer, or a job was not handed to the workers.
 
-    `rule` is the one it would have broken; empty where nothing was wrong with it and the log could not be written.
+    `rule` is the rule that it would have broken; empty if the log could not be written.
     """
 
     request_id: str
@@ -679,32 +673,33 @@ class DecisionWithheld(Event, frozen=True, tag=35):
 
 @observation("effects.delivered")
 class EffectsDelivered(Event, frozen=True, tag=39):
-    """What was owed outside was handed over, and is owed no more. Only where something was.
+    """Pending jobs and notifications were delivered. Recorded only if there were any.
 
-    To the workers with a step: jobs, reminders, blocks, and the ends that they tell vLLM. To vLLM: the other ends.
+    An *end* notifies vLLM that an asynchronous load has ended or that kept blocks are free. Workers get jobs,
+    reminders, blocks, and the ends that they report to vLLM. kvledger itself reports the other ends.
     """
 
     job_ids: tuple[JobId, ...]
-    """Copies that the workers were given; those of a step go with it or never."""
+    """Jobs given to the workers. A job goes out with its own step or never."""
     awaited: tuple[JobId, ...]
-    """Jobs that they were reminded of."""
+    """Jobs that the workers were reminded of."""
     block_ids: tuple[BlockId, ...]
-    """Blocks that they report as not filled."""
+    """Blocks that the workers report as not filled."""
     failed: tuple[Ordinal, ...]
-    """Ordinals of lives whose asynchronous load failed, which every worker reports to vLLM."""
+    """Ordinals of lives whose asynchronous load failed; every worker reports them to vLLM."""
     sent: tuple[Ordinal, ...]
-    """Ordinals of ended lives whose blocks no copy reads any more, which every worker reports to vLLM."""
+    """Ordinals of ended lives whose blocks no copy reads any more; every worker reports them to vLLM."""
     received: tuple[Ordinal, ...]
-    """Ordinals of lives whose asynchronous load is in place, as was reported to vLLM."""
+    """Ordinals of lives whose asynchronous load has arrived; kvledger reported them to vLLM."""
     reported: tuple[Ordinal, ...]
-    """Ordinals of those whose end vLLM has by now from the workers."""
+    """Ordinals of lives whose end the workers have reported to vLLM."""
 
 
 @observation("load.refused")
 class LoadRefused(Event, frozen=True, tag=40):
-    """VLLM claimed an answer, and its load will not be issued: a hook of ours failed, or nothing was decided.
+    """vLLM claimed offered tokens, but no load is issued: a hook of kvledger failed, or no load was decided.
 
-    An asynchronous one is reported as failed; of one within the step these blocks are reported as not filled.
+    An asynchronous load is reported as failed. For a load within the step, these blocks are reported as not filled.
     """
 
     request_id: str
@@ -717,7 +712,7 @@ class LoadRefused(Event, frozen=True, tag=40):
 
 @observation("extension.observed")
 class ExtensionObserved(RequestEvent, frozen=True, tag=36):
-    """Something that only an extension understands was seen. `payload` is msgpack of what its event `name` says."""
+    """An extension's own observation about one request. `payload`: the fields of its event `name`, as msgpack."""
 
     extension: str
     name: str
@@ -728,7 +723,7 @@ class ExtensionObserved(RequestEvent, frozen=True, tag=36):
 
 @decision("extension.decided")
 class ExtensionDecided(RequestDecision, frozen=True, tag=37):
-    """A handler of an extension decided something of its own. `payload` is msgpack of what its event `name` says."""
+    """An extension's own decision, by one of its handlers. `payload`: the fields of its event `name`, as msgpack."""
 
     extension: str
     name: str
@@ -739,26 +734,26 @@ class ExtensionDecided(RequestDecision, frozen=True, tag=37):
 
 @decision("extension.stopped")
 class ExtensionStopped(Event, frozen=True, tag=38):
-    """Code of an extension raised. From here on it takes no part: it decides, folds and keeps nothing.
+    """Code of an extension raised. From this event on, the extension decides, folds and keeps nothing.
 
-    Its projections have their state before the first event, its sub-states lead to their phases. Whoever reads
-    this does likewise, also where the extension's code would not raise any more.
+    Its projections return to their first state, and requests leave its sub-states. Readers do the same, even if their
+    version of the extension does not raise.
     """
 
     extension: str
     extension_version: Count
     where: str
-    """What raised: a method of a handler, a projection, or `keeps`."""
+    """The code that raised: a method of a handler, a projection, or `keeps`."""
     error: str
-    """Its class and the line it comes from; never its message, which may quote anything."""
+    """Class of the error and the line that raised it; never the message, which may quote anything."""
     cause: Sequence
 
 
 @observation("extension.noted")
 class ExtensionNoted(Event, frozen=True, tag=41):
-    """Something that only an extension understands was seen, and concerns the engine or several requests.
+    """An extension's own observation about the engine or several requests. Nothing is decided on it.
 
-    Nothing is decided upon it. `payload` is msgpack of what its event `name` says.
+    `payload`: the fields of its event `name`, as msgpack.
     """
 
     extension: str
@@ -773,10 +768,11 @@ ExtensionEvent = ExtensionObserved | ExtensionDecided | ExtensionNoted
 
 @observation("pages.digested")
 class PagesDigested(Event, frozen=True, tag=42):
-    """A worker has made digests of whole blocks: of what a save was about to read, or of what a load has brought.
+    """A worker has hashed whole blocks, before a save or after a load.
 
-    `digests[i]` is of block `first_block + i` of the request's table, over its bytes in all layers of a group: 64 bits,
-    signed. `stored[i]` is what the host held of it before the load; empty of a save, and where nobody looked.
+    `digests[i]` is the hash of block `first_block + i` of the request's table over its bytes in all layers of the
+    group: 64 bits, signed. `stored[i]` is that of the page in host memory before the load; empty for a save, or if not
+    hashed.
     """
 
     request_id: str
@@ -793,29 +789,28 @@ class PagesDigested(Event, frozen=True, tag=42):
 
 @observation("end.refused")
 class EndRefused(Event, frozen=True, tag=43):
-    """Another connector reported an end too early, and kvledger removed it from what vLLM is given.
+    """Another connector reported an end too early, and kvledger removed it before vLLM acted on it.
 
-    Under `MultiConnector` every child may report ends of any request, and vLLM cannot tell whose they are. It would use
+    Under `MultiConnector` every child may report ends of any request, and vLLM cannot see which child did. It would use
     or free blocks that a copy still fills or reads, or an assertion would fail (`v1/core/sched/scheduler.py`,
     _update_from_kv_xfer_finished, 0.32).
     """
 
     request_id: str
     ordinal: Ordinal
-    """Of the life; `NO_LIFE` if kvledger owes no end of it."""
+    """Ordinal of the life; `NO_LIFE` if kvledger has no pending end of it."""
     field: str
-    """Of vLLM's `KVConnectorOutput`: `finished_recving` or `finished_sending`."""
+    """Field of vLLM's `KVConnectorOutput`: `finished_recving` or `finished_sending`."""
     time_ns: TimeNs
 
 
 @observation("prefix_cache.reset")
 class PrefixCacheReset(Event, frozen=True, tag=44):
-    """VLLM reset its own prefix cache and did not reset the connector (`reset_prefix_cache()`).
+    """vLLM reset its own prefix cache, but not the connector (`reset_prefix_cache()`).
 
-    What was saved before stays and can still be loaded, so it is wrong if the weights have changed. After a change of
-    weights call `reset_prefix_cache(reset_connector=True)`, which is recorded as `cache.reset`. vLLM calls no hook, so
-    this is recorded in the next one, after the preemptions that came with the reset. A reset that vLLM refuses changes
-    nothing and is not recorded.
+    Saved chunks can still be loaded, which is wrong if the weights have changed. After a change of weights call
+    `reset_prefix_cache(reset_connector=True)`, which is recorded as `cache.reset`. vLLM calls no hook, so this is
+    recorded in the next one, after the preemptions that came with the reset. A reset that vLLM refuses is not recorded.
     """
 
     time_ns: TimeNs
@@ -825,74 +820,74 @@ class PrefixCacheReset(Event, frozen=True, tag=44):
 class StepReported(Event, frozen=True, tag=45):
     """Ranks sent the output of a step that has something to report.
 
-    That is copies that it waits for, copies asked after, ends, or blocks that no copy fills. It follows their reports
-    of that output, so a copy that is missing among them was not made.
+    That is copies that it waits for or that were asked after, ends, or blocks that no copy fills. The event follows the
+    reports in that output, so a copy that is missing among them was not made.
     """
 
     delivered: Sequence
     """Sequence number of the step's `EffectsDelivered`."""
     ranks: tuple[Int64, ...]
     under_way: tuple[JobId, ...]
-    """Copies that have begun, that everything given to the device later comes after, and that are not over yet."""
+    """Copies that have begun and are not over. Everything given to the device later runs after them."""
 
 
 class Difference(enum.StrEnum):
-    """What differed between a hook and the log, in `HooksExchanged`."""
+    """How a hook and the log differed, in `HooksExchanged`."""
 
     ARRIVAL = "arrival"
-    """A request arrived that the log does not have. The number is -1."""
+    """The log lacks the arrival of a request. Number: -1."""
     ANSWER = "answer"
-    """A lookup was not answered as decided. The number is the life's ordinal, as in the following ones."""
+    """A lookup was not answered as decided. Number: the life's ordinal, as for those up to `END`."""
     SAFE_ANSWER = "safe answer"
-    """A lookup was answered with 0 tokens although more were decided."""
+    """A lookup was answered with 0 tokens instead of what was decided."""
     ALLOCATION = "allocation"
-    """Blocks were allocated, and the log does not have it, or has another number of tokens."""
+    """The log lacks an allocation, or has another number of tokens for it."""
     FINISH = "finish"
-    """The answer at a request's end is not the one decided, or the log does not have the end."""
+    """The answer at a request's end is not the one decided, or the log lacks the end."""
     OPEN = "open"
-    """vLLM has finished the request, and the log has no end of it."""
+    """vLLM has finished the request, and the log lacks the end."""
     END = "end"
-    """An end was reported to vLLM, or by the workers, and the log has it otherwise."""
+    """An end reported to vLLM, or by the workers, differs from the log."""
     JOB = "job"
-    """A copy was not handed to the workers as decided. The number is the job's id, as in the following two."""
+    """A copy was not handed to the workers as decided. Number: job id, as for the next two."""
     REMINDER = "reminder"
     """The workers were not asked about a copy as decided."""
     REPORT = "report"
     """A report of a worker was not recorded as it arrived."""
     BLOCK = "block"
-    """A block was not reported as not filled as decided. The number is the block, as in the following one."""
+    """A block was not reported as not filled as decided. Number: block id, as for the next one."""
     LOAD_ERROR = "load error"
-    """A block that vLLM named as not filled was not recorded, or another one was; or a rank reported it to vLLM without
-    a failed load, or did not report it in spite of one."""
+    """The log lacks a block that vLLM named as not filled, or has another one; or a rank reported a block to vLLM
+    without a failed load, or did not report it after one."""
     RESET = "reset"
-    """The answer to a reset is not what the log has."""
+    """The answer to a reset differs from the log. Number: -1."""
     PENDING_WORK = "pending work"
-    """vLLM was told that no step is needed although a copy is in flight. The number is its job id."""
+    """vLLM got the answer that no step is needed, although a copy is in flight. Number: its job id."""
     PENDING_FREES = "pending frees"
-    """vLLM was told to wait for blocks that no copy holds. The number is -1."""
+    """vLLM was asked to wait for blocks that no copy holds. Number: -1."""
     EDGE_FAILED = "edge failed"
-    """The comparison itself failed. Nothing is compared from here on."""
+    """The comparison itself failed. Nothing is compared after this."""
 
 
 @observation("hooks.exchanged")
 class HooksExchanged(Event, frozen=True, tag=46):
-    """What left the hooks and what arrived in them since the last such event.
+    """Counts of what left kvledger's hooks and what arrived in them since the last such event.
 
-    Counted where the hook returns to vLLM, or vLLM calls it, by code that does not decide. What equals the decision
-    in the log is counted. What does not is in `differences`. Recorded before a step and at shutdown, if there is
-    anything to count: a step in which every request only decodes has no such event.
+    Code that decides nothing counts where vLLM calls a hook and where the hook returns. What equals the log is counted,
+    what differs is in `differences`. Recorded before a step, at shutdown, and at once if something differs; not if
+    there is nothing to count, as in a step in which requests only decode.
     """
 
     num_arrivals: Count = 0
     """Requests that arrived (`on_new_request`)."""
     num_answers: Count = 0
-    """Lookups that were answered as decided, deferred ones included (`get_num_new_matched_tokens`)."""
+    """Lookups answered as decided, including deferred ones (`get_num_new_matched_tokens`)."""
     num_deferred: Count = 0
-    """Of these, those that vLLM repeats."""
+    """Of these, the deferred ones, which vLLM repeats."""
     num_async: Count = 0
-    """Of these, those with an asynchronous load."""
+    """Of these answers, those with an asynchronous load."""
     num_tokens: Count = 0
-    """Tokens that these answers offer, in total."""
+    """Tokens that these answers offer in total."""
     num_allocations: Count = 0
     """Allocations (`update_state_after_alloc`)."""
     num_handed_out: Count = 0
@@ -902,15 +897,15 @@ class HooksExchanged(Event, frozen=True, tag=46):
     num_load_errors: Count = 0
     """Blocks that vLLM named as not filled."""
     num_received: Count = 0
-    """Ends of loads that were added to what vLLM acts on."""
+    """Ends of loads that kvledger added to the output that vLLM acts on."""
     num_finished: Count = 0
     """Ends of requests (`request_finished`)."""
     num_held: Count = 0
-    """Of these, those that were answered with True."""
+    """Of these, those answered with True."""
     num_resets: Count = 0
-    """Resets that were answered with True (`reset_cache`)."""
+    """Resets answered with True (`reset_cache`)."""
     differences: tuple[tuple[str, Int64, str], ...] = ()
-    """(one of `Difference`, ordinal, job id or block, what happened instead)."""
+    """(a `Difference`; ordinal, job id or block id; what happened instead)."""
 
 
 _DECLARED = [
@@ -921,4 +916,4 @@ _DECLARED = [
 STANDARD_EVENTS: Mapping[str, type[Event]] = MappingProxyType(
     {event.id: event for event in sorted(_DECLARED, key=wire_code)}
 )
-"""Id -> every event that is declared above, in the order of the wire codes."""
+"""Event id → class, in the order of the wire codes."""

@@ -1,8 +1,8 @@
-"""Extensions: what somebody else adds to a core, and what a reader without their code can still make of their logs.
+"""Extensions: additions to a core, and how readers without their code handle such logs.
 
-An extension has events of its own, sub-states of the phases, handlers that are asked after those that are there,
-projections, rules, settings and a say in what is evicted last. A sub-state's row leads where its parent's row leads, so
-that what is legal never hangs on an extension. The header of a log has everything of it that is data.
+An extension can have events, sub-states of the phases, handlers that are called after the existing ones, projections,
+rules, settings, and a say in what is evicted last. A row of a sub-state must lead to the same phase as its parent's
+row, so an extension cannot make an event legal or illegal. A log's header contains all data of its extensions.
 """
 
 from __future__ import annotations
@@ -26,67 +26,68 @@ if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model import AuditModel
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""Of an extension and its events: triggers have a slash between the two, and the core's own a dot."""
+"""Names of extensions and their events. A trigger joins the two with a slash; ids of the core contain a dot."""
 
 
 class Extension:
-    """What is added to a core; derive from it. It must hold no state: that belongs into a projection."""
+    """An addition to a core; derive from it. It must hold no state: that belongs in a projection."""
 
     name: ClassVar[str] = ""
-    """Letters, digits, _ and -; every extension has one."""
+    """Letters, digits, _ and -; required."""
     version: ClassVar[int] = 1
-    """Raised whenever a reader of the version before could misunderstand a log."""
+    """Raise it whenever a reader of the previous version could misunderstand a log."""
     events: ClassVar[Mapping[str, type[msgspec.Struct]]] = {}
-    """Name -> what such an event says; both observations and decisions."""
+    """Name → payload type, for observations and decisions."""
     rows: ClassVar[tuple[SubRow, ...]] = ()
-    """Where requests enter and leave sub-states; one that goes on to another phase leaves without a row."""
+    """Where requests enter and leave sub-states. A request that moves to another phase leaves its sub-state without a
+    row."""
     handlers: ClassVar[tuple[type[StateHandler], ...]] = ()
-    """Asked after those that their states have already."""
+    """Called after the handlers that their states already have."""
     replaces: ClassVar[tuple[type[StateHandler], ...]] = ()
-    """Asked in the places of the core's, where somebody else than the core decides."""
+    """Called instead of the core's handlers."""
     leaves_out: ClassVar[Mapping[str, str]] = {}
-    """Rules of the core that cannot be checked where these decide -> why, or "" where a rule here has the name."""
+    """Rule of the core that cannot be checked with these → reason, or "" if the extension has a rule of that name."""
     projections: ClassVar[tuple[ProjectionSpec, ...]] = ()
-    """Folded after those that are there."""
+    """Folded after the existing ones."""
     rules: ClassVar[Mapping[str, Callable[[AuditModel], Checker]]] = {}
-    """Rule -> how to make its checker."""
+    """Rule → function that makes its checker."""
     not_checked: ClassVar[Mapping[str, str]] = {}
-    """Rule of its own that no log can decide -> why."""
+    """Rule of the extension that no log can decide → reason."""
     settings: ClassVar[Mapping[str, bool | int | float | str]] = {}
-    """Key -> default."""
+    """Key → default."""
 
     def keeps(self, projections: Projections, key: bytes) -> bool:
-        """Whether the chunk with this key is evicted after all others; a function of what was folded.
+        """Whether to evict the chunk with this key after all others; must be a function of what was folded.
 
-        It is asked of each chunk that is about to leave, and of no other.
+        Called only for chunks that are about to be evicted.
         """
         return False
 
-    # --- for people; where one of these raises, they read the name and the fields instead
+    # --- for people; if one of these raises, they see the name and the fields instead
 
     def words(self, payload: msgspec.Struct) -> str | None:
-        """What `show` and `why` print of an event: plain words; "" where others tell it; None: its name and fields."""
+        """Return what `show` and `why` print for an event; "" if another event covers it; None: its name and fields."""
         return None
 
     def evidence(self, events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> Iterable[str]:
-        """What `why` adds to the last of these events: lines that follow from those of the same life before it.
+        """Return lines that `why` adds to the last of these events, derived from the earlier events of the life.
 
-        `events` are (sequence, event) of one request in the log's order: what happened to it, and what was answered.
+        `events` are (sequence, event) of one request in log order: what happened to it, and what was answered.
         """
         return ()
 
     def under_way(self, event: e.Event) -> str | None:
-        """What is under way from this event on, in plain words; "" where it is over; None: the event does not say.
+        """Return what is in progress from this event on, in plain words; "" if it is over; None: no change.
 
-        `show`, `stats` and `verify` say it of a log that ends there, `show --follow` where nothing more comes.
+        `show`, `stats` and `verify` print it if the log ends there, `show --follow` if nothing more arrives.
         """
         return None
 
     def figures(self, payload: msgspec.Struct) -> Mapping[str, int]:
-        """What `stats` counts of an event: what it is in plain words -> how much.
+        """Words → amount: what `stats` counts of an event.
 
-        Amounts are added up; of a name that ends in `_ns`, which is a duration in nanoseconds, percentiles are shown.
-        `export` draws such a duration as a call that ends with the event.
+        Amounts are added up. A name that ends in `_ns` is a duration in nanoseconds: `stats` prints percentiles of it,
+        and `export` draws it as a call that ends with the event.
         """
         return {}
 
@@ -94,30 +95,30 @@ class Extension:
 
     @classmethod
     def setting(cls, configuration: LedgerConfiguration, key: str) -> Any:  # noqa: ANN401 -- of the default's type
-        """What the configuration says for `key`, or its default."""
+        """Return the configured value of `key`, or its default."""
         return configuration.extensions.get(cls.name, {}).get(key, cls.settings[key])
 
     @classmethod
     def decided(cls, turn: Turn, payload: msgspec.Struct) -> e.ExtensionDecided:
-        """The decision that says `payload`, for `turn.decide`."""
+        """Return the decision with this payload, for `turn.decide`."""
         name, encoded = cls._encoded(payload)
         return e.ExtensionDecided(*turn.record.life, cls.name, name, cls.version, encoded, turn.cause)
 
     @classmethod
     def observed(cls, request_id: str, payload: msgspec.Struct, time_ns: int) -> e.ExtensionObserved:
-        """The observation that says `payload`, for `ledger.observe`."""
+        """Return the observation about a request with this payload, for `ledger.observe`."""
         name, encoded = cls._encoded(payload)
         return e.ExtensionObserved(request_id, cls.name, name, cls.version, encoded, time_ns)
 
     @classmethod
     def noted(cls, payload: msgspec.Struct, time_ns: int) -> e.ExtensionNoted:
-        """The observation that says `payload` of the engine, for `ledger.observe`."""
+        """Return the observation about the engine with this payload, for `ledger.observe`."""
         name, encoded = cls._encoded(payload)
         return e.ExtensionNoted(cls.name, name, cls.version, encoded, time_ns)
 
     @classmethod
     def payload_of(cls, event: e.ExtensionEvent) -> msgspec.Struct | None:
-        """What an event of this extension says; None where it is of another one, or cannot be read."""
+        """Return the payload of an event; None if it is another extension's, or cannot be read."""
         kind = cls.payload_type(event)
         if kind is None:
             return None
@@ -128,7 +129,7 @@ class Extension:
 
     @classmethod
     def payload_type(cls, event: e.ExtensionEvent) -> type[msgspec.Struct] | None:
-        """The type of what an event of this extension says; None where it is of another one."""
+        """Return the payload type of an event; None if it is another extension's, or of another version."""
         is_own = event.extension == cls.name and event.extension_version == cls.version
         return cls.events.get(event.name) if is_own else None
 
@@ -141,7 +142,7 @@ class Extension:
         raise ExtensionError(message)
 
     def declaration(self) -> Declaration:
-        """What a header says about it."""
+        """Return what a log's header contains about the extension."""
         return Declaration(
             self.name,
             self.version,
@@ -158,7 +159,7 @@ class Extension:
 
 
 class Absent(Extension):
-    """Stands for an extension whose code is not here: its sub-states are walked, and its events are accepted."""
+    """Replaces an extension whose code is not available. Its sub-states are walked and its events are accepted."""
 
     def __init__(self, declared: Declaration) -> None:
         self._declared = declared
@@ -169,15 +170,15 @@ class Absent(Extension):
 
     @classmethod
     def payload_type(cls, event: e.ExtensionEvent) -> None:
-        """Return None: the types are where the code is."""
+        """Return None: only the extension's code has the types."""
 
     def declaration(self) -> Declaration:
-        """As the header of the log has it."""
+        """Return what the log's header contains."""
         return self._declared
 
 
 def check_parts(extension: Extension) -> None:
-    """Refuse what could not be used, or makes a log that nobody could read.
+    """Refuse parts that cannot be used, or that would make logs unreadable.
 
     Raises:
         ExtensionError: a part is not what it should be.
@@ -188,7 +189,7 @@ def check_parts(extension: Extension) -> None:
 
 
 def _judged_parts(extension: Extension) -> Iterator[tuple[bool, str]]:
-    """(Whether a part is right, what is wrong otherwise); each needs that those before it are."""
+    """Yield (whether a part is right, what is wrong otherwise). Each check relies on the earlier ones."""
     kinds = {
         Mapping: ("events", "rules", "not_checked", "leaves_out"),
         tuple: ("rows", "handlers", "replaces", "projections"),

@@ -1,14 +1,13 @@
-"""Where tokens lie: chunks on blocks, blocks of several groups of layers in one table, and what sliding windows see.
+"""Positions of tokens: chunks in blocks, blocks of several groups in one table, and what sliding windows see.
 
-The unit of matching is the chunk, the unit of bytes is the *page*: one block of one group of layers. One of chunk size
-and block size divides the other. A chunk larger than a block has several pages. A chunk that ends inside a block shares
-its page with its neighbours: its image is that page, of which only the first tokens are valid, and a longer image of
+kvledger matches chunks and copies *pages*. A page is one block of one group of layers. Either the chunk size divides
+the block size, or the reverse. A chunk larger than a block has several pages. A chunk that ends inside a block shares
+its page with its neighbours. Its image is that page, of which only the first tokens are valid, and a longer image of
 the same block replaces a shorter one. No other module knows that a chunk may end inside a block.
 
-Hybrid models keep one block table per group of layers. The tables of all groups lie interleaved in one flat table, so
-that a page is one index: `block * num_groups + group`. With one group a page is a block. Of a group with a window, only
-pages of the last tokens are kept: vLLM frees the others as tokens are processed
-(`v1/core/single_type_kv_cache_manager.py`, 0.32).
+Hybrid models have one block table per group of layers. kvledger interleaves them in one flat table, so that a page is
+one index: `block * num_groups + group`. With one group a page is a block. In a group with a window, only pages of the
+last tokens are kept: vLLM frees the others as it processes tokens (`v1/core/single_type_kv_cache_manager.py`, 0.32).
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ import attrs
 
 @attrs.frozen
 class Windows:
-    """Sliding windows of the groups of layers: which pages are still there, and which a load must bring."""
+    """Sliding windows of the groups of layers: which pages are kept, and which ones a load must bring."""
 
     block_size: int
     sizes: tuple[int, ...] = (0,)
-    """One entry per group: how many tokens a token sees, itself included; 0: all of them."""
+    """Per group, how many tokens a token sees, itself included; 0: all of them."""
     num_groups: int = attrs.field(init=False, repr=False)
-    """Groups of layers, each with a block table of its own."""
+    """Groups of layers, each with its own block table."""
     has_any: bool = attrs.field(init=False, repr=False)
     """Whether any group has a window."""
 
@@ -36,16 +35,19 @@ class Windows:
         object.__setattr__(self, "has_any", any(self.sizes))
 
     def first_block(self, group: int, num_tokens: int) -> int:
-        """The first block that the token after `num_tokens` sees; once they are processed, earlier ones are freed."""
+        """Return the first block that the token after `num_tokens` sees.
+
+        vLLM frees earlier blocks once these tokens are processed.
+        """
         size = self.sizes[group]
         return max(0, num_tokens - size + 1) // self.block_size if size else 0
 
     def pages(self, blocks: range) -> range:
-        """The pages of these blocks in all groups."""
+        """Return the pages of these blocks in all groups."""
         return range(blocks.start * self.num_groups, blocks.stop * self.num_groups)
 
     def pages_seen(self, num_tokens: int, blocks: range) -> Iterator[int]:
-        """Those pages of these blocks that the token after `num_tokens` sees, ascending."""
+        """Yield the pages of these blocks that the token after `num_tokens` sees, ascending."""
         first_blocks = [self.first_block(group, num_tokens) for group in range(self.num_groups)]
         for block in blocks:
             for group, first_block in enumerate(first_blocks):
@@ -53,22 +55,18 @@ class Windows:
                     yield block * self.num_groups + group
 
     def last_boundary(self, num_tokens: int, step: int, is_stored: Callable[[int, int], bool]) -> int:
-        """The longest prefix of at most `num_tokens` tokens after which everything that a window sees is stored.
+        """Return the longest prefix of at most `num_tokens` tokens after which everything that a window sees is stored.
 
-        Candidates are `num_tokens` itself and the multiples of `step` below it. Groups without a window are not
-        looked at: the prefix is taken to be stored for them.
-
-        Args:
-            num_tokens: the longest prefix that is wanted.
-            step: chunk size in tokens; a multiple or a divisor of the block size.
-            is_stored: (page, prefix in tokens) -> whether the page is stored with all its tokens of that prefix.
+        Candidates are `num_tokens` itself and the multiples of `step` (the chunk size) below it. Groups without a
+        window are not checked: the prefix is assumed to be stored for them. `is_stored(page, prefix)` is whether the
+        page is stored with all its tokens of that prefix.
         """
         end = num_tokens if self.has_any else 0
         while end:
             missing = self._first_missing(end, is_stored)
             if missing is None:
                 return end
-            # Every longer prefix sees that block as well. Inside it, a shorter image may do.
+            # Every longer prefix sees that block too. A prefix that ends inside it may need only a shorter image.
             end = min(end, (missing + 1) * self.block_size) - 1
             end -= end % step
         return 0 if self.has_any else num_tokens
@@ -88,7 +86,7 @@ class Windows:
 
 @attrs.frozen
 class Geometry:
-    """Sizes in tokens; chunks, blocks and pages are counted from the request's first token."""
+    """Sizes in tokens. Chunks, blocks and pages are counted from the request's first token."""
 
     block_size: int
     chunk_size: int
@@ -97,7 +95,7 @@ class Geometry:
     chunks_share_blocks: bool = attrs.field(init=False, repr=False)
     """Whether a chunk ends inside a block, so that several chunks share its page."""
     pages_per_chunk: int = attrs.field(init=False, repr=False)
-    """Pages of one chunk in all groups, also of a chunk that shares them."""
+    """Pages of one chunk in all groups, including shared ones."""
 
     def __attrs_post_init__(self) -> None:
         num_blocks = max(1, self.chunk_size // self.block_size)
@@ -108,26 +106,27 @@ class Geometry:
     # --- chunks of tokens ----------------------------------------------------------------------
 
     def num_chunks_in(self, num_tokens: int) -> int:
-        """Whole chunks in the first `num_tokens` tokens."""
+        """Return the number of whole chunks in the first `num_tokens` tokens."""
         return num_tokens // self.chunk_size
 
     def num_chunks_touched(self, num_tokens: int) -> int:
-        """Chunks that have one of the first `num_tokens` tokens."""
+        """Return the number of chunks that contain one of the first `num_tokens` tokens."""
         return -(-num_tokens // self.chunk_size)
 
     def chunks_of_load(self, first_token: int, num_tokens: int, num_known: int) -> range:
-        """Chunks that a load of these tokens touches, at most one after the `num_known` whose keys are known.
+        """Return the chunks that a load of these tokens touches, of those known and the next one.
 
-        A load ends at the latest inside the chunk after the last known one. A recorded load may say anything.
+        A load ends at the latest inside the chunk after the `num_known` whose keys are known. A recorded load may claim
+        anything.
         """
         first = max(0, first_token // self.chunk_size)
         end = -(-(first_token + num_tokens) // self.chunk_size)
         return range(first, min(end, max(first, num_known) + 1))
 
     def earlier_chunks(self, chunks: Iterable[int], num_known: int) -> list[int]:
-        """Chunks that end earlier inside the blocks of these chunks, ascending, without these, below `num_known`.
+        """Return the chunks that end earlier in the blocks of these chunks, ascending, without these.
 
-        An image of a block with a chunk in it contains them too.
+        An image of a block with a later chunk contains them too. Only chunks below `num_known` are returned.
         """
         if not self.chunks_share_blocks:
             return []
@@ -144,14 +143,14 @@ class Geometry:
     # --- blocks and pages of chunks ------------------------------------------------------------
 
     def blocks_of(self, chunks: Iterable[int]) -> tuple[int, ...]:
-        """Indices into the block table of the blocks that the chunks need, ascending, each once."""
+        """Return the indices in the block table of the blocks that the chunks need, ascending, each once."""
         if self.chunks_share_blocks:
             return tuple(sorted({chunk * self.chunk_size // self.block_size for chunk in chunks}))
         blocks = self.chunk_size // self.block_size
         return tuple([block for chunk in chunks for block in range(chunk * blocks, (chunk + 1) * blocks)])
 
     def pages_of(self, chunks: Sequence[int]) -> Sequence[int]:
-        """Indices into the flat block table of the pages that the chunks need in all groups, ascending, each once."""
+        """Return the ascending indices in the flat table of the pages that the chunks need in all groups."""
         num_pages = self.pages_per_chunk
         if self.chunks_share_blocks:
             blocks, num_groups = self.blocks_of(chunks), len(self.window_sizes)
@@ -165,14 +164,14 @@ class Geometry:
         return [page for chunk in chunks for page in range(chunk * num_pages, (chunk + 1) * num_pages)]
 
     def pages_for(self, chunks: Sequence[int], num_slots: int) -> Sequence[int]:
-        """Pages of the chunks as `pages_of`, at least the first `num_slots` of them; the rest may be left out.
+        """Return at least the first `num_slots` of `pages_of`; the rest may be missing.
 
         For recorded copies, which may name more chunks than they have slots for.
         """
         return self.pages_of(chunks if self.chunks_share_blocks else chunks[: -(-num_slots // self.pages_per_chunk)])
 
     def place_of(self, page: int, num_chunks: int) -> tuple[int, int]:
-        """The chunk among the first `num_chunks` with the longest image of `page`, and where among its pages it is."""
+        """Return the chunk of the first `num_chunks` with the longest image of `page`, and the page's place there."""
         if not self.chunks_share_blocks:
             return divmod(page, self.pages_per_chunk)
         block, place = divmod(page, len(self.window_sizes))
@@ -181,24 +180,24 @@ class Geometry:
     # --- blocks and pages of tokens ------------------------------------------------------------
 
     def blocks_spanning(self, first_token: int, num_tokens: int) -> range:
-        """Indices of the blocks that hold tokens `first_token` to `first_token + num_tokens - 1`."""
+        """Return the indices of the blocks that hold tokens `first_token` to `first_token + num_tokens - 1`."""
         return range(first_token // self.block_size, -(-(first_token + num_tokens) // self.block_size))
 
     def pages_spanning(self, first_token: int, num_tokens: int) -> range:
-        """Indices of the pages of the blocks that hold these tokens."""
+        """Return the indices of the pages of the blocks that hold these tokens."""
         return self.windows.pages(self.blocks_spanning(first_token, num_tokens))
 
     # --- slots of chunks and pages -------------------------------------------------------------
 
     def slots_of(self, chunk: int, slot_of_page: Mapping[int, int]) -> tuple[int, ...] | None:
-        """The slots that hold `chunk`, given the slots of pages; None where one of its pages has none."""
+        """Return the slots that hold `chunk`, given the slots of pages; None if one of its pages has none."""
         pages = self.pages_of((chunk,))
         if not all(page in slot_of_page for page in pages):
             return None
         return tuple([slot_of_page[page] for page in pages])
 
     def slots_of_pages(self, pages: range, slots: tuple[int, ...]) -> tuple[int, ...]:
-        """The slot with the longest image of each page, given the slots of all chunks from the first one on."""
+        """Return the slot with the longest image of each page, given the slots of all chunks from the first one on."""
         if not self.chunks_share_blocks:
             return slots[pages.start : pages.stop]
         num_chunks = len(slots) // self.pages_per_chunk
@@ -207,26 +206,26 @@ class Geometry:
 
 
 def _is_run(numbers: Sequence[int]) -> bool:
-    """Whether each number is one more than the one before, as of nearly all chunks that are saved together."""
+    """Whether the numbers are consecutive, as for nearly all chunks that are saved together."""
     return len(numbers) > 0 and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
 def blocks_at(pages: Sequence[int], table: Sequence[int]) -> tuple[int, ...]:
-    """The blocks of these pages, which are ascending, each once, none of them after the end of the flat table."""
+    """Return the blocks of these pages. The pages are ascending, each once, and within the flat table."""
     num_pages = len(pages)
     if num_pages == 1:
         return (table[pages[0]],)
     if num_pages and pages[-1] - pages[0] < num_pages:  # without a gap: one piece of the table
         blocks = table[pages[0] : pages[-1] + 1]
-        return tuple(blocks.tolist() if type(blocks) is array else blocks)  # an array's own way is the shorter one
+        return tuple(blocks.tolist() if type(blocks) is array else blocks)  # `tolist` is faster
     return tuple([table[page] for page in pages])
 
 
 def interleave(tables: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """One flat table of the groups' tables.
+    """Return one flat table of the groups' tables.
 
     Raises:
-        ValueError: the tables are of unequal length, so that an index would not name the same tokens in all of them.
+        ValueError: the tables have different lengths, so an index would not name the same tokens in all of them.
     """
     if len(tables) == 1:
         return tuple(tables[0])
@@ -237,7 +236,7 @@ def interleave(tables: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def keys_at(chunks: Sequence[int], keys: Sequence[bytes]) -> tuple[bytes, ...]:
-    """The keys of these chunks, of those that are known; a log may name others."""
+    """Return the keys of those chunks that have one; a log may name others."""
     if max(chunks, default=-1) >= len(keys):
         chunks = [chunk for chunk in chunks if chunk < len(keys)]
     return tuple(map(keys.__getitem__, chunks))

@@ -1,8 +1,8 @@
-"""HANDLER_CONTRACT: what a state handler may decide, checked before it is recorded.
+"""HANDLER_CONTRACT: checks what a state handler decides before it is recorded.
 
-A handler may be anybody's code. Whatever it decides, the log stays readable, nothing but decisions of its own request
-gets in, and no other request's blocks, slots or jobs are touched. The handlers of this package are checked by their
-types and tests, and pay nothing here. Whether a decision is a good one is another matter, and so is what vLLM demands.
+A handler may be foreign code. Whatever it decides, the log stays readable, only decisions about its own request get in,
+and no other request's blocks, slots or jobs are touched. Types and tests check the handlers of this package instead.
+This module checks neither whether a decision is good nor whether vLLM accepts it.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ _NOT_OF_HANDLERS = (
     *(e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.ChunksTainted),
     e.ExtensionStopped,
 )
-"""What follows from reports, and from code that raised."""
+"""Decisions that follow from reports or from code that raised."""
 _OWN = "kvledger.lifecycle."
 _encode = msgspec.msgpack.Encoder().encode
 _SAVES = (e.SaveIssued, e.TailSaveIssued)
 _OF_LOST_BLOCKS = (*_SAVES, e.SaveDeclined, e.ChunksEvicted, e.TransferAwaited)
-"""What may concern the generation before: its blocks were just taken, and are intact."""
+"""Decisions that may name the previous generation: its blocks were just taken and are intact."""
 _JOBS = (e.LoadIssued, *_SAVES)
 
 
 class DecisionRefused(ValueError):
-    """A handler decided what it may not decide. The message says what, and quotes nothing of it."""
+    """A handler made a decision that it may not make. The message contains the reason and no text of the decision."""
 
 
 @attrs.frozen
 class Checked:
-    """A method of somebody's handler; its decisions are checked one by one, each before it is recorded."""
+    """A method of a foreign handler whose decisions are checked one by one before they are recorded."""
 
     method: Callable[..., object]
     core: Core
     projections: Projections
     extension: str = ""
-    """Whose method it is, empty where it is of none."""
+    """The extension that the method belongs to; empty if none."""
     _may_decide: tuple[type[e.Event], ...] = attrs.field(init=False)
     _decode: Callable[[bytes], Any] = attrs.field(init=False)
 
@@ -62,15 +62,16 @@ class Checked:
 
     @classmethod
     def unless_own(cls, method: Callable[..., None], core: Core, projections: Projections) -> Callable[..., None]:
-        """The method itself where it is of this package."""
+        """Return the method itself if it belongs to this package, else a checked one."""
         module = str(getattr(getattr(method, "__func__", method), "__module__", ""))
         return method if module.startswith(_OWN) else cls(method, core, projections)
 
     def __call__(self, turn: Turn, *arguments: object) -> None:
-        """Let the method decide in a turn of its own, which ends with the first decision that is refused.
+        """Call the method in its own turn, which ends with the first refused decision.
 
         Raises:
-            DecisionRefused: by its `decide` and, whatever the method makes of that, at the end.
+            DecisionRefused: a decision was refused, even if the method caught that; or it returned something; or it
+                did not release a finished request without a copy in flight.
         """
         refused: list[BaseException] = []
 
@@ -92,8 +93,8 @@ class Checked:
                 raise refused[0] from error
             raise
         finally:
-            refused.append(DecisionRefused("the turn is over"))  # for who keeps it
-        if len(refused) > 1:  # and the method went on
+            refused.append(DecisionRefused("the turn is over"))  # in case the method keeps it
+        if len(refused) > 1:  # the method caught a refusal
             raise refused[0]
         if returned is not None:
             message = f"a {type(returned).__name__} was returned; `turn.decide` takes each decision"
@@ -101,12 +102,12 @@ class Checked:
         record = turn.record
         is_known = self.projections.tracker.get(record.request_id) is record
         is_idle = is_known and not self.projections.jobs.owes(record.ordinal)
-        if is_idle and record.path == RequestState.FINISHED:  # in a sub-state, an extension says why it is still there
+        if is_idle and record.path == RequestState.FINISHED:  # a sub-state of an extension may keep it
             message = "a finished request that owes nothing was not released"
             raise DecisionRefused(message)
 
     def _copied(self, decision: object, record: RequestRecord, cause: int) -> e.Event:
-        """The decision as a reader of the log will see it."""
+        """Return the decision as a reader of the log will see it."""
         name = type(decision).__name__
         if not isinstance(decision, self._may_decide):
             message = f"{name} is no decision that a handler may make"

@@ -1,11 +1,11 @@
-"""State handlers: what a request's state decides when something happens to the request.
+"""State handlers: what kvledger decides in each state of a request.
 
-To extend, subclass the handler of a state, override the methods named after the observations that matter, and put it
-into a core (`Core.replacing`, or `handlers` in the connector's configuration). A handler is a pure function of its
-arguments: no clock, no randomness, no memory of its own.
+To change a decision, subclass the handler of a state, override methods, which are named after observations, and put it
+into a core: `Core.replacing`, or `handlers` in the connector's configuration. A handler must be a pure function of its
+arguments: no clock, no randomness, no memory.
 
-A request in one of five states has not ended (`Unfinished`). It waits for blocks (`Waiting`), or it has blocks and
-computes (`Computing`); a recovering request does both, depending on whether its load has arrived.
+In five of the six states a request has not ended (`Unfinished`). It waits for blocks (`Waiting`), or it has blocks and
+computes (`Computing`). A recovering request does both, depending on whether its load has arrived.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 class StateHandler:
     """Decides nothing. `turn.record` and `turn.projections` already contain the observation.
 
-    The ledger calls the handler of the state that the request was in before the observation moved it.
+    The ledger calls the handler of the state that the request was in before the observation.
     """
 
     state: ClassVar[RequestState]
@@ -52,50 +52,50 @@ class StateHandler:
         """The scheduler gave the request blocks."""
 
     def request_preempted(self, turn: Turn, event: e.RequestPreempted) -> None:
-        """The scheduler took the request's blocks; their bytes are intact until the next forward pass."""
+        """The scheduler took the request's blocks. Their contents are intact until the next forward pass."""
 
     def session_continued(self, turn: Turn, event: e.SessionContinued) -> None:
-        """A streaming session has its next turn."""
+        """A streaming session continues with its next turn."""
 
     def tokens_rolled_back(self, turn: Turn, event: e.TokensRolledBack) -> None:
         """The scheduler counts fewer computed tokens than before."""
 
     def request_finished(self, turn: Turn, event: e.RequestFinished) -> None:
-        """The request ended; the bytes of its blocks are intact until the next forward pass."""
+        """The request ended. The contents of its blocks are intact until the next forward pass."""
 
     def extension_observed(self, turn: Turn, event: e.ExtensionObserved) -> None:
-        """An extension observed something; `Extension.payload_of` decodes it."""
+        """An extension made an observation; `Extension.payload_of` decodes it."""
 
     def tokens_scheduled(self, turn: Turn) -> None:
-        """A step schedules tokens of the request; not called for a step that only decodes one more token."""
+        """A step schedules tokens of the request. Not called if it decodes one more token, as expected."""
 
     def tokens_settled(self, turn: Turn, first_chunk: int, num_settled_tokens: int) -> None:
-        """Another chunk of the request is settled."""
+        """More chunks of the request are settled."""
 
     def transfer_settled(self, turn: Turn, job: Copy) -> None:
-        """A copy of this request was completed or failed on every rank."""
+        """A copy of the request completed or failed."""
 
 
 class Unfinished(StateHandler):
-    """A request that has not ended: at its end, what is settled is saved."""
+    """A request that has not ended. Settled chunks are saved when it ends."""
 
     def request_finished(self, turn: Turn, event: e.RequestFinished) -> None:
-        """Save what is settled and not saved yet; release the request if no copy is under way.
+        """Save settled chunks that are not saved yet; release the request if no copy is in flight.
 
-        Also while it waits: a step may have computed something before its load was reported.
+        A waiting request may have such chunks too: a step may have computed them before its load was reported.
         """
         save_on_finish(turn, event)
         release_if_settled(turn)
 
 
 class Waiting(Unfinished):
-    """A request that waits for blocks: it is answered from the host pool, and loaded when it has blocks."""
+    """A request that waits for blocks. It is offered what the host pool has, and loads when it gets blocks."""
 
     awaits_saves: ClassVar[bool] = True
-    """Whether the scheduler is to ask again while a save under way would carry the answer further."""
+    """Whether the scheduler repeats a lookup while a save in flight would extend the hit."""
 
     def lookup_requested(self, turn: Turn, event: e.LookupRequested) -> None:
-        """Answer, or ask the scheduler to ask again."""
+        """Answer, or ask the scheduler to repeat the lookup later."""
         turn.decide(answer_lookup(turn, event, awaits_saves=self.awaits_saves))
 
     def blocks_allocated(self, turn: Turn, event: e.BlocksAllocated) -> None:
@@ -104,85 +104,85 @@ class Waiting(Unfinished):
 
 
 class Computing(Unfinished):
-    """A request that has blocks: what settles is saved, and what it loses is saved in time."""
+    """A request that has blocks. What settles is saved, and so is what it loses."""
 
     def tokens_settled(self, turn: Turn, first_chunk: int, num_settled_tokens: int) -> None:
-        """Save the chunks that are settled."""
+        """Save the settled chunks."""
         save_settled(turn, first_chunk, num_settled_tokens)
 
     def request_preempted(self, turn: Turn, event: e.RequestPreempted) -> None:
-        """Save from the blocks that were taken, before the next forward pass overwrites them."""
+        """Save from the lost blocks before the next forward pass overwrites them."""
         save_on_preemption(turn, event)
 
     def session_continued(self, turn: Turn, event: e.SessionContinued) -> None:
-        """Let the next step wait for saves out of blocks that it may overwrite."""
+        """Make the next step wait for saves from blocks that it may overwrite."""
         fence_saves(turn)
 
     def tokens_rolled_back(self, turn: Turn, event: e.TokensRolledBack) -> None:
-        """Let the next step wait for saves out of blocks that it may overwrite."""
+        """Make the next step wait for saves from blocks that it may overwrite."""
         fence_saves(turn)
 
 
 class New(Waiting):
-    """Nothing of it is computed, so there is nothing to save, and nothing lost that would be worth waiting for."""
+    """Nothing is computed, so there is nothing to save and no save of its own to wait for."""
 
     state = RequestState.NEW
     awaits_saves = False
 
     def tokens_scheduled(self, turn: Turn) -> None:
-        """Record how far its prefill is."""
+        """Record the progress of its prefill."""
         report_progress(turn)
 
     def transfer_settled(self, turn: Turn, job: Copy) -> None:
-        """Its load may have arrived: record how far its prefill is."""
+        """Record the progress of its prefill: its load may have arrived."""
         report_progress(turn)
 
 
 class ChunkedPrefill(Computing):
-    """Known tokens are still to be computed, so every step may complete the prefill."""
+    """Some known tokens are not computed yet. Any step may complete the prefill."""
 
     state = RequestState.CHUNKED_PREFILL
 
     def blocks_allocated(self, turn: Turn, event: e.BlocksAllocated) -> None:
-        """Refuse tokens that no lookup answered. A session's next turn accepts none."""
+        """Refuse tokens that no lookup answered. The next turn of a session accepts none."""
         load_what_was_answered(turn, event)
 
     def tokens_scheduled(self, turn: Turn) -> None:
-        """Record how far its prefill is."""
+        """Record the progress of its prefill."""
         report_progress(turn)
 
 
 class Running(Computing):
-    """Every known token is computed or in flight: there is no progress to record."""
+    """Every known token is computed or in flight, so there is no progress to record."""
 
     state = RequestState.RUNNING
 
 
 class Preempted(Waiting):
-    """It has no blocks. What it lost may still be on its way to the host pool."""
+    """It has no blocks. Saves of what it lost may be in flight."""
 
     state = RequestState.PREEMPTED
 
 
 class Recovering(Waiting, Computing):
-    """It has blocks again, and a load or a recomputation fills them.
+    """It has blocks again, which a load or a recomputation fills.
 
-    It is looked up like a preempted request, and stopped like one that has computed tokens.
+    It is looked up like a preempted request, and preempted or ended like one that has computed tokens.
     """
 
     state = RequestState.RECOVERING
 
     def tokens_scheduled(self, turn: Turn) -> None:
-        """Record how far its prefill is."""
+        """Record the progress of its prefill."""
         report_progress(turn)
 
     def transfer_settled(self, turn: Turn, job: Copy) -> None:
-        """Its load may have arrived: record how far its prefill is."""
+        """Record the progress of its prefill: its load may have arrived."""
         report_progress(turn)
 
 
 class Finished(StateHandler):
-    """It ended. It is released when its last copy is settled."""
+    """It has ended. It is released when its last copy is settled."""
 
     state = RequestState.FINISHED
 
@@ -199,11 +199,11 @@ STANDARD_HANDLERS: tuple[StateHandler, ...] = (
     Recovering(),
     Finished(),
 )
-"""One handler for each state."""
+"""One handler per state."""
 
 
 def wrong_state(handler: object) -> str:
-    """Return what is wrong with the `state` of a handler or of its class, and what to write; empty if it is right."""
+    """Return what is wrong with the `state` of a handler or its class, and what to write; empty if it is right."""
     state = getattr(handler, "state", None)
     if isinstance(state, RequestState):
         return ""
@@ -216,4 +216,4 @@ def wrong_state(handler: object) -> str:
 
 _STATES = ", ".join(f"RequestState.{state.name}" for state in RequestState)
 HOOKS = tuple(name for name in vars(StateHandler) if not name.startswith("_"))
-"""The methods that a handler may have."""
+"""Methods that a handler may have."""

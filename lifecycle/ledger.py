@@ -1,12 +1,10 @@
-"""The ledger: record an observation, fold it, decide, record and fold the decisions.
+"""The ledger: records and folds an observation, decides on it, and records and folds the decisions.
 
-`Ledger` has one writer: the scheduler-side connector. It gives observations and gets decisions back; everything both
-sides ever know is in the events. It reads no clock and does no I/O: times come with the observations, bytes go to the
-sink it was given.
+`Ledger` has one writer, the scheduler side of the connector. It reads no clock and does no I/O: times come with the
+observations, and frames go to the sink.
 
-`Decider` leads from an observation to decisions. It is the only part of the core that may refuse, and holds no state:
-everything it looks at has been folded from the log. Replay uses it as well, so that recorded decisions can be made
-again.
+`Decider` makes the decisions on an observation. It is the only part of the core that may refuse something, and keeps no
+state: everything that it reads was folded from the log. Replay uses it to make recorded decisions again.
 """
 
 from __future__ import annotations
@@ -42,22 +40,22 @@ from kvledger.lifecycle.turn import Decide, EngineTurn, Turn, TurnEnded
 
 
 class EventSink(Protocol):
-    """Where committed events go; `kvledger.storage.events` has several."""
+    """Stores committed events; `kvledger.storage.events` has several."""
 
     @property
     def next_sequence(self) -> int:
-        """The sequence number of the next event."""
+        """Sequence number of the next event."""
 
     def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
-        """Store one frame, all of it or nothing; returns the sequence number of its first event."""
+        """Store one frame completely or not at all; return the sequence number of its first event."""
 
 
 class LedgerCorrupt(RuntimeError):
-    """A projection failed to fold: its state can no longer be trusted, nothing is decided any more.
+    """A projection failed to fold. Its state cannot be trusted, so nothing is decided any more.
 
     Args:
         message: what failed, and where.
-        decisions: what the observation had led to until then; recorded, so they are to be carried out.
+        decisions: decisions on the observation up to then. They are recorded, so carry them out.
     """
 
     def __init__(self, message: str, decisions: Sequence[Event] = ()) -> None:
@@ -66,9 +64,9 @@ class LedgerCorrupt(RuntimeError):
 
 
 class Ledger:
-    """Append-only: `observe` adds, nothing takes back.
+    """Append-only: `observe` adds events, nothing removes them.
 
-    With `projections` it goes on from the state before `next_sequence`.
+    With `projections`, it continues from the state before `next_sequence`.
     """
 
     def __init__(
@@ -86,20 +84,19 @@ class Ledger:
         self._sink = sink
         self._uncommitted: list[Event] = []
         self.next_sequence = sink.next_sequence if next_sequence is None else next_sequence
-        """The sequence number that the next event will have."""
         self._decisions: list[Event] = []
-        """Recorded, and not returned yet."""
+        """Recorded and not returned yet."""
         self._corrupt: LedgerCorrupt | None = None
         self._cause = 0
-        """The last observation."""
+        """Sequence number of the last observation."""
         self._raised = self.projections.extensions.raised
         self.projections.extensions.on_raised = self._stop_extensions
         self.on_recorded: Callable[[Event], None] | None = None
-        """Called with each event when it is recorded, while the ledger is sound; must not raise."""
+        """Called with each event when it is recorded, unless the ledger is corrupt. Must not raise."""
 
     @property
     def next_ordinal(self) -> int:
-        """The ordinal of the next request that arrives; no other life in the log ever had it."""
+        """Ordinal of the next request that arrives, different from all others in the log."""
         return self.projections.tracker.num_arrived
 
     @property
@@ -113,13 +110,13 @@ class Ledger:
         return len(self._uncommitted)
 
     def observe(self, event: Event) -> list[Event]:
-        """Record an observation, fold it, decide, record and fold the decisions; returns the decisions.
+        """Record and fold an observation, decide on it, record and fold the decisions; return the decisions.
 
-        A corrupt ledger decides nothing; it records what it is given and folds it for what is owed, and for that alone.
+        A corrupt ledger decides nothing. It records the event and folds it into `projections.owed` only.
 
         Raises:
-            LedgerCorrupt: a projection failed, now. The events stay and will be committed; the error holds the
-                decisions among them.
+            LedgerCorrupt: a projection failed during this call. The events stay and will be committed; the error
+                contains the decisions among them.
         """
         if self._corrupt is not None:
             sequence = self.next_sequence
@@ -141,24 +138,25 @@ class Ledger:
         return decisions
 
     def ready(self, channel: Channel) -> Ready:
-        """What is owed on a channel now. It is owed until `advance`, which belongs into the same hook."""
+        """Return what is pending on a channel. It stays pending until `advance`; call that in the same hook."""
         return self.projections.owed.ready(channel)
 
     def advance(self, ready: Ready) -> None:
-        """Record that this was handed over; nothing where nothing was owed.
+        """Record that this was delivered; record nothing if it is empty.
 
         Raises:
-            LedgerCorrupt: see `observe`. That it was handed over is recorded.
+            LedgerCorrupt: see `observe`. The delivery is recorded.
         """
         delivered = effects_delivered(ready)
         if delivered is not None:
             self.observe(delivered)
 
     def commit(self) -> None:
-        """Hand the events since the last commit to the sink, as one frame.
+        """Write the events since the last commit to the sink, as one frame.
 
         Raises:
-            OSError: it could not be written; the events stay for the next commit.
+            OSError: the frame could not be written. The events stay for the next commit.
+            Exception: the sink refused the frame. The events are dropped, because it would refuse them again.
         """
         events = self._uncommitted
         if not events:
@@ -186,18 +184,18 @@ class Ledger:
             encode_events([event])
         except BaseException as error:  # noqa: BLE001 -- see above
             raise_if_unstoppable(error)
-            # Not a note: the log lacks an event, so whoever reads it has to be warned.
+            # Not a `LogNote`: the log lacks an event, and readers report a failed hook.
             return e.HookFailed("commit", "", f"{event.id} cannot be encoded: {type(error).__name__}", 0)
         return event
 
     def _record(self, event: Event) -> Subject:
-        """Record and fold an observation or a decision; returns what it is about."""
+        """Record and fold an event; return its subject."""
         if self._corrupt is not None:
             raise TurnEnded
         sequence = self.next_sequence
         self.next_sequence = sequence + 1
         self._uncommitted.append(event)
-        if event.is_decision:  # also one that cannot be folded
+        if event.is_decision:  # even if it cannot be folded
             self._decisions.append(event)
         if self.on_recorded is not None:
             self.on_recorded(event)
@@ -222,7 +220,7 @@ _NOTHING_DELIVERED = e.EffectsDelivered((), (), (), (), (), (), ())
 
 
 def effects_delivered(ready: Ready) -> e.EffectsDelivered | None:
-    """What is recorded when this is handed over; None where it is nothing."""
+    """Return the event that records this delivery; None if it is empty."""
     handed_over = e.EffectsDelivered(
         tuple([job.job_id for job in ready.jobs]),
         tuple([awaited.job_id for awaited in ready.awaited]),
@@ -236,14 +234,14 @@ def effects_delivered(ready: Ready) -> e.EffectsDelivered | None:
 
 
 Deciding = Callable[[Any, int, Subject], None]
-"""(observation, its sequence number, its subject from before the fold): makes all decisions that follow."""
+"""Makes the decisions on an observation, given its sequence number and its subject before the fold."""
 
 _Methods = tuple[Callable[..., None], ...]
-"""Those of one name that decide anything, in one state."""
+"""Handler methods of one name that decide anything, for one state."""
 
 
 class Decider:
-    """Routes each observation to the handlers of the state that its request was in; `decide` takes each decision."""
+    """Calls the handlers of the state that an observation's request was in. `decide` takes each decision."""
 
     def __init__(self, core: Core, projections: Projections, decide: Decide) -> None:
         self._core = core
@@ -267,9 +265,9 @@ class Decider:
             e.DecisionWithheld: self._after_withheld,
         }
         self._of_requests: dict[str, dict[Standing, _Methods]] = {}
-        """Trigger -> phase and blocks in which it is legal -> who is asked."""
+        """Trigger → (phase, blocks) in which it is legal → methods to call."""
         self.deciding: dict[type[e.Event], Deciding | None] = {}
-        """Class of observations -> what is decided upon them; None where nothing ever follows."""
+        """Class of observations → what decides on them; None if nothing ever does."""
         for event_class in core.events.values():
             deciding = engine.get(event_class)
             if deciding is None and not event_class.is_decision and issubclass(event_class, e.RequestEvent):
@@ -295,7 +293,7 @@ class Decider:
             self._ask(methods, record, before, cause, event)
 
     def _ask(self, methods: _Methods, record: RequestRecord, before: Before, cause: int, *arguments: object) -> None:
-        """Give each of the methods its turn; one that raises costs its request the cache, nothing else."""
+        """Call the methods in one turn. If one raises, quarantine the request and skip the others."""
         turn = Turn(self._projections, self._decide, cause, record, before)
         try:
             for method in methods:
@@ -312,13 +310,13 @@ class Decider:
                 release_if_settled(turn)
 
     def _illegal(self, record: RequestRecord, trigger: str, before: Before, cause: int) -> None:
-        """Name it, unless the request is helped no more anyway: what was missed once makes much illegal."""
+        """Report the violation, unless the request is quarantined: after a missed event, many others are illegal."""
         if record.trust is TrustRegion.TRUSTED:
             detail = f"{trigger} happened to a request in state {before.state}, blocks {before.blocks}"
             self._break(Rule.LEGAL_TRANSITION.value, record.request_id, detail, cause)
 
     def _break(self, rule: str, request_id: str, detail: str, cause: int) -> None:
-        """Name the broken rule, and quarantine the request where it is known."""
+        """Report the broken rule, and quarantine the request if it is known."""
         record = self._tracker.get(request_id)
         life = (request_id, e.NO_LIFE, e.NO_LIFE) if record is None else record.life
         self._decide(e.InvariantViolated(rule, *life, detail, cause))
@@ -332,11 +330,11 @@ class Decider:
             detail = f"{event.id} happened to a request in state {before.state}"
             self._decide(e.InvariantViolated(rule, event.request_id, event.ordinal, 0, detail, cause))
 
-    # --- failures that may concern many ----------------------------------------------------------
+    # --- failures that may concern several requests ----------------------------------------------
 
     def _after_hook_failure(self, event: e.HookFailed, cause: int, _subject: Subject) -> None:
-        # A failure that names no request may have kept a whole step from being recorded: nobody's block table can
-        # be trusted then.
+        # After a failure without a request, a whole step may be missing from the log. Then no block table can be
+        # trusted.
         for record in tuple(self._tracker):
             holds_blocks = record.blocks is not BlocksRegion.NONE
             concerned = record.request_id == event.request_id or (not event.request_id and holds_blocks)
@@ -348,7 +346,7 @@ class Decider:
             self._break(event.rule, event.request_id, event.detail, cause)
 
     def _after_load_errors(self, event: e.LoadErrorsObserved, cause: int, _subject: Subject) -> None:
-        # The scheduler recomputes the owner, but a sharer may go on with what is not there (vllm#49250, #55297).
+        # The scheduler recomputes the owner, but a request that shares the block may go on (vllm#49250, #55297).
         unfilled = frozenset(event.block_ids)
         for record in tuple(self._tracker):
             if not unfilled.isdisjoint(record.block_ids or ()):
@@ -374,7 +372,7 @@ class Decider:
         self._give_up(event, cause)
 
     def _give_up(self, event: e.StepScheduled, cause: int) -> None:
-        """Ask after jobs that are overdue, and give up those for which it is too late."""
+        """Ask after overdue copies, and give up those that are overdue again."""
         turn = EngineTurn(self._projections, self._decide, cause)
         for job_id in self._owed.lost_fences():
             job = self._jobs.get(job_id)
@@ -421,7 +419,7 @@ class Decider:
         return found
 
     def _guarded(self, handler: StateHandler, method: Callable[..., None]) -> Callable[..., None]:
-        """The method itself only where it is of this package."""
+        """Return the method, guarded unless it belongs to this package."""
         extension = self._core.extension_of_handler(handler)
         if not extension:
             return Checked.unless_own(method, self._core, self._projections)

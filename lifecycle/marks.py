@@ -1,4 +1,4 @@
-"""How a method says which events it is called with: `@on(event class, …)`. Folds and checks are found by it."""
+"""Marks a method with the events that it handles: `@on(event class, …)`. Folds and checks are found by these marks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _Method = TypeVar("_Method", bound=Callable[..., None])
 
 
 def on(*event_classes: type[msgspec.Struct] | UnionType) -> Callable[[_Method], _Method]:
-    """Mark a method: it is to be called with each event of these classes, or of those of a union.
+    """Mark a method to be called with each event of these classes, or of the classes in a union.
 
-    A rule of an extension may name what its events say: its method is called with that, at the event at hand.
+    A rule of an extension may name payload types of the extension's events. Its method is then called with the payload.
     """
 
     def mark(method: _Method) -> _Method:
@@ -25,7 +25,7 @@ def on(*event_classes: type[msgspec.Struct] | UnionType) -> Callable[[_Method], 
 
 
 def marked(owner: object) -> list[tuple[type[Any], Callable[..., Any]]]:
-    """(event class, method) of everything that is marked, in the order in which it stands, base classes first."""
+    """Return (event class, method) of all marked methods in the order of definition, base classes first."""
     methods = {
         name: function.event_classes
         for owner_class in reversed(type(owner).__mro__)

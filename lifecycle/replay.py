@@ -1,7 +1,7 @@
-"""Replay: fold a stored log into the state at any point, and decide everything again.
+"""Replay: fold a stored log to the state at any event, and make every decision again.
 
-Folding needs no decision to be made: decisions are events too. Deciding again is the test of today's code
-against what was recorded; the first divergence is reported, and folding goes on with what was recorded.
+Folding makes no decisions, because decisions are events too. Deciding again tests today's code against the log. After a
+divergence, folding goes on with the recorded decisions.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SequencedEvent = tuple[int, Event]
 
 
 def batches(events: Iterable[SequencedEvent], min_events: int = 1) -> Iterator[list[SequencedEvent]]:
-    """The events in pieces of at least that many, none of which parts an observation from its decisions."""
+    """Yield the events in batches of at least `min_events` that do not separate an observation from its decisions."""
     batch: list[SequencedEvent] = []
     for sequence, event in events:
         if len(batch) >= min_events and not event.is_decision:
@@ -64,7 +64,7 @@ def fold(
     at: int | None = None,
     start: Projections | None = None,
 ) -> Projections:
-    """The state after the event with sequence number `at`, or after the last one; from `start`, which is changed."""
+    """Return the state after the event with sequence number `at`, or after the last one. Changes `start` in place."""
     projections = core.new_projections(configuration) if start is None else start
     for sequence, event in events:
         if at is not None and sequence > at:
@@ -75,28 +75,28 @@ def fold(
 
 @attrs.define
 class ReplayedEvent:
-    """The event that is or was last taken. One object serves a whole replay."""
+    """The present or last event of a replay. One object serves a whole replay."""
 
     sequence: int = 0
     event: Event | None = None
     cause: int = 0
-    """The last observation: what is decided now is decided upon it."""
+    """Sequence number of the last observation, on which replay decides now."""
 
 
 _OF_A_JOB = {LookupDeferred, TransferAwaited, LoadCompleted, LoadFailed, SaveCompleted, SaveFailed}
 _Standing = tuple[State, ...]
-"""In all regions of a request or a job."""
+"""The states of a request or a job in all its regions."""
 
 
 class Replay:
-    """Folds events one by one while deciding them again and walking the reference machine along.
+    """Folds events one by one, makes their decisions again, and walks the reference machine along.
 
-    A decision that is made again is held against the next event of the log, which is folded in its stead. At the first
-    difference the turn ends; what else was recorded upon this observation is folded and proves nothing.
+    Each decision is compared with the next event of the log, and that event is folded. At the first difference the turn
+    ends: the other recorded decisions on this observation are folded and not compared.
 
     Args:
         reference: walked along; default: none.
-        start: the state before the first event; it is folded on. Default: none.
+        start: the state before the first event, changed in place. Default: that of an empty log.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Replay:
         self.divergences = Divergences()
         self.reference_differences = Divergences()
         self.current = ReplayedEvent()
-        """The event that is or was last taken."""
+        """The present or last event."""
         self._is_extended = bool(core.extensions)
         self._raised = self.projections.extensions.raised
         self.projections.extensions.on_raised = self._stop_extensions
@@ -121,15 +121,15 @@ class Replay:
         self._events: Iterator[SequencedEvent] = iter(())
         self._read_ahead: SequencedEvent | None = None
         self._is_compared = False
-        """Whether all decisions upon the last observation have been equal so far."""
+        """Whether all decisions on the last observation have been equal so far."""
         self._stands_aside = False
-        """Whether the ledger was corrupt by now, so that nothing was decided any more."""
+        """Whether the ledger was corrupt by then, so that nothing was decided any more."""
         self.missing: Divergence | None = None
-        """A decision behind the last event: whether the log lacks it, the next event tells."""
+        """A decision after the last event. The next event shows whether the log lacks it."""
         self._error: Exception | None = None
         self._unjudged = core.unjudged
         self.num_unjudged = 0
-        """Observations upon which an extension may have decided whose code is not here."""
+        """Observations on which an absent extension may have decided."""
 
     def run(self, events: Iterable[SequencedEvent]) -> None:
         """Take all events, then finish."""
@@ -137,24 +137,24 @@ class Replay:
         self.finish()
 
     def take(self, events: Iterable[SequencedEvent]) -> None:
-        """Take events in the order of the log; no observation may be parted from its decisions.
+        """Take events in log order. An observation must come with its decisions.
 
         Raises:
-            Exception: whatever a fold raises; `current` says at which event. Nothing more can be taken.
+            Exception: whatever a fold raises; `current` has the event. Nothing more can be taken.
         """
         self._events = iter(events)
         while (following := self._next()) is not None:
             self._take_up(*following)
 
     def finish(self) -> None:
-        """Notice decisions that are missing at the end of the log."""
+        """Report a decision that is missing at the end of the log."""
         if self.missing is not None:
             self.divergences.append(self.missing)
             self.missing = None
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether what comes depends on the state alone, if it is an observation."""
+        """Whether the state alone determines what follows, if the next event is an observation."""
         return self.missing is None and not self._stands_aside
 
     def _next(self) -> SequencedEvent | None:
@@ -164,7 +164,7 @@ class Replay:
     def _take_up(self, sequence: int, event: Event) -> None:
         if event.is_decision:
             self.missing = None
-            if self._is_compared and not isinstance(event, ExtensionStopped):  # and nobody decides it any more
+            if self._is_compared and not isinstance(event, ExtensionStopped):  # this code did not decide it
                 self._diverged(sequence, event, None)
             self._fold(sequence, event)
             return
@@ -194,18 +194,18 @@ class Replay:
             if deciding is not None:
                 deciding(event, self.current.cause, subject)
         except TurnEnded:
-            pass  # at a difference, or where a fold failed
+            pass  # at a difference, or because a fold failed
         if self._error is not None:
             raise self._error
 
     def _is_unjudged(self, event: Event) -> bool:
-        """Whether somebody whose code is not here may have decided upon it, in the state that its request is in."""
+        """Whether an absent extension may have decided on the event, in the state of its request."""
         record = self.projections.tracker.get(event.request_id) if isinstance(event, RequestEvent) else None
         state = None if record is None else record.state
         return not self._unjudged.isdisjoint(((type(event), None), (type(event), state)))
 
     def _decided(self, decision: Event) -> None:
-        if not self._is_compared:  # the turn has ended, and a handler took no notice
+        if not self._is_compared:  # the turn has ended, and a handler caught `TurnEnded`
             raise TurnEnded
         following = self._next()
         if following is None:
@@ -226,17 +226,17 @@ class Replay:
             self._stop_extensions()
 
     def _stop_extensions(self) -> None:
-        """Name it where code of an extension raises, and the log does not record that it did."""
+        """Report an extension whose code raises here although the log does not record that."""
         for decision in self.projections.extensions.stops(self.current.cause):
             self._decided(decision)
 
     def _diverged(self, sequence: int, recorded: Event | None, decided: Event | None) -> None:
-        # Further decisions upon this observation were made from another state; they prove nothing.
+        # Further decisions on this observation were made from another state, so they prove nothing.
         self._is_compared = False
         self.divergences.append(Divergence(sequence, recorded, decided))
 
     def _fold(self, sequence: int, event: Event) -> Subject:
-        """Fold an event, and walk the reference machine along. Returns what the event is about."""
+        """Fold an event and walk the reference machine along; return the event's subject."""
         self.num_events += 1
         self.current.sequence, self.current.event = sequence, event
         expected = [] if self._reference is None else self._expected(event, self._reference)
@@ -244,7 +244,7 @@ class Replay:
         if any(_standing(moved) != states for moved, states in expected):
             self.reference_differences.append(Divergence(sequence, event, None))
         if self._is_extended and (following := self._next()) is not None:
-            if isinstance(following[1], ExtensionStopped):  # whatever its code would do here and now
+            if isinstance(following[1], ExtensionStopped):  # even if its code does not raise here
                 self._fold(*following)
             else:
                 self._read_ahead = following
@@ -255,9 +255,9 @@ class Replay:
         event: Any,  # noqa: ANN401 -- of any class
         reference: ReferenceMachine,
     ) -> list[tuple[RequestRecord | Copy, _Standing]]:
-        """Whom an event moves, its request and jobs that another one issued, and where the reference leads them."""
+        """Return the request and jobs that an event moves, and the states that the reference leads them to."""
         expected: list[tuple[RequestRecord | Copy, _Standing]] = []
-        # A birth is no row of the tables, also where an id is used again.
+        # An arrival has no row in the tables, even if it uses an id again.
         if isinstance(event, RequestEvent) and type(event) is not RequestArrived:
             record = self.projections.tracker.get(event.request_id)
             if record is not None:
@@ -275,7 +275,10 @@ def _standing(moved: RequestRecord | Copy) -> _Standing:
 
 
 def _walked(reference: ReferenceMachine, event: RequestEvent, record: RequestRecord) -> _Standing:
-    """Where the reference machines lead a request. Of a decision about another life nothing is to move."""
+    """Return the states that the reference leads a request to.
+
+    A decision about another life moves nothing, and one about another generation only if it is a quarantine.
+    """
     before, gating = record.states, reference.gating
     if isinstance(event, RequestDecision) and (
         event.ordinal != record.ordinal

@@ -1,6 +1,6 @@
-"""How long a request id may be in a log, and what stands for a longer one.
+"""Cuts request ids that are too long for a log.
 
-A client chooses its request ids, and every event of a request has one. Without a limit a few requests fill a log.
+Clients choose request ids, and every event of a request contains one. Without a limit, a few requests fill a log.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ import hashlib
 from typing import Final
 
 MAX_ID_BYTES: Final = 256
-"""Bytes of the longest request id, in UTF-8, that a log has as it is."""
+"""Bytes (UTF-8) of the longest request id that a log contains unchanged."""
 CUT: Final = "…"
-"""Between the beginning of a longer id and its hash."""
+"""Separates the beginning of a longer id from its hash."""
 _HEAD_BYTES: Final = 200
 _DIGEST_BYTES: Final = 16
 _LEAST_ALIKE: Final = 24
-"""Characters of a cut id that say enough about which one it is."""
+"""To match, an id must begin with more than this many characters of the cut id."""
 
 
 def logged_request_id(request_id: str) -> str:
-    """The id that a log has for this one: the same, or its beginning and its hash if it is long or no Unicode text.
+    """Return the id as it is in a log: unchanged, or cut if it is too long or not valid Unicode.
 
-    The result has at most `MAX_ID_BYTES` bytes and is its own logged id.
+    The result has at most `MAX_ID_BYTES` bytes, and its own logged id is the same.
     """
     if len(request_id) <= MAX_ID_BYTES:
         if request_id.isascii():
@@ -29,20 +29,20 @@ def logged_request_id(request_id: str) -> str:
         try:
             if len(request_id.encode()) <= MAX_ID_BYTES:
                 return request_id
-        except UnicodeEncodeError:  # a lone surrogate, which no log can hold
+        except UnicodeEncodeError:  # a lone surrogate, which no log can contain
             pass
     return cut_request_id(request_id)
 
 
 def cut_request_id(request_id: str) -> str:
-    """The first 200 bytes and a 128-bit hash of all bytes; lone surrogates are written as escapes."""
+    """Return the first 200 bytes and a 128-bit hash of all bytes; lone surrogates are escaped."""
     head = request_id[:_HEAD_BYTES].encode(errors="backslashreplace")[:_HEAD_BYTES].decode(errors="ignore")
     digest = hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES)
     return f"{head}{CUT}{digest.hexdigest()}"
 
 
 def begins_as(logged: str, request_id: str) -> bool:
-    """Whether an id in a log is cut and may stand for one that has this long id in it, behind something short."""
+    """Whether the logged id is cut, and may be that of an id which has this long id after a short prefix."""
     head, cut, digest = logged.rpartition(CUT)
     if not cut or len(digest) != 2 * _DIGEST_BYTES:
         return False

@@ -1,4 +1,4 @@
-"""Names of the rules that the live path guards. `docs/invariants.md` says what each demands."""
+"""Names of the rules that kvledger checks while it serves. `docs/invariants.md` describes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Rule(enum.StrEnum):
-    """A rule whose breach is recorded as `invariant.violated`."""
+    """A rule whose violation is recorded as `invariant.violated`."""
 
     LEGAL_TRANSITION = "LEGAL_TRANSITION"
     ALLOC_MATCHES_LOOKUP = "ALLOC_MATCHES_LOOKUP"

@@ -1,7 +1,4 @@
-"""What people may be shown of a configured value or an address: no passwords, no tokens.
-
-It must not know a single option.
-"""
+"""Shows configured values and addresses without passwords and tokens. It must not know any option."""
 
 from __future__ import annotations
 
@@ -17,10 +14,9 @@ _QUOTES: Final = " \t\r\n\"'\\"
 
 
 def without_credentials(text: str, *, is_address: bool = False) -> str:
-    """Return the text with user, password, query and fragment left out of the addresses in it.
+    """Return the text without the user, password, query and fragment of the addresses in it.
 
-    Passwords may contain any character. If it is not clear where they end, the whole address after its scheme is left
-    out.
+    Passwords may contain any character. If it is not clear where they end, everything after the scheme is left out.
 
     Args:
         text: a message, or an address.
@@ -36,7 +32,7 @@ def without_credentials(text: str, *, is_address: bool = False) -> str:
 
 
 class Hidden(str):
-    """Stands for a value that is not shown; it has no quotation marks in messages."""
+    """Replaces a value that must not be shown. Messages print it without quotation marks."""
 
     __slots__ = ()
 
@@ -65,7 +61,7 @@ class Hidden(str):
 
 
 def shown(value: object) -> object:
-    """Return a configured value as messages may have it: addresses without credentials, no mappings, no JSON."""
+    """Return a configured value as messages may show it: addresses without credentials, no mappings, no JSON."""
     match value:
         case Hidden() | None | bool() | int() | float():
             return value
@@ -88,7 +84,7 @@ def _in_text(found: re.Match[str]) -> str:
 
 
 def _bare(rest: str) -> str:
-    """What follows the scheme of an address, without what may be secret."""
+    """Return what follows the scheme of an address, without what may be secret."""
     before, at, after = rest.rpartition("@")
     if at and re.search("[?#]", before):
         return _LEFT_OUT

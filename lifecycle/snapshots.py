@@ -1,8 +1,7 @@
-"""The whole state of the projections as bytes, and back: so that a log can be folded from its middle.
+"""The whole state of the projections as bytes, and back, so that a fold can begin in the middle of a log.
 
-Each projection lists in its `State` what it remembers; everything else about it is made anew, from configuration and
-states. Nothing is taken from the bytes but values of those types. Files, hashes and places in a log are
-another module's business.
+Each projection lists in its `State` what it remembers. Everything else is rebuilt from configuration and states. Only
+values of those types are read from the bytes. Another module handles files, hashes and positions in a log.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ __all__ = ["SnapshotError", "capture", "restore", "state_fingerprint"]
 
 
 class SnapshotError(ValueError):
-    """The bytes are no state that this code can use."""
+    """The bytes are not a state that this code can use."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def capture(projections: Projections) -> bytes:
-    """Return everything that is known now."""
+    """Return the state of all projections."""
     return _encode({name: msgspec.Raw(state) for name, state in projections.snapshot().items()})
 
 
 def restore(core: Core, state: bytes, configuration: LedgerConfiguration) -> Projections:
-    """Return projections that know what was captured, under the same configuration.
+    """Return projections with a captured state, under the same configuration.
 
     Raises:
-        SnapshotError: the bytes are something else; what `state_fingerprint` says was not compared.
+        SnapshotError: the bytes are something else. `state_fingerprint` is not compared; the caller must do that.
     """
     projections = core.new_projections(configuration)
     try:
@@ -52,11 +51,11 @@ def restore(core: Core, state: bytes, configuration: LedgerConfiguration) -> Pro
         for name, there in projections.states().items():
             named[name].state = msgpack_decoder(type(there), _decoded)(bytes(parts[name]))
         for projection in named.values():
-            if isinstance(projection, Projection):  # one of an extension may be of any class
+            if isinstance(projection, Projection):  # an extension's may be of any class
                 projection.check()
         for name, projection in named.items():
             _index(projections, name, projection.index)
-    except Exception as error:  # an index may stumble over a state that no fold leads to
+    except Exception as error:  # an index may fail on a state that no fold leads to
         raise SnapshotError(f"the state cannot be used: {type(error).__name__}: {error}") from error
     return projections
 
@@ -76,7 +75,7 @@ def _decoded(kind: type, value: Any) -> object:  # noqa: ANN401 -- what was read
 
 
 def state_fingerprint(core: Core, configuration: LedgerConfiguration) -> str:
-    """What must be equal for a state to mean the same: the core, the configuration, and the layout of the state."""
+    """Return a hash of what must be equal for a state to mean the same: core, configuration and state layout."""
     states = core.new_projections(configuration).states()
     layout = {name: _layout(type(state)) for name, state in states.items()}
     parts = (core.fingerprint(), attrs.asdict(configuration), layout)
@@ -85,5 +84,5 @@ def state_fingerprint(core: Core, configuration: LedgerConfiguration) -> str:
 
 @cache
 def _layout(state: type[msgspec.Struct]) -> str:
-    """What can be read back of a state; looked at once, since a log that goes on in a new segment asks again."""
+    """Return the types in a state. Cached, because a log asks again for each new segment."""
     return repr(msgspec.inspect.type_info(state))

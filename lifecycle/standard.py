@@ -1,6 +1,6 @@
-"""The standard core: the one place where its events, rows, handlers, projections and rules are put together.
+"""The standard core: the one place that combines its events, rows, handlers and rules.
 
-The projections and the order in which they fold are in `projections/__init__.py`.
+`projections/__init__.py` has the projections and the order in which they fold.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UPCASTERS: Upcasters = MappingProxyType({})  # every event is in its first versi
 
 
 def standard_core() -> Core:
-    """The core that kvledger's connector runs with."""
+    """Return the core of kvledger's connector."""
     return Core(
         events=STANDARD_EVENTS,
         regions=REGIONS,

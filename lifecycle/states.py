@@ -1,8 +1,8 @@
-"""The states of a request and of a transfer job, and what is known in each.
+"""States of a request and of a transfer job, and what each means.
 
-A request is in one state of each of its regions: the phase, and the regions next to it. A job has regions of its
-own. This module holds names and their meaning, nothing else. Which event leads from where to where stands in
-`table.py`; what a state does with an event stands in `handlers.py`.
+A request is in one state of each of its regions: its phase (`RequestState`), `blocks`, `first`, `current` and `trust`.
+A job is in one state of `work` and of `source`. `table.py` defines which event leads where, `handlers.py` what kvledger
+decides in a state.
 """
 
 from __future__ import annotations
@@ -11,94 +11,94 @@ import enum
 
 
 class RequestState(enum.StrEnum):
-    """Where a request stands, as far as its events tell."""
+    """Phase of a request, as known from its events."""
 
     NEW = "new"
-    """Accepted, nothing computed. It may hold blocks that an external load is filling."""
+    """Accepted, nothing computed. A load may already be filling its blocks."""
 
     CHUNKED_PREFILL = "chunked_prefill"
-    """Part of its known tokens is computed or in flight, more of them are to come."""
+    """Some known tokens are computed or in flight; the others are still to be scheduled."""
 
     RUNNING = "running"
-    """Every known token is computed or in flight; it decodes."""
+    """Every known token is computed or in flight; the request decodes."""
 
     PREEMPTED = "preempted"
-    """Its blocks are gone. What it had computed is only in the log, the host pool or the prefix cache."""
+    """vLLM freed its blocks. What it had computed is at most in the host pool and in vLLM's prefix cache."""
 
     RECOVERING = "recovering"
-    """It has blocks again and KV is coming back into them, by load or by recomputation."""
+    """It has blocks again, which a load or a recomputation fills."""
 
     FINISHED = "finished"
-    """It will not be scheduled again. Copies of it may still be in flight; it leaves when the last is settled."""
+    """vLLM will not schedule it again. Copies of it may be in flight; it is forgotten when the last one is settled."""
 
 
 class BlocksRegion(enum.StrEnum):
-    """What a request's life has to be computed or loaded into."""
+    """Whether a request has blocks, and whether a load fills them."""
 
     NONE = "none"
     """It holds no blocks."""
 
     GRANTED = "granted"
-    """It holds blocks, and no load of this life fills them."""
+    """It holds blocks, and no load of this generation is filling them."""
 
     LOADING = "loading"
-    """It holds blocks, and a load of this life fills them."""
+    """It holds blocks, and a load of this generation is filling them."""
 
 
 class FirstRegion(enum.StrEnum):
-    """Whether the request has to compute something before it is offered another load."""
+    """Whether the request must compute something before it is offered another load."""
 
     COMPUTED = "computed"
-    """No load of this life has failed since a step computed something for it."""
+    """No load has failed since a step last computed something for it."""
 
     COMPUTES_FIRST = "computes_first"
-    """Its load failed, and no step has computed anything for it since."""
+    """A load failed, and no step has computed anything for it since."""
 
 
 class CurrentRegion(enum.StrEnum):
-    """Whether what the request has computed is worth saving."""
+    """Whether what the request computes may be saved."""
 
     CURRENT = "current"
-    """Nothing of what it holds was computed before the last reset."""
+    """Nothing that it holds was computed before the last cache reset."""
 
     STALE = "stale"
-    """A reset came while it held blocks: nothing that this life computes may be saved."""
+    """The cache was reset while the request held blocks. Nothing that it computes on top of them may be saved."""
 
 
 class TrustRegion(enum.StrEnum):
-    """Whether the cache helps the request."""
+    """Whether the request may use the cache."""
 
     TRUSTED = "trusted"
-    """What is known about it agrees with itself."""
+    """Everything known about it is consistent."""
 
     QUARANTINED = "quarantined"
-    """It gets no hits and no saves any more; it recomputes."""
+    """It gets no more hits and saves; it recomputes."""
 
 
 class WorkRegion(enum.StrEnum):
     """How far a transfer job is."""
 
     ISSUED = "issued"
-    """A rank at least has not reported."""
+    """At least one rank has not reported."""
 
     OVERDUE = "overdue"
-    """The same, although the workers were asked for a report."""
+    """At least one rank has not reported, although the workers were asked to."""
 
     GIVEN_UP = "given_up"
-    """A save that counts as failed; a rank that has not reported may still write its slots."""
+    """A save that counts as failed. A rank that has not reported may still write its slots."""
 
     SETTLED = "settled"
-    """Nothing is read or written any more."""
+    """No rank reads or writes its blocks and slots any more."""
 
 
 class SourceRegion(enum.StrEnum):
-    """Whose blocks a transfer job reads or writes."""
+    """Whether the request still has the blocks that a transfer job reads or writes."""
 
     OWNED = "owned"
-    """The request has them, or the copy was issued for the step itself."""
+    """The request has them, or the copy runs within its step."""
 
     FENCED = "fenced"
-    """They were taken, and the next step waits for the copy."""
+    """vLLM took them, so the next step waits for the copy."""
 
 
 INITIAL_STATE = RequestState.NEW

@@ -1,8 +1,8 @@
 """Writes an engine's step as `StepScheduled`: only what differs from the expected.
 
-Expected is that a request which decoded one token in the last step decodes one more. Everybody who observes steps
-writes them here: whoever knows each request that was scheduled calls `encode`; an adapter that can tell at a glance
-that nothing changed asks the same questions one by one. It must not know an engine.
+A request that decoded one token in its last step is expected to decode one more. A caller that knows every scheduled
+request uses `encode`. An adapter that can see faster that nothing changed uses the other methods one by one. This
+module must not know an engine.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from kvledger.lifecycle.states import TrustRegion
 
 @attrs.frozen
 class Scheduled:
-    """One request in one step. All numbers are tokens, as they are before the step."""
+    """One request in one step. Token counts are those before the step."""
 
     request_id: str
     num_computed_tokens: int
-    """Computed, or scheduled in an earlier step."""
+    """Computed tokens, including those scheduled in an earlier step."""
     num_scheduled_tokens: int
-    """To be computed in this step."""
+    """Tokens to compute in this step."""
     num_tokens: int
-    """Known: prompt and output."""
+    """Known tokens: prompt and output."""
     new_block_ids: tuple[int, ...] = ()
-    """Appended to the request's table since its last step; not those that came with `BlocksAllocated`."""
+    """Blocks appended to the request's table since its last step, without those in `BlocksAllocated`."""
     num_in_flight_tokens: int = 0
-    """Of the computed ones those whose step has not come to its end, which may still be written or taken back."""
+    """Computed tokens of steps that have not ended; they may still be written or taken back."""
 
 
 class StepEncoder:
-    """What is to be written of a step, from what a ledger has folded so far; it keeps nothing itself."""
+    """Encodes a step from what a ledger has folded so far. It keeps no state."""
 
     def __init__(self, projections: Projections) -> None:
         self._projections = projections
         self._tracker = projections.tracker
 
     def encode(self, scheduled: Iterable[Scheduled], time_ns: int) -> StepScheduled:
-        """The step in which these requests are scheduled, and no others.
+        """Return the step that schedules these requests and no others.
 
-        Whoever is not known is only counted. Chunk keys are to be observed before the step in which they settle.
+        Unknown requests are only counted. Chunk keys must be observed before the step in which their chunks settle.
         """
         requests = {request.request_id: request for request in scheduled}
         known = [
@@ -75,7 +75,7 @@ class StepEncoder:
         )
 
     def is_expected(self, record: RequestRecord, num_computed_tokens: int, num_scheduled_tokens: int) -> bool:
-        """Whether the request does what the log expects of it, so that nothing is written."""
+        """Whether the request does what the log expects, so that nothing is written."""
         return (
             num_scheduled_tokens == 1
             and record.ordinal in self._tracker.computed.decoding
@@ -83,7 +83,7 @@ class StepEncoder:
         )
 
     def paused(self, scheduled: Container[str]) -> tuple[int, ...]:
-        """The ordinals of those who were expected in the step and are not among the ids that it schedules."""
+        """Return the ordinals of requests that were expected in the step and are not in `scheduled`."""
         decoding = self._tracker.computed.decoding
         return tuple(
             record.ordinal
@@ -94,7 +94,7 @@ class StepEncoder:
     def settled(
         self, record: RequestRecord, num_settled_tokens: int, num_in_flight_tokens: int = NOT_RECORDED
     ) -> SettledTokens | None:
-        """The entry for a request that has filled enough chunks with settled tokens whose keys are known, else None."""
+        """Return the entry of a request with enough settled chunks whose keys are known, else None."""
         threshold = self._tracker.save_threshold(record, record.num_chunks_handled)
         if num_settled_tokens < threshold or record.trust is TrustRegion.QUARANTINED:
             return None
@@ -102,7 +102,7 @@ class StepEncoder:
         if not self._projections.geometry.windows.has_any:
             num_settled_tokens = min(num_settled_tokens, num_keys * self._projections.configuration.chunk_size)
         elif self._projections.geometry.num_chunks_in(num_settled_tokens) > num_keys:
-            return None  # with windows the true count is written, because it says what they have left
+            return None  # with windows the exact count is written, because it determines which blocks they have left
         if num_settled_tokens < threshold:
             return None
         return SettledTokens(record.ordinal, record.num_chunks_handled, num_settled_tokens, num_in_flight_tokens)

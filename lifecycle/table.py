@@ -1,56 +1,60 @@
-"""The tables of all states, and the only place that knows them.
+"""The transition tables of requests and transfer jobs.
 
-Rule 1: everything that moves a request from one state to another stands in this file. No handler, no
-        projection and no adapter sets a state; they produce events, and the tables define where those lead.
-Rule 2: this file does not know what an event *does* besides moving a state. Token counts, blocks,
-        chunks and jobs are the business of the projections.
-Rule 3: what `PHASE` or `BLOCKS` names, and has no row for in the present state, is illegal. The event stays in the
-        log, because it was seen; the states stay as they were; the violation is recorded and the request recomputes.
-        The other regions refuse nothing: they have a row for each of their states and everything that they name.
-Rule 4: no row leaves `finished`, no row starts from "any state", no pair stands twice, every state can be
-        reached. `machine.py` refuses to compile tables that break this.
+Rule 1: Only these tables move states. Handlers, projections and adapters set no state; they produce events, and the
+        tables define where these lead.
+Rule 2: The tables do nothing else. Token counts, blocks, chunks and jobs belong to the projections.
+Rule 3: An event is illegal if `PHASE` or `BLOCKS` names it but has no row for it in the present state. It stays in the
+        log, kvledger records a violation, and the request recomputes. `GATING` defines what it still changes. The other
+        regions refuse nothing: each has a row for every state and every event that it names.
+Rule 4: No row leaves `finished`, no row starts from "any state", no pair of state and trigger occurs twice, and every
+        state can be reached. `machine.py` refuses other tables.
 
 Theory of operation
-  A request is born by `RequestArrived`, in the first state of each region; this is therefore not a row. Each region is
-  a flat machine of its own: an event moves every region that names it, and is legal where all of them accept it.
-  Nothing else stands between regions: where one moves does not hang on where another one is.
+  Each region is a flat machine of its own. An event moves every region that names it, and is legal if all of them
+  accept it. No region depends on the state of another one. `RequestArrived` creates a request in the initial state of
+  each region, so it has no row.
 
-  PHASE. While a new request waits it is looked up any number of times; lookups never move it. `BlocksAllocated` does
-  not move it either: holding blocks is no progress. What moves it is a step that schedules its tokens:
-  `PrefillAdvanced` if known tokens remain for later steps, `PrefillCompleted` if none do. A preempted request passes
-  through `recovering` as soon as it has blocks again, and leaves it the same two ways, once its load has arrived.
+  PHASE. A new request is looked up any number of times; lookups do not move it. `BlocksAllocated` does not either,
+  because blocks are no progress. A step that schedules its tokens does: `PrefillAdvanced` if known tokens remain for
+  later steps, `PrefillCompleted` if none do. A preempted request becomes `recovering` when it has blocks again, and
+  leaves that state in the same two ways once its load has arrived.
 
-  A streaming session's next turn finds its blocks kept and new tokens to compute: that is `chunked_prefill`.
-  A rollback, as after a failed load, likewise: known tokens are to be computed (again).
+  The next turn of a streaming session keeps the blocks and has new tokens to compute, so it is `chunked_prefill`. So is
+  a running request after a rollback, for example after a failed load.
 
-  BLOCKS is about one life: where the generation moves on, a load under way is an earlier life's. It refuses two things:
-  a load unless blocks were granted, for a life has one load at a time; and a lookup while a load fills the blocks, for
-  vLLM asks only about who holds none. After a failed asynchronous load it freed them without a word.
+  BLOCKS is about one generation: a load that is in flight when the next one begins belongs to the earlier one. The
+  region refuses two things. A load needs granted blocks, because a generation has one load at a time. A lookup is
+  refused while a load fills the blocks, because vLLM looks up only requests that hold none. A lookup with granted
+  blocks leads to `none`: after a failed asynchronous load, vLLM frees the blocks and calls no hook.
 
-  FIRST: after a rollback to nothing, which comes before the `LoadFailed` of the life that ended with it, the request
-  runs, and is not looked up: then there is nothing to compute first.
+  FIRST. A rollback to nothing begins a generation, so the `LoadFailed` that follows is about the earlier one and does
+  not move the request. The request runs and is not looked up, so it has nothing to compute first.
 
-  CURRENT: what is computed on top of what a reset made stale is as stale. What a life lost is judged by what held
-  before it was lost, so a preemption leads back to `current`.
+  CURRENT. What is computed on top of stale tokens is stale too. Whether lost blocks may be saved depends on the state
+  before they were lost, so a preemption leads back to `current`.
 
-  A job is known by its id. What concerns a job of an earlier life moves the job, not the request.
+  Jobs are known by their id. An event about a job of an earlier generation moves the job, not the request.
 
 Triggers
-  A trigger is an event's id, or `id/variant` where one of its fields decides, as its class says. `all`: nothing is kept
-  of what was computed. Three are no events of their own:
-  `tokens.scheduled` is a row of a step, `cache.reset/held` a reset for whoever holds blocks, and
-  `transfer.reported/whole` the report with which no rank owes one any more.
+  A trigger is an event's id, or `id/variant` if one of its fields decides; the event's class names that field. `all`:
+  no computed token is kept. Three triggers are not events of their own:
+  `tokens.scheduled` is a row of a step, `cache.reset/held` is a reset for a request that holds blocks, and
+  `transfer.reported/whole` is the report after which every rank has reported.
 
-What remains outside of the tables, and why
-  Ranks that have reported, that reported twice, the epoch of a job: sets and numbers, not states. Doubt about what a
-  save reads: it concerns the chunks, not the copy. Failed loads: counted. The answer that was not claimed, tails,
-  keys: values, which something else replaces as a whole. Whether a tail or a chunk is saved: that follows from its job.
-  Who keeps a chunk (promised, read, waited for): several at a time. Blocks that could not be filled, that a request
-  lost or that a window leaves: they are blocks, of which a request has many, and the next table replaces them. Whether
-  a request decodes one token a step: how steps are written. Sub-states: rows of extensions, which may refuse nothing
-  and lead where their phase leads, and the phase is walked; so no audit runs a machine for them, and a test runs one.
+Not in the tables
+  - Ranks that have reported, ranks that reported twice, the epoch of a job: sets and numbers, not states.
+  - Whether a save read doubtful blocks: about the chunks, not the copy.
+  - Failed loads: a count.
+  - The answer that was not claimed, the tail, the keys: values that are replaced as a whole.
+  - Whether a tail or a chunk is saved: follows from its job.
+  - Uses of a chunk (promised, read, waited for): several at a time.
+  - Blocks that could not be filled, that a request lost or that a window left: a request has many, and its next table
+    replaces them.
+  - Whether a request decodes one token per step: how steps are written.
+  - Sub-states: rows of extensions, which refuse nothing and lead where their phase leads. The audit checks the phase, a
+    test the sub-states.
 
-The diagrams in `docs/states.md`, the reference machines and the compiled form are all generated from these rows.
+The diagrams in `docs/states.md`, the reference machines and the compiled tables are generated from these rows.
 """
 
 from __future__ import annotations
@@ -72,7 +76,7 @@ from kvledger.lifecycle.states import RequestState as S
 
 State = enum.StrEnum
 Rows = tuple[tuple[State | tuple[State, ...], str | tuple[str, ...], State | None], ...]
-"""(sources, triggers, dest): from each of the sources, each of the triggers leads to dest; None: the state stays."""
+"""(sources, triggers, dest): each trigger leads from each source to dest; None: the state stays."""
 
 STAY = None
 
@@ -88,12 +92,12 @@ class Region:
     initial: State
     rows: Rows
     may_refuse: bool = False
-    """Whether a missing row makes an event illegal; elsewhere a missing row is a mistake in the table."""
+    """Whether a missing row makes an event illegal. In other regions it is an error in the table."""
     terminal: State | None = None
-    """What no row leaves."""
+    """The state that no row leaves."""
 
     def flat(self) -> Iterable[tuple[State, str, State]]:
-        """(source, trigger, dest), one by one."""
+        """Yield each (source, trigger, dest)."""
         for sources, triggers, dest in self.rows:
             for source in sources if isinstance(sources, tuple) else (sources,):
                 for trigger in triggers if isinstance(triggers, tuple) else (triggers,):
@@ -117,19 +121,19 @@ PHASE = Region(
     S,
     S.NEW,
     (
-        # The first scheduled tokens move a new request, and one that recovers once its load has arrived.
+        # The first scheduled tokens move a new request, and a recovering one once its load has arrived.
         ((S.NEW, S.CHUNKED_PREFILL, S.RECOVERING), "prefill.advanced", S.CHUNKED_PREFILL),
         ((S.NEW, S.CHUNKED_PREFILL, S.RECOVERING), "prefill.completed", S.RUNNING),
-        # A step can preempt a request whose load has not been reported yet (two steps in flight): also a new one.
+        # With two steps in flight, a step can preempt a request whose load is not reported yet, even a new one.
         (_COMPUTING, "request.preempted", S.PREEMPTED),
         (_UNFINISHED, "request.finished", S.FINISHED),
-        # A preempted request waits without blocks, polled again and again; blocks move it.
+        # A preempted request waits without blocks. Lookups do not move it, blocks do.
         (S.PREEMPTED, "blocks.allocated", S.RECOVERING),
         ((S.NEW, S.CHUNKED_PREFILL, S.RECOVERING), "blocks.allocated", STAY),
         (S.RUNNING, (*_CONTINUED, *_ROLLED_BACK), S.CHUNKED_PREFILL),
         (S.CHUNKED_PREFILL, (*_CONTINUED, *_ROLLED_BACK), STAY),
         ((S.NEW, S.RECOVERING), _ROLLED_BACK, STAY),
-        # What is computed is in `prefill.*`, which a handler decides on it.
+        # Progress is recorded as `prefill.*`, which a handler decides.
         (_COMPUTING, ("tokens.scheduled", "blocks.observed"), STAY),
         (_WAITING, _LOOKING_UP, STAY),
         ((S.NEW, S.RECOVERING), "load.issued", STAY),
@@ -137,9 +141,9 @@ PHASE = Region(
         ((S.CHUNKED_PREFILL, S.RUNNING), "window.left", STAY),
         ((S.CHUNKED_PREFILL, S.RUNNING, S.PREEMPTED, S.RECOVERING, S.FINISHED), _SAVING, STAY),
         (S.PREEMPTED, "tail.save_issued", STAY),
-        # Reports of jobs arrive in any state: a copy does not care what becomes of its request.
+        # A copy may end in any state of its request.
         (_ALL, (*_LOAD_REPORTS, "request.quarantined"), STAY),
-        # Events of extensions move sub-states alone.
+        # Events of extensions move only sub-states.
         (_ALL, ("extension.observed", "extension.decided"), STAY),
         (S.FINISHED, ("blocks.held", "request.released"), STAY),
     ),
@@ -154,11 +158,11 @@ BLOCKS = Region(
     BlocksRegion,
     _NONE,
     (
-        # Observed without an allocation: a hook of ours failed. While loading: the report is late or lost.
+        # `blocks.observed` without an allocation: a hook of kvledger failed. While loading: the report is late or lost.
         ((_NONE, _GRANTED), ("blocks.allocated", "blocks.observed"), _GRANTED),
         (_LOADING, ("blocks.allocated", "blocks.observed"), STAY),
         (_GRANTED, "load.issued", _LOADING),
-        # None: it ended while it was loading.
+        # From none: it was preempted or ended while it was loading.
         (_LOADING, _LOAD_SETTLED, _GRANTED),
         ((_NONE, _GRANTED), _LOAD_SETTLED, STAY),
         ((_NONE, _GRANTED, _LOADING), ("request.preempted", "request.finished"), _NONE),
@@ -168,7 +172,7 @@ BLOCKS = Region(
     ),
     may_refuse=True,
 )
-"""What it has to be computed or loaded into."""
+"""Whether it holds blocks, and whether a load fills them."""
 
 _COMPUTED, _COMPUTES_FIRST = FirstRegion
 FIRST = Region(
@@ -180,7 +184,7 @@ FIRST = Region(
         ((_COMPUTED, _COMPUTES_FIRST), "tokens.scheduled", _COMPUTED),
     ),
 )
-"""Whether it computes before it is offered another load."""
+"""Whether it must compute before it is offered another load."""
 
 _CURRENT, _STALE = CurrentRegion
 CURRENT = Region(
@@ -202,7 +206,7 @@ TRUST = Region(
     TrustRegion.TRUSTED,
     ((tuple(TrustRegion), "request.quarantined", TrustRegion.QUARANTINED),),
 )
-"""Whether the cache helps it."""
+"""Whether it may use the cache."""
 
 _ISSUED, _OVERDUE, _GIVEN_UP, _SETTLED = WorkRegion
 WORK = Region(
@@ -219,7 +223,7 @@ WORK = Region(
     may_refuse=True,
     terminal=_SETTLED,
 )
-"""How far a job is. It may be asked after and fenced in either order, hence `source`."""
+"""How far a job is. `source` is a separate region because a job may be asked after and fenced in either order."""
 
 _OWNED, _FENCED = SourceRegion
 SOURCE = Region(
@@ -231,7 +235,7 @@ SOURCE = Region(
         ((_OWNED, _FENCED), "transfer.awaited/ask", STAY),
     ),
 )
-"""Whose blocks a job reads or writes."""
+"""Whether the request still has the job's blocks."""
 
 REGIONS = (PHASE, BLOCKS, FIRST, CURRENT, TRUST)
 """Of a request."""
@@ -241,19 +245,20 @@ JOB_REGIONS = (WORK, SOURCE)
 
 @attrs.frozen
 class Gating:
-    """What becomes of observations about one request that its states refuse."""
+    """Consequences of observations about one request that its states refuse."""
 
     resync: Mapping[tuple[S, str], tuple[S, BlocksRegion]]
-    """Refused in that phase; blocks must have been given all the same, in a hook of ours that failed. Where phase and
-    blocks are afterwards. Of whatever else is refused and folded, the regions that accept it move."""
+    """(Phase, trigger) → phase and blocks afterwards, for a refused observation that implies blocks: they were given in
+    a hook of kvledger that failed. Other refused observations that are folded move the regions that accept them."""
     closed_fold: Mapping[str, tuple[str, ...]]
-    """Id of an observation that may be refused -> the projections that fold it all the same, because it happened all
-    the same: who owns which blocks, and which life a request is in."""
+    """Id of an observation that may be refused → projections that fold it anyway, because it did change which blocks
+    are whose, or which life a request is in."""
     never: tuple[str, ...]
-    """About one request, and folded in full whatever its states: what it holds and what it is owed ends or begins."""
+    """Ids of observations about one request that are always folded in full: they begin or end everything that it
+    has."""
 
     def rows(self) -> Iterable[tuple[str, str, str]]:
-        """(event, state, where it leads or who folds it), one by one."""
+        """Yield (kind, observation, consequence) of each entry."""
         for (state, trigger), dests in self.resync.items():
             yield "resync", f"{trigger} in {state}", ", ".join(dests)
         for event_id, names in self.closed_fold.items():
@@ -267,8 +272,8 @@ GATING = Gating(
         (S.PREEMPTED, "tokens.scheduled"): (S.RECOVERING, _GRANTED),
         (S.PREEMPTED, "blocks.observed"): (S.RECOVERING, _GRANTED),
     },
-    # A preemption that is refused counts, and begins another generation: vLLM counts it too, and what was issued for
-    # the life before is stale. A lookup that is refused takes no blocks away: who computes owns what it owned.
+    # A refused preemption begins another generation: vLLM counts it too, and earlier copies are stale. A refused lookup
+    # takes no blocks away: a request that computes keeps its blocks.
     closed_fold={
         "blocks.allocated": ("owed", "tracker"),
         "blocks.observed": ("tracker",),

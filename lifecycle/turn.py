@@ -1,7 +1,7 @@
-"""A turn to decide in: what a handler is given when an observation concerns a request in its state.
+"""A turn: what a handler gets when an observation concerns a request in its state.
 
-What is decided is recorded and folded at once, so the next line sees its effect. A turn knows neither who keeps the
-record nor whether something is decided for the first time or again.
+Each decision is recorded and folded at once, so the handler's next line sees its effect. A turn does not know whether
+something is decided for the first time or in a replay.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ Decide = Callable[[Event], object]
 
 
 class TurnEnded(Unstoppable):
-    """Unwinds a handler whose further decisions do not count. No `Exception`, so that no handler takes it for one."""
+    """Ends a handler whose further decisions do not count. Not an `Exception`, so that handlers do not catch it."""
 
 
 class EngineTurn(msgspec.Struct, eq=False):
-    """An observation that concerns no single request, folded already.
+    """An observation that concerns no single request; it is already folded.
 
     Raises:
-        TurnEnded: by `decide`, where nothing more can be decided; not to be caught.
+        TurnEnded: by `decide`, if nothing more can be decided. Do not catch it.
     """
 
     projections: Projections
-    """Everything that is known, to be read only."""
+    """Everything that is known; read only."""
     decide: Decide
-    """Record a decision and fold it."""
+    """Records a decision and folds it."""
     cause: int
-    """Sequence number of the observation, which every decision names."""
+    """Sequence number of the observation; every decision names it."""
 
     def altered(self, change: Callable[[Event], Event | None]) -> Self:
-        """The same turn, in which `change` is given each decision before it is made; None drops it."""
+        """Return the same turn with each decision passed through `change` first; None drops the decision."""
 
         def decide(decision: Event) -> None:
             changed = change(decision)
@@ -53,9 +53,9 @@ class EngineTurn(msgspec.Struct, eq=False):
 
 
 class Turn(EngineTurn, eq=False):
-    """What an observation means for one request."""
+    """An observation that concerns one request."""
 
     record: RequestRecord
-    """The request, in the states that the observation led to."""
+    """The request after the observation."""
     before: Before
-    """Its generation and states before the observation was folded: what it had. `record` says what it has now."""
+    """Generation and states of the request before the observation: what it had. `record` has what it has now."""

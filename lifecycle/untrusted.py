@@ -1,8 +1,8 @@
-"""Decoding bytes that another program may have written: files of a log directory, payloads, messages of a stream.
+"""Decoders for bytes that another program may have written: files of a log directory, payloads, stream messages.
 
 Whatever is wrong with the bytes, these functions raise `Undecodable`, so that a reader can report damage. They also
-refuse values nested deeper than `MAX_DEPTH`: Python raises RecursionError for those, here or later, where the value is
-printed or compared. Every decoder of the project is made here; only the module that encodes a format knows its types.
+refuse values nested deeper than `MAX_DEPTH`, for which Python raises RecursionError, here or when the value is printed
+or compared. Every decoder of the project is made here. Only the module that encodes a format knows its types.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = [
 ]
 
 MAX_DEPTH: Final = 64
-"""Containers within one another that a decoded value may have. kvledger itself writes fewer than ten."""
+"""Largest depth of nested containers in a decoded value. kvledger itself writes fewer than ten."""
 
 _T = TypeVar("_T")
 Hook = Callable[[type, Any], Any]
-"""Makes a value of a type that msgspec does not know, as `dec_hook` of msgspec."""
+"""Makes a value of a type that msgspec does not know; the `dec_hook` of msgspec."""
 
 
 class Undecodable(ValueError):
@@ -42,7 +42,7 @@ def from_msgpack(data: bytes, kind: type[_T] | Any = Any, hook: Hook | None = No
     """Return `data` as a value of the type `kind`. Raises `Undecodable`."""
     try:
         value: _T = msgspec.msgpack.decode(data, type=kind, dec_hook=hook, ext_hook=_no_extension_type)
-    except BaseException as error:  # whatever a hook, a constructor or the decoder makes of foreign bytes
+    except BaseException as error:  # a hook, a constructor or the decoder may raise anything on foreign bytes
         raise_if_unstoppable(error)
         raise _undecodable(error) from error
     # A container takes at least one byte.
@@ -70,9 +70,9 @@ def converted(value: object, kind: type[_T] | Any, hook: Hook | None = None) -> 
 
 
 def msgpack_decoder(kind: Any, hook: Hook | None = None) -> Callable[[bytes], Any]:  # noqa: ANN401 -- a union is no type
-    """Return a function that decodes values of one type, quickly: many of them, or large ones. It raises `Undecodable`.
+    """Return a function that decodes values of one type fast, for many or large values. It raises `Undecodable`.
 
-    It does not look for nesting: `kind` must be a type without `Any` in what is printed or compared.
+    It does not check nesting: `kind` must be a type without `Any` in what is printed or compared.
     """
     decode = msgspec.msgpack.Decoder(kind, dec_hook=hook, ext_hook=_no_extension_type).decode
 
@@ -87,7 +87,7 @@ def msgpack_decoder(kind: Any, hook: Hook | None = None) -> Callable[[bytes], An
 
 
 def as_counter(counter_type: type, counts: dict[Any, int]) -> Counter[Any]:
-    """A `Hook` for counters, which msgspec encodes and does not decode."""
+    """Decode a counter, as a `Hook`: msgspec encodes counters and does not decode them."""
     (key_type,) = get_args(counter_type)
     return Counter({key_type(key): int(count) for key, count in counts.items()})
 
@@ -97,7 +97,7 @@ def _no_extension_type(code: int, _data: memoryview) -> object:
 
 
 def is_too_deep(value: object) -> bool:
-    """Whether `value` has more than `MAX_DEPTH` containers within one another."""
+    """Whether `value` has more than `MAX_DEPTH` nested containers."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [inner for outer in level for inner in _parts(outer) if not isinstance(inner, _PLAIN)]

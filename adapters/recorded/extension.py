@@ -1,8 +1,8 @@
-"""What a recorded connector adds to the core: its answers as events, and handlers that turn them into decisions.
+"""Adds a recorded connector's answers to the core: as events, and as handlers that turn them into decisions.
 
-Observations are the standard core's and precede the call that they are about. The connector's answer follows it, as an
-event of this extension, and leads to the standard decision with the same content. So lifecycle, tables and tools treat
-such a log like kvledger's own. It must not know vLLM, nor any connector.
+A hook call is one of the core's observations. The connector's answer follows as an event of this extension, which leads
+to the core's decision with the same content. So tools treat the log like kvledger's own. This module must not know vLLM
+or any connector.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _UNKNOWN = MissReason.RECORDED.value
 
 
 class Recorder(InWords):
-    """The extension of a recorder's core."""
+    """The extension in a recorder's core."""
 
     rows = (
-        # Why a wrapped connector keeps blocks is not known; that it does is why the request is still here.
+        # The log does not have the reason why a connector keeps blocks.
         ("finished", "blocks.held", "finished.held"),
         ("finished.held", "recorder/sent", "finished"),
     )
@@ -36,13 +36,13 @@ class Recorder(InWords):
 
 
 def _release(turn: Turn) -> None:
-    """Unless the connector keeps its blocks."""
+    """Release the request unless the connector keeps its blocks."""
     if not turn.record.sub:
         decisions.reports.release_if_settled(turn)
 
 
 def _answer(turn: Turn, event: e.ExtensionObserved) -> None:
-    """Decide what the connector has answered, in the core's events."""
+    """Record the connector's answer as the core's decision."""
     returned = Recorder.payload_of(event)
     if not isinstance(returned, payloads.LookupReturned):
         return
@@ -57,7 +57,7 @@ def _answer(turn: Turn, event: e.ExtensionObserved) -> None:
 
 
 def _load(turn: Turn, event: e.BlocksAllocated) -> None:
-    """What vLLM accepts is loaded; from where only the connector knows."""
+    """Issue the load that vLLM accepted; only the connector knows from where."""
     answer = turn.record.claimed
     if not event.num_external_tokens or answer is None or answer.generation != turn.record.generation:
         return
@@ -79,66 +79,66 @@ def _load(turn: Turn, event: e.BlocksAllocated) -> None:
 
 
 class Preempted(StateHandler):
-    """Is looked up until there are blocks."""
+    """A preempted request: looked up until it gets blocks."""
 
     state = RequestState.PREEMPTED
 
     def extension_observed(self, turn: Turn, event: e.ExtensionObserved) -> None:
-        """The connector has answered."""
+        """Take the connector's answer."""
         _answer(turn, event)
 
     def blocks_allocated(self, turn: Turn, event: e.BlocksAllocated) -> None:
-        """With a load or without."""
+        """Issue the load, if vLLM accepted one."""
         _load(turn, event)
 
 
 class New(Preempted):
-    """Is looked up, is given blocks, computes."""
+    """A new request: looked up, given blocks, computed."""
 
     state = RequestState.NEW
 
     def tokens_scheduled(self, turn: Turn) -> None:
-        """It computes."""
+        """Report progress."""
         decisions.reports.report_progress(turn)
 
     def transfer_settled(self, turn: Turn, _job: object) -> None:
-        """Its load has come."""
+        """Report progress after its load."""
         decisions.reports.report_progress(turn)
 
 
 class ChunkedPrefill(StateHandler):
-    """Computes; the next turn of a session is given blocks."""
+    """A request that computes its prompt; the next turn of its session gets blocks here."""
 
     state = RequestState.CHUNKED_PREFILL
 
     def blocks_allocated(self, turn: Turn, event: e.BlocksAllocated) -> None:
-        """With a load or without."""
+        """Issue the load, if vLLM accepted one."""
         _load(turn, event)
 
     def tokens_scheduled(self, turn: Turn) -> None:
-        """It computes."""
+        """Report progress."""
         decisions.reports.report_progress(turn)
 
 
 class Running(StateHandler):
-    """No progress is left to report."""
+    """A request that decodes: no progress to report."""
 
     state = RequestState.RUNNING
 
 
 class Recovering(New):
-    """Has blocks again; may be looked up before it computes."""
+    """A request that has blocks again, and may be looked up before it computes."""
 
     state = RequestState.RECOVERING
 
 
 class Finished(StateHandler):
-    """Waits until the connector releases its blocks, and for its last load."""
+    """A finished request whose blocks the connector keeps, or whose load has not ended."""
 
     state = RequestState.FINISHED
 
     def extension_observed(self, turn: Turn, event: e.ExtensionObserved) -> None:
-        """The connector has answered, or releases the blocks."""
+        """Hold the blocks if the connector keeps them; otherwise release the request."""
         payload = Recorder.payload_of(event)
         if isinstance(payload, payloads.EndReturned) and payload.keeps_blocks:
             turn.decide(e.BlocksHeld(*turn.record.life, turn.cause))
@@ -146,7 +146,7 @@ class Finished(StateHandler):
             _release(turn)
 
     def transfer_settled(self, turn: Turn, _job: object) -> None:
-        """Its load has come too late."""
+        """Release the request after its last load."""
         _release(turn)
 
 

@@ -1,7 +1,6 @@
 """The recorder's own events: a wrapped connector's answers, its workers' reports, its copies.
 
-Each is the payload of an event of the extension, and apart from it so that its rules can read them. All numbers are
-tokens but where they say otherwise.
+They have their own module so that the rules can import them. Numbers are tokens unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -20,22 +19,21 @@ _UNITS = {
     "LMCacheConnectorV1": "lmcache.chunk_size",
     "LMCacheMPConnector": "lmcache.chunk_size",
 }
-"""Connector → the option with its unit in tokens (vLLM 0.32, `kv_connector/v1/offloading/config.py`; LMCache 0.5.6,
-`lmcache/v1/config.py`).
-"""
+"""Connector → the option with the number of tokens that it matches at a time (vLLM 0.32,
+`kv_connector/v1/offloading/config.py`; LMCache 0.5.6, `lmcache/v1/config.py`)."""
 
 
 class RecordingStarted(msgspec.Struct, frozen=True):
-    """What is wrapped and in what engine, as vLLM's configuration says it; see `options.py` for what is left out."""
+    """What is wrapped, in which engine, from vLLM's configuration."""
 
     recorder: str
     """The recorder's class."""
     kv_transfer: dict[str, Any]
-    """What `--kv-transfer-config` would say without the recorder. An option that the allow list lacks has its type and
-    length as its value."""
+    """The value of `--kv-transfer-config` without the recorder; options that `options.py` does not list have their type
+    and length as value."""
     num_blocks: Count
     block_bytes: NumBytes
-    """Of one block on one rank, over all layers."""
+    """Bytes of one block on one rank, over all layers."""
     num_ranks: Count
     enable_prefix_caching: bool
     async_scheduling: bool
@@ -43,10 +41,10 @@ class RecordingStarted(msgspec.Struct, frozen=True):
     max_num_batched_tokens: NumTokens
     max_model_len: NumTokens
     speculates: bool = False
-    """Whether the engine computes tokens that it may take back."""
+    """Whether the engine computes tokens that it may reject."""
 
     def unit_tokens(self, block_size: int) -> int:
-        """How many tokens the connector matches at a time, as its options say; 0: they do not."""
+        """Return how many tokens the connector matches at a time, from its options; 0 if they do not have it."""
         options = self.kv_transfer.get("kv_connector_extra_config")
         option = _UNITS.get(str(self.kv_transfer.get("kv_connector")))
         if not isinstance(options, dict) or option is None:
@@ -58,54 +56,54 @@ class RecordingStarted(msgspec.Struct, frozen=True):
 
 
 class LookupReturned(msgspec.Struct, frozen=True):
-    """What `get_num_new_matched_tokens` returned. The call precedes it, as `lookup.requested`."""
+    """The answer of `get_num_new_matched_tokens`, after its `lookup.requested`."""
 
     num_computed_tokens: NumTokens
     num_tokens: NumTokens
     num_external_tokens: Int64 | None
-    """None: vLLM is to ask again."""
+    """None: vLLM has to ask again."""
     is_async: bool
     duration_ns: DurationNs
 
 
 class EndReturned(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What `request_finished` returned: whether vLLM is to keep the blocks until the request is reported."""
+    """The answer of `request_finished`: whether vLLM keeps the blocks until the connector reports the request."""
 
     keeps_blocks: bool
     duration_ns: DurationNs
     kept_by: tuple[Int64, ...] = ()
-    """Places of the children of a recorded `MultiConnector` that keep the blocks; empty: not recorded, or none."""
+    """Places of the children of a recorded `MultiConnector` that keep the blocks; empty: none, or not recorded."""
 
 
 class Returned(msgspec.Struct, frozen=True):
-    """A hook that answers nothing about one request has returned."""
+    """A hook without an answer about one request has returned."""
 
     hook: str
     duration_ns: DurationNs
 
 
 class WorkerStarted(msgspec.Struct, frozen=True):
-    """The first event of a worker's log: whose it is. The header has the same."""
+    """First event of a worker's log. The header has the same."""
 
     engine_id: str
-    """Of vLLM; the log of the scheduler has it in its header."""
+    """vLLM's, as in the header of the scheduler's log."""
     rank: Int64
     connector: str
-    """The class that is wrapped."""
+    """Class of the wrapped connector."""
 
 
 class Called(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A hook of the wrapped connector is about to be called: by a worker, or one for which no observation stands."""
+    """A hook of the wrapped connector is about to be called: any of a worker, or one that no observation records."""
 
     hook: str
     step: Int64 = -1
-    """Counted as the scheduler's log counts its steps, from 0; -1: before the first step or after the last."""
+    """Number of the step, from 0, as the scheduler's log counts steps; -1: outside a step."""
     layer: str = ""
-    """Of a hook for one layer, which is written for the first of a step, and where it raises."""
+    """Of a hook for one layer, recorded for the first layer of a step or if it raises."""
 
 
 class Reported(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one worker's hook answered for the scheduler, where that is anything; request ids and blocks."""
+    """What one worker's hook reported, if anything: request ids and blocks."""
 
     hook: str
     finished_sending: tuple[str, ...] = ()
@@ -115,34 +113,34 @@ class Reported(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkersReported(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What `update_connector_output` is given; request ids and blocks."""
+    """What `update_connector_output` gets: request ids and blocks."""
 
     finished_sending: tuple[str, ...] = ()
     finished_recving: tuple[str, ...] = ()
     failed_recving: tuple[str, ...] = ()
     invalid_block_ids: tuple[Int64, ...] = ()
     unread: str = ""
-    """The class of the workers' metadata, where it is not known what it says."""
+    """Class of the workers' metadata, if no decoder reads it."""
 
 
 class ReportedToVLLM(WorkersReported, frozen=True, omit_defaults=True):
-    """The same after the hook, which may have changed it: what vLLM acts upon. Not written where nothing is in it."""
+    """What vLLM gets of that after the hook, which may have changed it. Not written if it is empty."""
 
 
 OWN = -1
-"""In the place of a child: the recorded connector itself."""
+"""In `ReportedBy.child`: the recorded connector itself."""
 
 
 class ReportedBy(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which connector's worker reported ends: the recorded one's, or a child's of a recorded `MultiConnector`.
+    """Ends reported by a worker of the recorded connector, or of a child of a recorded `MultiConnector`: request ids.
 
-    Written if there are siblings, whose reports vLLM does not tell apart; request ids.
+    Written only if there are siblings, because vLLM merges their reports.
     """
 
     child: Int64
-    """Place among the children; `OWN`: the recorded connector's own report."""
+    """Place among the children, or `OWN`."""
     connector: str
-    """Its class."""
+    """Class of the connector."""
     rank: Int64
     finished_sending: tuple[str, ...] = ()
     finished_recving: tuple[str, ...] = ()
@@ -150,36 +148,35 @@ class ReportedBy(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LoadChosen(msgspec.Struct, frozen=True):
-    """Whose answer a recorded `MultiConnector` has taken for a request that is given blocks to load into."""
+    """Which child of a recorded `MultiConnector` loads for a request that got blocks to load into."""
 
     child: Int64
     """Place among the children."""
     connector: str
-    """Its class."""
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """No copy reads the blocks of the ended request any more; vLLM frees them."""
+    """No copy reads the blocks of the ended request any more."""
 
 
 class Transferred(msgspec.Struct, frozen=True, omit_defaults=True):
     """A copy that the connector's metadata hands to its workers, as a decoder reads it."""
 
     job: str
-    """The connector's own name for it."""
+    """The connector's name for it."""
     is_load: bool
     group: Int64
-    """Of the KV cache, counted from 0; -1 where the metadata does not say."""
+    """Group of layers, from 0; -1 if the metadata does not have it."""
     first_block: Int64
-    """Where in the request's table the blocks begin; -1 where the metadata does not say."""
+    """Index of the first block in the request's table; -1 if the metadata does not have it."""
     block_ids: tuple[Int64, ...]
     ends_with: str = ""
-    """One of `ENDS`; empty where the log does not show it."""
+    """One of `ENDS`; empty if the log does not show the end."""
     is_whole: bool = False
-    """Whether it copies all tokens of each of its blocks; False where the metadata does not say so."""
+    """Whether it copies all tokens of each of its blocks; False if the metadata does not show that."""
 
     def places(self, table: Sequence[int]) -> Iterator[int | None]:
-        """Where in a table each block stands, behind the one before; None, and no more, for one that does not."""
+        """Yield each block's index in a table, after that of the one before; None, and stop, if it is not there."""
         start, end = self.first_block, self.first_block + 1
         for block_id in self.block_ids:
             places = range(max(start, 0), min(end, len(table)))
@@ -191,53 +188,51 @@ class Transferred(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TransferredFor(msgspec.Struct, frozen=True):
-    """A copy for a request that is over or holds these blocks no more; without an id, for no known request."""
+    """A copy for a request that is over or no longer has these blocks; with an empty id, for no known request."""
 
     request_id: str
     copy: Transferred
 
 
 class TransfersEnded(msgspec.Struct, frozen=True):
-    """Copies, by their jobs, which all workers have reported to be done."""
+    """Jobs of copies that all workers have reported as done."""
 
     jobs: tuple[str, ...]
 
 
 class TransfersAwaited(msgspec.Struct, frozen=True):
-    """Copies, by their jobs, which the workers finish before this step computes anything."""
+    """Jobs of copies that the workers finish before this step computes anything."""
 
     jobs: tuple[str, ...]
 
 
 STEP, JOB, REQUEST = ENDS = ("step", "job", "request")
-"""When a copy is done: before the next step begins, when the workers report its job, when vLLM has its request's."""
+"""When a copy is done: before the next step, when the workers report its job, or when vLLM gets its request's end."""
 
 
 class MetadataSeen(msgspec.Struct, frozen=True):
-    """A connector, which may be a child of a recorded `MultiConnector`, hands its workers metadata of this class."""
+    """The recorded connector, or a child of a recorded `MultiConnector`, hands its workers metadata of this class."""
 
     place: str
-    """What the names of the child's jobs begin with; empty for the recorded connector itself."""
+    """Prefix of the names of the child's jobs; empty for the recorded connector."""
     metadata: str
-    """Its class."""
     is_decoded: bool
-    """Whether a decoder knows the class, so that all copies are in the log."""
+    """Whether a decoder reads it, so that all copies are in the log."""
 
 
 class Undecoded(msgspec.Struct, frozen=True):
-    """The decoder did not understand the connector's metadata; from here on copies are not recorded."""
+    """A decoder failed on metadata of this class. Copies are not recorded from here on."""
 
     metadata: str
-    """Its class."""
     error: str
 
 
 CHILD = "inside of MultiConnector"
-"""Begins the note of a recorder that is not alone: vLLM's reports are of its siblings' requests as well."""
+"""Begins the note of a recorder inside another connector: vLLM's reports include its siblings'."""
 
 
 class RecorderEvents(Extension):
-    """What a recorder writes."""
+    """The events of a recorder."""
 
     name = "recorder"
     events: ClassVar[dict[str, type[msgspec.Struct]]] = {

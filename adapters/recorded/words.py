@@ -1,6 +1,6 @@
-"""A recorder's events in English, with what else is known about them, and the call that a log ends in.
+"""A recorder's events in English, figures and evidence for tools, and the call that a log ends in.
 
-Everything here follows from the log. It must not know vLLM, nor any connector.
+This module must not know vLLM or any connector.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvledger.lifecycle import LedgerConfiguration, SequencedEvent
 from kvledger.lifecycle import events as e
 
 SLOW_NS = 10 * 10**6
-"""A hook that takes longer is mentioned by itself; a whole step of a small model takes so long."""
+"""Longer hooks are mentioned; a whole step of a small model takes as long."""
 
 _MAX_NAMED = 8
-"""Blocks of a copy."""
+"""Blocks of a copy that are listed."""
 _CALLS: Mapping[type[e.Event], str] = MappingProxyType(
     {
         e.RequestArrived: "on_new_request",
@@ -32,7 +32,7 @@ _CALLS: Mapping[type[e.Event], str] = MappingProxyType(
         e.CacheReset: "reset_cache",
     }
 )
-"""Observation -> the hook that the wrapped connector is in from then on."""
+"""Observation → the hook of the wrapped connector that it begins."""
 
 
 _WORDS: Mapping[type[msgspec.Struct], Callable[[Any], str]] = MappingProxyType(
@@ -82,7 +82,7 @@ def _ends(who: str, ends: payloads.WorkersReported) -> str:
 
 
 def _saved(events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> str:
-    """What the workers were given to save since the request arrived; empty if nothing."""
+    """Return what the workers were given to save since the request arrived; empty if nothing."""
     num_blocks: Counter[int] = Counter()
     last = 0
     for sequence, event in events:
@@ -98,22 +98,22 @@ def _saved(events: Sequence[SequencedEvent], configuration: LedgerConfiguration)
 
 
 class InWords(RecorderEvents):
-    """What the extension has for people."""
+    """What people read about the events."""
 
     def words(self, payload: msgspec.Struct) -> str | None:
-        """An event of the recorder; "" where the decision that follows says the same."""
+        """Return a recorder's event in English; "" if the decision after it has the same."""
         describe = _WORDS.get(type(payload))
         return None if describe is None else describe(payload)
 
     def evidence(self, events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> Iterator[str]:
-        """What the workers had been given to save, for blocks that are kept."""
+        """Yield what the workers had been given to save, if the connector keeps blocks."""
         _, event = events[-1]
         payload = payload_of(event) if isinstance(event, e.ExtensionObserved) else None
         if isinstance(payload, payloads.EndReturned) and payload.keeps_blocks:
             yield _saved(events, configuration) or "what for is not in the log"
 
     def figures(self, payload: msgspec.Struct) -> Mapping[str, int]:
-        """Time in the connector's hooks, what it answered, and what it gave its workers to copy."""
+        """Words → amount: time in hooks, kinds of answers, copies and blocks."""
         match payload:
             case payloads.LookupReturned():
                 num = payload.num_external_tokens
@@ -132,7 +132,7 @@ class InWords(RecorderEvents):
         return {}
 
     def under_way(self, event: e.Event) -> str | None:
-        """Which call the connector is in from here on; "" where it is in none, None where the event does not say."""
+        """Return the call that the connector is in after this event; "" if none, None if the event does not show it."""
         hook = _CALLS.get(type(event))
         if hook is not None:
             request_id = getattr(event, "request_id", "")

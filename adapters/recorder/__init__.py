@@ -1,9 +1,9 @@
-"""The recorder: any connector of vLLM, wrapped, with the log and the audit that kvledger's own has.
+"""Wraps any vLLM connector and writes a log of it that kvledger's tools read and audit like its own.
 
-Name it in `--kv-transfer-config` with `"kv_connector": "KVLedgerRecorder"` (or `"KVLedgerRecorderHMA"`); where vLLM
-does not load kvledger's plugin, `"kv_connector_module_path"` is `"kvledger.adapters.recorder"`. The connector to wrap
-stands under `"connector"` in its extra configuration. Readers of its logs need `extension.py` alone: nothing of vLLM is
-imported before a class is asked for.
+Set `"kv_connector": "KVLedgerRecorder"` or `"KVLedgerRecorderHMA"` in `--kv-transfer-config`, and the connector to wrap
+under `"connector"` in its extra configuration. If vLLM does not load kvledger's plugin, add
+`"kv_connector_module_path": "kvledger.adapters.recorder"`. Importing this package does not import vLLM until a class is
+used.
 """
 
 from __future__ import annotations

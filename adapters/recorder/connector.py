@@ -1,8 +1,7 @@
-"""The classes that vLLM instantiates instead of the connector that is recorded.
+"""The classes that vLLM creates instead of the recorded connector.
 
-Every call goes to the wrapped connector, and every answer comes from it unchanged. On the scheduler's side the hooks of
-a request's life are recorded on the way: what is asked is in the log before the wrapped connector is called, and what
-it answered before vLLM has it. Each worker writes its calls in a log of its own.
+They forward every call and return every answer unchanged. The scheduler's side logs each call before it forwards it,
+and each answer before vLLM gets it. Each worker writes its own log.
 """
 
 from __future__ import annotations
@@ -56,16 +55,16 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _NEVER = 1 << 40
-"""How long a recorded load may be silent, how often it may fail or an answer be put off, until this core objects."""
+"""Limit on deferred lookups, failed loads, silent steps and milliseconds that no recorded connector reaches."""
 
 
 def _configuration(kv_cache_config: KVCacheConfig, groups: Groups, *, speculates: bool) -> LedgerConfiguration:
-    """Of both sides' logs."""
+    """Return the configuration of the scheduler's and the workers' logs."""
     block_size = versions.block_size(kv_cache_config)
     return LedgerConfiguration(
         block_size=block_size,
-        chunk_size=block_size,  # whose keys say which requests have tokens in common
-        num_slots=max(1, len(groups.windows)),  # nothing is saved by this core
+        chunk_size=block_size,  # chunk keys show which requests share tokens
+        num_slots=max(1, len(groups.windows)),  # the core saves nothing
         windows=(0,) if groups.declined else groups.windows,
         async_load_tokens=0,
         async_saves=True,
@@ -79,14 +78,14 @@ def _configuration(kv_cache_config: KVCacheConfig, groups: Groups, *, speculates
 
 @forwards_everything
 class KVLedgerRecorder(KVConnectorBase_V1):
-    """Records any connector; for models with one group of layers, or with vLLM's hybrid memory switched off.
+    """Records any connector, for models with one group of layers or with vLLM's hybrid memory switched off.
 
     Raises:
-        ConfigurationError: at start, where there is no connector to wrap, or none that can be.
+        ConfigurationError: at start, if no connector is named or the named one cannot be wrapped.
     """
 
     clock: ClassVar[Callable[[], int]] = time.monotonic_ns
-    """Nanoseconds; a simulation sets its own before it builds an engine."""
+    """Clock of all event times, in nanoseconds. A simulation sets its own before it builds an engine."""
 
     @refusals_are_said()
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -94,17 +93,16 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         settings, wrapped = accepted_recorder(self._kv_transfer_config, for_hybrid_memory=isinstance(self, SupportsHMA))
         settings.refuse_few_segments(versions.least_num_logs(vllm_config, workers_log=True))
         self.wrapped: KVConnectorBase_V1 = wrapped(wrapped_config(vllm_config), role, kv_cache_config)
-        """The connector that is recorded."""
         self.recording: Recording | None = None
         """None on workers."""
         self.worker_recording: WorkerRecording | None = None
-        """None in the scheduler's process, and where logs are kept in memory, where a worker's could not be read."""
+        """None in the scheduler's process, and without `log_dir`: a worker's log in memory could not be read."""
         self.digests: RecordedPages | None = None
-        """Makes digests on a worker; None where the configuration asks for none."""
+        """None in the scheduler's process, or if the configuration asks for no digests."""
         self.ends: WorkerEnds | None = None
-        """Who reports which ends on a worker; None in the scheduler's process."""
+        """None in the scheduler's process."""
         self.keepers: Keepers | None = None
-        """Which children keep the blocks of ended requests; None on workers."""
+        """None on workers."""
         groups = describe_groups(vllm_config, kv_cache_config)
         configuration = _configuration(kv_cache_config, groups, speculates=versions.uses_speculation(vllm_config))
         if role is KVConnectorRole.SCHEDULER:
@@ -174,7 +172,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         return getattr(self.wrapped, name)
 
     def _timed(self, hook: str, request: Request | None, *arguments: object) -> tuple[Any, int]:
-        """What the wrapped connector's hook answers, and how long it took in nanoseconds."""
+        """Call a hook of the wrapped connector; return its answer and its duration in nanoseconds."""
         clock = type(self).clock
         began = clock()
         try:
@@ -188,7 +186,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     # --- both sides ------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """For a step; vLLM asks the outer connector whether it has any."""
+        """Bind a step's metadata to both connectors: vLLM asks the recorder whether it has any."""
         super().bind_connector_metadata(connector_metadata)
         if self.digests is not None:
             self.digests.step_begins(connector_metadata)
@@ -198,31 +196,31 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         self._on_worker("bind_connector_metadata", metadata)
 
     def clear_connector_metadata(self) -> None:
-        """The step is over."""
+        """End the step."""
         super().clear_connector_metadata()
         self.wrapped.clear_connector_metadata()
         if self.worker_recording is not None:
             self.worker_recording.step_ends()
 
     def get_kv_connector_stats(self) -> RecordedStats | None:
-        """The wrapped connector's, with its name."""
+        """Return the wrapped connector's figures, with its class."""
         return enveloped(self.wrapped, self.wrapped.get_kv_connector_stats())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """What the wrapped connector's class makes of its figures."""
+        """Return figures that the wrapped connector's class built from `data`; None without `data`."""
         return opened(data)
 
     @classmethod
     @refusals_are_said()
     def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any, **named: Any) -> Any:
-        """The wrapped connector's metrics."""
+        """Return the wrapped connector's metrics."""
         config = wrapped_config(vllm_config)
         metrics = wrapped_class(transfer_of(config)).build_prom_metrics(config, *arguments, **named)
         return None if metrics is None else RecordedPromMetrics(metrics)
 
     def shutdown(self) -> None:
-        """The wrapped connector first, so that the log has what it raises."""
+        """Shut down the wrapped connector first, to log what it raises."""
         side = self.recording or self.worker_recording
         if self.recording is not None:
             self.recording.shutting_down()
@@ -235,10 +233,10 @@ class KVLedgerRecorder(KVConnectorBase_V1):
             if side is not None:
                 side.shutdown()
 
-    # --- worker, where digests are made ------------------------------------------------------------
+    # --- worker ------------------------------------------------------------------------------------
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> Any:
-        """The wrapped connector sees its own."""
+        """Forward the wrapped connector's own metadata."""
         return self._on_worker("handle_preemptions", opened_pages(kv_connector_metadata))
 
     def _on_worker(self, hook: str, *arguments: object) -> Any:
@@ -250,19 +248,19 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         )
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> Any:
-        """Learn where pages lie."""
+        """Learn where the pages lie, and forward."""
         if self.digests is not None:
             self.digests.register(kv_caches)
         return self._on_worker("register_kv_caches", kv_caches)
 
     def wait_for_save(self) -> Any:
-        """What the step has computed is there."""
+        """Digest what the step computed, then forward."""
         if self.digests is not None:
             self.digests.step_has_computed()
         return self._on_worker("wait_for_save")
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Loads that have come."""
+        """Forward, digest arrived loads, and note reported ends."""
         results = self._on_worker("get_transfer_results", finished_req_ids)
         if self.digests is not None:
             self.digests.received(results.finished_recving or (), results.failed_recving or ())
@@ -271,7 +269,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         return results
 
     def build_connector_worker_meta(self) -> Any:
-        """With the digests and with who reported which ends, where there are any."""
+        """Return the wrapped connector's metadata with digests and reported ends."""
         metadata = self._on_worker("build_connector_worker_meta")
         if self.digests is not None:
             self.digests.reported(metadata)
@@ -288,23 +286,23 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         return self.recording
 
     def _called(self, hook: str, request: Request | None, *arguments: object) -> Any:
-        """The same, with its duration in the log."""
+        """Call a hook, record its duration, and return its answer."""
         answer, duration_ns = self._timed(hook, request, *arguments)
         self._recorded.returned(hook, duration_ns)
         return answer
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """The scheduler has made its block manager."""
+        """Take the scheduler's block manager, and forward."""
         self._recorded.bind(kv_cache_manager)
         self.wrapped.bind_kv_cache_manager(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
-        """A request was accepted."""
+        """Record an arrival."""
         self._recorded.on_new_request(request)
         self._called("on_new_request", request, request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond these can be loaded."""
+        """Record a lookup and its answer."""
         self._recorded.lookup(request, num_computed_tokens)
         answer: tuple[int | None, bool]
         answer, duration_ns = self._timed("get_num_new_matched_tokens", request, request, num_computed_tokens)
@@ -312,14 +310,14 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         return answer
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Blocks were given."""
+        """Record the request's blocks and the child that loads into them."""
         self._recorded.allocated(request, blocks, num_external_tokens)
         if num_external_tokens:
             self._recorded.load_chosen(request, self.wrapped)
         self._called("update_state_after_alloc", request, request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """This step's jobs."""
+        """Record a step and its copies. Returns the metadata, with the pages to digest if any."""
         self._recorded.step(scheduler_output)
         metadata: KVConnectorMetadata
         metadata, duration_ns = self._timed("build_connector_meta", None, scheduler_output)
@@ -329,14 +327,14 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         return returned
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What the workers report."""
+        """Record what the workers report and what the wrapped connector leaves of it for vLLM."""
         digests, ends = taken_out(connector_output)
         self._recorded.workers_report(connector_output, digests, ends)
         _, duration_ns = self._timed("update_connector_output", None, connector_output)
         self._recorded.reported_to_vllm(connector_output, duration_ns)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended; a connector that takes several groups gets its own hook, as from vLLM."""
+        """Record an end. A wrapped connector that supports several groups gets the hook that vLLM would call."""
         if isinstance(self.wrapped, SupportsHMA):
             return self._end(request, "request_finished_all_groups", (block_ids,))
         return self._end(request, "request_finished", block_ids)
@@ -350,19 +348,19 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         return answer
 
     def reset_cache(self) -> bool | None:
-        """Forget everything."""
+        """Record a reset."""
         self._recorded.reset()
         answer: bool | None = self._called("reset_cache", None)
         return answer
 
 
 class KVLedgerRecorderHMA(KVLedgerRecorder, SupportsHMA):
-    """The same for connectors that support vLLM's hybrid memory, with which a model may have several groups."""
+    """The same for connectors that support vLLM's hybrid memory: the model may have several groups of layers."""
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended."""
+        """Record an end."""
         return self._end(request, "request_finished_all_groups", block_ids)
 
 

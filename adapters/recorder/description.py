@@ -1,4 +1,4 @@
-"""What is wrapped and in what engine, without the values of options that may be secrets."""
+"""Describes the wrapped connector and its engine, without values that may be secrets."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def described(
 
     Args:
         recorder: the recorder's class.
-        config: vLLM's.
+        config: vLLM's configuration.
         kv_cache_config: the scheduler's.
-        transfer: of the wrapped connector.
+        transfer: the wrapped connector's.
     """
     scheduler = config.scheduler_config
     return RecordingStarted(

@@ -1,10 +1,9 @@
-"""Which connector reported which ends.
+"""Records which connector reported which ends.
 
-vLLM puts the reports of all workers together, and a `MultiConnector` those of its children. The scheduler's side then
-sees who has ended, but not which connector said so. A worker therefore notes the ends of the wrapped connector, and of
-each child if that is a `MultiConnector`. They travel in the envelope around the worker metadata (`page_digests.py`).
-A worker does not know whether another connector holds the recorder; the scheduler's side does (`place.py`), and
-records the wrapped connector's own ends only then.
+vLLM merges the reports of all workers, and a `MultiConnector` those of its children. Each worker therefore notes the
+ends that the wrapped connector, or each child of a wrapped `MultiConnector`, reports. They travel in the envelope
+around the worker metadata (`page_digests.py`). The scheduler's side records the wrapped connector's own ends only if
+another connector holds the recorder, which a worker does not know (`place.py`).
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ from kvledger.lifecycle import described, logged_request_id
 
 
 def children_of(connector: object) -> tuple[Any, ...]:
-    """Children of a `MultiConnector` (`kv_connector/v1/multi_connector.py`, 0.32); none of any other connector."""
+    """Return the children of a `MultiConnector` (`kv_connector/v1/multi_connector.py`, 0.32); others have none."""
     return tuple(getattr(connector, "_connectors", ()))
 
 
 def name_of(connector: object) -> str:
-    """The connector's class; that of the wrapped one if it is a recorder."""
+    """Return the connector's class; for a recorder, the wrapped one's."""
     return type(vars(connector).get("wrapped", connector)).__name__
 
 
 @attrs.define(eq=False)
 class Keepers:
-    """Which children of a `MultiConnector` keep the blocks of an ended request; on the scheduler's side."""
+    """Notes, on the scheduler's side, which children of a `MultiConnector` keep the blocks of an ended request."""
 
     _connector: Any
-    """The wrapped one."""
     _found: list[int] = attrs.field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -44,7 +42,7 @@ class Keepers:
                     self._watch(place, child, hook)
 
     def take(self) -> tuple[int, ...]:
-        """Places of those that answered so since the last call."""
+        """Return the places of children that kept blocks since the last call."""
         found, self._found = self._found, []
         return tuple(sorted(set(found)))
 
@@ -63,10 +61,9 @@ class Keepers:
 @guarded({"_note": Fallback()})
 @attrs.define(eq=False)
 class WorkerEnds:
-    """Ends that one rank has reported since they were last taken."""
+    """Notes which ends connectors report on one rank."""
 
     _connector: Any
-    """The wrapped one."""
     _rank: int
     _found: list[payloads.ReportedBy] = attrs.field(factory=list, init=False)
 
@@ -75,15 +72,15 @@ class WorkerEnds:
             self._watch(place, child)
 
     def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
-        """Called by the guard: the connector goes on."""
+        """Log that an end was not noted. The guard calls this."""
         messages.warning("who reported an end could not be recorded", hook=hook, error=described(error))
 
     def reported(self, results: Any) -> None:
-        """The wrapped connector's own worker has answered `get_transfer_results`."""
+        """Note the wrapped connector's answer to `get_transfer_results`."""
         self._note(payloads.OWN, name_of(self._connector), results)
 
     def take(self) -> tuple[payloads.ReportedBy, ...]:
-        """What was found since the last call."""
+        """Return the ends noted since the last call."""
         found, self._found = self._found, []
         return tuple(found)
 

@@ -1,7 +1,7 @@
-"""Forwards everything that vLLM's base class of connectors has, today's and tomorrow's, to the wrapped connector.
+"""Forwards everything in vLLM's base class of connectors to the wrapped connector.
 
-Generated from the class as it is installed, so nothing is dropped when a later vLLM adds a method; what the recorder
-looks at itself is written in `connector.py` and wins. It must not know what any method means.
+The forwarders are generated from the installed class, so methods of later versions are forwarded too. Methods of
+`connector.py` take precedence. This module must not know what any method means.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from kvledger.adapters.recorder.wrapped import unwrapped
 from kvledger.adapters.vllm.messages import refusals_are_said
 
 NOT_FORWARDED = frozenset({"role", "has_connector_metadata"})
-"""What the base class answers from what it was given itself, alike for both."""
+"""Names that the base class answers from what both connectors were given."""
 
 
 def public_names() -> Iterator[str]:
-    """Of everything that may be asked of a connector or its class."""
+    """Yield the public names of a connector and its class."""
     for base in (KVConnectorBase_V1, SupportsHMA):
         yield from (name for name in vars(base) if not name.startswith("_") and name not in NOT_FORWARDED)
 
 
 def forwards_everything(recorder: type[Any]) -> type[Any]:
-    """Class decorator: give the class a forwarder for each public name that it does not define itself."""
+    """Class decorator: add a forwarder for each public name that the class does not define."""
     for name in public_names():
         if name in vars(recorder):
             continue
         declared = inspect.getattr_static(KVConnectorBase_V1, name, None)
         if declared is None:
-            continue  # of `SupportsHMA` alone: the class that supports it says so
+            continue  # only in `SupportsHMA`; `KVLedgerRecorderHMA` defines it
         if isinstance(declared, property):
             setattr(recorder, name, _forwarded_property(name))
         elif isinstance(declared, classmethod):
@@ -65,7 +65,7 @@ def _forwarded_class_method(name: str, declared: classmethod[Any, Any, Any]) -> 
         given = (*args, *kwargs.values())
         found = [unwrapped(argument) for argument in given]
         wrapped = next((each[0] for each in found if each is not None), None)
-        if wrapped is None:  # nothing says which connector is meant
+        if wrapped is None:  # no argument names a connector
             return declared.__func__(cls, *args, **kwargs)
         seen = [argument if each is None else each[1] for argument, each in zip(given, found, strict=True)]
         return getattr(wrapped, name)(*seen[: len(args)], **dict(zip(kwargs, seen[len(args) :], strict=True)))

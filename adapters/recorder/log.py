@@ -1,6 +1,6 @@
-"""The recorder's ledger: observes, commits, and never affects what it records.
+"""The recorder's ledger: records and commits events, and never affects the recorded connector.
 
-Where recording fails it logs the reason and ends; every call is still forwarded. It must not know vLLM's hooks.
+If recording fails, it logs the reason and stops; calls are still forwarded. It must not know vLLM's hooks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvledger.lifecycle import events as e
 
 
 class RecorderLog:
-    """Writes everything at once: calls before they are made, answers before vLLM has them."""
+    """The log of the scheduler's side or of a worker."""
 
     def __init__(
         self, core: Core, configuration: LedgerConfiguration, log: OpenedLog, clock: Callable[[], int]
@@ -37,18 +37,18 @@ class RecorderLog:
         return self._clock() - self._opened_ns
 
     def observe(self, event: e.Event) -> list[e.Event]:
-        """Record an observation and return what the handlers made of it."""
+        """Record an observation and return its decisions."""
         return self.ledger.observe(event)
 
     def note(self, payload: msgspec.Struct, request_id: str | None = None) -> None:
-        """Record an event of the recorder's own, about a request or about the engine."""
+        """Record an event of the recorder, about a request or about the engine."""
         if request_id is None:
             self.observe(Recorder.noted(payload, self.now()))
         else:
             self.observe(Recorder.observed(request_id, payload, self.now()))
 
     def commit(self) -> None:
-        """Write what was recorded since the last commit, as one frame."""
+        """Write the events since the last commit as one frame."""
         if self.is_ended:
             return
         try:
@@ -58,13 +58,13 @@ class RecorderLog:
             self.messages.error("events could not be written", error=described(error))
 
     def hook_failed(self, hook: str, request_id: str, error: BaseException) -> None:
-        """The wrapped connector raised."""
+        """Record that the wrapped connector raised."""
         if not self.is_ended:
             logged = without_secrets(error)
             self.observe(e.HookFailed(hook, request_id, logged, self.now()))
 
     def end(self, hook: str, error: BaseException) -> None:
-        """Recording failed: log the reason and record no more."""
+        """Log why recording failed, and stop recording."""
         if self.is_ended:
             return
         self.messages.error("kvledger's recorder ends, the connector goes on", hook=hook, error=described(error))

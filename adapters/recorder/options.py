@@ -1,7 +1,7 @@
-"""Which options of a connector a log may hold: an allow list of names, since no rule recognises every secret.
+"""Decides which options of a connector a log may contain, by an allow list: no rule recognises every secret.
 
-The value of any other option is replaced by its type and length. Sources, below vLLM 0.32's `vllm/` unless they say
-otherwise: C is `distributed/kv_transfer/kv_connector/v1/`, O is `v1/kv_offload/`.
+Other values are replaced by their type and length. Sources, below vLLM 0.32's `vllm/` unless they say otherwise: C is
+`distributed/kv_transfer/kv_connector/v1/`, O is `v1/kv_offload/`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _NUMBERS: Final = frozenset(
         "skip_last_n_tokens",
         "use_layerwise",
         "use_native",
-        # LMCache, lmcache/v1/config.py: the adapter hands it what begins with "lmcache."
+        # LMCache, lmcache/v1/config.py: the adapter passes it every option that begins with "lmcache."
         "lmcache.blend_min_tokens",
         "lmcache.blocking_timeout_secs",
         "lmcache.chunk_size",
@@ -178,7 +178,7 @@ _WORDS: Final = frozenset(
         "lmcache.transfer_channel",
     }
 )
-"""Options whose texts are one of a few words of kvledger's, vLLM's or LMCache's."""
+"""Options whose value is one of a few words of kvledger, vLLM or LMCache."""
 _CODE: Final = frozenset(
     {
         # config/kv_transfer.py, KVTransferConfig
@@ -193,7 +193,7 @@ _CODE: Final = frozenset(
         "spec_name",
     }
 )
-"""Options that name a class or a module of Python."""
+"""Options that name a Python class or module."""
 _NESTED: Final = frozenset(
     {
         # C/multi_connector.py, KVTransferConfig, adapters/recorder/settings.py: a connector in another
@@ -205,14 +205,14 @@ _NESTED: Final = frozenset(
         "secondary_tiers",
     }
 )
-"""Options that hold more options, or a list of such mappings: each is judged by its own name."""
+"""Options that hold other options, each judged by its own name."""
 
 _SIZE: Final = re.compile(r"[0-9]{1,15}(\.[0-9]{1,6})?\s?([kmgtp]i?)?b?|true|false", re.IGNORECASE)
 _WORD: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 _DOTTED: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}(\.[A-Za-z_][A-Za-z0-9_]{0,63}){0,15}")
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z_.-]*([0-9][A-Za-z_.-]*){0,3}")
 _MAX_NAME: Final = 48
-"""Characters. The longest name above has 38."""
+"""Characters. The longest name in the list has 38."""
 _MAX_NUMBER: Final = 1 << 53
 _MAX_DEPTH: Final = 8
 _MAX_ITEMS: Final = 64
@@ -221,24 +221,23 @@ _ENDING: Final = ", not recorded)"
 
 
 def recorded_options(options: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return what a log may hold of a connector's options.
+    """Return what a log may contain of a connector's options.
 
-    The names are kept if they look like names: at most 48 letters, `_`, `-` and `.`, and 3 digits. The values are kept
-    if the allow list has their names and they look like what is expected there. Of everything else the type and the
-    length are kept; `is_recorded` tells the two apart.
+    A name is kept if it has at most 48 characters: letters, `_`, `-`, `.` and up to 3 digits. A value is kept if its
+    name is on the allow list and it looks as expected. Otherwise its type and length replace it.
     """
     return _mapping(options, 0)
 
 
 def is_recorded(value: object) -> bool:
-    """Whether a value that a log holds is the configured one, and not its type and length."""
+    """Whether a value in a log is the configured one, not its type and length."""
     return not (isinstance(value, str) and value.startswith("(") and value.endswith(_ENDING))
 
 
 def without_unrecorded(text: str, options: Mapping[Any, Any]) -> str:
-    """Return a message, such as an exception's of the connector, without the texts and numbers that are not recorded.
+    """Return a message, such as a connector's exception, without the texts and numbers that are not recorded.
 
-    Those of fewer than four characters stay: they also occur in words of the message.
+    Values of fewer than four characters stay, because they also occur in words.
     """
     unrecorded = set(_leaves(options)) - set(_leaves(recorded_options(options)))
     forms = {form for value in unrecorded for form in _forms(value)}
@@ -249,7 +248,7 @@ def without_unrecorded(text: str, options: Mapping[Any, Any]) -> str:
 
 
 def _forms(value: str) -> Iterator[str]:
-    """A text as exceptions quote it, and the user and the password of an address."""
+    """Yield forms in which an exception may quote a text; of an address, also user and password."""
     yield from (value, repr(value)[1:-1], json.dumps(value)[1:-1], quote(value, safe=""))
     credentials, at, _ = value.partition("://")[2].rpartition("@")
     if at:
@@ -258,7 +257,7 @@ def _forms(value: str) -> Iterator[str]:
 
 
 def _leaves(value: object) -> Iterator[str]:
-    """Every text and number in a value, names included."""
+    """Yield every text and number in a value, names included."""
     match value:
         case Mapping():
             for name, item in value.items():
@@ -279,7 +278,7 @@ def _mapping(options: Mapping[Any, Any], depth: int) -> dict[str, Any]:
 
 
 def _shown_name(name: object, number: int) -> str:
-    """The name; of one that may be something else the place and the length, which keep it apart from the others."""
+    """Return the name; if it may be something else, its length and its unique place."""
     if isinstance(name, str) and len(name) <= _MAX_NAME and _NAME.fullmatch(name):
         return name
     return f"(option {number}, with a name of {len(str(name))} characters{_ENDING}"
@@ -303,7 +302,7 @@ def _is_list(value: object) -> bool:
 
 
 def _is_plain(name: str, value: object) -> bool:
-    """Whether the allow list has the name, and such a value is expected there."""
+    """Whether the name is on the allow list and the value is of the expected kind."""
     match value:
         case bool():
             return name in _NUMBERS

@@ -1,10 +1,9 @@
-"""Digests of the pages that a wrapped connector copies: asked for by the scheduler, found by the workers.
+"""Digests of the pages that a wrapped connector copies.
 
-The scheduler's side knows whose blocks a step saves and loads, and hands them to the workers in an envelope around the
-connector's metadata. What is saved is digested when the step has computed and before the connector is asked to end its
-saves; what is loaded, when it is reported. What was found travels back in an envelope around the connector's own worker
-metadata. Both are taken off before the connector sees them. No page is ever touched, and where this fails there are no
-digests.
+The scheduler's side names the pages that a step saves and loads, in an envelope around the connector's metadata.
+Workers digest saved pages, and those of loads within the step, after the step has computed and before `wait_for_save`;
+other loads when they are reported. The digests return in an envelope around the worker metadata. The connector sees
+neither envelope. Pages are only read. After a failure no more digests are computed.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ if TYPE_CHECKING:
 
 @attrs.frozen(slots=False)
 class CopiedPages:
-    """Blocks of a copy that stand in a row in the table of a request, all of them full."""
+    """Consecutive full blocks of a copy in a request's table."""
 
     life: tuple[str, int, int]
     """Request id in the log, ordinal and generation."""
     vllm_id: str
-    """Request id by which the workers report the end of its load."""
+    """Request id in the workers' reports."""
     job: str
     is_load: bool
     ends_with: str
-    """As of the copy, see `payloads.ENDS`."""
+    """As in `payloads.Transferred`."""
     group: int
     first_block: int
-    """Where in the group's table they begin."""
+    """Index of the first block in the group's table."""
     block_ids: tuple[int, ...]
 
 
 @attrs.frozen(slots=False)
 class AskedPages(KVConnectorMetadata):
-    """The wrapped connector's own metadata, in an envelope with what the workers are to digest."""
+    """Envelope with the wrapped connector's metadata and the pages to digest."""
 
     wrapped: KVConnectorMetadata
     pages: tuple[CopiedPages, ...]
@@ -55,7 +54,7 @@ class AskedPages(KVConnectorMetadata):
 
 @attrs.frozen(slots=False)
 class FoundDigests:
-    """What one rank has found of them, one digest for each block."""
+    """Digests that one rank computed, one for each block."""
 
     pages: CopiedPages
     rank: int
@@ -64,15 +63,14 @@ class FoundDigests:
 
 @attrs.frozen(slots=False)
 class RecordedReports(KVConnectorWorkerMetadata):
-    """The wrapped connector's own metadata of its workers, in an envelope with the digests."""
+    """Envelope with the wrapped connector's worker metadata, digests and ends."""
 
     wrapped: KVConnectorWorkerMetadata | None
     digested: tuple[FoundDigests, ...]
     ends: tuple[payloads.ReportedBy, ...] = ()
-    """Who has reported which ends; see `ends.py`."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RecordedReports:
-        """Both ranks'; the wrapped connector's are put together as it does."""
+        """Join the reports of two ranks."""
         if not isinstance(other, RecordedReports):
             return self
         both = [each.wrapped for each in (self, other) if each.wrapped is not None]
@@ -88,57 +86,57 @@ HOOKS: Final = {
     "reported": Fallback(),
     "taken": Fallback(()),
 }
-"""What the recorder's connector calls → what it is answered if that raises."""
+"""Method that the recorder's connector calls → what it returns if it raises."""
 _Opened = tuple[tuple[FoundDigests, ...], tuple[payloads.ReportedBy, ...]]
 
 
 @guarded(HOOKS)
 class RecordedPages:
-    """Of one rank."""
+    """Computes the digests of one rank."""
 
     def __init__(self, rank: int, num_blocks: int) -> None:
         self._rank = rank
         self._num_blocks = num_blocks
         self._digests: PageDigests | None = None
         self._of_step: list[CopiedPages] = []
-        """To be digested when the step has computed."""
+        """Pages to digest when the step has computed."""
         self._loading: list[CopiedPages] = []
-        """To be digested when they are reported."""
+        """Pages to digest when their load is reported."""
         self._found: list[tuple[CopiedPages, torch.Tensor]] = []
 
     def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
-        """Called by the guard: no more digests."""
+        """Compute no more digests; the guard calls this."""
         self._digests = None
         self._found, self._of_step, self._loading = [], [], []
         messages.warning("no more digests of pages are made, the connector goes on", hook=hook, error=described(error))
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Learn where pages lie."""
+        """Learn where the pages lie."""
         self._digests = PageDigests(describe_pages(kv_caches, self._num_blocks))
 
     def step_begins(self, metadata: object) -> None:
-        """What is to be copied in this step."""
+        """Note the pages that a step copies."""
         self._of_step = []
         for copied in metadata.pages if isinstance(metadata, AskedPages) else ():
             (self._loading if copied.is_load and copied.ends_with != payloads.STEP else self._of_step).append(copied)
 
     def step_has_computed(self) -> None:
-        """Its blocks are full, and its saves are about to end."""
+        """Digest the step's pages: they are full, and its saves have not ended."""
         copies, self._of_step = self._of_step, []
         self._digest(copies)
 
     def received(self, request_ids: Iterable[str], failed: Iterable[str]) -> None:
-        """The loads of these requests have come; of others it is known that they have not."""
+        """Digest the arrived loads of these requests; forget failed ones."""
         came = set(request_ids)
         self._ended(lambda copied: copied.vllm_id in came, failed)
 
     def reported(self, worker_metadata: object) -> None:
-        """The jobs in it are done."""
+        """Digest the loads whose jobs this metadata reports as done."""
         jobs = {job for job, _ in decoders.completed(worker_metadata)} if self._loading else ()
         self._ended(lambda copied: copied.job in jobs, ())
 
     def taken(self) -> tuple[FoundDigests, ...]:
-        """What was found since the last call."""
+        """Return the digests since the last call."""
         found, self._found = self._found, []
         return tuple(FoundDigests(copied, self._rank, tuple(digests.tolist())) for copied, digests in found)
 
@@ -154,12 +152,12 @@ class RecordedPages:
 
 
 def opened(metadata: KVConnectorMetadata) -> KVConnectorMetadata:
-    """The wrapped connector's own."""
+    """Return the wrapped connector's metadata."""
     return metadata.wrapped if isinstance(metadata, AskedPages) else metadata
 
 
 def is_or_holds(outer: object, metadata: object) -> bool:
-    """Whether `outer` is this metadata of a connector, or an envelope around it."""
+    """Whether `outer` is this metadata or an envelope around it."""
     while outer is not metadata and isinstance(outer, AskedPages):
         outer = outer.wrapped
     return outer is metadata
@@ -170,12 +168,12 @@ def enveloped(
     found: tuple[FoundDigests, ...],
     ends: tuple[payloads.ReportedBy, ...],
 ) -> RecordedReports | None:
-    """The wrapped connector's metadata, with what was found since the last call."""
+    """Put worker metadata, digests and ends into an envelope, if there are any."""
     return RecordedReports(worker_metadata, found, ends) if worker_metadata is not None or found or ends else None
 
 
 def taken_out(output: Any) -> _Opened:
-    """Digests and ends in what the workers report, which then is what the wrapped connector's own workers said."""
+    """Remove and return digests and ends, which leaves the wrapped connector's report."""
     reports = getattr(output, "kv_connector_worker_meta", None)
     if not isinstance(reports, RecordedReports):
         return (), ()

@@ -1,6 +1,6 @@
-"""Whether another connector, such as `MultiConnector`, holds the recorder.
+"""Finds out whether another connector, such as `MultiConnector`, holds the recorder.
 
-vLLM does not say so to a connector. But its scheduler stores in each step what its own connector returned for it
+vLLM does not pass this on. But its scheduler stores in each step what its own connector returned
 (`v1/core/sched/scheduler.py`, schedule, 0.32), and a connector that holds others returns their metadata inside its own.
 """
 
@@ -19,24 +19,21 @@ if TYPE_CHECKING:
 
 @attrs.define
 class Place:
-    """Where a recorder on the scheduler's side is; it knows when the first step has been scheduled.
-
-    vLLM hands the output of a step to its connector only after that, so the recorder knows before the first report.
-    """
+    """Whether the recorder is a child: known once the first step is scheduled, and so before the first report."""
 
     is_child: bool = attrs.field(default=False, init=False)
-    """Whether another connector holds the recorder. False until it is known."""
+    """Whether another connector holds the recorder; False until known."""
     _is_known: bool = attrs.field(default=False, init=False)
     _last_step: tuple[SchedulerOutput, object] | None = attrs.field(default=None, init=False)
-    """The step, and the metadata that the recorder returned for it; None before one and once the place is known."""
+    """The last step and the metadata returned for it; None before a step and once the place is known."""
 
     def built(self, scheduler_output: SchedulerOutput, metadata: object) -> None:
-        """Note what the recorder returns for a step."""
+        """Note what the recorder returned for a step."""
         if not self._is_known:
             self._last_step = scheduler_output, metadata
 
     def find_out(self) -> bool:
-        """Whether it has become known just now that another connector holds the recorder."""
+        """Whether this call has found out that another connector holds the recorder."""
         if self._last_step is None:
             return False
         scheduler_output, metadata = self._last_step

@@ -1,7 +1,6 @@
-"""Records the scheduler's side: each hook call as it begins, and what the wrapped connector answered.
+"""Records the scheduler's side: each hook call before it is made, and the wrapped connector's answer.
 
-Requests are read when a hook is called, as kvledger's own connector reads them; what is held of them is there to be
-read in a later hook. Nothing here may raise, and nothing here decides anything.
+It keeps references to vLLM's live requests and reads them in hooks. Nothing here raises or decides.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ HOOKS: Final = {
     "shutting_down": Fallback(),
     "shutdown": Fallback(),
 }
-"""What the recorder's connector calls → what it is answered if that raises."""
+"""Method that the recorder's connector calls → what it returns if it raises."""
 
 
 def _records(
     hook: Callable[Concatenate[Recording, _Parameters], None],
 ) -> Callable[Concatenate[Recording, _Parameters], None]:
-    """Let a method do nothing after recording has ended, and end with a commit."""
+    """Make a method do nothing once recording has stopped, and commit after it."""
 
     @wraps(hook)
     def record(self: Recording, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
@@ -80,7 +79,7 @@ def _records(
 
 @guarded(HOOKS)
 class Recording:
-    """One method for each hook as it begins, one for its answer where it has one."""
+    """One method for the call of each hook, and one for its answer."""
 
     def __init__(
         self,
@@ -93,37 +92,36 @@ class Recording:
     ) -> None:
         self.log = log
         self.place = Place()
-        """Whether another connector holds the recorder."""
         self._projections = log.projections
         self._tracker = log.tracker
         self._requests: dict[str, Request] = {}
-        """By their ids in the log."""
+        """Request id in the log → request."""
         self._admits = False
         self._request_reader = RequestReader(log, keys, speculates=speculates)
         self._step_reader = StepReader(self._projections, self._requests, None, log.observe, speculates=speculates)
         self._ids = LogIds()
         self._transfers = Transfers(log, num_workers, digest_share=digest_share, ids=self._ids)
         self._loaded_to: dict[str, int] = {}
-        """Request -> tokens up to which its last load fills its blocks."""
+        """Request id → tokens up to which its last load fills its blocks."""
         self._loads_of_steps: deque[tuple[int, ...]] = deque()
-        """Of each step whose output has not been seen: the loads within it."""
+        """Job ids of the loads within each step whose output has not arrived."""
         log.observe(e.LogNote("recorder started", log.now()))
         log.commit()
 
     @_records
     def describe(self, started: Callable[[], payloads.RecordingStarted]) -> None:
-        """What is wrapped, so that its calls can be made again."""
+        """Record what is wrapped, so that the log can be run again."""
         self.log.note(started())
 
     def decline(self, reason: str) -> None:
-        """Record nothing of a model whose block tables cannot be written down, and log the reason."""
+        """Log why the model's block tables cannot be recorded, and stop recording."""
         self.log.messages.warning("the model is not recorded, its connector runs as without a recorder", reason=reason)
         self.log.observe(e.LogNote(f"{e.DECLINED}{reason}", self.log.now()))
         self.log.commit()
         self.log.is_ended = True
 
     def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
-        """Called by the guard: it is the recorder that failed."""
+        """Stop recording: the recorder itself failed. The guard calls this."""
         self.log.end(hook, error)
         self._requests.clear()
 
@@ -131,11 +129,11 @@ class Recording:
 
     @_records
     def raised(self, hook: str, request: Request | None, error: BaseException) -> None:
-        """It raised; vLLM is about to see that."""
+        """Record an exception of the wrapped connector."""
         self.log.hook_failed(hook, "" if request is None else self._ids.logged(request.request_id), error)
 
     def built(self, metadata: object, duration_ns: int) -> tuple[CopiedPages, ...]:
-        """What the workers are given with this step, as far as a decoder understands it; what they are to digest."""
+        """Record what a decoder reads of this step's metadata. Returns the pages to digest."""
         if self.log.is_ended:
             return ()
         asked = self._transfers.built(metadata, self._loaded_to)
@@ -144,20 +142,20 @@ class Recording:
         return asked
 
     def returned_for_step(self, scheduler_output: SchedulerOutput, metadata: object) -> None:
-        """The recorder returns this to its caller, which is vLLM or another connector."""
+        """Note the metadata that vLLM, or another connector, gets from the recorder."""
         if not self.log.is_ended:
             self.place.built(scheduler_output, metadata)
 
     @_records
     def returned(self, hook: str, duration_ns: int) -> None:
-        """It has returned, without an answer that vLLM acts upon."""
+        """Record the duration of a hook without a recorded answer."""
         self.log.note(payloads.Returned(hook, duration_ns))
 
     # --- one request ---------------------------------------------------------------------------
 
     @_records
     def on_new_request(self, request: Request) -> None:
-        """A request was accepted."""
+        """Record an accepted request."""
         self._notice_reset()
         request = self._ids.arrived(request, self._is_known)
         self._requests[request.request_id] = request
@@ -166,7 +164,7 @@ class Recording:
 
     @_records
     def lookup(self, request: Request, num_computed_tokens: int) -> None:
-        """A request is looked up."""
+        """Record a lookup."""
         self._notice_reset()
         request = self._arrived(request)
         self._request_reader.read(request)
@@ -174,7 +172,7 @@ class Recording:
 
     @_records
     def lookup_returned(self, request: Request, num_computed_tokens: int, answer: Any, duration_ns: int) -> None:
-        """The wrapped connector's answer."""
+        """Record the answer to a lookup."""
         num_external_tokens, is_async = answer
         returned = payloads.LookupReturned(
             num_computed_tokens, request.num_tokens, num_external_tokens, bool(is_async), duration_ns
@@ -183,7 +181,7 @@ class Recording:
 
     @_records
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Blocks were given."""
+        """Record the blocks that a request got."""
         if not self._admits:  # after a reset, preempted requests may lose their blocks before they are looked up
             self._admits = True
             self._request_reader.preemptions(self._requests)
@@ -200,7 +198,7 @@ class Recording:
 
     @_records
     def load_chosen(self, request: Request, connector: object) -> None:
-        """Blocks were given to load into: which child of a `MultiConnector` loads."""
+        """Record which child of a `MultiConnector` loads."""
         children = children_of(connector)
         chosen = getattr(connector, "_requests_to_connector", {}).get(request.request_id) if children else None
         request_id = self._ids.logged(request.request_id)
@@ -209,7 +207,7 @@ class Recording:
 
     @_records
     def finished(self, request: Request) -> None:
-        """The request ends."""
+        """Record the end of a request."""
         request = self._ids.of(request)
         record = self._tracker.get(request.request_id)
         if record is None:
@@ -231,7 +229,7 @@ class Recording:
 
     @_records
     def end_returned(self, request: Request, answer: Any, duration_ns: int, kept_by: tuple[int, ...] = ()) -> None:
-        """Whether its blocks are to be kept, and by which children of a recorded `MultiConnector`."""
+        """Record whether vLLM keeps its blocks, and for which children of a `MultiConnector`."""
         request = self._ids.of(request)
         self._ids.ended(request)
         self._requests.pop(request.request_id, None)
@@ -240,13 +238,13 @@ class Recording:
             self.log.note(payloads.EndReturned(bool(answer[0]), duration_ns, kept_by), request.request_id)
 
     def _arrived(self, request: Request) -> Request:
-        """The request as the log has it. A connector may be bound after its first requests came."""
+        """Return the request under its id in the log; record its arrival if the connector was bound after that."""
         if self._tracker.get(self._ids.logged(request.request_id)) is None:
             self.on_new_request(request)
         return self._ids.of(request)
 
     def bind(self, manager: KVCacheManager) -> None:
-        """The scheduler has made its block manager, which shows resets that spare the connector."""
+        """Take the scheduler's block manager, which shows resets of vLLM's prefix cache alone."""
         self._request_reader.bind(manager)
 
     def _notice_reset(self) -> None:
@@ -257,7 +255,7 @@ class Recording:
 
     @_records
     def step(self, scheduler_output: SchedulerOutput) -> None:
-        """A step goes out, with all loads that were issued for it."""
+        """Record a step, with all loads issued for it."""
         self._admits = False
         self._notice_reset()
         if self._ids.renamed:
@@ -276,7 +274,7 @@ class Recording:
     def workers_report(
         self, output: KVConnectorOutput, digests: Iterable[FoundDigests], ends: Iterable[payloads.ReportedBy] = ()
     ) -> None:
-        """What the workers report, before the wrapped connector has it."""
+        """Record what the workers report."""
         invalid_block_ids = set(output.invalid_block_ids or ())
         for found in digests:
             self._transfers.digested(found, invalid_block_ids)
@@ -284,13 +282,13 @@ class Recording:
         reported = self._ends(payloads.WorkersReported, output)
         self.log.note(msgspec.structs.replace(reported, unread=decoders.unread(metadata)))
         for reported_by in ends:
-            if self.place.is_child or reported_by.child != payloads.OWN:  # alone, `reported` says the same
+            if self.place.is_child or reported_by.child != payloads.OWN:  # otherwise `reported` has the same
                 self.log.note(reported_by)
         self._transfers.reported(metadata)
 
     @_records
     def reported_to_vllm(self, output: KVConnectorOutput, duration_ns: int) -> None:
-        """The same after the wrapped connector may have changed it; vLLM acts upon it now."""
+        """Record what vLLM gets of that, which the wrapped connector may have changed."""
         self.log.note(payloads.Returned("update_connector_output", duration_ns))
         reported = self._ends(payloads.ReportedToVLLM, output)
         if reported != payloads.ReportedToVLLM():
@@ -309,7 +307,7 @@ class Recording:
             record = self._tracker.get(request_id)
             if record is not None and record.state is RequestState.FINISHED:
                 self.log.note(payloads.Sent(), request_id)
-        for channel in Channel:  # what failed, too: vLLM knows it now, and may look the request up before the next step
+        for channel in Channel:  # failures too: vLLM knows them now and may look the request up before the next step
             self.log.ledger.advance(self.log.ledger.ready(channel))
         self._ids.forget(self._is_known)
 
@@ -318,14 +316,14 @@ class Recording:
 
     @_records
     def reset(self) -> None:
-        """Everything cached is stale."""
-        self._request_reader.take_reset()  # vLLM has reset its own cache right before
+        """Record a reset."""
+        self._request_reader.take_reset()  # vLLM has just reset its own cache
         self.log.observe(e.CacheReset(self.log.now()))
         self._request_reader.preemptions(self._requests)
 
     @_records
     def shutting_down(self) -> None:
-        """The wrapped connector is about to shut down, which may take long."""
+        """Record the call of `shutdown`, which may take long."""
         self.log.note(payloads.Called("shutdown"))
 
     def shutdown(self) -> None:

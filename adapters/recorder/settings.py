@@ -1,7 +1,4 @@
-"""What an operator may write for the recorder, and what is refused of it without an engine.
-
-It must not know what is recorded.
-"""
+"""The recorder's settings and the checks that need no engine. It must not know what is recorded."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class RecorderSettings(LogSettings):
-    """The nested configuration, and the keys that the connector has for its log as well."""
+    """The wrapped connector's configuration, and the keys of the log."""
 
     connector: dict[str, Any] = pydantic.Field(default_factory=dict)
-    """What `--kv-transfer-config` would say without the recorder."""
+    """The value of `--kv-transfer-config` without the recorder."""
 
 
 def accepted_recorder(
@@ -36,7 +33,7 @@ def accepted_recorder(
         for_hybrid_memory: whether the recorder is for connectors that support vLLM's hybrid memory.
 
     Raises:
-        ConfigurationError: it names no connector that vLLM could create, or one that this recorder cannot wrap.
+        ConfigurationError: it names no connector that vLLM can create, or one that this recorder cannot wrap.
     """
     settings = RecorderSettings.from_extra_config(outer.kv_connector_extra_config)
     transfer = wrapped_transfer(outer.kv_connector_extra_config, outer)

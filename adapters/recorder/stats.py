@@ -1,6 +1,7 @@
-"""Figures of the wrapped connector on their way to vLLM's loggers, which ask a class that cannot know who is wrapped.
+"""Carries the wrapped connector's figures to vLLM's loggers, with the name of the connector's class.
 
-So they travel with the name of their class (`kv_connector/v1/metrics.py`, KVConnectorLogging.observe, 0.32).
+The loggers call a class method (`kv_connector/v1/metrics.py`, KVConnectorLogging.observe, 0.32), and the recorder's
+class does not know which connector is wrapped.
 """
 
 from __future__ import annotations
@@ -16,37 +17,37 @@ WRAPPED, FIGURES = "wrapped", "figures"
 
 @dataclass
 class RecordedStats(KVConnectorStats):
-    """The wrapped connector's own figures, in an envelope."""
+    """Envelope with the wrapped connector's figures."""
 
     wrapped: str = ""
     """The connector's class, as "module:Class"."""
     figures: KVConnectorStats = field(default_factory=KVConnectorStats)
 
     def to_dict(self) -> dict[str, Any]:
-        """What crosses processes."""
+        """Return a form that can cross processes."""
         return {WRAPPED: self.wrapped, FIGURES: self.figures.to_dict()}
 
     def reset(self) -> None:
-        """Forget the figures."""
+        """Reset the figures."""
         self.figures.reset()  # type: ignore[no-untyped-call]
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Both together; a `MultiConnector` adds up what has the same class, which two recorders of others have."""
+        """Add figures of the same connector. `MultiConnector` adds up all recorders, which share this class."""
         if isinstance(other, RecordedStats) and other.wrapped == self.wrapped:
             self.figures = self.figures.aggregate(other.figures)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """As the wrapped connector's own."""
+        """Return what the wrapped connector's figures return."""
         return self.figures.reduce()
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to say."""
+        """Whether there are no figures."""
         return self.figures.is_empty()
 
 
 def enveloped(connector: object, figures: KVConnectorStats | None) -> RecordedStats | None:
-    """The figures with the name of who made them."""
+    """Put figures into an envelope."""
     if figures is None:
         return None
     connector_class = type(connector)
@@ -54,7 +55,7 @@ def enveloped(connector: object, figures: KVConnectorStats | None) -> RecordedSt
 
 
 def opened(data: dict[str, Any] | None) -> KVConnectorStats | None:
-    """What `to_dict` said, made anew by the class it names."""
+    """Rebuild figures from `to_dict`, by the class that it names."""
     if not data:
         return None
     module_name, _, class_name = data[WRAPPED].partition(":")
@@ -63,11 +64,11 @@ def opened(data: dict[str, Any] | None) -> KVConnectorStats | None:
 
 
 class RecordedPromMetrics:
-    """Takes figures out of their envelope for the wrapped connector's own metrics."""
+    """Passes figures without the envelope to the wrapped connector's metrics."""
 
     def __init__(self, metrics: KVConnectorPromMetrics) -> None:
         self._metrics = metrics
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """As the wrapped connector's own."""
+        """Forward the wrapped connector's figures."""
         self._metrics.observe(transfer_stats_data[FIGURES], engine_idx)

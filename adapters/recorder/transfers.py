@@ -1,7 +1,7 @@
-"""Records the copies that the connector's metadata begins and that its workers report, as the decoders read them.
+"""Records the copies that the connector's metadata begins and its workers report, as decoders read them.
 
-Where the metadata does not say for whom a copy is, the blocks say it: they belong to the request that was given them
-last. It must not know what any connector's metadata looks like.
+If the metadata does not name a copy's request, the copy belongs to the request that got the blocks last. This module
+must not know any connector's metadata.
 """
 
 from __future__ import annotations
@@ -31,18 +31,16 @@ _MANY = 1 << 40
 
 
 class _Page(NamedTuple):
-    """A block as it was given."""
-
     life: Life
     place: int
-    """In the flat table; see `lifecycle/geometry.py`."""
+    """Index in the flat table; see `lifecycle/geometry.py`."""
 
 
 class Transfers:
-    """Ends with the first metadata that no decoder understands; the rest is still recorded."""
+    """Records copies until a decoder fails."""
 
     def __init__(self, log: RecorderLog, num_workers: int, *, digest_share: float, ids: LogIds) -> None:
-        """`ids` has the ids in the log of vLLM's requests."""
+        """Take `ids`, which maps vLLM's request ids to those in the log."""
         self._log = log
         self._digest_share = digest_share
         self._ids = ids
@@ -52,14 +50,14 @@ class Transfers:
         self._seen: set[payloads.MetadataSeen] = set()
         """Classes of metadata that are in the log."""
         self._given: dict[int, _Page] = {}
-        """Block -> whose it was made last."""
+        """Block → the life that got it last, and its place there."""
         self._part_filled: dict[int, tuple[_Page, payloads.Transferred]] = {}
-        """Block that was saved as a whole before its last tokens were computed → whose, and by which copy."""
+        """Block that was saved as a whole before it was full → its life and place, and the copy."""
         self._reports: Counter[str] = Counter()
-        """Job -> workers that have done it, until all have."""
+        """Job → number of workers that have done it, until all have."""
 
     def given(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """The request may use these blocks, the last of its table."""
+        """Note that the request got these blocks, the last of its table."""
         record = self._tracker.get(request_id)
         if record is not None:
             first = len(record.block_ids or ()) - len(block_ids)
@@ -67,14 +65,14 @@ class Transfers:
             self._given.update((block_id, _Page(life, place)) for place, block_id in enumerate(block_ids, first))
 
     def step(self, event: e.StepScheduled) -> None:
-        """So may those that the step extends."""
+        """Note the blocks by which the step extends tables."""
         for ordinal, block_ids in event.extended:
             record = self._tracker.of(ordinal)
             if record is not None:
                 self.given(record.request_id, block_ids)
 
     def built(self, metadata: object, loaded_to: Mapping[str, int]) -> tuple[CopiedPages, ...]:
-        """Record what the workers are given; returns what they are to digest of it."""
+        """Record what the workers get; return the pages that they digest."""
         for seen in self._read(metadata, lambda: tuple(decoders.seen(metadata))) or ():
             if seen not in self._seen:
                 self._seen.add(seen)
@@ -93,7 +91,7 @@ class Transfers:
         return (*self._filled_since(), *asked)
 
     def _filled_since(self) -> Iterator[CopiedPages]:
-        """Blocks that were saved in part and are full with this step: what their tokens' pages are in truth."""
+        """Yield blocks that were saved before they were full and are full with this step: now they can be digested."""
         num_groups = len(self._log.configuration.windows)
         for block_id, (page, copy) in list(self._part_filled.items()):
             record, (block, group) = self._tracker.of(page.life[1]), divmod(page.place, num_groups)
@@ -107,7 +105,7 @@ class Transfers:
                 yield CopiedPages(page.life, *of_copy, group, block, (block_id,))
 
     def _ask(self, request_id: str, copy: payloads.Transferred, loaded_to: Mapping[str, int]) -> Iterator[CopiedPages]:
-        """The full and chosen blocks, those together that stand in a row in one group of a table."""
+        """Yield the full and chosen blocks of a copy; consecutive ones in a group of a table together."""
         num_groups = len(self._log.configuration.windows)
         record = self._tracker.get(request_id)
         table = enumerate(() if record is None else record.block_ids or ())
@@ -132,22 +130,22 @@ class Transfers:
             yield CopiedPages(life, vllm_id, copy.job, copy.is_load, copy.ends_with, group, first_block, block_ids)
 
     def _num_full_blocks(self, life: Life, copy: payloads.Transferred, loaded_to: Mapping[str, int]) -> int:
-        """Of what is loaded, those that it fills; of what is saved, those that are computed by this step's end."""
+        """Return how many blocks of the life a load fills, or for a save, are computed by this step's end."""
         record = self._tracker.of(life[1])
         if record is None or record.life != life:
-            return 0 if copy.is_load else _MANY  # nothing is computed for it any more, and what was saved of it is full
+            return 0 if copy.is_load else _MANY  # the life lost its blocks: it loads nothing, and they count as full
         num_tokens = loaded_to.get(life[0], 0) if copy.is_load else self._tracker.num_computed_tokens(record)
         return num_tokens // self._log.configuration.block_size
 
     def digested(self, found: FoundDigests, invalid_block_ids: set[int]) -> None:
-        """Record what a worker has found, but for what could not be loaded."""
+        """Record a worker's digests, unless a block could not be loaded."""
         pages = found.pages
         if invalid_block_ids.isdisjoint(pages.block_ids):
             is_load, where, now = pages.is_load, (pages.group, pages.first_block), self._log.now()
             self._log.observe(e.PagesDigested(*pages.life, found.rank, is_load, *where, found.digests, (), now))
 
     def reported(self, worker_metadata: object) -> None:
-        """Record the jobs that the workers' metadata reports as done."""
+        """Record the jobs that all workers have done."""
         for job, count in self._read(worker_metadata, lambda: list(decoders.completed(worker_metadata))) or ():
             self._reports[job] += count
         ended = tuple(job for job, count in self._reports.items() if count >= self._num_workers)
@@ -181,7 +179,7 @@ class Transfers:
             self._log.note(copy, request_id)
 
     def _has(self, request_id: str, copy: payloads.Transferred) -> bool:
-        """Whether it holds the blocks, or has just lost them."""
+        """Whether the request holds the blocks or has just lost them."""
         record = self._tracker.get(request_id)
         held = set() if record is None else {*(record.block_ids or ()), *(record.lost_block_ids or ())}
         return set(copy.block_ids) <= held

@@ -1,7 +1,7 @@
-"""Records what a worker does, in a log of its own: each call before it is made, and how it returned.
+"""Records what a worker does, in its own log: each call before it is made, and how it returned.
 
-Steps for which the scheduler has handed nothing over, and hooks for single layers behind the first of a step, are
-written only when they raise: they come too often to be free. Nothing here may raise, and nothing here looks at bytes.
+Calls in steps without work, and for other than the first layer of a step, are frequent, so they are written only if
+they raise or report something. Nothing here raises or reads bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WRITTEN: Final = frozenset(
         "shutdown",
     }
 )
-"""Those that wait for something or move bytes; of the others it is enough to know when they raise."""
+"""Hooks that wait or move bytes. Other hooks, except those for one layer, are written only if they raise."""
 _NOWHERE: Final = -1
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 HOOKS: Final = {
@@ -46,18 +46,18 @@ HOOKS: Final = {
     "_raised": Fallback(),
     "_returned": Fallback(),
 }
-"""What the recorder's connector calls, and the parts of `call` → what they return if they raise."""
+"""Method that the recorder's connector calls, or part of `call` → what it returns if it raises."""
 
 
 @guarded(HOOKS)
 class WorkerRecording:
-    """The calls of one rank."""
+    """Records the calls of one rank."""
 
     def __init__(self, log: RecorderLog, started: payloads.WorkerStarted) -> None:
         self.log = log
         self._step = _NOWHERE
         self._metadata: object = None
-        """Of the step that runs."""
+        """Metadata of the current step; None outside a step."""
         self._is_written = True
         self._first_layers: set[str] = set()
         """Hooks that were called for a layer of this step."""
@@ -65,7 +65,7 @@ class WorkerRecording:
         log.commit()
 
     def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
-        """Called by the guard: it is the recorder that failed."""
+        """Stop recording: the recorder itself failed. The guard calls this."""
         self.log.end(hook, error)
 
     def call(
@@ -75,7 +75,7 @@ class WorkerRecording:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] = _NOTHING,
     ) -> Any:
-        """What the wrapped connector's hook answers, or raises."""
+        """Call a hook of the wrapped connector and record it."""
         is_written = self._begins(hook, args)
         began_ns = self.log.now()
         try:
@@ -88,7 +88,7 @@ class WorkerRecording:
         return answer
 
     def step_begins(self, metadata: object) -> None:
-        """Metadata are bound, or preemptions handled before that."""
+        """Begin a step, when metadata are bound or preemptions handled before that."""
         if metadata is not self._metadata:
             self._metadata = metadata
             self._step += 1
@@ -96,7 +96,7 @@ class WorkerRecording:
             self._is_written = carries_work(metadata)
 
     def step_ends(self) -> None:
-        """Metadata are cleared."""
+        """End a step."""
         self._metadata, self._is_written = None, True
 
     def shutdown(self) -> None:
@@ -143,10 +143,7 @@ class WorkerRecording:
 
 
 def carries_work(metadata: object) -> bool:
-    """Whether a connector's metadata hand anything over: numbers and texts alone, empty lists and None do not.
-
-    What cannot be looked into counts as work.
-    """
+    """Whether a connector's metadata has work. Numbers, texts, empty lists and None are none; other objects are."""
     fields = getattr(metadata, "__dict__", None)
     return fields is None or any(_is_work(field) for field in fields.values())
 
@@ -163,7 +160,7 @@ def _is_work(field: object) -> bool:
 
 
 def _reported(hook: str, answer: Any) -> payloads.Reported | None:
-    """What an answer reports to the scheduler; None where that is nothing."""
+    """Return what an answer reports to the scheduler; None if nothing."""
     if not answer:
         return None
     if hook == "get_finished":

@@ -1,7 +1,7 @@
-"""Which connector is wrapped, and what it is given in the place of the recorder's own configuration.
+"""Finds the wrapped connector and its configuration.
 
-`MultiConnector` is the pattern (`kv_connector/v1/multi_connector.py`, _get_connector_classes_and_configs, 0.32): a copy
-of vLLM's configuration in which the nested one stands where the outer one stood.
+As in `MultiConnector` (`kv_connector/v1/multi_connector.py`, _get_connector_classes_and_configs, 0.32), that is a copy
+of vLLM's, with the inner connector's part in place of the outer one's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EXAMPLE = '"connector": {"kv_connector": "OffloadingConnector", "kv_role": "kv_
 
 
 def wrapped_transfer(extra_config: Mapping[str, Any], outer: KVTransferConfig | None = None) -> KVTransferConfig:
-    """The nested configuration; what it does not say of engine, role and failures it has from the outer one.
+    """Return the inner configuration. It inherits engine, role, failure policy and buffer device unless it sets them.
 
     Raises:
         ConfigurationError: there is none, or vLLM refuses it.
@@ -36,10 +36,10 @@ def wrapped_transfer(extra_config: Mapping[str, Any], outer: KVTransferConfig | 
 
 
 def wrapped_class(transfer: KVTransferConfig) -> type[Any]:
-    """The class that vLLM would instantiate, which it does not check to be one (`kv_connector/factory.py`, 0.32).
+    """Return the class that vLLM would create; vLLM does not check that it is one (`kv_connector/factory.py`, 0.32).
 
     Raises:
-        ConfigurationError: it is no class of connectors.
+        ConfigurationError: it is not a connector class.
         Exception: whatever importing it raises.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -53,10 +53,10 @@ def wrapped_class(transfer: KVTransferConfig) -> type[Any]:
 
 
 def refuse_without_hybrid_memory(transfer: KVTransferConfig) -> None:
-    """Refuse a connector that the recorder for hybrid memory cannot stand for.
+    """Refuse a connector that `KVLedgerRecorderHMA` cannot wrap.
 
     Raises:
-        ConfigurationError: naming it, and the recorder that can.
+        ConfigurationError: naming it and the recorder that can.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -66,7 +66,7 @@ def refuse_without_hybrid_memory(transfer: KVTransferConfig) -> None:
 
 
 def transfer_of(vllm_config: VllmConfig) -> KVTransferConfig:
-    """The part that names a connector; vLLM asks for none without it."""
+    """Return the part of vLLM's configuration that names a connector."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         message = "kv_transfer_config is not set, so there is no connector to record"
@@ -75,7 +75,7 @@ def transfer_of(vllm_config: VllmConfig) -> KVTransferConfig:
 
 
 def wrapped_config(vllm_config: VllmConfig) -> VllmConfig:
-    """A copy of vLLM's configuration as it would be without the recorder."""
+    """Return a copy of vLLM's configuration as it would be without the recorder."""
     outer = transfer_of(vllm_config)
     config = copy.copy(vllm_config)
     config.kv_transfer_config = wrapped_transfer(outer.kv_connector_extra_config, outer)
@@ -83,9 +83,9 @@ def wrapped_config(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def unwrapped(argument: object) -> tuple[type[Any], object] | None:
-    """The wrapped class, and the argument as it is to see it; None of an argument that has no configuration.
+    """Return the wrapped class and the argument for it; None if the argument is no configuration.
 
-    vLLM asks classes before there is an instance, with one of three kinds of configuration.
+    vLLM calls class methods with one of three kinds of configuration.
     """
     from vllm.config import KVTransferConfig, VllmConfig
 

@@ -1,1 +1,4 @@
-"""Read logs for people: the `kvledger` command, reasons, exports. Imports nothing of the recorder or the lab."""
+"""Tools that read logs: the `kvledger` command, the Python API, reasons, exports.
+
+Only the commands `check` and `conformance` import the recorder, the connector or the lab.
+"""

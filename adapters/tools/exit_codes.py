@@ -1,6 +1,6 @@
-"""Exit codes of `kvledger`, and which of several a command returns: the gravest one.
+"""Exit codes of `kvledger`. If several apply, the command returns the most severe one.
 
-Codes below 64 are verdicts on a log, the others speak of the command.
+Codes below 64 are verdicts on a log; the others are about the command.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 
 class ExitCode(enum.IntEnum):
-    """What a script can rely on."""
+    """Exit codes, stable for scripts."""
 
     SOUND = 0
     RULE_BROKEN = 1
@@ -34,32 +34,33 @@ class ExitCode(enum.IntEnum):
 
 OF_EVERY_COMMAND: Mapping[ExitCode, str] = MappingProxyType(
     {
-        ExitCode.USAGE: "wrong usage: arguments, a path without a log, an unknown or ambiguous request",
-        ExitCode.INTERNAL_ERROR: "a mistake in kvledger itself, and no judgement; the message says how to report it",
-        ExitCode.CANNOT_WRITE: "the output cannot be written, as on a full disk",
-        ExitCode.TRY_AGAIN: "a stream's server cannot be reached or has no room: try again later",
-        ExitCode.REFUSED: "a stream's server, its certificate or the credentials were refused, or the stream "
-        "is missing, or an extra of kvledger that the command needs",
+        ExitCode.USAGE: "wrong usage, such as a wrong argument, no log at the path, an unknown or ambiguous request",
+        ExitCode.INTERNAL_ERROR: "a bug in kvledger, so there is no result; the message explains how to report it",
+        ExitCode.CANNOT_WRITE: "the output cannot be written, for example because the disk is full",
+        ExitCode.TRY_AGAIN: "the server of a stream cannot be reached or has no room: try again later",
+        ExitCode.REFUSED: "the address, certificate or credentials of a stream are refused, the stream does not exist, "
+        "or an extra of kvledger is not installed",
         ExitCode.INTERRUPTED: "interrupted",
-        ExitCode.BROKEN_PIPE: "whoever read the output went away",
+        ExitCode.BROKEN_PIPE: "the program that read the output has ended",
     }
 )
-"""What a code means that any command may end with; the others mean what a command says of them."""
+"""Exit code → meaning, for codes of every command. Each command lists its others itself."""
 
 
 VERDICTS: Mapping[ExitCode, str] = MappingProxyType(
     {
-        ExitCode.DAMAGED: "damaged, or unreadable",
+        ExitCode.DAMAGED: "damaged or unreadable",
         ExitCode.RULE_BROKEN: "a rule is broken",
-        ExitCode.DIVERGED: "today's code decides differently than the log says, or cannot fold it",
-        ExitCode.NOT_VERIFIED: "not verified, or in part: a process was killed twice, or --lenient skipped events",
-        ExitCode.NOTHING_CHECKED: "nothing could be checked: no event, those before missing, or a worker's calls alone",
-        ExitCode.END_MISSING: "what is there is sound, and events are known to be missing at the end",
-        ExitCode.EXTENSION_STOPPED: "sound, but an extension was stopped, so its rules were not checked to the end",
+        ExitCode.DIVERGED: "today's code decides differently from the log, or cannot fold it",
+        ExitCode.NOT_VERIFIED: "not verified, or only in part: a process was killed twice, or --lenient skipped events",
+        ExitCode.NOTHING_CHECKED: "nothing could be checked: the log has no event, no beginning, or only a worker's "
+        "calls",
+        ExitCode.END_MISSING: "sound, but events are known to be missing at the end",
+        ExitCode.EXTENSION_STOPPED: "sound, but an extension was stopped: its rules were not checked to the end",
         ExitCode.SOUND: "sound, as far as the log goes",
     }
 )
-"""What a verdict means, the gravest first."""
+"""Exit code → meaning of the verdict, the most severe first."""
 _BY_GRAVITY = tuple(VERDICTS)
 
 
@@ -75,7 +76,7 @@ _REMEDIES = {
 
 
 def unreadable_text(error: OSError) -> str:
-    """What could not be read, why, and what to do about it."""
+    """Return what could not be read, the reason and the remedy."""
     if hasattr(error, "remedy"):  # `RefusedFile` has all three in its text
         return str(error)
     name = f"{error.filename}: " if error.filename else ""
@@ -87,7 +88,7 @@ def unreadable_text(error: OSError) -> str:
 
 
 def gravest(codes: Iterable[ExitCode]) -> ExitCode:
-    """The exit code of a command that read several logs; a code that is no verdict goes over all verdicts."""
+    """Return the most severe exit code. A code that is not a verdict overrides every verdict."""
     found = set(codes)
     return next((code for code in (*found.difference(_BY_GRAVITY), *_BY_GRAVITY) if code in found), ExitCode.SOUND)
 

@@ -1,8 +1,8 @@
 """The vLLM adapter: hooks become observations, decisions become metadata, workers move pages.
 
-Name it in `--kv-transfer-config` with `"kv_connector": "KVLedgerConnector"`, and where vLLM does not load kvledger's
-plugin also with `"kv_connector_module_path": "kvledger.adapters.vllm"`. What differs between vLLM versions stands in
-`versions.py`. The class is imported when it is asked for: its settings can be checked without it.
+Name it in `--kv-transfer-config` with `"kv_connector": "KVLedgerConnector"`. If vLLM does not load kvledger's plugin,
+add `"kv_connector_module_path": "kvledger.adapters.vllm"`. `versions.py` has what differs between vLLM versions. The
+class is imported on first use, so that its settings can be checked without it.
 """
 
 from __future__ import annotations

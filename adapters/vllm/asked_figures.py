@@ -1,8 +1,8 @@
-"""The figures of a single request, for the client that asks for them with `kv_transfer_params`.
+"""The figures of a single request, for a client that asks for them with `kv_transfer_params`.
 
 A client sends `"kv_transfer_params": {"kvledger_figures": true}` and finds them in the response, in
-`kv_transfer_params["kvledger"]`. `kvledger.adapters.figures` says what an event adds; here it is added to the sums of
-one request. They are in no snapshot, because a request does not outlive its engine.
+`kv_transfer_params["kvledger"]`. `kvledger.adapters.figures` defines what an event adds; here it is summed for one
+request. No snapshot has these sums, because a request does not outlive its engine.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def _asks(kv_transfer_params: Any) -> bool:
 
 @attrs.define
 class _Asked:
-    """The sums of one life of a request until now."""
+    """The sums of one life of a request so far."""
 
     ordinal: int
     since_ns: int
-    """Until when its time is in `spent`."""
+    """Nanoseconds: `spent` has the time until then."""
     state: State = attrs.field(factory=State)
     spent: Spent = attrs.field(factory=Spent)
     num_cached_tokens: int | None = None
@@ -44,24 +44,22 @@ class _Asked:
 
 
 class AskedFigures:
-    """Counts for the requests that ask. It follows the log from the first such request on.
+    """Counts for requests that ask, and follows the log from the first of them on.
 
-    Args:
-        projections: those that fold the log.
-        messages: where it is said that counting raised. Then nobody gets figures any more.
+    If counting raises, `messages` gets an error, and no request gets figures any more.
     """
 
     def __init__(self, projections: Projections, messages: BoundLogger) -> None:
         self._projections = projections
         self._messages = messages
         self._asked: dict[str, _Asked] = {}
-        """By request id in the log."""
+        """Request id in the log → its sums."""
         self._now_ns = 0
         self._follows = False
         self._is_off = False
 
     def arrived(self, event: e.RequestArrived, kv_transfer_params: Any) -> None:
-        """Count for the life that began with this event, if it asks."""
+        """Count for the life that begins with this event, if it asks."""
         self._asked.pop(event.request_id, None)
         if self._is_off or not _asks(kv_transfer_params):
             return
@@ -71,7 +69,7 @@ class AskedFigures:
         self._asked[event.request_id] = _Asked(event.ordinal, event.time_ns)
 
     def take(self, request_id: str) -> dict[str, Any] | None:
-        """What the response is to say of a request that has ended; None if it did not ask."""
+        """Return the figures for the response of an ended request; None if it did not ask."""
         asked = self._asked.pop(request_id, None)
         if asked is None:
             return None

@@ -1,6 +1,6 @@
-"""A worker's copies: begun in one step, reported in that one or a later one, put before a forward where they must be.
+"""A worker's copies: begun in one step, reported in that one or later, ordered before a forward if they must be.
 
-It knows jobs, blocks and slots, no requests.
+It knows jobs, blocks and slots, not requests.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kvledger.lifecycle import CopyMoments, Moment, described, raise_if_unstoppa
 from kvledger.storage.kv import PendingCopy
 
 IDLE_WAIT_S = 0.001
-"""Long against a copy's calls, short against the first token of a request that arrives meanwhile."""
+"""Seconds; longer than a copy's calls, shorter than the first token of a request that arrives meanwhile."""
 MAX_REMEMBERED = 4096
-"""Reports that can be repeated; whoever asks does so within a few steps."""
+"""Reports kept for repetition, which is asked for within a few steps."""
 
 
 class AsyncCopies:
     """The pending copies of one rank, and the latest reports.
 
-    With `waits` it waits for copies that must precede what follows, instead of leaving that to the device's order.
-    `clock` says when copies begin and end.
+    With `waits` it waits for copies that must come first, instead of relying on the device's order. `clock` gives the
+    moments at which copies begin and end.
     """
 
     def __init__(self, rank: int, clock: StepClock | None = None, *, waits: bool = False) -> None:
@@ -35,24 +35,24 @@ class AsyncCopies:
         self._clock = StepClock() if clock is None else clock
         self._waits = waits
         self._pending: dict[tuple[int, ...], PendingCopy] = {}
-        """By the jobs that it copies."""
+        """Jobs of the copy → copy."""
         self._copy_of: dict[int, tuple[int, ...]] = {}
-        """Job id -> all jobs that are copied with it."""
+        """Job id → all jobs of the same copy."""
         self._began: dict[tuple[int, ...], Moment] = {}
-        """By the jobs; of copies that are pending."""
+        """Jobs of a pending copy → when it began."""
         self._preceded: dict[tuple[int, ...], Moment] = {}
-        """By the jobs; of pending copies that everything given to the device later comes after."""
+        """Jobs of a pending copy → the moment from which everything given to the device comes after it."""
         self._reported: OrderedDict[int, JobReport] = OrderedDict()
 
     def start(self, job_ids: tuple[int, ...], begin: Callable[[], PendingCopy]) -> None:
-        """Begin a copy that is for these jobs. Raises what `begin` raises; then there is none, see `failed`."""
+        """Begin a copy for these jobs. Raises what `begin` raises; then there is no copy, see `failed`."""
         began = self._clock.now()
         self._pending[job_ids] = begin()
         self._began[job_ids] = began
         self._copy_of.update(dict.fromkeys(job_ids, job_ids))
 
     def failed(self, job_ids: tuple[int, ...], error: BaseException, moments: CopyMoments | None = None) -> JobReport:
-        """The report of a copy that failed, or could not begin."""
+        """Return the report of a copy that failed, or could not begin."""
         if moments is None:
             moments = CopyMoments(now := self._clock.now(), now)
         text = described(error)
@@ -69,19 +69,19 @@ class AsyncCopies:
         return self._remember(report)
 
     def take_done(self) -> list[JobReport]:
-        """Reports of the copies that have come to an end since the last call. Waits for nothing."""
+        """Return the reports of copies that ended since the last call, without waiting."""
         done = [job_ids for job_ids, copy in self._pending.items() if _is_over(copy)]
         if not done:
             return []
-        now = self._clock.now()  # one for all, as nothing else came between them
+        now = self._clock.now()  # one for all: nothing else came between them
         return [self._end(job_ids, now) for job_ids in done]
 
     def under_way(self) -> tuple[int, ...]:
-        """Jobs of the pending copies that everything given to the device later comes after."""
+        """Return the jobs of pending copies that come before everything given to the device later."""
         return tuple([job_id for job_ids in self._preceded for job_id in job_ids])
 
     def precede(self, job_ids: Iterable[int]) -> list[JobReport]:
-        """Put these copies before all that the device is given from now on; reports of those that are over."""
+        """Put these copies before everything given to the device later; return reports of those that are over."""
         if self._waits:
             return self.wait_for(job_ids)
         pending = {copied: self._pending[copied] for job_id in job_ids if (copied := self._copy_of.get(job_id))}
@@ -100,23 +100,23 @@ class AsyncCopies:
     def give_way(self) -> None:
         """Let pending copies have the interpreter for a moment.
 
-        An engine that has nothing to compute asks for them in a loop, and each torch call of a copying thread then
-        waits for the interpreter lock, up to 5 ms (`sys.getswitchinterval`): a load of 124 MiB took 14 to 78 ms and
-        45 to 268 steps; with this 14 to 24 ms and 7 to 17 steps (real vLLM on two busy cores).
+        An engine with nothing to compute runs steps in a loop, and each torch call of a copying thread then waits for
+        the interpreter lock, up to 5 ms (`sys.getswitchinterval`). A load of 124 MiB took 14 to 78 ms and 45 to 268
+        steps; with this 14 to 24 ms and 7 to 17 steps (real vLLM on two busy cores).
         """
         if self._pending:
             time.sleep(IDLE_WAIT_S)
 
     def wait_for(self, job_ids: Iterable[int]) -> list[JobReport]:
-        """Wait for these copies; reports of those that were under way."""
+        """Wait for these copies; return reports of those that were pending."""
         return [self._end(copied) for job_id in job_ids if (copied := self._copy_of.get(job_id)) is not None]
 
     def wait_for_all(self) -> list[JobReport]:
-        """Wait for every copy that is under way."""
+        """Wait for every pending copy."""
         return [self._end(job_ids) for job_ids in tuple(self._pending)]
 
     def report_again(self, job_ids: Iterable[int]) -> list[JobReport]:
-        """What was reported about these copies. Those under way are waited for: nobody may give up on one that runs."""
+        """Repeat what was reported about these copies. Waits for pending ones, so that no running copy is given up."""
         ended = self.wait_for(job_ids := tuple(job_ids))
         just_ended = {job_id for report in ended for job_id in report.job_ids}
         return [*ended, *(self._repeated(job_id) for job_id in job_ids if job_id not in just_ended)]
@@ -131,7 +131,7 @@ class AsyncCopies:
         return JobReport((job_id,), self._rank, done=False, num_bytes=0, duration_ns=0, error=error, is_repeated=True)
 
     def _end(self, job_ids: tuple[int, ...], now: Moment | None = None) -> JobReport:
-        """Wait for a copy, unless it is known to be over, which was seen `now`."""
+        """Wait for a copy, unless it was seen to be over at `now`; return its report."""
         copy = self._pending.pop(job_ids)
         began, preceded = self._began.pop(job_ids), self._preceded.pop(job_ids, None)
         for job_id in job_ids:
@@ -163,7 +163,7 @@ class AsyncCopies:
 
 
 def _is_over(copy: PendingCopy) -> bool:
-    """Whether the copy is done; also if that cannot be found out: its result, which is waited for, then says why."""
+    """Whether the copy is done. True if that cannot be found out: waiting for its result shows the error."""
     try:
         return copy.done()
     except BaseException as error:  # noqa: BLE001 -- as in `_end`
@@ -172,7 +172,7 @@ def _is_over(copy: PendingCopy) -> bool:
 
 
 def _precedes(copy: PendingCopy) -> bool:
-    """Put the copy before what follows; False if that failed, so that the copy has to be waited for."""
+    """Put the copy before what follows; False if that failed, so that the copy must be waited for."""
     try:
         copy.precede()
     except BaseException as error:  # noqa: BLE001 -- as in `_end`

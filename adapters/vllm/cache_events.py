@@ -1,9 +1,9 @@
-"""KV events for routers: which blocks can be loaded from the host pool, in vLLM's own words (`take_events`).
+"""KV events for routers: which blocks can be loaded from the host pool, as vLLM describes blocks (`take_events`).
 
-What is published follows from the log and stands in none: a chunk is stored when its save is completed, removed when it
-is evicted, tainted or reset. A block is described as vLLM describes the same block on the device, but for the medium;
-token ids, salts and adapters are read from the request when its save is issued, kept until that is published, and never
-enter an event of the log. Only where vLLM's `kv_events_config` asks for them; nothing here decides anything.
+What is published follows from the log and is not in it: a chunk is stored when its save is completed, and removed when
+it is evicted, tainted or reset. A block is described as on the device, except for the medium. Token ids, salts and
+adapters are read from the request when its save is issued, kept until they are published, and never enter the log.
+Nothing is published unless vLLM's `kv_events_config` asks for it, and nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _LOCAL = "LOCAL"
 
 @attrs.frozen
 class ChunkBlocks:
-    """Describes the blocks of a chunk as vLLM's block pool does (`v1/core/block_pool.py`, 0.32). Sizes in tokens."""
+    """Describes a chunk's blocks as vLLM's block pool does (`v1/core/block_pool.py`, 0.32). Sizes in tokens."""
 
     chunk_size: int
     """A multiple of the block size."""
     block_size: int
     hash_block_size: int
     group: int
-    """The group that sees all tokens; of several the first: routers follow that one."""
+    """The group that sees all tokens; of several the first, which routers follow."""
     kind: str
 
     def stored(self, request: Request, chunk: int, key: bytes) -> BlockStored | None:
-        """The chunk's blocks; None where the request's hashes are not those that the key was made of."""
+        """Return the chunk's blocks; None if the key was not made of the request's hashes."""
         first_token, end = chunk * self.chunk_size, (chunk + 1) * self.chunk_size
         hashes, step = request.block_hashes, self.hash_block_size
         if end // step > len(hashes) or key_of_hash(request, hashes[end // step - 1]) != key:
@@ -75,7 +75,7 @@ class ChunkBlocks:
         )
 
     def behind(self, num_blocks: int, stored: BlockStored) -> BlockStored:
-        """The chunk's blocks without the first ones, which are known."""
+        """Return the chunk's blocks without the first ones, which are published already."""
         if not num_blocks:
             return stored
         return replace(
@@ -94,7 +94,7 @@ class ChunkBlocks:
 def chunk_blocks(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, configuration: LedgerConfiguration
 ) -> ChunkBlocks | None:
-    """What events say of a chunk; None where vLLM publishes none, or where chunks are smaller than blocks."""
+    """Return how events describe chunks; None if vLLM publishes none, or chunks are smaller than blocks."""
     events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events:
         return None
@@ -117,26 +117,26 @@ def chunk_blocks(
 
 
 class CacheEvents:
-    """Follows what is decided, and says what has changed for routers since it was last asked."""
+    """Follows decisions and collects what has changed for routers."""
 
     def __init__(self, blocks: ChunkBlocks, projections: Projections, requests: Mapping[str, Request]) -> None:
         self._blocks = blocks
         self._projections = projections
         self._requests = requests
         self._saving: dict[int, dict[bytes, BlockStored]] = {}
-        """Job id -> what can be loaded once it is completed."""
+        """Job id → blocks by chunk key, which can be loaded once the job is completed."""
         self._stored: dict[bytes, BlockStored] = {}
-        """Can be loaded, and is not published yet."""
+        """Chunk key → blocks that can be loaded and are not published yet."""
         self._published: dict[bytes, Sequence[ExternalBlockHash]] = {}
-        """Chunk key -> its blocks, as published."""
+        """Chunk key → its blocks, as published."""
         self._num_chunks: dict[ExternalBlockHash, int] = {}
-        """Published block -> in how many such chunks it is: prompts that part within a chunk share its first blocks."""
+        """Published block → number of such chunks with it: prompts that diverge in a chunk share its first blocks."""
         self._removed: list[ExternalBlockHash] = []
-        """Published, and cannot be loaded any more."""
+        """Published blocks that can no longer be loaded."""
         self._is_stopped = False
 
     def follow(self, event: e.Event, decisions: Sequence[e.Event]) -> None:
-        """Take note of an observation and of what was decided on it, when all of it is folded. Never raises."""
+        """Follow an observation and its decisions, when all of them are folded. Never raises."""
         if self._is_stopped:
             return
         try:
@@ -153,7 +153,7 @@ class CacheEvents:
             )
 
     def take(self, *, is_written: bool) -> list[KVCacheEvent]:
-        """What has changed, removals first. What was stored waits until the log says so, removals do not."""
+        """Return the changes, removals first. Stored blocks wait until the log has them, removals do not."""
         events: list[KVCacheEvent] = []
         if self._removed:
             events.append(self._blocks.removed(self._removed))
@@ -168,7 +168,7 @@ class CacheEvents:
         return events
 
     def stop(self) -> None:
-        """Nothing can be loaded any more."""
+        """Publish that nothing can be loaded any more, and stop."""
         self._is_stopped = True
         self._saving.clear()
         self._remove_all()
@@ -189,7 +189,7 @@ class CacheEvents:
                 self._remove(key)
 
     def _read(self, request: Request, save: e.SaveIssued) -> dict[bytes, BlockStored]:
-        """R1: what is to be said of the chunks is copied now, the request may be gone when they can be loaded."""
+        """Describe the chunks now (R1): the request may be gone when they can be loaded."""
         record = self._projections.tracker.of(save.ordinal)
         keys = [] if record is None else record.keys
         found = {}
@@ -200,7 +200,7 @@ class CacheEvents:
         return found
 
     def _count(self, block_hashes: Sequence[ExternalBlockHash]) -> int:
-        """How many of a chunk's blocks, from the first on, are published with other chunks already."""
+        """Count the chunk's blocks; return how many of the first are published with other chunks already."""
         num_known = 0
         for block_hash in block_hashes:
             num_chunks = self._num_chunks.get(block_hash, 0)

@@ -1,12 +1,12 @@
 """Chunk keys: a hash over a chunk's tokens and everything before them, with salt, adapter and media in it.
 
-Where a chunk is a multiple of vLLM's hash block, its key is vLLM's own chained block hash. Smaller chunks get a
-chained hash of their own, made with the same function over the same extra keys, from the same first hash. Two tenants
-with different `cache_salt` therefore never share a chunk, and every key depends on `PYTHONHASHSEED` if that is set.
-Keys are cut to 16 bytes: 128 bits are enough to be distinct.
+If a chunk is a multiple of vLLM's hash block, its key is vLLM's own chained block hash. Other chunks get a chained hash
+of their own, with the same function, extra keys and first hash. Two tenants with different `cache_salt` therefore never
+share a chunk, and every key depends on `PYTHONHASHSEED` if that is set. Keys are cut to 16 bytes: 128 bits are enough
+to be distinct.
 
 vLLM's hash leaves out some inputs that the KV depends on (`versions.unhashed_inputs`). kvledger hashes them into the
-keys of the requests that have them. A request whose KV no key can identify gets no keys, so nothing of it is cached.
+keys of the requests that have them. If no key can identify its KV, a request gets no keys and is not cached.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEY_BYTES = 16
 
 
 class ChunkKeySource:
-    """Reads keys from a live request. It keeps nothing: the parent of a key comes from the caller."""
+    """Reads keys from a live request. It keeps nothing: the caller passes the parent of a key."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class ChunkKeySource:
             chunk_size: tokens of a chunk.
             hash_block_size: tokens of one of vLLM's block hashes.
             hash_tokens: hashes a chunk that is not a multiple of that; see `versions.token_hasher`.
-            vllm_shares_blocks: whether vLLM's prefix cache is on. It finds blocks by its own hash, which leaves out how
-                prompt embeddings are placed, so a request with embeddings may hold the KV of another one. kvledger
-                must not save such blocks, so these requests get no keys.
+            vllm_shares_blocks: whether vLLM's prefix cache is on. Its hash leaves out how prompt embeddings are placed,
+                so a request with embeddings may hold another request's KV. kvledger must not save that, so it gets no
+                keys.
         """
         self._chunk_size = chunk_size
         self.hash_block_size = hash_block_size
@@ -51,7 +51,7 @@ class ChunkKeySource:
         self._vllm_shares_blocks = vllm_shares_blocks
 
     def why_uncached(self, request: Request) -> str:
-        """Why the request gets no keys; empty if it gets some."""
+        """Return why the request gets no keys; empty if it gets some."""
         if versions.reloads_adapter(request):
             return "it loads its LoRA adapter again (load_inplace), so its KV may differ from what has the same key"
         if self._vllm_shares_blocks and versions.has_prompt_embeds(request):
@@ -62,12 +62,10 @@ class ChunkKeySource:
         return ""
 
     def keys(self, request: Request, first_chunk: int, parent: bytes | None) -> tuple[bytes, ...]:
-        """The keys of all whole chunks of the request's known tokens from `first_chunk` on.
+        """Return the keys of all whole chunks of the known tokens from `first_chunk` on.
 
-        Args:
-            request: read now, not kept.
-            first_chunk: index of the first key wanted.
-            parent: key of the chunk before it; None for the first chunk.
+        `parent` is the key of the chunk before `first_chunk`, None for the first chunk. The request is read now, not
+        kept.
         """
         if self.why_uncached(request):
             return ()
@@ -94,7 +92,7 @@ class ChunkKeySource:
         keys = []
         previous = parent or versions.root_hash()
         for chunk, block_hash in enumerate(hashes, first_chunk):
-            # Chained: where an embedding is placed changes all KV after it.
+            # Chained, because the place of an embedding changes all KV after it.
             start = chunk * self._chunk_size
             unhashed = versions.unhashed_inputs(request, start, start + self._chunk_size)
             previous = _key(previous + bytes(block_hash), unhashed)
@@ -103,7 +101,7 @@ class ChunkKeySource:
 
 
 def key_of_hash(request: Request, block_hash: bytes) -> bytes:
-    """Key of the chunk that ends with this block hash of vLLM, for a request without prompt embeddings."""
+    """Return the key of the chunk that ends with this block hash of vLLM, for a request without prompt embeddings."""
     if not versions.has_unhashed_inputs(request):
         return bytes(block_hash)[:KEY_BYTES]
     return _key(bytes(block_hash), versions.unhashed_inputs(request, 0, 0))

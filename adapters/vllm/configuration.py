@@ -1,7 +1,7 @@
 """The keys of `kv_connector_extra_config`, checked before an engine starts.
 
-An unknown key, a size that cannot work or a handler that cannot be imported is refused with the figures and
-the remedy, before a single request is served.
+kvledger refuses an unknown key, a size that cannot work and a handler that cannot be imported, with the figures and the
+remedy.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvledger.storage.kv import HostMemory, most_memory
 DEFAULT_CHUNK_SIZE = 64
 DEFAULT_SAVE_INTERVAL_TOKENS = 256
 SHARE_OF_MEMORY = 8
-"""The default of `host_bytes` is this part of the memory that the process could have."""
+"""Divisor of the memory that the process could have, for the default of `host_bytes`."""
 FIXED_HOST_BYTES = 4 * 1024**3
-"""The default where ranks may be on machines of which each has another memory, or nothing says how much there is."""
+"""Default of `host_bytes` if ranks may be on several machines or the memory is unknown."""
 LARGE_LOAD_BYTES = 32 * 1024**2
-"""From here on a load holds up a step for longer than a request loses by waiting for one step more."""
+"""Bytes from which a load delays a step by more than a request loses by waiting one step more."""
 
 
 class TransferMode(enum.StrEnum):
@@ -38,81 +38,83 @@ class TransferMode(enum.StrEnum):
 
 
 class Offer(enum.StrEnum):
-    """Which of what is saved is offered to vLLM."""
+    """Which of the saved tokens are offered to vLLM."""
 
     ALWAYS = "always"
     AUTO = "auto"
 
 
 class ConnectorSettings(LogSettings):
-    """What an operator may say; every key has a default that serves."""
+    """The settings of the connector; every key has a default."""
 
     chunk_size: pydantic.PositiveInt | None = None
-    """Tokens per chunk, the unit of matching; a multiple or a divisor of vLLM's block size.
-    Default: 64, or one block where blocks of the model do not divide that."""
+    """Tokens per chunk, the unit of matching: a multiple or a divisor of vLLM's block size. Default: 64, or one block
+    if the model's block size does not divide 64."""
 
     save_interval_tokens: pydantic.NonNegativeInt | None = None
-    """How many tokens a request decodes before they are saved, in whole chunks; at least a chunk, or 0: each chunk when
-    it has settled. A prompt is saved at once, and what is left at a preemption and at the end.
-    Default: 256, or one chunk where that is longer."""
+    """Tokens that a request decodes before its whole chunks are saved: at least a chunk, or 0 to save each chunk when
+    it has settled. A prompt is saved at once, the rest at a preemption and at the end. Default: 256, or one chunk if
+    that is longer."""
 
     host_bytes: pydantic.ByteSize | None = pydantic.Field(None, gt=0)
-    """Host memory for saved pages, of all ranks together: an int or a string such as "4GiB". More than the machine and
-    its control groups have left is refused at start. Default: an eighth of what the machine has, or its control groups
-    allow, shared by the server's engines there (data parallel); 4 GiB where ranks are on several machines."""
+    """Host memory for saved pages, all ranks together: an int or a string such as "4GiB". More than the machine and its
+    control groups have left is refused at start. Default: an eighth of what the machine has, or its control groups
+    allow, divided among the server's engines there (data parallel); 4 GiB if ranks are on several machines."""
 
     share_pool: bool = True
-    """Where all ranks hold the same KV (MLA under tensor parallelism) and are on one machine, keep it once for all of
-    them, in memory that they share; false: each rank keeps its own, as for any other model."""
+    """Whether ranks that hold the same KV (MLA under tensor parallelism) and are on one machine keep it once, in shared
+    memory; false: each rank keeps its own, as for any other model."""
 
     offer: Offer = Offer.AUTO
-    """auto: a load that would take longer than computing what it brings, as measured while serving, is not offered,
-    but for one every ten seconds that measures again; always: every load is offered."""
+    """auto: a load that would take longer than computing its tokens, as measured while serving, is not offered, except
+    for one every ten seconds that measures again; always: every load is offered."""
 
     save_tails: bool = True
-    """Copy out a preempted request's part-filled last chunk too, so that nothing of it is computed again."""
+    """Whether the part-filled last chunk of a preempted request is saved too, so that none of its tokens are computed
+    again."""
 
     keep_for_preempted: bool = True
-    """Never evict what a preempted request will come back for; a pool full of that declines new saves."""
+    """Whether chunks that a preempted request needs are never evicted; a pool full of them declines new saves."""
 
     load_mode: TransferMode = TransferMode.AUTO
-    """sync: loads precede the step that needs them; async: they run while other requests go on, and the
-    request waits for them; auto: async for large ones (32 MiB a rank), and for all where only that is safe."""
+    """sync: loads run before the step that needs them; async: they run while other requests go on, and the request
+    waits for them; auto: async for large loads (32 MiB per rank), and for all loads if only async is safe."""
 
     save_mode: TransferMode = TransferMode.AUTO
-    """sync: what settles is copied out at the end of its step; async: while steps go on; auto: async on CUDA."""
+    """sync: what settles is copied out at the end of its step; async: while steps go on; auto: async on CUDA, unless
+    vLLM zeroes new blocks, as in a KV cache of mixed precision."""
 
     kv_cache_layout: Literal["BLNHC", "BLHNC"] | None = None
-    """How vLLM is asked to lay out its KV cache: BLNHC or BLHNC, in which a block is one run of memory over all layers
-    instead of one run a layer. vLLM warns and takes another one where the model's kernels read none such. null: vLLM's
-    own choice."""
+    """The layout that kvledger asks vLLM for: BLNHC or BLHNC, in which a block is one run of memory over all layers
+    instead of one per layer. If the model's kernels cannot read it, vLLM warns and takes another one. null: vLLM's own
+    choice."""
 
     handlers: tuple[str, ...] = ()
-    """State handlers of your own, as "module:Class"; each replaces the one of its state."""
+    """Your own state handlers, as "module:Class"; each replaces the one of its state."""
 
     extensions: tuple[str, ...] = ()
-    """Extensions of the core, as "module:Class"; those that installed packages name (entry points
+    """Extensions of the core, as "module:Class". Those that installed packages name (entry points
     `kvledger.extensions`) are loaded as well, each once."""
 
     extension_settings: dict[str, dict[str, bool | int | float | str]] = pydantic.Field(default_factory=dict)
     """Settings of extensions: extension, key, value."""
 
     max_deferred_lookups: pydantic.NonNegativeInt = 8
-    """How many steps in a row a preempted request waits for its own saves before it accepts what is there, and for how
-    many loads of the same prefix by other requests a request waits. 0: it never waits."""
+    """Steps in a row that a preempted request waits for its own saves before it accepts what is there; also the number
+    of loads of the same prefix by other requests that a request waits for. 0: it never waits."""
 
     max_failed_loads: pydantic.PositiveInt = 3
-    """Failed loads after which a request gets no more of them."""
+    """Failed loads after which a request gets no further load."""
 
     max_silent_steps: pydantic.PositiveInt = 64
-    """A copy that a worker has not reported for so many steps, and for `max_silent_ms`, is asked after; again so long,
-    and it counts as failed."""
+    """Steps without a worker's report after which kvledger asks the workers about a copy, once `max_silent_ms` have
+    passed too. After the same time again the copy counts as failed."""
 
     max_silent_ms: pydantic.NonNegativeInt = 5_000
-    """See `max_silent_steps`: an idle engine makes many steps in no time."""
+    """Milliseconds for `max_silent_steps`: an idle engine runs many steps in no time."""
 
     def filled_in(self, *, num_engines: int = 1, is_one_machine: bool = True) -> Self:
-        """The same with the default of `host_bytes`, which depends on the machine and on nothing that changes there."""
+        """Return the settings with the default of `host_bytes`, which is the same at every start on a machine."""
         if self.host_bytes is not None:
             return self
         most = most_memory() if is_one_machine else None
@@ -125,10 +127,10 @@ class ConnectorSettings(LogSettings):
         return int(self.filled_in().host_bytes or 0)
 
     def sizes(self, block_size: int) -> LedgerConfiguration:
-        """What is known with the tokens of a block alone: of chunks, with a pool that holds no more than one.
+        """Return what follows from the block size alone; the number of slots is a placeholder.
 
         Raises:
-            ConfigurationError: chunk and block do not divide, or less than a chunk is to be saved together.
+            ConfigurationError: chunk and block do not divide one another, or the save interval is less than a chunk.
         """
         chunk_size = self.chunk_size
         if chunk_size is None:
@@ -155,20 +157,20 @@ class ConnectorSettings(LogSettings):
         needs_async_loads: bool = False,
         has_prefix_cache: bool = False,
     ) -> LedgerConfiguration:
-        """Sizes in tokens and slots.
+        """Return the configuration of the ledger, in tokens and slots.
 
         Args:
             block_size: tokens of one KV cache block.
             block_bytes: bytes of one block over all layers on one rank.
-            num_ranks: workers that each copy every block, or their part of it.
-            num_pools: what `host_bytes` is divided by: 1 where all ranks share a pool, by default one each.
+            num_ranks: workers, each of which copies every block or its part of it.
+            num_pools: pools that `host_bytes` is divided among: 1 if all ranks share a pool, by default one per rank.
             windows: tokens that each group of layers sees, 0 for all.
             supports_async_saves: whether the device can copy without slowing the steps down.
             needs_async_loads: whether only asynchronous loads are safe.
             has_prefix_cache: whether vLLM's own prefix cache is on.
 
         Raises:
-            ConfigurationError: chunk and block do not divide, or the pool cannot hold one chunk.
+            ConfigurationError: chunk and block do not divide one another, or the pool cannot hold one chunk.
         """
         num_pools = num_ranks if num_pools is None else num_pools
         sizes = self.sizes(block_size)
@@ -192,10 +194,10 @@ class ConnectorSettings(LogSettings):
         )
 
     def _num_slots(self, sizes: LedgerConfiguration, block_bytes: int, num_pools: int, num_groups: int) -> int:
-        """How many blocks a pool holds.
+        """Return the number of slots of one pool.
 
         Raises:
-            ConfigurationError: no chunk, with the size that holds one.
+            ConfigurationError: no chunk fits; names a size that holds one.
         """
         num_slots, num_needed = self.pool_bytes // num_pools // block_bytes, sizes.pages_per_chunk * num_groups
         if num_slots < num_needed:
@@ -209,17 +211,17 @@ class ConnectorSettings(LogSettings):
         return num_slots
 
     def _refused(self, reason: str, remedy: str) -> ConfigurationError:
-        """Of `host_bytes`."""
+        """Return an error about `host_bytes`."""
         return ConfigurationError(Refusal(reason, remedy, "host_bytes", written_size(self.pool_bytes)))
 
     def refuse_beyond_memory(self, memory: HostMemory | None, *, num_pools: int, num_local_pools: int) -> None:
-        """Refuse a `host_bytes` of which this machine's part is more than this memory of it.
+        """Refuse a `host_bytes` whose part on this machine is more than the usable part of `memory`.
 
-        To be asked before any rank has taken its share: what is asked for here is what all pools of this machine
-        will take, since they are made at once and each rank would find enough for its own.
+        Call it before any rank allocates: it counts all pools of this machine, and each rank would find enough for its
+        own.
 
         Raises:
-            ConfigurationError: what is asked for, what can be had, what limits it, and what to write instead.
+            ConfigurationError: names what is asked for, what is available and why, and what to write instead.
         """
         if memory is None:
             messages.info("the memory that can be had is not known here, host_bytes is not compared with it")
@@ -240,7 +242,7 @@ class ConnectorSettings(LogSettings):
         )
 
     def refuse_beyond_machine(self, num_ranks: int) -> None:
-        """Refuse a `host_bytes` of which all ranks together, on this machine, would take more than it has in total.
+        """Refuse a `host_bytes` that is more than this machine's total memory, if all ranks run on it.
 
         Raises:
             ConfigurationError: with the figures and the remedy.
@@ -251,7 +253,7 @@ class ConnectorSettings(LogSettings):
             self.filled_in().refuse_beyond_memory(memory, num_pools=num_ranks, num_local_pools=num_ranks)
 
     def idle_configuration(self) -> LedgerConfiguration:
-        """For a model that is not served: nothing is saved, so no size matters."""
+        """Return the configuration for a model that is not served: nothing is saved, so no size matters."""
         return LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
 
     def _async_load_tokens(self, block_size: int, block_bytes: int, *, needs_async_loads: bool) -> int | None:
@@ -262,11 +264,11 @@ class ConnectorSettings(LogSettings):
         return -(-LARGE_LOAD_BYTES // block_bytes) * block_size
 
     def core(self) -> Core:
-        """The standard core with all extensions, and with the handlers of `handlers` in their places.
+        """Return the standard core with all extensions and the handlers of `handlers`.
 
         Raises:
-            ConfigurationError: a name that cannot be imported or is none of these, parts that do not fit together, or a
-                setting that no extension has.
+            ConfigurationError: a name cannot be imported or is not a handler or an extension, parts do not fit
+                together, or no extension has a setting.
         """
         core = composed_core(self.handlers, (*installed_extensions(), *self.extensions))
         core.check_settings(self.extension_settings)

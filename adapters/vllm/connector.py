@@ -1,4 +1,4 @@
-"""The class that vLLM instantiates, once in the scheduler and once in every worker. It only delegates."""
+"""The class that vLLM creates, once in the scheduler and once in every worker. It only delegates."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
-    """CPU offload of the KV cache in which preempted requests recover, with a log of all of it.
+    """Keeps KV in host memory so that preempted requests recover, and logs all of it.
 
     Raises:
         ConfigurationError: at start, for a configuration that cannot work.
@@ -59,7 +59,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     _cache_hit_source = CacheHitSource.HOST
 
     clock: ClassVar[Callable[[], int]] = time.monotonic_ns
-    """Nanoseconds; the only clock that reaches the log. A simulation sets its own before it builds an engine."""
+    """Clock of all event times, in nanoseconds. A simulation sets its own before it builds an engine."""
 
     @refusals_are_said()
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -73,7 +73,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:
             shares_pool = planned.shares_pool
-            if parallel.rank == 0 or not shares_pool:  # others take what the first has made
+            if parallel.rank == 0 or not shares_pool:  # the other ranks use what the first has allocated
                 planned.refuse_beyond_memory()
             self._worker_side = WorkerSide(
                 num_slots=configuration.num_slots,
@@ -137,7 +137,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
 
     @cached_property
     def scheduler_side(self) -> SchedulerSide:
-        """The half that owns the ledger; only in the scheduler's process."""
+        """The half that owns the ledger, in the scheduler's process only."""
         if self._scheduler_side is None:
             message = "this connector was built for a worker; the ledger is in the scheduler's process"
             raise RuntimeError(message)
@@ -145,13 +145,13 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A dropped save is only a future cache miss (base.py, 0.32: best-effort caches return False)."""
+        """False, as for every best-effort cache (base.py, 0.32): a dropped save is only a future cache miss."""
         return False
 
     @classmethod
     @refusals_are_said()
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Ask vLLM for a layout, only where the operator does: `MultiConnector` refuses children that differ."""
+        """Ask vLLM for a layout only if the operator does: `MultiConnector` refuses children that differ."""
         transfer = vllm_config.kv_transfer_config
         settings = ConnectorSettings.from_extra_config({} if transfer is None else transfer.kv_connector_extra_config)
         return settings.kv_cache_layout
@@ -163,7 +163,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata if isinstance(metadata, StepJobs) and metadata else None
 
     def _enter(self, hook: Hook, metadata: KVConnectorMetadata | None = None) -> tuple[WorkerSide, StepJobs] | None:
-        """Note that vLLM calls a hook; the worker's half and its jobs, if there are any."""
+        """Note that vLLM calls a hook; return the worker's half and its jobs, None if there are none."""
         worker_side, jobs = self._worker_side, self._jobs(metadata)
         if worker_side is None:
             return None
@@ -171,29 +171,29 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return None if jobs is None else (worker_side, jobs)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Learn where the pages lie and allocate the host pool."""
+        """Describe where the pages lie and allocate the host pool."""
         if self._worker_side is not None:
             self._worker_side.register_kv_caches(kv_caches, is_alone=versions.is_alone(self))
 
     def get_handshake_metadata(self) -> WorkerStart | None:
-        """What this rank has; vLLM hands it to the scheduler side before the first request."""
+        """Return what this rank has at start; vLLM passes it to the scheduler side before the first request."""
         if self._worker_side is None or not versions.is_alone(self):
             return None
         return self._worker_side.take_start()
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any = None) -> bool:  # noqa: ARG003 -- vLLM's signature
-        """VLLM 0.33 asks before it lets an engine with a connector sleep; 0.32 does not ask."""
+        """Whether vLLM may put an engine with this connector to sleep; 0.33 asks, 0.32 does not."""
         return True
 
     def unregister_kv_caches(self) -> None:
-        """The KV memory goes (vLLM 0.33, sleep): copies under way are finished first. May be called twice."""
+        """Finish copies in flight before the KV memory goes (vLLM 0.33, sleep). May be called twice."""
         if self._worker_side is not None:
             self._worker_side.enter(Hook.UNREGISTER_KV_CACHES, None)
             self._worker_side.sleep()
 
     def restore_kv_caches(self) -> None:
-        """The KV memory is back (vLLM 0.33, wake)."""
+        """Copy again: the KV memory is back (vLLM 0.33, wake)."""
         if self._worker_side is not None:
             self._worker_side.wake()
 
@@ -212,7 +212,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             worker_side.load(jobs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: the forward comes after the loads that `start_load_kv` has begun."""
+        """Do nothing: the forward comes after the loads of `start_load_kv`."""
 
     def save_kv_layer(
         self,
@@ -221,7 +221,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Nothing per layer: whole blocks are saved after the forward."""
+        """Do nothing: whole blocks are saved after the forward."""
 
     def wait_for_save(self) -> None:
         """Copy out what has settled."""
@@ -231,7 +231,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             worker_side.save(jobs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What vLLM's scheduler learns with this step's output; `update_connector_output` adds loads that succeed."""
+        """Return what vLLM's scheduler learns with this output; `update_connector_output` adds loads that succeed."""
         results = self._transfer_results()
         if self._worker_side is not None:
             found = (results.finished_sending, results.finished_recving, results.failed_recving)
@@ -249,7 +249,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that were promised and are not filled."""
+        """Return blocks that were promised and not filled."""
         if self._worker_side is None:
             return set()
         block_ids = self._worker_side.take_failed_block_ids()
@@ -257,7 +257,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return block_ids
 
     def build_connector_worker_meta(self) -> WorkerReports | None:
-        """The reports of this step."""
+        """Return the reports of this step."""
         if self._worker_side is None:
             return None
         self._enter(Hook.OUTPUT)
@@ -269,10 +269,10 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     # --- scheduler ----------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """What the workers have, by rank.
+        """Compare what the workers have with what the scheduler side expects; `metadata`: rank → its start.
 
         Raises:
-            ConfigurationError: a worker does not have what is counted on here; vLLM's start ends with it.
+            ConfigurationError: a worker lacks something; vLLM's start ends with this.
         """
         starts = [start for start in metadata.values() if isinstance(start, WorkerStart)]
         self._edge.is_alone = bool(starts)
@@ -282,54 +282,54 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             raise ConfigurationError(disagreement)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """The scheduler has made its block manager: where blocks are taken back whose load failed."""
+        """Take the scheduler's block manager, in which blocks of failed loads are evicted."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self.scheduler_side.bind(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
-        """A request was accepted."""
+        """Record an accepted request."""
         self.scheduler_side.on_new_request(request)
         self._edge.arrived(request.request_id)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond `num_computed_tokens` can be loaded, and whether asynchronously. Changes nothing."""
+        """Return how many tokens beyond `num_computed_tokens` can be loaded, and whether asynchronously."""
         answer = self.scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
         self._edge.answered(request.request_id, answer)
         return answer
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Blocks were given."""
+        """Issue the load that vLLM accepted with these blocks."""
         self.scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
         self._edge.allocated(request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepJobs:
-        """This step's jobs."""
+        """Record the step and return its jobs."""
         self._edge.step_begins(scheduler_output.finished_req_ids)
         jobs = self.scheduler_side.build_connector_meta(scheduler_output)
         self._edge.handed_out(jobs)
         return jobs
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What the workers report."""
+        """Record the workers' reports."""
         arrived = self._edge.output_arrives(connector_output)
         self.scheduler_side.update_connector_output(connector_output)
         self._edge.output_leaves(arrived, connector_output)
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended; whether its blocks must be kept until a copy out of them is done."""
+        """Record the end of a request; return whether vLLM must keep its blocks for a copy that reads them."""
         return self._request_finished(request, len(block_ids))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """What vLLM calls of a connector that takes several groups; their tables are of equal length."""
+        """As `request_finished`, for a connector that takes several groups; their tables are of equal length."""
         return self._request_finished(request, max(map(len, block_ids), default=0))
 
     def _request_finished(self, request: Request, num_blocks: int) -> tuple[bool, dict[str, Any] | None]:
         is_held, figures = self.scheduler_side.request_finished(request, num_blocks)
         self._edge.finished(request.request_id, is_held)
-        # `MultiConnector` raises if two of its children return the same key (`multi_connector.py`, 0.32), as two of
-        # this class would.
+        # `MultiConnector` raises if two of its children return the same key (`multi_connector.py`, 0.32), as two
+        # connectors of this class would.
         return is_held, figures if self._edge.is_alone else None
 
     def has_pending_push_work(self) -> bool:
@@ -341,19 +341,19 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return answer
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks of ended requests are coming back, so that nobody need be preempted (base.py, 0.32)."""
+        """Whether blocks of ended requests are about to be freed, so that no preemption is needed (base.py, 0.32)."""
         answer = self.scheduler_side.has_pending_block_frees()
         self._edge.pending_frees(answer)
         return answer
 
     def reset_cache(self) -> bool | None:
-        """Everything saved is stale."""
+        """Forget everything saved: it is stale."""
         answer = self.scheduler_side.reset_cache()
         self._edge.reset(answer)
         return answer
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """KV events of the host pool, where vLLM's `kv_events_config` asks for any."""
+        """Return KV events of the host pool, if vLLM's `kv_events_config` asks for any."""
         return () if self._scheduler_side is None else self._scheduler_side.take_events()
 
     def shutdown(self) -> None:
@@ -367,7 +367,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     # --- figures ------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Figures since the last call; workers have none of their own."""
+        """Return figures since the last call; workers have none."""
         return None if self._scheduler_side is None else self._scheduler_side.take_stats()
 
     @classmethod

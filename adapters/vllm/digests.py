@@ -1,7 +1,7 @@
-"""Which pages of a job are digested, and what the log has of them. The scheduler's side of `storage/kv/digests.py`.
+"""Chooses which pages of a job are digested, and records the digests (`storage/kv/digests.py` computes them).
 
-Whole blocks only: behind the valid tokens of one that is part-filled lies what happens to lie there. A slot is digested
-in every copy or in none, so that what a load brings can be compared with what was saved there.
+Only full blocks are digested: after the valid tokens of a part-filled one, the bytes are arbitrary. A slot is digested
+in every copy or in none, so that a load can be compared with what was saved there.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _ALL = 1 << 64
 
 
 def is_chosen(number: int, share: float) -> bool:
-    """Whether a slot or place is among the share of all that is digested; always the same ones."""
+    """Whether a slot or place is in the share that is digested; always the same ones."""
     return number * _SPREADS % _ALL < share * _ALL
 
 
 class DigestedPages:
-    """Of one engine."""
+    """Digests of one engine."""
 
     share: float = 0
-    """Of the slots: 0 none, 1 all."""
+    """Share of the slots: 0 none, 1 all."""
 
     def __init__(self, projections: Projections) -> None:
         self._jobs = projections.jobs
@@ -37,7 +37,7 @@ class DigestedPages:
         self._num_groups = len(projections.configuration.windows)
 
     def of_job(self, job: Issued) -> tuple[int, ...]:
-        """Place in the request's flat table of each block that is copied, or `NOT_DIGESTED`; empty where all are."""
+        """Each copied block's place in the request's flat table, or `NOT_DIGESTED`; empty if that holds for all."""
         if not self.share or isinstance(job, e.TailSaveIssued):
             return ()
         size = self._geometry.block_size
@@ -57,12 +57,12 @@ class DigestedPages:
             for place, slot in zip(places, job.slots, strict=False)
             if slot != NO_SLOT
         ]
-        if len(places) != len(job.slots):  # a handler of somebody else's made the job, and it is refused elsewhere
+        if len(places) != len(job.slots):  # a foreign handler made the job; it is refused elsewhere
             return ()
         return tuple(copied) if any(place != NOT_DIGESTED for place in copied) else ()
 
     def events(self, reports: Iterable[JobReport], time_ns: int) -> Iterator[e.PagesDigested]:
-        """What the workers have found, one event for blocks in a row; nothing of jobs that are settled already."""
+        """Yield the workers' digests, one event for each run of blocks; none for jobs that are settled."""
         for rank, digested in [(report.rank, digested) for report in reports for digested in report.digested]:
             job = self._jobs.get(digested.job_id)
             if job is None:

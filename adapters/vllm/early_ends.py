@@ -1,8 +1,8 @@
-"""Ends that another child of a `MultiConnector` reports and that vLLM must not have yet.
+"""Removes ends that another child of a `MultiConnector` reports too early.
 
-vLLM would compute on blocks that a load still fills, free blocks that a copy still uses, or fail an assertion because
-it waits for no end of that request or does not know the request any more. Such an end is removed before vLLM acts on
-it, and recorded.
+With such an end vLLM would compute on blocks that a load still fills, free blocks that a copy still uses, or fail an
+assertion because it waits for no end of that request or has forgotten it. kvledger removes the end before vLLM acts on
+it, and records that.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _MAX_ENDED = 1024
-"""Ended requests of which another child's late report of an end is recognized."""
+"""Ended requests for which a late end of another child is recognized."""
 
 
 class EarlyEnds:
-    """Finds and removes them in what the workers report."""
+    """Finds and removes early ends in what the workers report."""
 
     def __init__(
         self, journal: Journal, requests: Mapping[str, Request], ids: LogIds, prefix_cache: PrefixCache
@@ -34,18 +34,18 @@ class EarlyEnds:
         self._journal = journal
         self._owed = journal.owed
         self._requests = requests
-        """Id in the log → request that vLLM has."""
+        """Id in the log → request, of those that vLLM has."""
         self._ids = ids
         self._prefix_cache = prefix_cache
         self._ended_with_blocks: deque[str] = deque(maxlen=_MAX_ENDED)
         """Ids in the log of the last requests that ended with blocks."""
 
     def ended_with_blocks(self, request_id: str) -> None:
-        """Note that vLLM has ended a request that had blocks; its id in the log."""
+        """Note that vLLM has ended a request that had blocks; `request_id` is the log's."""
         self._ended_with_blocks.append(request_id)
 
     def refuse(self, output: KVConnectorOutput) -> None:
-        """Remove them from the output of the workers, and record each."""
+        """Remove early ends from the output of the workers, and record each."""
         receipts = {
             request_id: life
             for request_id in output.finished_recving or ()
@@ -75,14 +75,14 @@ class EarlyEnds:
                 self._journal.observe(e.EndRefused(logged, lives[request_id], field, self._journal.now()))
 
     def _waits_for_no_load(self, request_id: str) -> bool:
-        """Whether vLLM has the request, and waits for no load of it."""
+        """Whether vLLM has the request and waits for no load of it."""
         request = self._requests.get(request_id)
         return request is not None and not versions.is_waiting_for_load(request)
 
     def _is_gone(self, request_id: str, given_id: str) -> bool:
-        """Whether vLLM has freed the request's blocks, and forgot it with them.
+        """Whether vLLM has freed the request's blocks and forgotten it.
 
-        False if it ended without blocks: another child may have kept it, and nothing shows whether vLLM knows it still.
+        False if it ended without blocks: another child may have kept it, and nothing shows whether vLLM still knows it.
         """
         return (
             request_id in self._ended_with_blocks

@@ -1,9 +1,9 @@
-"""Compares what leaves the hooks and what arrives in them with what the ledger has recorded for it.
+"""Compares what the hooks exchange with vLLM with what the ledger recorded.
 
-The connector calls it last before a value goes back to vLLM, and first when vLLM calls. It sees every event that the
-ledger records, and nothing of what lies between: a mistake on the way from a decision to vLLM, or from vLLM to an
-observation, is a difference here. Counts and differences go into the log as `hooks.exchanged`, which the audit judges
-(TOLD_AS_DECIDED). It must not decide anything, and must not use what answers the hooks.
+The connector calls it first when vLLM calls a hook, and last before the hook returns. It sees every recorded event and
+nothing in between, so a bug between a decision and vLLM, or between vLLM and an observation, is a difference here.
+Counts and differences go into the log as `hooks.exchanged`, which the audit checks (TOLD_AS_DECIDED). It must not
+decide anything, and must not use code that answers the hooks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 _Issued = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
 _Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
 _Report = tuple[tuple[int, ...], bool, tuple[int, ...], int, bool]
-"""Jobs, whether it is repeated, moments, rank, whether it is done."""
+"""Job ids, whether repeated, moments, rank, whether done."""
 _NOTHING: frozenset[str] = frozenset()
 _Entry = tuple[Difference, int | str, str]
-"""What is handed out, its job id, block or vLLM's id, and the field of `StepJobs`."""
+"""Kind of what is handed out; its job id, block or vLLM request id; the field of `StepJobs`."""
 _UNKNOWN: _Entry = (Difference.END, "", "")
 _OTHERS = (
     (Difference.REMINDER, "awaited"),
@@ -44,14 +44,14 @@ _LISTS = ("saves_before_forward", "loads", "saves", "async_loads", "async_saves"
 _MAX_STEPS_OUT = 64
 """More steps than an engine has in flight."""
 _MAX_DIFFERENCES = 64
-"""In one event; further ones are not written."""
+"""Differences in one event; further ones are not written."""
 _Parameters = ParamSpec("_Parameters")
 
 
 def _safely(
     method: Callable[Concatenate[Edge, _Parameters], None],
 ) -> Callable[Concatenate[Edge, _Parameters], None]:
-    """Compare nothing any more if the method raises, and while nothing is decided."""
+    """Run the method unless the edge or the journal is off; stop comparing if it raises."""
 
     @functools.wraps(method)
     def call(self: Edge, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
@@ -59,7 +59,7 @@ def _safely(
             return
         try:
             method(self, *args, **kwargs)
-            if self._differences:  # at once, so that the log has it before what follows from it
+            if self._differences:  # at once, before anything that follows from it
                 self._record()
         except BaseException as error:  # noqa: BLE001 -- nothing may raise into vLLM
             raise_if_unstoppable(error)
@@ -74,10 +74,10 @@ class Edge:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self.is_off = False
-        """Whether the comparison has failed and is over."""
+        """Whether the comparison failed and has stopped."""
         self._counts: defaultdict[str, int] = defaultdict(int)
         self._differences: list[tuple[str, int, str]] = []
-        # What the ledger has recorded for the hook at hand.
+        # Recorded by the ledger for the current hook.
         self._answer: e.LookupAnswered | e.LookupDeferred | None = None
         self._is_void = False
         """Whether that answer was withheld."""
@@ -90,35 +90,35 @@ class Edge:
         self._reported: list[e.TransferReported] = []
         self._load_errors: list[e.LoadErrorsObserved] = []
         self._refused: list[e.EndRefused] = []
-        # What a later hook needs.
+        # Needed by later hooks.
         self._open: dict[str, int] = {}
-        """vLLM's id → ordinal of requests whose end the log does not have."""
+        """vLLM's id → ordinal, of requests without an end in the log."""
         self._ordinals: dict[str, int] = {}
-        """Id in the log → ordinal of the same requests."""
+        """Id in the log → ordinal, of the same requests."""
         self._ids: dict[int, tuple[str, str]] = {}
-        """Ordinal → vLLM's id and the one in the log, while an end of the life may follow."""
+        """Ordinal → vLLM's id and the log's, while an end of the life may follow."""
         self._forgotten: tuple[list[int], list[int]] = ([], [])
-        """Lives that were released since the last step, and since the one before."""
+        """Ordinals of lives that were released since the last step, and since the one before."""
         self._ended: set[str] = set()
-        """vLLM's ids for which it has called `request_finished` since the last step."""
+        """vLLM's ids of requests that finished (`request_finished`) since the last step."""
         self.is_alone = False
-        """Whether the workers are known to have no other connector, which could hold an end back until its own."""
+        """Whether the workers are known to have no other connector, which could delay an end until its own."""
         self._num_steps = 0
         self._to_report: dict[str, tuple[int, int]] = {}
-        """vLLM's id → ordinal of lives whose end the workers were asked to report, and the step that asked."""
+        """vLLM's id → ordinal of a life whose end the workers must report, and the step that asked."""
         self._ends: dict[int, Ends] = {}
-        """Hand-out → the ends that the workers have to report with the output of that step."""
+        """`StepJobs.delivered` → ends that the workers must report with that step's output."""
         self._kept: set[int] = set()
-        """Ordinals of ended lives whose blocks vLLM keeps until it hears of an end."""
+        """Ordinals of ended lives whose blocks vLLM keeps until an end is reported."""
         self._promised: set[int] = set()
-        """Ordinals of lives that were answered last with an asynchronous load."""
+        """Ordinals of lives whose last answer was an asynchronous load."""
         self._unfilled = UnfilledBlocks(self._differ)
         self._receiving: set[int] = set()
-        """Ordinals of lives that wait for the end of an asynchronous load, which vLLM waits for if they end, too."""
+        """Ordinals of lives that wait for an asynchronous load. vLLM waits for it even if they end."""
         self._jobs: dict[int, _Issued] = {}
         """Job id → decision, until the job is settled."""
         self._reminders: dict[int, bool] = {}
-        """Job id → whether the step waits for it, until the reminder is handed out."""
+        """Job id → whether the step waits for the job, until the reminder is handed out."""
         self._seen: Mapping[type[e.Event], Callable[[Any], None]] = dict(_marked(self))
         journal.ledger.on_recorded = self._see
         journal.before_step = self.record
@@ -155,7 +155,7 @@ class Edge:
     @on(e.LoadRefused)
     def _see_refusal_of_load(self, event: e.LoadRefused) -> None:
         ordinal = self._ordinals.get(event.request_id, e.NO_LIFE)
-        if ordinal in self._promised:  # vLLM waits for the end of a load all the same
+        if ordinal in self._promised:  # vLLM still waits for the end of a load
             self._receiving.add(ordinal)
 
     @on(e.BlocksAllocated)
@@ -321,7 +321,7 @@ class Edge:
 
     @_safely
     def record(self) -> None:
-        """A step is about to be recorded, or `shutdown` is called: record what has passed since the last time."""
+        """Record the exchange since the last call; called before a step is recorded, and at shutdown."""
         self._record()
 
     @_safely
@@ -379,13 +379,13 @@ class Edge:
                 yield kind, which, name
 
     def _number(self, which: int | str) -> int:
-        """The ordinal of vLLM's id."""
+        """Return the ordinal of vLLM's id."""
         if isinstance(which, int):
             return which
         return next((ordinal for ordinal, (given, _) in self._ids.items() if given == which), e.NO_LIFE)
 
     def _list_of_job(self, name: str, job: Any) -> str:
-        """The list that the job is in; with a remark if its pages are not those decided."""
+        """Return the list that the job is in, with a remark if its pages are not those decided."""
         decided = self._jobs.get(job.job_id)
         if decided is None or (decided.block_ids == job.block_ids and decided.slots == job.slots):
             return name
@@ -468,7 +468,7 @@ class Edge:
                 self._differ(Difference.REPORT, job_id, f"reported as {how} by rank {rank}: {which}")
 
     def _compare_step(self, step: StepReport) -> None:
-        """Compare the ends that a rank gave vLLM with those that it was to report with that step's output."""
+        """Compare the ends that a rank gave vLLM with those that it had to report with that step's output."""
         expected = self._ends.get(step.delivered)
         for earlier in [delivered for delivered in self._ends if delivered < step.delivered]:
             del self._ends[earlier]
@@ -528,7 +528,7 @@ class Edge:
             self.journal.observe(exchanged)
 
     def failed(self, error: BaseException) -> None:
-        """Compare nothing any more."""
+        """Stop comparing, and record that."""
         self.is_off = True
         self.journal.ledger.on_recorded = None
         what = type(error).__name__
@@ -543,7 +543,7 @@ class Edge:
 
 
 class Arrived:
-    """What `update_connector_output` is given."""
+    """What `update_connector_output` received."""
 
     def __init__(self, output: KVConnectorOutput) -> None:
         worker_meta = output.kv_connector_worker_meta
@@ -563,7 +563,7 @@ class Arrived:
 
 
 def _list_of(job: _Issued) -> str:
-    """The list of `StepJobs` that the job belongs in."""
+    """Return the list of `StepJobs` that the job belongs in."""
     if isinstance(job, e.LoadIssued):
         return "async_loads" if job.is_async else "loads"
     if isinstance(job, e.TailSaveIssued) or job.before_forward:
@@ -579,7 +579,7 @@ def _words(answer: tuple[int | None, bool]) -> str:
 
 
 def _marked(edge: Edge) -> Iterator[tuple[type[e.Event], Callable[[Any], None]]]:
-    """(event class, method) of every method that is marked."""
+    """Yield (event class, method) for every marked method."""
     for name, function in vars(Edge).items():
         for event_class in getattr(function, "event_classes", ()):
             yield event_class, getattr(edge, name)

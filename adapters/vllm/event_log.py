@@ -1,4 +1,4 @@
-"""Opens the log of one engine start: where it goes, what its header says, and what happens when writing fails."""
+"""Opens the log of one engine start: its directory, its header, and messages when writing fails."""
 
 from __future__ import annotations
 
@@ -48,31 +48,31 @@ _WORKER: Final = "-worker-"
 
 @attrs.frozen
 class WorkerOfLog:
-    """Who writes a log that is not the scheduler's."""
+    """A worker that writes its own log next to the scheduler's."""
 
     engine_id: str
-    """Of vLLM; equal in the logs of one engine."""
+    """vLLM's id of the engine, the same in all its logs."""
     rank: int
 
     @property
     def suffix(self) -> str:
-        """Ends the name of the log's directory."""
+        """End of the name of the log's directory."""
         return f"{_WORKER}{self.rank}-of-{re.sub('[^A-Za-z0-9]', '', self.engine_id)[:12]}"
 
 
 @attrs.frozen
 class OpenedLog:
-    """A store, and its directory where it has one."""
+    """A store, and its directory if it has one."""
 
     store: EventStore
     directory: Path | None
     remarks: tuple[str, ...] = ()
-    """What this log should say of the one before it."""
+    """What this log notes about the previous one."""
 
     def close(self, expected_sequence: int | None = None) -> None:
         """Close the store, and log how much it could not write.
 
-        `expected_sequence` is the ledger's next sequence number, by its own count; see `EventStore.close`.
+        `expected_sequence` is the next sequence number by the ledger's own count; see `EventStore.close`.
         """
         self.store.close(expected_sequence)
         if expected_sequence is not None and self.store.next_sequence < expected_sequence:
@@ -97,18 +97,13 @@ def open_event_log(
     worker: WorkerOfLog | None = None,
     **of_writer: object,
 ) -> OpenedLog:
-    """Create the log of this engine start, and begin to keep `log_dir` to its limits.
+    """Create the log of this engine start, and begin to keep `log_dir` within its limits.
 
-    Args:
-        core: what is written with it.
-        settings: where it goes, and how safely.
-        configuration: of the ledger.
-        worker: of a log that a worker writes, besides the scheduler's.
-        of_writer: more entries of the header.
+    `worker` is the worker that writes the log, None the scheduler. `of_writer` are more entries of the header.
 
     Raises:
-        ConfigurationError: `log_dir` cannot be written, at start, when a person can still correct it. A full disk is
-            no reason: then the log begins when there is room.
+        ConfigurationError: `log_dir` cannot be written; at start a person can still correct that. Not for a full disk:
+            then the log begins when there is room.
     """
     header = {
         **log_header(core, configuration),
@@ -140,7 +135,7 @@ def open_event_log(
 def _begin_log(
     core: Core, settings: LogSettings, directory: Path, header: dict[str, object]
 ) -> tuple[EventStore, Maintenance]:
-    """Begin a log in `directory`; on a full disk after old segments were deleted, or as soon as there is room."""
+    """Begin a log in `directory`; on a full disk after deleting old segments, or else as soon as there is room."""
 
     def begin(maintenance: Maintenance) -> SegmentEventStore:
         return SegmentEventStore.create(
@@ -187,7 +182,7 @@ def _begin_log(
 
 
 def _make_room(log_dir: Path, settings: LogSettings) -> list[Retirement]:
-    """Delete what is over the limits, then the oldest segments until a log of the least size fits, if it can."""
+    """Delete what exceeds the limits, then the oldest segments until the smallest log fits, if possible."""
     retired: list[Retirement] = []
     on_trouble = _RetentionTrouble()
     max_age_seconds = None if settings.max_log_age_hours is None else settings.max_log_age_hours * 3600
@@ -201,7 +196,7 @@ def _make_room(log_dir: Path, settings: LogSettings) -> list[Retirement]:
 
 
 def _limit_on_full_disk(log_dir: Path, settings: LogSettings) -> int | None:
-    """`max_log_bytes`, or less, so that the logs do not fill the disk again while they exceed their limit."""
+    """Return `max_log_bytes`, or less so that logs do not fill the disk again while they exceed their limit."""
     with contextlib.suppress(OSError):
         fitting = num_log_bytes(log_dir) + free_bytes(log_dir) - (MAX_EXCESS_SEGMENTS + 1) * settings.segment_bytes
         fitting = max(fitting, MIN_LOG_SEGMENTS * settings.segment_bytes)
@@ -210,7 +205,7 @@ def _limit_on_full_disk(log_dir: Path, settings: LogSettings) -> int | None:
 
 
 class _Cause(enum.Enum):
-    """Why the log cannot be written: each has its own remedy."""
+    """Why the log cannot be written; each cause has its own remedy."""
 
     FULL = enum.auto()
     SLOW = enum.auto()
@@ -219,7 +214,6 @@ class _Cause(enum.Enum):
 
     @classmethod
     def of(cls, error: OSError) -> _Cause:
-        """Of an attempt to write, or of the time that it took."""
         if isinstance(error, TimeoutError):
             return cls.SLOW
         if is_full(error):
@@ -229,7 +223,7 @@ class _Cause(enum.Enum):
 
 @attrs.define
 class _Trouble:
-    """Reports that the log cannot be written: at first, then once a minute, and when the cause is another one."""
+    """Reports that the log cannot be written: at first, then once a minute, and when the cause changes."""
 
     directory: Path
     maintenance: Maintenance
@@ -237,7 +231,6 @@ class _Trouble:
     _reported: _Cause | None = None
 
     def report(self, error: OSError, num_events: int) -> None:
-        """An attempt failed, or took too long."""
         if is_full(error):
             self.maintenance.disk_is_full()
         now, cause = time.monotonic(), _Cause.of(error)
@@ -271,7 +264,6 @@ class _Trouble:
             )
 
     def report_end(self, num_events: int, num_events_lost: int) -> None:
-        """Everything that waited is written."""
         self._report_at = 0.0
         messages.warning(
             "the log is written again; `kvledger verify` names what is lost, where anything is",
@@ -282,12 +274,12 @@ class _Trouble:
 
 
 def _remarks_on_last(log_dir: Path) -> tuple[str, ...]:
-    """What to say of the newest log in `log_dir` that nobody writes: nothing where it was closed and is whole."""
+    """What to note about the last log in `log_dir` that is not being written; nothing if it is closed and complete."""
     logs: list[Path] = []
     with contextlib.suppress(OSError):
         logs = directories_in(log_dir)[::-1]
     for directory in logs:
-        with contextlib.suppress(OSError, LogError):  # of one that cannot be read nothing is known
+        with contextlib.suppress(OSError, LogError):  # one that cannot be read is skipped
             if _WORKER in directory.name or not segment_paths(directory):
                 continue
             ending = glance_at_ending(directory)
@@ -312,7 +304,7 @@ def _maintenance(core: Core, settings: LogSettings, max_log_bytes: int | None) -
 
 @attrs.define
 class _RetentionTrouble:
-    """Reports what compression and retention pass over. What kvledger refuses to open is reported once."""
+    """Reports what compression and retention skip. A file that kvledger refuses to open is reported once."""
 
     _reported: set[str] = attrs.field(factory=set, init=False)
 

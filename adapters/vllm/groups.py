@@ -1,8 +1,8 @@
 """Which of a model's KV cache groups can be served, how far each of them sees, and why others cannot.
 
-A group is a set of layers with one block table (`v1/kv_cache_interface.py`, 0.32). A model is served when all of its
-groups are: a prefix of which one group's part is missing cannot be resumed. What is declined costs nothing but the
-cache; requests run as without a connector.
+A group is a set of layers with one block table (`v1/kv_cache_interface.py`, 0.32). A model is served if all of its
+groups are, because a prefix without one group's part cannot be resumed. Requests of a declined model run as without a
+connector.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _REMEDY = "start vLLM with --disable-hybrid-kv-cache-manager where the model all
 
 @attrs.frozen
 class Groups:
-    """What is known of the groups, in vLLM's order."""
+    """The groups, in vLLM's order."""
 
     windows: tuple[int, ...]
-    """Tokens that each group sees, 0 for all; meaningless where something is declined."""
+    """Tokens that each group sees, 0 for all; meaningless if anything is declined."""
     declined: tuple[str, ...]
-    """Why the model is not served, each reason once; empty where it is."""
+    """Why the model is not served, each reason once; empty if it is."""
 
 
 def describe_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups:
-    """Look at every group."""
+    """Return how far each group sees, and why the model is declined."""
     groups = kv_cache_config.kv_cache_groups
     windows: list[int] = []
     numbers_of: dict[tuple[str, str], list[int]] = {}
@@ -79,7 +79,7 @@ def _layer_specs(spec: Any) -> list[Any]:
 
 
 def _window(specs: Sequence[Any]) -> tuple[int, str]:
-    """How far the layers see, or why that is no answer. By exact type: subclasses drop or reuse blocks otherwise."""
+    """How far the layers see, or why they are declined. By exact type: subclasses free or reuse blocks differently."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
     if all(type(spec) in {FullAttentionSpec, MLAAttentionSpec} for spec in specs):
@@ -101,7 +101,7 @@ def _special(group: Any) -> str:
 
 
 def _pages_coincide(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether pages of layers of different groups are the same bytes or have none in common."""
+    """Whether pages of layers of different groups are the same bytes or share none."""
     end = 0
     for start, stop in sorted(versions.page_ranges(kv_cache_config)):
         if start < end:

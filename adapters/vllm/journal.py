@@ -1,43 +1,42 @@
-"""The ledger as the hooks use it: a clock, what may leave towards the workers, and what happens when a hook fails.
+"""The ledger as the hooks use it: a clock, checks of answers and jobs, and fallbacks for hooks that raise.
 
-Nothing of ours may raise into vLLM. A table says what a hook answers if it raises (`guarded`), and serving goes on.
+kvledger must not raise into vLLM: `guarded` takes a table of what each hook does instead.
 
-A job goes to the workers when the frame that it stands in is written, and when it keeps to vLLM's contract. One that
-does not go is reported as failed, so that what the ledger knows stays true.
+A job goes to the workers if its frame is written and it keeps vLLM's contract. Any other job is reported as failed.
 
-VLLM_CONTRACT: what vLLM demands of what leaves towards it, held against every answer and job, whatever was decided.
+VLLM_CONTRACT: what vLLM requires of answers and jobs; each of them is checked, whatever decided it.
 
-Where a demand is not met, vLLM's scheduler asserts, or computes upon what is not there. So an answer that breaks one is
-replaced by the safe one, a job is not handed out and what it promised is reported as failed; the log has
-`decision.withheld`, which names the breach, and the request is quarantined. In vLLM 0.32
-(S: `v1/core/sched/scheduler.py`; `distributed/kv_transfer/kv_connector/`: B: `v1/base.py`, U: `utils.py`):
+If a requirement is not met, vLLM's scheduler fails an assertion or computes on missing KV. kvledger therefore gives the
+safe answer instead, withholds the job, and reports what it promised as failed. It records `decision.withheld` with the
+breach, and quarantines the request. In vLLM 0.32 (S: `v1/core/sched/scheduler.py`;
+`distributed/kv_transfer/kv_connector/`: B: `v1/base.py`, U: `utils.py`):
 
 `get_num_new_matched_tokens` (S, schedule)
-  - a number of tokens, 0 or more, or None, which asks to be asked again; the number answers this very call
-  - with what is computed at most `num_tokens` (S: `assert num_computed_tokens <= request.num_tokens`); by our own bound
-    one less, for of a load within the step a token must be left to compute (S: `assert num_new_tokens > 0`)
+  - a number of tokens, 0 or more, for this call only; or None, which makes vLLM ask again
+  - with the computed tokens at most `num_tokens` (S: `assert num_computed_tokens <= request.num_tokens`). kvledger
+    requires one less: a load within the step must leave a token to compute (S: `assert num_new_tokens > 0`)
   - asynchronous only with tokens to load (S: `assert num_external_computed_tokens > 0`)
-  - asynchronous where there are several groups: failed blocks cannot be reported there (S, `_handle_invalid_blocks`)
-  - a load begins with a block, for whole pages are copied, and ends where what is saved ends: a load that is promised
-    and fails may end its request (`kv_load_failure_policy`). Both are demands of our own
+  - asynchronous if there are several groups: vLLM takes no failed blocks there (S, `_handle_invalid_blocks`)
+  - kvledger's own: a load begins at a block, because whole pages are copied, and ends where the saved tokens end,
+    because a promised load that fails may end its request (`kv_load_failure_policy`)
 `update_state_after_alloc` (B)
-  - all that was accepted is loaded, once, into the blocks that were given; or it is reported as failed
+  - all accepted tokens are loaded, once, into the given blocks, or reported as failed
 `build_connector_meta` (B, start_load_kv and request_finished)
-  - a load only where vLLM has accepted one; asynchronous where it waits for its end, and only there
-  - a save only out of blocks that the request holds, or, where it lost them, before the forward or while they are kept
+  - a load only if vLLM accepted one; asynchronous if, and only if, vLLM waits for its end
+  - a save only from blocks that the request holds; from lost ones only before the forward, or while vLLM keeps them
   - as many slots as blocks, all of them in the pool
 `request_finished` (B; S, `_connector_finished`)
-  - True where a copy still reads the blocks, and then one `finished_sending`; else False, and none
+  - True if a copy still reads the blocks, and then one `finished_sending`; otherwise False and none
 `finished_recving`, `finished_sending`, `failed_recving` (S, `_update_from_kv_xfer_finished`; U, KVOutputAggregator)
-  - once for each request that waits for a load, or whose end was answered True; for nobody else. A failed load is in
-    the first and the last of them
+  - once for each request that waits for a load or whose end was answered with True, and for no other. A failed load is
+    in the first and the last
 `get_block_ids_with_load_errors` (S, `_handle_invalid_blocks`)
-  - only blocks of a table that vLLM gave, and none where there are several groups
+  - only blocks of a table that vLLM gave; none if there are several groups
 `reset_cache`, `has_pending_push_work` (S)
-  - a bool; the latter True for no longer than a copy may be silent
+  - a bool; the latter True for no longer than a copy may stay unreported
 
-The ends are kept to in `lifecycle/projections/owed.py`; what is decided is judged by the functions below. They
-look at observations and at what is saved, and return the breach in words, or "".
+`lifecycle/projections/owed.py` keeps to the rules for ends. The functions below check decisions against observations
+and what is saved, and return the breach as text, or "".
 """
 
 from __future__ import annotations
@@ -74,16 +73,16 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT, NULL_BLOCK
 
 _JUDGED = frozenset({e.LoadIssued, e.SaveIssued, e.TailSaveIssued, e.InvariantViolated, e.ExtensionStopped})
-"""Decisions that are held against vLLM's contract, or that people are told of."""
+"""Decisions that are checked against vLLM's contract, or logged for operators."""
 _Owner = TypeVar("_Owner", bound="ReportsFailures")
 NOT_WRITTEN = "the event log could not be written"
-"""Why an answer or a job is withheld with which nothing is wrong, for people to read."""
+"""Why an answer or job is withheld although it is correct; shown to operators."""
 
 
 class Journal:
-    """Observes events, withholds jobs that may not leave, and logs broken rules for people.
+    """Observes events, withholds jobs that must not go out, and logs broken rules for operators.
 
-    A corrupt ledger disables it: nothing is decided any more, what is owed still comes to its end.
+    A corrupt ledger disables it: it decides nothing any more, but pending copies and ends still complete.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Journal:
         self.owed = self.projections.owed
         self.tracker = self.projections.tracker
         self.totals = Totals(self.projections, on_failed=self._counting_failed)
-        """What the metrics are taken from."""
+        """The source of the metrics."""
         self.is_disabled = False
         self.figures_changed = True
         self.messages = messages.bind(log=str(log.directory or "memory"))
@@ -110,15 +109,15 @@ class Journal:
         self._num_steps_disabled = 0
         self._disabled_ns = 0
         self.is_behind: Callable[[], bool] = partial(getattr, log.store, "is_behind", False)  # noqa: FBT003 -- getattr takes no names
-        """Whether events that were handed over are not in the log yet."""
+        """Whether appended events are still missing in the log."""
         self.is_written = True
         """Whether everything was in the log after the last commit."""
         self.follow: Callable[[e.Event, Sequence[e.Event]], None] | None = None
-        """Called with each observation and what was decided on it; must not raise."""
+        """Called with each observation and its decisions; must not raise."""
         self.before_step: Callable[[], None] = lambda: None
         """Called before a step is recorded; must not raise."""
         self.loads_must_not_fail = False
-        """Whether vLLM delivers a wrong token where a load within a step fails."""
+        """Whether vLLM delivers a wrong token if a load within a step fails."""
 
     def _counting_failed(self, error: BaseException) -> None:
         self.messages.error(
@@ -130,7 +129,7 @@ class Journal:
     def has_jobs(self) -> bool:
         """Whether a job waits for a step, a step's job for its report, or vLLM for an end.
 
-        Where nothing is decided any more a job is waited for as long as it may be silent, and no longer.
+        A disabled journal waits for a job only until it is overdue.
         """
         if self.owed.is_owing:
             return True
@@ -140,7 +139,7 @@ class Journal:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the log lacks nothing but what no commit has tried to write."""
+        """Whether the log has everything that was committed."""
         return self.is_written and not self.is_behind()
 
     def now(self) -> int:
@@ -151,7 +150,7 @@ class Journal:
         """Record an observation and return the decisions, without jobs that break vLLM's contract.
 
         Raises:
-            LedgerCorrupt: a projection failed; give it to `hook_failed`.
+            LedgerCorrupt: a projection failed; pass it to `hook_failed`.
         """
         try:
             decisions = self.ledger.observe(event)
@@ -168,7 +167,7 @@ class Journal:
         return [decision for decision in decisions if decision not in refused] if refused else decisions
 
     def _judge(self, event: e.Event, decisions: Sequence[e.Event]) -> list[PageJob]:
-        """Withhold jobs that break vLLM's contract, and return them."""
+        """Withhold jobs that break vLLM's contract and return them; log broken rules and stopped extensions."""
         refused: list[tuple[PageJob, str]] = []
         has_load = False
         for decision in decisions:
@@ -211,14 +210,14 @@ class Journal:
             return f"it cannot be judged: {type(error).__name__}"
 
     def withhold(self, request_id: str, rule: str, detail: str) -> None:
-        """Record that what was decided does not leave; with a rule, it is what that would have broken."""
+        """Record that a decision does not go out; `rule` is the one it would have broken, if any."""
         self.observe(e.DecisionWithheld(request_id, rule, detail, self.now()))
 
     def _withhold_job(self, job: PageJob, withheld: e.Withheld, detail: str) -> None:
         self._fail(job.job_id, job.request_id, withheld, f"not handed out: {detail}")
 
     def _fail(self, job_id: int, request_id: str, withheld: e.Withheld, error: str) -> None:
-        """Report a job as failed in the place of all workers."""
+        """Report a job as failed on behalf of all workers."""
         try:
             self.observe(
                 e.TransferReported(
@@ -238,7 +237,7 @@ class Journal:
             self.hook_failed("withhold", request_id, failure)
 
     def take(self, report: e.TransferReported) -> None:
-        """Record a report that a request may wait for, once more if it fails before it is recorded. Never raises."""
+        """Record a report, which a request may wait for; retry once if that fails. Never raises."""
         for _ in range(2):
             sequence = self.ledger.next_sequence
             try:
@@ -253,7 +252,7 @@ class Journal:
                 return
 
     def ready(self) -> Ready:
-        """What the workers are given with this step. Jobs that a step went without are reported as failed."""
+        """Return what the workers get with this step. Jobs that missed their step are reported as failed."""
         ready = self.ledger.ready(Channel.WORKERS)
         if not ready.late:
             return ready
@@ -262,9 +261,9 @@ class Journal:
         return self.ledger.ready(Channel.WORKERS)
 
     def advance(self, ready: Ready) -> int:
-        """Record that this is handed over; it is, even if recording it raises. What is in it is written already.
+        """Record that `ready` is handed over, which happens even if this fails. Its jobs are written already.
 
-        Returns the sequence number of what was recorded, which is written with the next frame; 0 if nothing was.
+        Returns the event's sequence number, which is written with the next frame; 0 if there is none.
         """
         sequence = self.ledger.next_sequence
         try:
@@ -275,10 +274,10 @@ class Journal:
         return sequence if self.ledger.next_sequence > sequence else 0
 
     def commit(self) -> bool:
-        """Write what was recorded since the last commit, as one frame, before vLLM acts on it.
+        """Write what was recorded since the last commit as one frame, before vLLM acts on it.
 
-        Returns whether all of it is in the log. If not, no new copy begins: jobs that only this frame records are
-        withheld, but for loads that vLLM would deliver a wrong token without: it has been promised them in writing.
+        Returns whether all of it is in the log. If not, jobs that only this frame records are withheld, except loads
+        without which vLLM would deliver a wrong token: the log has the answer that promised them.
         """
         first_sequence = self.ledger.next_sequence - self.ledger.num_uncommitted
         try:
@@ -297,7 +296,7 @@ class Journal:
         return self.is_written
 
     def decline(self, reason: str) -> None:
-        """Serve nobody, and say why: to the log, and to people."""
+        """Serve no request from now on; log and record why."""
         self._disable()
         self.messages.warning("the model is not served, requests run as without a connector", reason=reason)
         try:
@@ -306,7 +305,7 @@ class Journal:
             self.hook_failed("decline", "", error)
 
     def hook_failed(self, hook: str, request_id: str, error: BaseException) -> None:
-        """Log it for people, record it, and let the request recompute."""
+        """Log and record that a hook failed, and let the request recompute."""
         text = described(error)
         self.messages.error(
             "a hook failed, the request recomputes; report it with this log",
@@ -314,7 +313,7 @@ class Journal:
             request_id=request_id,
             error=text,
         )
-        # The core sees only events, so what it says is as harmless as they.
+        # The core sees only events, so its errors hold no secrets either.
         logged = text if isinstance(error, LedgerCorrupt) else without_secrets(error)
         event = e.HookFailed(hook, request_id, logged, self.now())
         is_sound = False
@@ -327,7 +326,7 @@ class Journal:
             self._stop_deciding()
 
     def _stop_deciding(self) -> None:
-        """Decide nothing any more. What vLLM waits for goes out all the same, other saves do not."""
+        """Stop deciding. Jobs that vLLM waits for still go out, other saves do not."""
         self._disable()
         self.messages.error(
             "the ledger is corrupt, caching is off: restart the engine when it suits, and report it with this log"
@@ -342,7 +341,7 @@ class Journal:
 
     @property
     def _is_overdue(self) -> bool:
-        """Whether what has not been reported since nothing is decided any more is waited for no longer."""
+        """Whether copies pending since the journal was disabled are overdue."""
         silent_ns = self.now() - self._disabled_ns
         return (
             self._num_steps_disabled >= self.configuration.max_silent_steps
@@ -350,9 +349,9 @@ class Journal:
         )
 
     def pass_step(self) -> None:
-        """A step goes out although nothing is decided any more: whoever waits for a copy that is overdue waits no more.
+        """Count a step while disabled, and report overdue copies as failed, so that vLLM stops waiting.
 
-        Nobody can decide that it failed, so the connector reports it. Saves, too: vLLM keeps blocks for them.
+        The ledger can no longer decide that. Saves are included, because vLLM keeps blocks for them.
         """
         self._num_steps_disabled += 1
         if self._is_overdue:
@@ -365,7 +364,7 @@ class Journal:
 
 
 def breach_of_answer(answer: e.LookupAnswered, asked: e.LookupRequested, projections: Projections) -> str:
-    """What a number of tokens would break as the answer to `asked`."""
+    """Return how this answer to `asked` breaks the contract; empty if it does not."""
     computed, promised = asked.num_computed_tokens, answer.num_external_tokens
     if (answer.num_computed_tokens, answer.num_tokens) != (computed, asked.num_tokens):
         return f"computed were {computed} of {asked.num_tokens} tokens, the answer is for {answer.num_computed_tokens}"
@@ -385,10 +384,10 @@ def breach_of_answer(answer: e.LookupAnswered, asked: e.LookupRequested, project
 
 
 def _num_saved_tokens(record: RequestRecord, projections: Projections) -> int:
-    """Tokens from the first on that can be loaded; of a quarantined request none."""
+    """Tokens from the first on that can be loaded; 0 if the request is quarantined."""
     if record.trust is not TrustRegion.TRUSTED:
         return 0
-    # Counted by the projection, never taken from an answer: a handler may have answered anything before.
+    # The projection's count, never an earlier answer: a handler may have answered anything.
     num_chunks = projections.lookup_cache.num_hit_chunks(record)
     num_tokens = num_chunks * projections.geometry.chunk_size
     tail = record.tail
@@ -398,7 +397,7 @@ def _num_saved_tokens(record: RequestRecord, projections: Projections) -> int:
 
 
 def breach_of_load(job: e.LoadIssued, observed: e.Event, projections: Projections) -> str:
-    """What a load would break that was issued upon `observed`."""
+    """Return how a load decided on `observed` breaks the contract; empty if it does not."""
     if not isinstance(observed, e.BlocksAllocated) or not observed.num_external_tokens:
         return "a load was issued, and vLLM has accepted none"
     record = projections.tracker.get(job.request_id)
@@ -422,7 +421,7 @@ def _breach_of_missing(job: e.LoadIssued, projections: Projections) -> str:
 
 
 def breach_of_save(job: e.SaveIssued | e.TailSaveIssued, decided: Sequence[e.Event], projections: Projections) -> str:
-    """What a save would break that is one of the decisions `decided`."""
+    """Return how a save among the decisions `decided` breaks the contract; empty if it does not."""
     if isinstance(job, e.SaveIssued):
         pages = projections.geometry.pages_of(job.chunks)
         before_forward, is_async = job.before_forward, job.is_async
@@ -450,7 +449,7 @@ def _breach_of_pages(
         return f"{len(pages)} pages, {len(job.block_ids)} blocks and {len(job.slots)} slots do not belong together"
     is_whole = min(job.slots, default=0) >= 0 and max(job.slots, default=-1) < num_slots
     if is_whole and max(pages, default=-1) < num_blocks and tuple(map(table.__getitem__, pages)) == job.block_ids:
-        return ""  # as most are: compared at once
+        return ""  # the usual case, in one comparison
     for page, block, slot in zip(pages, job.block_ids, job.slots, strict=True):
         if slot == NO_SLOT:
             continue
@@ -473,20 +472,20 @@ class ReportsFailures(Protocol):
 
 @attrs.frozen
 class Fallback:
-    """What a hook answers if it raises, and what happens all the same."""
+    """What a hook returns if it raises, and the methods that still run."""
 
     answer: Any = None
     steps: tuple[str, ...] = ()
-    """Methods that are called after the failure is recorded, in this order, each with the arguments of the hook.
+    """Methods called in this order after the failure is recorded, each with the hook's arguments.
 
-    A step is called whether or not the steps before it have raised. If it returns something, that is the answer.
+    Each is called even if an earlier one raised. If it returns something, that is the answer.
     """
     fails_as: str = ""
-    """Name of the failure in the log, if that is not the hook's. A step fails under the name of the hook."""
+    """Name of the failure in the log, if not the hook's. A failing method has the hook's name."""
 
 
 def guarded(hooks: Mapping[str, Fallback]) -> Callable[[type[_Owner]], type[_Owner]]:
-    """Let the hooks of a class never raise. `hooks`: name of the method → what happens instead."""
+    """Make the hooks of a class never raise. `hooks`: method name → what happens instead."""
 
     def decorate(owner: type[_Owner]) -> type[_Owner]:
         for name, fallback in hooks.items():
@@ -523,7 +522,7 @@ def _fall_back(owner: ReportsFailures, hook: str, fallback: Fallback, arguments:
 
 
 def _request_id(arguments: Sequence[object]) -> str:
-    """The log's id of the request that a hook is called with; empty if it is called with none."""
+    """The log's id of the request in a hook's arguments; empty if there is none."""
     try:
         return logged_request_id(str(getattr(arguments[0], "request_id", ""))) if arguments else ""
     except BaseException as error:  # noqa: BLE001 -- read from a live object of vLLM, as what just failed

@@ -1,6 +1,6 @@
 """What chunk keys reveal: which hash algorithms kvledger refuses, and why a reader of a log could test guesses.
 
-It only reads vLLM's configuration and `PYTHONHASHSEED`. It must not hash anything.
+It reads vLLM's configuration and `PYTHONHASHSEED`. It must not hash anything.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ DEFAULT_ALGORITHM: Final = "sha256"
 _NOT_SECRET: Final = ("", "random")
 """Values of `PYTHONHASHSEED` that are the same everywhere. vLLM hashes the text, so "random" is a constant to it."""
 _SMALL: Final = 1 << 16
-"""Seeds below are the ones that examples have and that a reader tries first."""
+"""Smaller seeds are those of examples, and the first that a reader tries."""
 
 
 def hash_algorithm(vllm_config: VllmConfig) -> str:
-    """The algorithm that vLLM hashes blocks with (`config/cache.py`, prefix_caching_hash_algo, 0.32)."""
+    """Return the algorithm that vLLM hashes blocks with (`config/cache.py`, prefix_caching_hash_algo, 0.32)."""
     return str(vllm_config.cache_config.prefix_caching_hash_algo)
 
 
@@ -33,7 +33,7 @@ def refuse_weak_hash(algorithm: str) -> None:
     """Refuse an algorithm for which a client can construct two prompts with the same key.
 
     Raises:
-        ConfigurationError: naming the option and the remedy.
+        ConfigurationError: names the option and the remedy.
     """
     if algorithm not in COLLISION_RESISTANT:
         reason = (
@@ -52,7 +52,7 @@ def note_guessable_keys(vllm_config: VllmConfig, log_directory: Path | None) -> 
 
 
 def why_guessable(algorithm: str) -> str:
-    """Why a reader of the log can test whether a guessed prompt is in it, with the remedy; empty if nothing is known.
+    """Why a reader of the log can test whether a guessed prompt is in it, with the remedy; empty without a known way.
 
     vLLM 0.32 and 0.33 derive the first hash from `PYTHONHASHSEED`. Without it they use a constant, except for xxhash,
     for which they draw 32 random bytes in each process (`v1/core/kv_cache_utils.py`, resolve_none_hash_seed).

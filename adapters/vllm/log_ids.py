@@ -1,8 +1,8 @@
 """vLLM's requests under the ids that the log has for them.
 
-A log has long ids cut, with a hash (`lifecycle/request_ids.py`), and everything else in kvledger knows a request by the
-id in the log. vLLM must get its own ids back. Both are kept here for requests whose ids differ; for all others every
-method returns what it is given.
+A log cuts long ids and appends a hash (`lifecycle/request_ids.py`). Everything else in kvledger uses the id in the log,
+but vLLM must get its own id back. `LogIds` keeps both for requests whose ids differ; for all others every method
+returns what it is given.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Renamed:
-    """A live request with the id that the log has for it; everything else is read from and written to the request."""
+    """A live request under its id in the log; everything else is read from and written to the request."""
 
     __slots__ = ("_request", "request_id")
 
@@ -35,7 +35,7 @@ class _Renamed:
 
 
 def vllm_id(request: Request) -> str:
-    """The id that vLLM knows the request by."""
+    """Return the id that vLLM knows the request by."""
     found: object = request
     return found._request.request_id if isinstance(found, _Renamed) else request.request_id  # noqa: SLF001
 
@@ -45,17 +45,16 @@ class LogIds:
 
     def __init__(self) -> None:
         self.renamed: dict[str, str] = {}
-        """vLLM's id → the id in the log, where they differ."""
+        """vLLM's id → the id in the log, if they differ."""
         self._given: dict[str, str] = {}
-        """The same, the other way round."""
+        """Id in the log → vLLM's id, of the same requests."""
         self._ended: dict[str, None] = {}
-        """Of these, ids in the log of requests that vLLM has ended."""
+        """Those of these ids in the log whose requests vLLM has ended."""
 
     def arrived(self, request: Request, is_known: Callable[[str], bool]) -> Request:
-        """The new request under its id in the log.
+        """Return the new request under its id in the log, which no other request has.
 
-        `is_known` tells of an id in the log whether a request has it that is alive, or whose end vLLM waits for. That
-        other request never has the same id in the log.
+        `is_known` returns whether an id in the log belongs to a request that is alive, or whose end vLLM waits for.
         """
         given = request.request_id
         logged = self.logged(given)
@@ -74,16 +73,16 @@ class LogIds:
         return logged != given and is_known(logged)
 
     def of(self, request: Request) -> Request:
-        """The request under its id in the log."""
+        """Return the request under its id in the log."""
         logged = self.logged(request.request_id)
         return request if logged == request.request_id else _renamed(request, logged)
 
     def of_step(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
-        """What the scheduler says of a step, about the ids in the log."""
+        """Return the scheduler's output for a step, with the ids in the log."""
         return versions.renamed_step(scheduler_output, self.renamed, self.given)
 
     def logged(self, request_id: str) -> str:
-        """The id in the log."""
+        """Return the id in the log."""
         return self.renamed.get(request_id) or logged_request_id(request_id)
 
     def given(self, logged: str) -> str:
@@ -100,12 +99,12 @@ class LogIds:
             self._ended[request.request_id] = None
 
     def forget(self, is_known: Callable[[str], bool]) -> None:
-        """Forget requests that have ended, unless `is_known` says of the id in the log that vLLM waits for them."""
+        """Forget ended requests, unless vLLM waits for an end of theirs (`is_known` of the id in the log)."""
         for logged in [each for each in self._ended if not is_known(each)] if self._ended else ():
             del self._ended[logged], self.renamed[self._given.pop(logged)]
 
     def __len__(self) -> int:
-        """Requests whose ids differ, for tests: none is left when all have ended."""
+        """Number of requests whose ids differ, for tests: 0 when all have ended."""
         return len(self.renamed)
 
 

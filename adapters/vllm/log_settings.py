@@ -1,6 +1,6 @@
-"""The keys of `kv_connector_extra_config` that say where a log goes, and how a mapping of keys is refused.
+"""The keys of `kv_connector_extra_config` about the log, and how a mapping of keys is refused.
 
-They are the same for the connector and for the recorder.
+The connector and the recorder share them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvledger.storage.events import MIN_LOG_SEGMENTS, Durability
 from kvledger.storage.events.files import RefusedFile, is_full
 
 MIN_SEGMENT_BYTES = 16 * 1024
-"""Each segment begins with a header of about 11 kB, vocabulary and configuration; smaller ones hold little else."""
+"""Bytes. Each segment begins with a header of about 11 kB: vocabulary and configuration."""
 
 
 _ADDRESS = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -28,7 +28,7 @@ _OF_VLLM = ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_m
 
 
 def unwritable(directory: Path, error: OSError) -> ConfigurationError:
-    """What to say of a directory below `log_dir`, or of itself."""
+    """Return the refusal of `log_dir`, or of a directory below it."""
     existing = _existing(directory)
     if isinstance(error, RefusedFile):
         return ConfigurationError(
@@ -46,7 +46,7 @@ def unwritable(directory: Path, error: OSError) -> ConfigurationError:
 
 
 def _existing(directory: Path) -> Path:
-    """It, or the nearest above it that is there and may be looked at."""
+    """Return the directory, or the nearest one above it that exists and may be looked at."""
     return next(each for each in (directory, *directory.parents) if os.path.lexists(each))
 
 
@@ -56,55 +56,55 @@ class LogSettings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     log_dir: Path | None = Path("kvledger-logs")
-    """Where event logs go; every engine start writes a directory of its own inside. null: no files."""
+    """Directory for event logs; every engine start writes its own directory inside. null: no files."""
 
     durability: Durability = Durability.OS
-    """os: the log survives the process, but a power cut may lose the last writes; disk: it survives the machine, but
-    for what `sync_interval_ms` says."""
+    """os: the log survives the process, but a power cut may lose the last writes; disk: it survives the machine, except
+    for what `sync_interval_ms` allows."""
 
     sync_interval_ms: pydantic.PositiveInt = 50
-    """With durability disk: milliseconds between two syncs. A machine failure can lose the events of this time plus
-    those of one sync, which takes as long as the disk needs."""
+    """With durability disk: milliseconds between two syncs. A machine failure can lose the events of this time and of
+    one sync, which takes as long as the disk needs."""
 
     max_log_wait_ms: pydantic.PositiveInt | None = 1000
-    """How long a step waits, at most, until the log has begun a new file. After that, copies that only the waiting
-    events record fail, and hits are not offered until the log has caught up; a step waits once in that time. null: the
-    step writes everything itself, for as long as it takes."""
+    """Milliseconds that a step waits at most, and only once, until the log has begun a new file. After that, copies
+    that only the waiting events record fail, and no hits are offered until the log has caught up. null: the step writes
+    everything itself, for as long as it takes."""
 
     segment_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
     """Size at which the log begins a new file, at least 16 KiB: each begins with a header of about 11 kB."""
 
     max_log_bytes: pydantic.ByteSize | None = pydantic.Field(pydantic.ByteSize(16 * 1024**3), validate_default=True)
-    """What all logs in `log_dir` together may take: the oldest segments are deleted, with a record of that. At least 3
-    segments. Exceeded by one segment while another is deleted, and by up to 4 while the snapshot that verifies the
+    """Size limit of all logs in `log_dir` together, at least 3 segments: kvledger deletes the oldest segments and
+    records that. Exceeded by one segment while another is deleted, and by up to 4 while the snapshot that verifies the
     rest is being made. null: no limit."""
 
     max_log_age_hours: pydantic.PositiveFloat | None = None
-    """Segments in `log_dir` that were last written to longer ago are retired. null: no limit."""
+    """Hours after its last write at which a segment in `log_dir` is deleted. null: no limit."""
 
     memory_log_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
-    """Without `log_dir`: the newest events that are kept."""
+    """Without `log_dir`: bytes of the newest events that are kept in memory."""
 
     digests: Literal["off", "all"] | Annotated[float, pydantic.Field(ge=0, le=1)] = "off"
-    """Of which part of what is copied 64 bits are written for each whole block, so that `verify` names where bytes
-    changed: off, all, or a share between 0 and 1. Workers read every such block once more."""
+    """Share of the copied blocks for which 64 bits are recorded, so that `verify` names where bytes changed: off, all,
+    or a number between 0 and 1. Full blocks only; workers read each of them once more."""
 
     @property
     def digest_share(self) -> float:
-        """The same as a number."""
+        """`digests` as a number."""
         return {"off": 0.0, "all": 1.0}[self.digests] if isinstance(self.digests, str) else self.digests
 
     @pydantic.field_validator("*", mode="before")
     @classmethod
     def _take_no_truth_for_a_number(cls, value: object, info: pydantic.ValidationInfo) -> object:
-        """Pydantic would: true is 1 to Python."""
+        """Refuse a bool for a number, which pydantic would accept: true is 1 in Python."""
         is_asked_for = cls.model_fields[str(info.field_name)].annotation is bool
         return str(value) if isinstance(value, bool) and not is_asked_for else value
 
     @pydantic.field_validator("log_dir", mode="before")
     @classmethod
     def _take_no_address(cls, log_dir: object) -> object:
-        """A path would be made of it, and be shown with the credentials."""
+        """Refuse an address, which would become a path and be shown with its credentials."""
         if isinstance(log_dir, str) and _ADDRESS.match(log_dir):
             remedy = "name a directory; `kvledger ship` copies its logs into a stream"
             shown = without_credentials(log_dir, is_address=True)
@@ -137,23 +137,23 @@ class LogSettings(pydantic.BaseModel):
 
     @classmethod
     def from_extra_config(cls, extra_config: dict[str, Any]) -> Self:
-        """Check the mapping that vLLM hands over.
+        """Check the mapping that vLLM passes on.
 
         Raises:
-            ConfigurationError: naming every key that is wrong, why, and what may stand there.
+            ConfigurationError: names every wrong key, why, and what is allowed.
         """
         try:
             return cls.model_validate(extra_config)
         except pydantic.ValidationError as error:
             elsewhere = ("a key of vLLM's own", "write it beside kv_connector_extra_config, not in it")
             found = refusals(error, cls.model_fields, dict.fromkeys(_OF_VLLM, elsewhere))
-        raise ConfigurationError(*found)  # pydantic's own words would stand above it, twice as long
+        raise ConfigurationError(*found)  # outside of `except`, without pydantic's longer text above it
 
     def refuse_few_segments(self, num_logs: int) -> None:
-        """Refuse a `max_log_bytes` that is too small for so many logs, written at once by the engines of one server.
+        """Refuse a `max_log_bytes` that is too small for the logs that one server's engines write at once.
 
         Raises:
-            ConfigurationError: naming the least size.
+            ConfigurationError: names the least size.
         """
         least = MIN_LOG_SEGMENTS * self.segment_bytes * num_logs
         if self.log_dir is not None and self.max_log_bytes is not None and self.max_log_bytes < least:
@@ -165,9 +165,9 @@ class LogSettings(pydantic.BaseModel):
             raise ConfigurationError(Refusal(reason, remedy, "max_log_bytes", written_size(self.max_log_bytes)))
 
     def refuse_log_dir(self) -> str:
-        """Refuse a `log_dir` that cannot be written, as far as that is seen without writing anything that stays.
+        """Refuse a `log_dir` that cannot be written, as far as a temporary file shows.
 
-        Returns what to tell people of a disk that is full, which is no reason to refuse it; empty: nothing.
+        Returns a warning if the disk is full, which is no reason to refuse it; otherwise nothing.
 
         Raises:
             ConfigurationError: with the directory and the system's reason.
@@ -176,7 +176,7 @@ class LogSettings(pydantic.BaseModel):
             return ""
         folder = self.log_dir.absolute()
         try:
-            with tempfile.TemporaryFile(dir=_existing(folder)) as file:  # has no name, where the system can make such
+            with tempfile.TemporaryFile(dir=_existing(folder)) as file:  # without a name, if the system can do that
                 file.write(bytes(MIN_SEGMENT_BYTES))
                 file.flush()
         except OSError as error:

@@ -1,6 +1,6 @@
-"""Messages for operators: structlog over vLLM's own logger, bound once, silent on the hot path.
+"""Messages for operators, through vLLM's own logger.
 
-Each begins with kvledger's name, since vLLM's prefix says only in which process and line it was made.
+Each begins with kvledger's name, because vLLM's prefix names only the process and the line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SOONER = "  run `kvledger check` with this configuration to find what is refuse
 
 
 class _Messages(structlog.stdlib.BoundLogger):
-    """Never raises: filters and handlers of the server's logging are somebody else's code."""
+    """Never raises: filters and handlers of the server's logging are foreign code."""
 
     def _proxy_to_logger(self, method_name: str, event: str | None = None, *event_args: str, **event_kw: Any) -> None:
         with suppressed():
@@ -35,7 +35,7 @@ class _Messages(structlog.stdlib.BoundLogger):
 
 
 messages: structlog.stdlib.BoundLogger = structlog.wrap_logger(
-    # A child of vLLM's logger: its level, handlers and format apply without any configuration of ours.
+    # A child of vLLM's logger, so its level, handlers and format apply without configuration.
     logging.getLogger("vllm.kvledger"),
     wrapper_class=_Messages,
     processors=[structlog.stdlib.filter_by_level, _as_text],
@@ -45,15 +45,15 @@ messages: structlog.stdlib.BoundLogger = structlog.wrap_logger(
 
 @contextlib.contextmanager
 def refusals_are_said() -> Iterator[None]:
-    """Log a refusal before it is raised, once: vLLM ends with tracebacks, in which it is hard to find.
+    """Log a refusal once before it is raised, because it is hard to find in the tracebacks that vLLM ends with.
 
-    vLLM creates connectors after it has loaded the weights, so the message also says how to learn of a refusal sooner.
-    It is a note of the exception as well, which tracebacks print below the reason.
+    vLLM creates connectors after it has loaded the weights, so the message also names a way to find refusals sooner.
+    The exception gets the same note, which tracebacks print below the reason.
     """
     try:
         yield
     except ConfigurationError as error:
-        if _SOONER not in getattr(error, "__notes__", ()):  # else a connector inside of this one has logged it
+        if _SOONER not in getattr(error, "__notes__", ()):  # else an inner connector has logged it
             error.add_note(_SOONER)
             messages.error(f"{error}\n{_SOONER}")
         raise

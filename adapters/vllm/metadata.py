@@ -1,7 +1,7 @@
-"""What travels between the scheduler side and the workers: jobs one way, reports the other.
+"""What the scheduler side and the workers exchange: jobs one way, reports the other.
 
-Plain values only; vLLM pickles them to worker processes. The functions below make the jobs of a step from what the
-ledger owes the workers, and observations from what the workers report. Nothing here knows requests.
+Plain values, because vLLM pickles them to worker processes. The functions make the jobs of a step from what is pending,
+and observations from the workers' reports.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ class PageJob(msgspec.Struct, frozen=True):
     block_ids: tuple[int, ...]
     slots: tuple[int, ...]
     pages: tuple[int, ...] = ()
-    """Of each pair that is to be digested its place in the request's flat table, of each other -1; empty: none is."""
+    """For each pair that is digested its place in the request's flat table, else -1; empty: none is."""
 
 
 class _MetadataMeta(msgspec.StructMeta, ABCMeta):
-    """Of structs that are metadata of a connector, too."""
+    """Metaclass of structs that are a connector's metadata."""
 
 
 class StepJobs(KVConnectorMetadata, msgspec.Struct, frozen=True, metaclass=_MetadataMeta):
-    """The jobs of one engine step, in the order in which they must happen, and what vLLM's scheduler is to know."""
+    """The jobs of one engine step, in the order in which they must happen, and reports for vLLM's scheduler."""
 
     awaited: tuple[int, ...] = ()
     """Jobs that must be done before the forward, because it may overwrite their blocks."""
     asked_after: tuple[int, ...] = ()
-    """Jobs that some rank has not reported for too long; to be reported, again if they have been."""
+    """Jobs that some rank has not reported for too long. The workers report them, if necessary again."""
     saves_before_forward: tuple[PageJob, ...] = ()
     loads: tuple[PageJob, ...] = ()
     saves: tuple[PageJob, ...] = ()
     async_loads: tuple[PageJob, ...] = ()
-    """To be started in this step, to be done at any time."""
+    """They begin in this step and may end at any time."""
     async_saves: tuple[PageJob, ...] = ()
     undeliverable_block_ids: tuple[int, ...] = ()
-    """Blocks that the scheduler counts on and that will not be filled; reported as load errors."""
+    """Blocks that the scheduler counts on and that no copy fills; reported as load errors."""
     failed_loads: tuple[str, ...] = ()
     """Requests whose asynchronous load failed on some rank; every rank reports them to vLLM."""
     finished_saves: tuple[str, ...] = ()
-    """Finished requests out of whose blocks nobody copies any more; every rank reports them to vLLM."""
+    """Finished requests whose blocks no copy reads any more; every rank reports them to vLLM."""
     is_idle: bool = False
-    """Whether the step computes nothing, so that only copies can bring the engine on."""
+    """Whether the step computes nothing, so that only copies make progress."""
     delivered: int = 0
-    """Sequence number of the `EffectsDelivered` that records that these jobs were handed out; 0 if none does."""
+    """Sequence number of the `EffectsDelivered` that records the hand-out of these jobs; 0 if none does."""
 
     def __bool__(self) -> bool:
         begun = self.saves_before_forward or self.loads or self.saves or self.async_loads or self.async_saves
@@ -74,9 +74,9 @@ class StepJobs(KVConnectorMetadata, msgspec.Struct, frozen=True, metaclass=_Meta
 
     @property
     def has_reports(self) -> bool:
-        """Whether the output of the step has to report copies that it waits for or that were asked after, or more.
+        """Whether the step's output must report copies, ends, or blocks that no copy fills.
 
-        That is ends, and blocks that no copy fills.
+        The copies are those that the step waits for or asks about.
         """
         copies = self.saves_before_forward or self.loads or self.saves or self.asked_after
         return bool(copies or self.failed_loads or self.finished_saves or self.undeliverable_block_ids)
@@ -93,33 +93,33 @@ class DigestedJob:
     pages: tuple[int, ...]
     """Place of each block in the request's flat table."""
     digests: tuple[int, ...]
-    """Of these blocks: before a save, after a load."""
+    """Of these blocks, before a save or after a load."""
     stored_digests: tuple[int, ...] = ()
-    """Of their slots before a load; empty for a save."""
+    """Of their slots, before a load; empty for a save."""
 
 
 @attrs.frozen(slots=False)
 class JobReport:
-    """How one rank fared with one copy."""
+    """The result of one copy on one rank."""
 
     job_ids: tuple[int, ...]
-    """What it was for: several saves, or one job."""
+    """The jobs of the copy: several saves, or one job."""
     rank: int
     done: bool
     num_bytes: int
     duration_ns: int
     error: str = ""
     is_repeated: bool = False
-    """Whether this was reported before, and was asked for again."""
+    """Whether this was reported before and was asked for again."""
     digested: tuple[DigestedJob, ...] = ()
-    """Digests of those of its jobs that have any."""
+    """Digests of the jobs that have any."""
     moments: tuple[int, ...] = ()
     """When the copy began and ended, see `CopyMoments.as_fields`."""
 
 
 @attrs.frozen(slots=False)
 class Ends:
-    """What `get_transfer_results` returned, in vLLM's ids. Here and not with vLLM: other connectors add theirs."""
+    """What `get_transfer_results` returned, in vLLM's ids. vLLM itself merges in the ends of other connectors."""
 
     finished_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()
@@ -128,40 +128,40 @@ class Ends:
 
 @attrs.frozen(slots=False)
 class StepReport:
-    """One rank has sent the output of a step that has something to report, see `StepJobs.has_reports`.
+    """A rank has sent the output of a step that must report something, see `StepJobs.has_reports`.
 
-    Also of any other step, if the rank reports blocks as not filled.
+    Also of any other step in which the rank reports blocks as not filled.
     """
 
     delivered: int
     """See `StepJobs.delivered`; 0 if the step has no jobs."""
     rank: int
     under_way: tuple[int, ...] = ()
-    """Jobs whose copies have begun, that the device keeps in order, and that are not over yet."""
+    """Jobs whose copies have begun, are ordered by the device, and are not over."""
     ends: Ends | None = None
-    """What the rank gave vLLM with that output; None if that is not known."""
+    """What the rank gave vLLM with that output; None if unknown."""
     unfilled: frozenset[int] | None = None
-    """Blocks that the rank reported to vLLM as not filled with that output; None if that is not known.
+    """Blocks that the rank reported to vLLM as not filled with that output; None if unknown.
 
-    Here and not with vLLM, which merges the blocks of all ranks and of other connectors.
+    vLLM itself merges the blocks of all ranks and of other connectors.
     """
 
 
 @attrs.frozen(slots=False)
 class WorkerStart(KVConnectorHandshakeMetadata):
-    """What one rank has when it has started, for the scheduler side to compare with what it counts on."""
+    """What one rank has at start, to compare with what the scheduler side expects."""
 
     rank: int
     num_slots: int
     slot_bytes: int
-    """What a copy of one block moves on this rank."""
+    """Bytes that a copy of one block moves on this rank."""
     copies_async: bool
     """Whether it can copy while steps run."""
     declined: tuple[str, ...] = ()
-    """Why this rank copies nothing at all; empty where it does."""
+    """Why this rank copies nothing; empty if it copies."""
 
     def disagreement(self, configuration: LedgerConfiguration) -> str:
-        """What the scheduler side counts on and this rank does not have; empty if it has everything."""
+        """Return what the scheduler side expects and this rank lacks; empty if it lacks nothing."""
         if self.num_slots != configuration.num_slots:
             return (
                 f"rank {self.rank} has a host pool of {self.num_slots} slots ({self.slot_bytes} bytes each), the "
@@ -178,27 +178,27 @@ class WorkerReports(KVConnectorWorkerMetadata):
 
     reports: tuple[JobReport, ...]
     starts: tuple[WorkerStart, ...] = ()
-    """In the first step, where nobody asked for it at start."""
+    """In the first step, if vLLM did not ask for it at start."""
     steps: tuple[StepReport, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
-        """Put the reports of several ranks together; each names its rank."""
+        """Join the reports of several ranks; each names its rank."""
         if not isinstance(other, WorkerReports):
             return self
         return WorkerReports(self.reports + other.reports, self.starts + other.starts, self.steps + other.steps)
 
 
 def disagreements(starts: Iterable[WorkerStart], configuration: LedgerConfiguration) -> str:
-    """What these ranks do not have of what the scheduler side counts on, and the remedy; empty if they have it all."""
+    """Return what these ranks lack of what the scheduler side expects, with the remedy; empty if nothing."""
     found = "; ".join(filter(None, (start.disagreement(configuration) for start in starts)))
     return f"{found}; {_REMEDY}" if found else ""
 
 
-# --- from what is owed to what the workers are given, in the order in which it must happen ------------------------
+# --- from what is pending to the workers' jobs, in the order in which they must happen -----------------------------
 
 
 def step_jobs(ready: Ready, pages_of: Callable[[IssuedJob], tuple[int, ...]] | None = None) -> StepJobs:
-    """What goes out with a step; `pages_of` says which pages of a job are digested, None that none are."""
+    """Return what goes out with a step; `pages_of` returns the pages of a job to digest, None: no job has any."""
     jobs: dict[str, list[PageJob]] = {}
     for job in ready.jobs:
         jobs.setdefault(_list_of(job), []).append(_page_job(job, () if pages_of is None else pages_of(job)))
@@ -217,7 +217,7 @@ def step_jobs(ready: Ready, pages_of: Callable[[IssuedJob], tuple[int, ...]] | N
 
 
 def _list_of(job: IssuedJob) -> str:
-    """In which list of `StepJobs` it goes out."""
+    """The list of `StepJobs` for the job."""
     if isinstance(job, e.LoadIssued):
         return "async_loads" if job.is_async else "loads"
     if isinstance(job, e.TailSaveIssued) or job.before_forward:
@@ -226,7 +226,7 @@ def _list_of(job: IssuedJob) -> str:
 
 
 def no_copies(ready: Ready) -> StepJobs:
-    """What goes out with a step for which `step_jobs` failed: copies under way are waited for, none begins."""
+    """Return what goes out with a step if `step_jobs` failed: it waits for copies in flight and begins none."""
     return StepJobs(
         awaited=tuple(awaited.job_id for awaited in ready.awaited),
         undeliverable_block_ids=ready.block_ids,
@@ -248,7 +248,7 @@ def _page_job(job: IssuedJob, pages: tuple[int, ...]) -> PageJob:
 def reported_transfers(
     arrived: Iterable[JobReport], projections: Projections, now: Callable[[], int]
 ) -> Iterator[e.TransferReported]:
-    """One observation for each copy, with all ranks that have reported it. Record each before you ask for the next."""
+    """Yield one observation for each copy, with all ranks that reported it. Record it before you take the next."""
     by_copy: dict[tuple[tuple[int, ...], bool, tuple[int, ...]], dict[int, JobReport]] = {}
     for report in arrived:
         copied = (report.job_ids, report.is_repeated, report.moments)
@@ -270,7 +270,7 @@ def reported_transfers(
 
 
 def _bytes_of(job_ids: tuple[int, ...], num_bytes: int, projections: Projections) -> tuple[int, ...]:
-    """What a copy moved for each of its jobs, by their pages; the sum is exact.
+    """Bytes that a copy moved for each of its jobs, by their pages; the sum is exact.
 
     Ranks that share a pool each write a part of the pages, so a copy may move less than whole pages for a job.
     """
@@ -283,10 +283,10 @@ def _bytes_of(job_ids: tuple[int, ...], num_bytes: int, projections: Projections
 
 
 def reported_steps(arrived: Iterable[StepReport]) -> Iterator[e.StepReported]:
-    """One observation for each step with jobs whose output the ranks have sent, and the copies that run on."""
+    """Yield one observation for each step with jobs whose output ranks have sent, with the copies still in flight."""
     ranks: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for step in arrived:
-        if step.delivered:  # else it has no `EffectsDelivered`, so no jobs that could be missing
+        if step.delivered:  # else it has no `EffectsDelivered`, so no jobs can be missing
             ranks.setdefault((step.delivered, step.under_way), []).append(step.rank)
     for (delivered, under_way), of_ranks in ranks.items():
         yield e.StepReported(delivered, tuple(sorted(of_ranks)), under_way)

@@ -1,7 +1,7 @@
-"""What the connector's metrics are called and what they mean: of each figure that `stats.py` sends, in one place.
+"""Names and meanings of the connector's metrics, for each figure that `stats.py` sends.
 
-Names follow Prometheus: base units (seconds, bytes), the unit last, and `_total` behind a counter's. docs/metrics.md is
-made from it, and alert rules and dashboard are held against it.
+Names follow Prometheus: base units (seconds, bytes), the unit last, and `_total` after a counter's. docs/metrics.md is
+generated from this file; alert rules and dashboard are checked against it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ BY_EXTENSION: Final = "num_extension_events"
 MISSED: Final = "num_tokens_missed"
 RECOMPUTED: Final = "num_tokens_recomputed"
 LABELS: Final = {BY_EXTENSION: "extension", MISSED: "reason", RECOMPUTED: "reason"}
-"""Counter -> its label besides vLLM's. It is sent as "counter/value of the label"; no value has a slash."""
+"""Counter → its label besides vLLM's. It is sent as "counter/value of the label"; no value has a slash."""
 REASONS_OF: Final = {MISSED: MISS_REASONS, RECOMPUTED: RECOMPUTE_REASONS}
-"""Counter with the label `reason` -> its values."""
+"""Counter with the label `reason` → its values."""
 LAST_WRITTEN: Final = "log_last_written_unix_ns"
 
 COUNTERS: Final = {
@@ -76,4 +76,4 @@ HISTOGRAMS: Final = {
         "Time from a preemption until the first step that runs the request again, waiting included.",
     ),
 }
-"""Figure of `stats.py` -> name and meaning; a counter's name gets `_total` behind it."""
+"""Figure of `stats.py` → name and meaning; a counter's name gets `_total` appended."""

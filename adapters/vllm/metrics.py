@@ -1,7 +1,7 @@
 """Registers `vllm:kvledger_*` with vLLM's `/metrics`, and records there what `stats.py` sends.
 
-Every series exists from the start, at 0: an alert on the first increase of a counter would not fire otherwise
-(`increase()` needs a sample before it). Units are Prometheus's base units, seconds and bytes.
+Every series exists from the start, at 0: otherwise an alert on a counter's first increase would not fire (`increase()`
+needs a sample before it). Units are Prometheus's base units, seconds and bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Series:
 
 
 class ConnectorPrometheus(KVConnectorPromMetrics):
-    """Registers the metrics through vLLM's own hook, labelled like its other ones."""
+    """Registers the metrics through vLLM's hook, with vLLM's labels."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        # Before anything is registered, since they may refuse the configuration.
+        # First, because these may refuse the configuration.
         settings = _settings(vllm_config)
         extensions = [extension.name for extension in settings.core().extensions]
 
@@ -66,7 +66,7 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
             for name, named in COUNTERS.items()
         }
         values_of_labels = {BY_EXTENSION: extensions, **REASONS_OF}
-        # As vLLM's own: of several processes that serve one engine the last word counts.
+        # As in vLLM: of several processes that serve one engine, the latest value counts.
         gauges = {
             name: made(Gauge, named, labelnames, multiprocess_mode="mostrecent") for name, named in GAUGES.items()
         }
@@ -91,7 +91,7 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
             info.labels(*labels, *about.values()).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one interval of one engine. A figure that is not known here is passed over."""
+        """Record one interval of one engine; skip unknown figures."""
         series = self._series[engine_idx]
         for name, value in transfer_stats_data.items():
             if name in series.counters:
@@ -103,7 +103,7 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
 
 
 def _observe(histogram: Any, durations: Sequence[int]) -> None:
-    """Each bucket's mean, as often as it was met: it lies in that bucket, and the sum is the true one."""
+    """Observe each bucket's mean as often as the bucket was hit: it lies in that bucket, and the sum is exact."""
     middle = len(durations) // 2
     for count, sum_ns in zip(durations[:middle], durations[middle:], strict=True):
         for _ in range(count):
@@ -111,7 +111,7 @@ def _observe(histogram: Any, durations: Sequence[int]) -> None:
 
 
 def _settings(vllm_config: VllmConfig) -> ConnectorSettings:
-    """The connector's settings.
+    """Return the connector's settings.
 
     Raises:
         ConfigurationError: the process that shows the metrics cannot read them.

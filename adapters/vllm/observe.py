@@ -1,12 +1,10 @@
-"""Reads live objects of vLLM, and writes what they say as observations.
+"""Reads live objects of vLLM and records observations.
 
-`RequestReader` finds out what has no hook: preemptions, the next turn of a session, tokens that were taken back, keys
-that became known, resets of vLLM's prefix cache. vLLM changes a live `Request` and leaves it to the connector to find
-out. Here that is compared with what the log has folded to. `StepReader` reads one `SchedulerOutput`. Requests are read,
-never kept.
+`RequestReader` detects what has no hook: preemptions, a session's next turn, tokens taken back, new keys, resets of
+vLLM's prefix cache. It compares a live `Request` with the state computed from the log. `StepReader` reads one
+`SchedulerOutput`. Requests are read, never kept.
 
-One file, though a long one: each hook reads with both, and each observation is made here from what vLLM says and what
-the log has.
+Each hook uses both readers, so they share a file.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ if TYPE_CHECKING:
     from kvledger.lifecycle import LedgerConfiguration, Projections
 
 NUM_CHECK_BYTES: Final = 4
-"""Bytes of each hash of vLLM's that the log holds against a chunk key."""
+"""Bytes of each vLLM hash that the log keeps to check a chunk key."""
 
 
 def arrival(request: Request, ordinal: int, now_ns: int) -> e.RequestArrived:
-    """The observation that vLLM has accepted a request; `ordinal` names this life of it in the log."""
+    """Return the observation that vLLM accepted a request; `ordinal` names this life in the log."""
     return e.RequestArrived(
         request.request_id,
         ordinal,
@@ -58,22 +56,21 @@ def arrival(request: Request, ordinal: int, now_ns: int) -> e.RequestArrived:
 
 
 class KeyChecks:
-    """What the log holds against each chunk key: the beginning of vLLM's own hash of the chunk's last block.
+    """Computes check values of chunk keys: the first bytes of vLLM's own hash of a chunk's last block.
 
-    It is read from the request once more, with an index of its own. It must not know how keys are made (`chunk_keys`):
-    a mistake there must not be made here, too.
+    It reads the request again, with its own index, and must not know how keys are made (`chunk_keys`): a bug there must
+    not repeat here.
     """
 
     def __init__(self, *, chunk_size: int, hash_block_size: int) -> None:
-        """Both in tokens: of a chunk, and of one of vLLM's block hashes (`Request.block_hashes`)."""
+        """Take sizes in tokens: of a chunk, and of one of vLLM's block hashes (`Request.block_hashes`)."""
         self._chunk_size = chunk_size
         self._hash_block_size = hash_block_size
 
     def hash_prefixes(self, request: Request, first_chunk: int, num_chunks: int) -> bytes:
-        """The first bytes of the hash of the last block that ends within each of these chunks or before it.
+        """Return the first bytes of the hash of the last block that ends in each chunk or before it.
 
-        `NUM_CHECK_BYTES` for each chunk, one after the other: zeros where no block has ended, or vLLM has no hash of
-        it.
+        `NUM_CHECK_BYTES` per chunk, concatenated: zeros if no block has ended, or vLLM has no hash of it.
         """
         hashes, block_size = request.block_hashes, self._hash_block_size
         first_end = (first_chunk + 1) * self._chunk_size
@@ -85,17 +82,17 @@ class KeyChecks:
         )
 
     def are_block_hashes(self, request: Request) -> bool:
-        """Whether a key of this request has to be vLLM's hash itself: it hashes all that the KV of a chunk depends on.
+        """Whether the keys must be vLLM's own hashes, which then cover all that the KV of a chunk depends on.
 
-        It does for chunks of whole blocks, without an adapter, a pooling request and given embeddings (see
-        `versions.unhashed_inputs`).
+        True for chunks of whole blocks without adapter, pooling request and prompt embeddings
+        (`versions.unhashed_inputs`).
         """
         others = (request.lora_request, request.pooling_params, request.prompt_embeds, request.prompt_is_token_ids)
         return self._chunk_size % self._hash_block_size == 0 and all(each is None for each in others)
 
 
 class Observer(Protocol):
-    """Who records what is noticed."""
+    """Records observations."""
 
     configuration: LedgerConfiguration
     projections: Projections
@@ -125,21 +122,21 @@ class RequestReader:
         self._checks = KeyChecks(chunk_size=self._chunk_size, hash_block_size=keys.hash_block_size)
         self._speculates = speculates
         self._uncached: set[str] = set()
-        """Reasons not to cache a request that are in the log."""
+        """Reasons not to cache that the log has already."""
         self.zeroes_new_blocks = zeroes_new_blocks
-        """Whether vLLM zeroes blocks before a copy out of them; it says which only when the step is built."""
+        """Whether vLLM zeroes blocks before a copy out of them; only the built step names these blocks."""
         self._pools: tuple[BlockPool, ...] = ()
         self._hashes: list[object] = []
-        """What vLLM's prefix cache finds blocks by; a reset replaces it."""
+        """What vLLM's prefix cache finds blocks by, per pool; a reset replaces it."""
         self._is_reset_noted = False
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Called once, when the scheduler has made its block manager, which shows resets."""
+        """Take the block manager, which shows resets, when the scheduler has created it."""
         self._pools = versions.block_pools(manager)
         self._hashes = [*map(versions.prefix_hashes, self._pools)]
 
     def take_reset(self) -> bool:
-        """Whether vLLM has reset its prefix cache since the last call. vLLM calls no hook then."""
+        """Whether vLLM has reset its prefix cache since the last call; it calls no hook."""
         if self._is_reset_noted:
             self._is_reset_noted = False
             return True
@@ -151,24 +148,24 @@ class RequestReader:
         self._is_reset_noted = True
 
     def reset(self, requests: Mapping[str, Request]) -> None:
-        """Record that vLLM has reset its prefix cache and spared the connector.
+        """Record that vLLM reset its own prefix cache only.
 
-        What the preempted requests had computed is saved before that is recorded: it is as old as what was saved.
+        Preemptions come first, so that their tokens are saved: that KV is as old as the KV saved before.
         """
         self.preemptions(requests)
         self._journal.observe(e.PrefixCacheReset(self._journal.now()))
 
     def read(self, request: Request) -> None:
-        """Record what a hook has to know of a request before it goes on: a preemption, and new keys."""
+        """Record a preemption and new keys before a hook goes on."""
         record = self._tracker.get(request.request_id)
         if record is not None and request.num_preemptions > record.num_preemptions:
             self.preemption(request)
         self.keys(request)
 
     def keys(self, request: Request) -> None:
-        """Make the keys of all whole chunks known.
+        """Record the keys of all whole chunks.
 
-        A key source that fails costs this request the cache, and is not asked again for it.
+        If the key source fails, the request loses the cache and the source is not asked again.
         """
         record = self._tracker.get(request.request_id)
         if record is None or record.trust is TrustRegion.QUARANTINED:
@@ -209,12 +206,9 @@ class RequestReader:
     def preemption(self, request: Request, overwritten: frozenset[int] | None = None) -> None:
         """Record a preemption; `request.num_preemptions` is reliable.
 
-        Normally it is noticed in the same step's `build_connector_meta`. After
-        `reset_prefix_cache(reset_running_requests=True)` the request is looked up first.
-
-        Args:
-            request: read now, not kept.
-            overwritten: blocks that the worker zeroes before anything of ours can run; None where nobody knows yet.
+        Normally `build_connector_meta` of the same step notices it. After
+        `reset_prefix_cache(reset_running_requests=True)` a lookup comes first. `overwritten` are the blocks that the
+        worker zeroes before kvledger can copy them; None if not known yet.
         """
         record = self._tracker.get(request.request_id)
         if record is None or request.num_preemptions <= record.num_preemptions:
@@ -236,10 +230,10 @@ class RequestReader:
         )
 
     def preemptions(self, requests: Mapping[str, Request]) -> None:
-        """Record those of a reset, which preempts all that run, without a hook.
+        """Record preemptions by a reset, which preempts every running request and calls no hook.
 
-        Their blocks may be given away before they are looked up. Nobody runs then before the next step: the first who
-        does says that there was no reset (`v1/core/sched/scheduler.py`, reset_prefix_cache, 0.32).
+        vLLM may reuse their blocks before it looks them up. No request runs then before the next step, so a running one
+        shows that there was no reset (`v1/core/sched/scheduler.py`, reset_prefix_cache, 0.32).
         """
         preempted = []
         for record in self._tracker:
@@ -253,14 +247,14 @@ class RequestReader:
             self.preemption(request)
 
     def preemptions_of_step(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """Record those that the step names."""
+        """Record the preemptions that a step names."""
         for request_id in versions.preempted_request_ids(scheduler_output):
             request = requests.get(request_id)
             if request is not None:
                 self.preemption(request, versions.blocks_to_zero(scheduler_output))
 
     def next_turn(self, request: Request) -> None:
-        """Record that a streaming session goes on with other tokens; its blocks are kept."""
+        """Record a streaming session's next turn: its tokens change, its blocks stay."""
         num_computed_tokens = request.num_computed_tokens
         self._journal.observe(
             e.SessionContinued(
@@ -271,7 +265,7 @@ class RequestReader:
                 self._journal.now(),
             )
         )
-        # The last sampled token was dropped and others follow: keys hold up to there.
+        # vLLM dropped the last sampled token and appended others; earlier keys stay valid.
         first_chunk = num_computed_tokens // self._chunk_size
         record = self._tracker.get(request.request_id)
         known: Sequence[bytes] = () if record is None else record.keys
@@ -281,7 +275,7 @@ class RequestReader:
             self._observe_keys(request, first_chunk, keys)
 
     def load_errors(self, block_ids: Iterable[int], requests: Iterable[Request]) -> None:
-        """Record blocks that could not be filled, and what the scheduler has taken back because of them."""
+        """Record blocks that no load filled, and tokens that the scheduler took back for them."""
         self._journal.observe(e.LoadErrorsObserved(tuple(sorted(block_ids)), self._journal.now()))
         for request in requests:
             record = self._tracker.get(request.request_id)
@@ -293,9 +287,9 @@ class RequestReader:
                 )
 
     def block_table(self, scheduler_output: SchedulerOutput, ordinal: int, added: Sequence[int]) -> None:
-        """Before blocks are saved from, compare the folded table with the scheduler's own, and prefer the latter.
+        """Before a save, compare the log's block table with the scheduler's, and record the latter if they differ.
 
-        `added` are the blocks that the step adds, which is not folded yet.
+        `added` are the blocks of this step, which the log does not have yet.
         """
         record = self._tracker.of(ordinal)
         if record is None:
@@ -316,7 +310,7 @@ class RequestReader:
             self._journal.observe(e.BlockTableObserved(record.request_id, observed, self._journal.now()))
 
     def _agree(self, folded: Sequence[int], table: Sequence[int]) -> bool:
-        """Equal, but for blocks that a window has left: vLLM nulls them without a hook."""
+        """Whether the tables are equal, except for blocks outside a window, which vLLM nulls without a hook."""
         windows = self._projections.geometry.windows
         if not windows.has_any:
             return folded == table
@@ -326,10 +320,10 @@ class RequestReader:
         )
 
     def num_written_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens whose KV will have been written when the next step's `handle_preemptions` runs.
+        """Return the tokens whose KV is written when the next step's `handle_preemptions` runs.
 
-        That is behind every step in flight, so what those compute counts; vLLM fences the freed blocks until then.
-        A token that is not known yet has no key, and with speculation a step in flight may take drafts back.
+        It runs after every step in flight, so their tokens count; until then vLLM fences the freed blocks. Tokens not
+        known yet have no key. With speculation, tokens in flight do not count: drafts may be rejected.
         """
         if self._speculates:
             return max(0, min(num_computed_tokens, request.num_tokens - 1) - request.num_in_flight_tokens)
@@ -337,9 +331,9 @@ class RequestReader:
 
 
 class StepReader:
-    """Turns scheduler outputs into observations, one per engine step, with only what differs from the expected.
+    """Turns each scheduler output into one observation of what is not expected.
 
-    A request that decodes one token more, as the log expects, needs no entry; one comparison shows that.
+    A request that decodes one more token is expected and needs no entry.
     """
 
     def __init__(
@@ -351,7 +345,7 @@ class StepReader:
         *,
         speculates: bool,
     ) -> None:
-        """`sync_keys` makes the keys of a request's whole chunks known; None: nobody asks which chunks have settled."""
+        """`sync_keys` records the keys of a request's whole chunks; with None, nothing settles."""
         self._projections = projections
         self._tracker = projections.tracker
         self._encoder = StepEncoder(projections)
@@ -362,21 +356,21 @@ class StepReader:
         self._step = 0
         self._due: dict[int, list[str]] = {}
         self._processed: dict[str, tuple[int, int]] = {}
-        """With windows: the count by which the step that is read has freed what they left, and the tokens in flight."""
+        """With windows: request id → settled tokens up to which this step has freed blocks, tokens in flight."""
         self._processed_before: dict[str, tuple[int, int]] = {}
         self._time_ns = 0
 
     def read(self, scheduler_output: SchedulerOutput, time_ns: int) -> e.StepScheduled:
-        """Everything this step says about the requests that are known.
+        """Return what this step schedules for known requests.
 
-        A count that went back is observed on its own, before the step.
+        A count that went down is observed separately, before the step.
         """
         self._time_ns = time_ns
         self._processed_before, self._processed = self._processed, {}
         num_scheduled = scheduler_output.num_scheduled_tokens
         cached = scheduler_output.scheduled_cached_reqs
-        # Resumed requests stand among the cached ones (model runner V1) or among the new ones (V2); either way
-        # their whole table has come with the allocation and replaced the old one.
+        # Resumed requests are among the cached (model runner V1) or the new ones (V2). Either way, the allocation has
+        # replaced their whole table.
         new = [(data.req_id, data.num_computed_tokens) for data in scheduler_output.scheduled_new_reqs]
         unexpected = self._unexpected(scheduler_output)
         advanced = self._advanced([*new, *unexpected], num_scheduled)
@@ -395,11 +389,11 @@ class StepReader:
         return event
 
     def _unexpected(self, scheduler_output: SchedulerOutput) -> list[tuple[str, int]]:
-        """Ids and counts of those that are not new and do something else than decode one more token."""
+        """(id, computed tokens) of requests that are not new and do not just decode one more token."""
         cached, num_scheduled = scheduler_output.scheduled_cached_reqs, scheduler_output.num_scheduled_tokens
         rows = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         unexpected = self._tracker.computed.unexpected(rows, self._tracker.get)
-        # Each is scheduled for a token at least, so the sum says whether anybody expected is for more: with drafts.
+        # Each gets at least one token, so the sum shows whether an expected one gets more: with drafts.
         num_others = sum([num_scheduled[data.req_id] for data in scheduler_output.scheduled_new_reqs])
         num_others += sum([num_scheduled[request_id] for request_id, _ in unexpected])
         if scheduler_output.total_num_scheduled_tokens - num_others != len(cached.req_ids) - len(unexpected):
@@ -409,7 +403,7 @@ class StepReader:
         return unexpected
 
     def _extended(self, cached: CachedRequestData) -> list[tuple[int, tuple[int, ...]]]:
-        """Life and blocks of those whose tables have grown."""
+        """(ordinal, new blocks) of tables that have grown."""
         extended = []
         entries = cached.new_block_ids
         for request_id, entry in compress(zip(cached.req_ids, entries, strict=True), entries):
@@ -421,7 +415,7 @@ class StepReader:
     def _advanced(
         self, counts: Sequence[tuple[str, int]], num_scheduled: Mapping[str, int]
     ) -> list[tuple[int, int, int, int]]:
-        """How each of these is scheduled; with drafts that is everybody in every step."""
+        """How each of these is scheduled; with drafts, all requests of the step."""
         record_of, request_of = self._tracker.get, self._requests.get
         for request_id, count in () if self._speculates else counts:
             record = record_of(request_id)
@@ -438,9 +432,9 @@ class StepReader:
     # --- settled chunks ----------------------------------------------------------------------
 
     def _settled(self, advanced: Sequence[tuple[int, int, int, int]]) -> tuple[e.SettledTokens, ...]:
-        """Requests that filled enough chunks with settled tokens; their keys are made known on the way.
+        """Requests with enough newly settled chunks to save; records their keys.
 
-        A steady request fills its next chunks at a step that is known in advance, so it is looked at then.
+        A decoding request fills its next chunks at a known step, and is checked only then.
         """
         if self._sync_keys is None:
             return ()
@@ -453,7 +447,7 @@ class StepReader:
                 continue
             threshold = self._tracker.save_threshold(record, record.num_chunks_handled)
             if num_tokens > 1 and num_computed_tokens < threshold and not has_windows:
-                continue  # as nearly everybody with drafts
+                continue  # with drafts, nearly all
             threshold = self._settle(settled, record, num_computed_tokens)
             if num_tokens == 1:
                 self._schedule(record, now + 1, num_computed_tokens + 1, threshold)
@@ -467,12 +461,12 @@ class StepReader:
 
     def _schedule(self, record: RequestRecord, next_step: int, num_computed_tokens: int, threshold: int) -> None:
         if record.request_id in self._requests:
-            # Where a token is in flight by then, it is not settled yet and the request is looked at once more.
+            # If a token is in flight by then, the request is checked once more.
             due = next_step + max(0, threshold - num_computed_tokens)
             self._due.setdefault(due, []).append(record.request_id)
 
     def _settle(self, settled: list[e.SettledTokens], record: RequestRecord, num_computed_tokens: int) -> int:
-        """Note what has settled; returns the number of settled tokens from which to look at the request again."""
+        """Note what has settled; return the settled tokens at which to check the request again."""
         threshold = self._tracker.save_threshold(record, record.num_chunks_handled)
         request = self._requests.get(record.request_id)
         if request is None or record.trust is TrustRegion.QUARANTINED:
@@ -491,19 +485,19 @@ class StepReader:
         self._window_left(record, self._processed_before.get(record.request_id), self._time_ns)
         settled.append(entry)
         geometry = self._projections.geometry
-        # It does not count until a load has arrived; and what windows leave in the next step is to be seen then.
+        # It does not count until a load has arrived. With windows, check what they leave in the next step.
         if record.blocks is BlocksRegion.LOADING or geometry.windows.has_any:
             return threshold
         return self._tracker.save_threshold(record, geometry.num_chunks_in(entry.num_settled_tokens))
 
     def window_left_at_end(self, record: RequestRecord, time_ns: int) -> None:
-        """Before a request's end: what its windows leave now was not freed in the last step."""
+        """Record, before a request ends, up to where the last step freed blocks that its windows left."""
         self._window_left(record, self._processed.get(record.request_id), time_ns)
 
     def _window_left(self, record: RequestRecord, processed: tuple[int, int] | None, time_ns: int) -> None:
-        """Observe by which count pages were freed before, where that was in the very last step.
+        """Record up to where blocks had been freed, if the last step scheduled the request.
 
-        In a step in which the request was skipped, vLLM may have freed more on the way to finding no room for it.
+        In a step that skips it, vLLM may free more before it finds no room for it.
         """
         computing = record.state in {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}
         if processed is not None and computing:

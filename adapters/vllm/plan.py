@@ -1,6 +1,6 @@
-"""What a configuration comes to with a model: sizes, pools, and what is declined, before anything is allocated.
+"""What a configuration means for a model: sizes, pools, and what is declined, before anything is allocated.
 
-The connector starts with it and `kvledger check` prints it, so that both say the same.
+The connector starts with it and `kvledger check` prints it, so that both agree.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Plan:
     groups: Groups
     configuration: LedgerConfiguration
     block_bytes: int
-    """Of one block over all layers on one rank; 0 where the model is declined."""
+    """Bytes of one block over all layers on one rank; 0 if the model is declined."""
     num_pools: int
-    """What `host_bytes` is divided by."""
+    """Number of pools that `host_bytes` is divided among."""
     num_local_pools: int
-    """How many of them are on this machine."""
+    """Number of these pools on this machine."""
 
     @property
     def shares_pool(self) -> bool:
-        """Whether several ranks keep one pool."""
+        """Whether all ranks keep one pool."""
         return self.num_pools < self.configuration.num_ranks
 
     def refuse_beyond_memory(self) -> None:
-        """Refuse pools of this machine that are larger than what can be had there now, before any is made.
+        """Refuse pools of this machine that exceed the memory available now, before any is allocated.
 
         Raises:
             ConfigurationError: with the figures and the remedy.
@@ -54,10 +54,10 @@ class Plan:
 
 
 def plan(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: ConnectorSettings) -> Plan:
-    """Decide it, alike on the scheduler's side and on each worker.
+    """Return the plan, the same on the scheduler's side and on each worker.
 
     Raises:
-        ConfigurationError: what cannot be served, with the figures and the remedy.
+        ConfigurationError: the model or the settings cannot be served; with the figures and the remedy.
     """
     versions.refuse_unsupported(vllm_config)
     groups = describe_groups(vllm_config, kv_cache_config)

@@ -1,10 +1,10 @@
-"""What vLLM's scheduler leaves standing when a load fails: hashes of unfilled blocks, and requests that read them.
+"""Corrects vLLM's scheduler after a failed load: hashes of unfilled blocks, and requests that read such blocks.
 
 vLLM 0.32 hashes the blocks of a synchronous load into its prefix cache before the load has run. When the load fails, it
-takes the hashes back under the policy "fail" only, for requests that still run only, and not those of what a sharer
-computed on top; under "recompute" it lets sharers go on while one request writes the blocks again
-(`v1/core/sched/scheduler.py`, _handle_invalid_blocks). Both are put right here, through the block manager that it hands
-to its connector. This is the only place where anything of vLLM's is changed.
+removes the hashes only under the policy "fail", only for requests that still run, and not those of what a sharer
+computed on top. Under "recompute" it lets sharers go on while one request rewrites the blocks
+(`v1/core/sched/scheduler.py`, _handle_invalid_blocks). kvledger corrects both through the block manager that vLLM gives
+its connector. Nothing else in kvledger changes state of vLLM's scheduler.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class PrefixCache:
-    """VLLM's block manager, as far as blocks are concerned that could not be filled."""
+    """vLLM's block manager, for blocks that could not be filled."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._manager: KVCacheManager | None = None
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Called once, when the scheduler has made it."""
+        """Take the block manager when the scheduler has created it."""
         self._manager = manager
 
     def is_freed(self, request_id: str) -> bool:
@@ -36,21 +36,21 @@ class PrefixCache:
         return self._manager is not None and not any(self._manager.get_block_ids(request_id))
 
     def evict(self, block_ids: AbstractSet[int]) -> None:
-        """Let nobody hit these blocks. Whoever holds them keeps them; one that has no hash is left as it is."""
+        """Let no lookup hit these blocks. Requests keep those that they hold; a block without a hash is unchanged."""
         if self._manager is not None and block_ids:
             self._manager.evict_blocks(set(block_ids))
 
     def take_back(self, requests: Iterable[Request], block_ids: AbstractSet[int]) -> None:
-        """Let every holder of one of these blocks compute again from the first of them on.
+        """Make every request that holds one of these blocks compute again from the first of them on.
 
-        As vLLM does for the first holder of each block. Several then write the same KV to a shared block, and each
-        reads what it has written itself, in whatever pieces they are scheduled. Under the policy "fail" all have ended.
+        vLLM does so for the first holder of each block. Several requests then write the same KV to a shared block, and
+        each reads what it wrote itself, in whatever pieces it is scheduled. Under the policy "fail" all have ended.
         """
         if self._manager is None:
             return
         for request in requests:
             tables = self._manager.get_block_ids(vllm_id(request))
-            if len(tables) != 1:  # failures are reported by request there, never by block
+            if len(tables) != 1:  # vLLM reports failures by request there, never by block
                 return
             for place, block_id in enumerate(tables[0]):
                 if block_id in block_ids:

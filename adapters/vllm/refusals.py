@@ -1,6 +1,6 @@
-"""What pydantic refuses, in kvledger's words: key, value, reason, remedy.
+"""Turns pydantic's errors into kvledger's refusals: key, value, reason, remedy.
 
-Of kvledger's settings and of vLLM's own, which pydantic checks as well. It must not know a single key.
+It handles kvledger's settings and vLLM's own. It must not know a single key.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _MUST_BE = {
     "path_type": 'must be a path in quotes, such as "/var/log/kvledger"',
     "tuple_type": "must be a list, as in []",
 }
-"""What pydantic says in words of Python's."""
+"""Pydantic's error type → reason without Python's terms."""
 _MISSPELT = 0.8
-"""How much two names have in common, from 0 to 1, if one is the other misspelt: `chunksize` 0.95, `host_pass` 0.63."""
+"""Similarity of two names, from 0 to 1, if one is the other misspelt: `chunksize` 0.95, `host_pass` 0.63."""
 _NOT_GIVEN: Mapping[str, tuple[str, str]] = MappingProxyType({})
 
 
 def unknown(key: str, value: object, name: str, known: Iterable[str], what: str = "key") -> Refusal:
-    """Of a name that means nothing, the key itself or its value: the nearest that does, or all of them.
+    """Refuse an unknown name, a key or its value; suggest the nearest known name, or all of them.
 
-    The value of an unknown key is shown if the key looks misspelt. Otherwise it may be a password of something else.
+    The value of an unknown key is shown only if the key looks misspelt. Otherwise it may be another program's password.
     """
     nearest = difflib.get_close_matches(name, list(known), n=1)
     is_misspelt = difflib.get_close_matches(name, list(known), n=1, cutoff=_MISSPELT)
@@ -54,16 +54,12 @@ def refusals(
     elsewhere: Mapping[str, tuple[str, str]] = _NOT_GIVEN,
     inside: str = "",
 ) -> tuple[Refusal, ...]:
-    """One for each key that is wrong.
+    """Return one refusal for each wrong key.
 
-    Args:
-        error: what pydantic says.
-        known: the keys that there are.
-        elsewhere: of keys that have their place elsewhere, reason and remedy.
-        inside: the key that all of this stands in.
+    `elsewhere`: key that belongs elsewhere → reason and remedy. `inside` is the key that contains all of them.
     """
     every = error.errors(include_url=False)
-    problems = [each for each in every if each["type"] != "is_instance_of"] or every  # nobody can write an object
+    problems = [each for each in every if each["type"] != "is_instance_of"] or every  # JSON cannot hold an instance
     found: dict[str, list[Refusal]] = {}
     for problem in problems:
         key = ".".join(map(str, _place(problem, every)))
@@ -73,7 +69,7 @@ def refusals(
 
 
 def _place(problem: ErrorDetails, every: list[ErrorDetails]) -> tuple[int | str, ...]:
-    """Where it stands. A union adds a name of pydantic's own, and all of it has refused the same value."""
+    """The place of a problem. A union appends a name of pydantic's own, and all of it has refused the same value."""
     place = problem["loc"]
     alike = [each for each in every if each["loc"][:-1] == place[:-1] and each["input"] == problem["input"]]
     is_union = len(place) > 1 and len(alike) > 1 and isinstance(place[-1], str)
@@ -107,7 +103,7 @@ def _in_words(
 
 
 def _joined(refused: list[Refusal]) -> list[Refusal]:
-    """What a union refuses is one refusal: none of what it is of was there."""
+    """Join what a union refuses: one refusal with every alternative."""
     first, *others = refused
     if not first.key or not others:
         return refused

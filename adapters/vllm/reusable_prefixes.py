@@ -1,8 +1,8 @@
-"""Why a model must not be given a loaded prefix, from vLLM's configuration and the model's attention backends.
+"""Why a model must not get a loaded prefix, from vLLM's configuration and the model's attention backends.
 
-A hit is right only if two things hold: attention over the new tokens reads the loaded prefix, and the KV of a token
-depends on the tokens up to it and on nothing else. vLLM turns chunked prefill or prefix caching off where one of them
-does not hold, but it asks a connector all the same. `docs/attention-backends.md` lists what each backend does.
+A hit is correct only if attention over the new tokens reads the loaded prefix, and if the KV of a token depends on
+nothing but the tokens up to it. Otherwise vLLM turns chunked prefill or prefix caching off, but it still asks a
+connector. `docs/attention-backends.md` lists what each backend does.
 
 Read against vLLM 0.32.0 and 0.33.0.
 """
@@ -20,27 +20,23 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _CPU_WITH_PREFIXES = "AMX_MLA"
-"""The only latent attention on CPU with which vLLM leaves chunked prefill on (`platforms/cpu.py`,
+"""The only latent attention on CPU for which vLLM keeps chunked prefill on (`platforms/cpu.py`,
 check_and_update_config, 0.32 line 516, 0.33 line 533)."""
 _WITHOUT_INVARIANCE = frozenset({"FLASHINFER", "TRITON_MLA"})
 """Backends for which vLLM turns prefix caching off under VLLM_BATCH_INVARIANT
 (`model_executor/layers/attention/attention.py`, 0.32 line 373, 0.33 line 375)."""
 
 _SOMETIMES_UNREAD = ("turboquant", "ultraquant")
-"""Beginnings of `--kv-cache-dtype`. Their backends ignore every prefix of a step whose longest query is as long as its
-longest sequence, for which one other request with a new prompt is enough (`v1/attention/backends/turboquant_attn.py`
-line 740, `ultraquant_attn.py` line 317; 0.32 and 0.33)."""
+"""Beginnings of `--kv-cache-dtype`. Their backends ignore every prefix in a step whose longest query is as long as its
+longest sequence; one other request with a new prompt is enough (`v1/attention/backends/turboquant_attn.py` line 740,
+`ultraquant_attn.py` line 317; 0.32 and 0.33)."""
 
 
 def unusable_prefixes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
     """Return why no prefix may be loaded, each reason once; empty if prefixes may be loaded.
 
-    Whether prefix caching is on is no reason: an operator may switch it off on a backend that reads prefixes.
-
-    Args:
-        vllm_config: vLLM's configuration. In a process that has built the model its layers are looked at; elsewhere the
-            worker looks at them and reports what it finds.
-        kv_cache_config: the KV cache of either side.
+    Prefix caching that is off is no reason: an operator may switch it off on a backend that reads prefixes. A process
+    that has built the model checks its layers too; elsewhere the worker checks them and reports.
     """
     model: Any = vllm_config.model_config
     if model is None:
@@ -57,7 +53,7 @@ def unusable_prefixes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 
 def _not_causal(kv_cache_config: KVCacheConfig) -> Iterator[Refusal]:
-    """The engine core turns chunked prefill and prefix caching off (`v1/engine/core.py`, _initialize_kv_caches)."""
+    """Not causal: vLLM turns chunked prefill and prefix caching off (`v1/engine/core.py`, _initialize_kv_caches)."""
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec: Any = group.kv_cache_spec
         per_layer = getattr(spec, "kv_cache_specs", None)
@@ -68,7 +64,7 @@ def _not_causal(kv_cache_config: KVCacheConfig) -> Iterator[Refusal]:
 
 
 def _needs_every_token(model: Any) -> Iterator[Refusal]:
-    """A pooling model that averages over the prompt, an encoder (`config/model.py`, is_prefix_caching_supported)."""
+    """Pooling models that average over the prompt, and encoders (`config/model.py`, is_prefix_caching_supported)."""
     if model.is_prefix_caching_supported:
         return
     pooler = getattr(model, "pooler_config", None)
@@ -80,7 +76,7 @@ def _needs_every_token(model: Any) -> Iterator[Refusal]:
 
 
 def _not_read(vllm_config: VllmConfig) -> Iterator[Refusal]:
-    """With chunked prefill on vLLM itself lets attention continue from a prefix; without it a backend may ignore it."""
+    """With chunked prefill, attention continues from a prefix in vLLM itself; without it a backend may ignore it."""
     from vllm.platforms import CpuArchEnum, current_platform
 
     if vllm_config.scheduler_config.enable_chunked_prefill:
@@ -134,8 +130,8 @@ def _not_invariant(vllm_config: VllmConfig) -> Iterator[Refusal]:
 def _rotated_by_row(vllm_config: VllmConfig) -> Iterator[Refusal]:
     """VLLM's rotary kernel for CPU rotates parts of heads by the row of a token in its batch, not by its position.
 
-    It takes the distance of heads for that of tokens (`csrc/cpu/pos_encoding.cpp`, rotary_embedding, `stride(-2)`),
-    which is wrong for models of DeepSeek's kind: they rotate a slice of each head (`model_executor/layers/mla.py` and
+    It uses the distance of heads as that of tokens (`csrc/cpu/pos_encoding.cpp`, rotary_embedding, `stride(-2)`). That
+    is wrong for models like DeepSeek's, which rotate a slice of each head (`model_executor/layers/mla.py` and
     `models/deepseek_v2.py`, rotary_emb). With yarn another class rotates, without this kernel.
     """
     from vllm.platforms import current_platform
@@ -157,24 +153,24 @@ def _rotated_by_row(vllm_config: VllmConfig) -> Iterator[Refusal]:
 
 
 def _kernel_rotates_by_row() -> bool:
-    """Whether a token of several heads is rotated otherwise alone than as the second of two; asks the kernel."""
+    """Whether the kernel rotates a token of several heads differently alone and as the second of two."""
     import torch
     from vllm import _custom_ops
 
     size = 2
     angles = torch.tensor([[0.0, 1.0], [-1.0, 0.0]])  # of positions 0 and 1: a quarter and a half turn
-    positions = torch.tensor([0, 1, *[0] * 8])  # a kernel that counts heads as tokens reads on behind the two
+    positions = torch.tensor([0, 1, *[0] * 8])  # a kernel that takes heads for tokens reads past the two
     both, alone = torch.ones(2, 2, size), torch.ones(1, 2, size)
     try:
         _custom_ops.rotary_embedding(positions[:2], both, torch.ones(2, 1, size), size, angles, True)  # noqa: FBT003
         _custom_ops.rotary_embedding(positions[1:2], alone, torch.ones(1, 1, size), size, angles, True)  # noqa: FBT003
-    except (AttributeError, RuntimeError):  # a build without the kernel: it rotates nothing
+    except (AttributeError, RuntimeError):  # a build without the kernel rotates nothing
         return False
     return not torch.equal(both[1:], alone)
 
 
 def attention_backends(vllm_config: VllmConfig) -> set[type[AttentionBackend]]:
-    """Backends of the model's layers; empty in a process that has not built the model."""
+    """Return backends of the model's layers; empty in a process that has not built the model."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     found = {layer.get_attn_backend() for layer in layers if hasattr(layer, "get_attn_backend")}
     return {backend for backend in found if backend is not None}

@@ -1,9 +1,9 @@
-"""The scheduler's half: every hook call becomes observations, every decision an answer or a job.
+"""The scheduler's half: turns hook calls into observations, and decisions into answers and jobs.
 
-It reads live vLLM objects once and copies values into events; the requests it holds are only there to be read in a
-later hook. Nothing here may raise into vLLM: `HOOKS` says what happens instead.
+It copies values from live vLLM objects into events, and keeps requests only for later hooks to read. No hook may raise
+into vLLM: `HOOKS` lists what happens instead.
 
-One file, though a long one: all hooks of the connector are here, in the order in which a request meets them.
+All hooks are in this one file, in the order in which a request meets them.
 """
 
 from __future__ import annotations
@@ -86,15 +86,15 @@ HOOKS: Final = {
     "has_pending_block_frees": Fallback(answer=False),
     "shutdown": Fallback(),
 }
-"""Hook → what vLLM is answered if it raises, and what happens all the same.
+"""Hook → what it returns to vLLM if it raises, and the methods that still run.
 
-An accepted load is refused, what the workers report is recorded, and what they and vLLM are owed is handed over.
+These refuse an accepted load, record the workers' reports, and hand over pending jobs and ends.
 """
 
 
 @guarded(HOOKS)
 class SchedulerSide:
-    """Owns the ledger; the only writer of its log."""
+    """Owns the ledger and is the only writer of its log."""
 
     def __init__(
         self,
@@ -116,7 +116,8 @@ class SchedulerSide:
         self.ids = LogIds()
         self._asked = AskedFigures(self._projections, self.journal.messages)
         self._requests: dict[str, Request] = {}
-        """By their ids in the log, as in everything else here but what comes from vLLM and goes there."""
+        """Id in the log → request. This class uses the log's ids everywhere, except in what it gets from vLLM and
+        returns to it."""
         self.prefix_cache = PrefixCache(configuration.block_size)
         self._early_ends = EarlyEnds(self.journal, self._requests, self.ids, self.prefix_cache)
         self._num_failures_seen = 0
@@ -126,9 +127,9 @@ class SchedulerSide:
         self._has_spared = False
         self._last_step_ns = 0
         self._arrived: WorkerReports | None = None
-        """What the workers report and is not recorded yet."""
+        """Reports of the workers that are not recorded yet."""
         self._invalid_block_ids: frozenset[int] = frozenset()
-        """Blocks of which vLLM says that no load has filled them, until that is recorded."""
+        """Blocks that no load has filled, until that is recorded."""
         self._ending = e.NO_LIFE
         """The life whose end is being recorded."""
         self.request_reader = RequestReader(
@@ -147,22 +148,22 @@ class SchedulerSide:
 
     @property
     def ledger(self) -> Ledger:
-        """The connector's state, and its log."""
+        """The connector's state and its log."""
         return self.journal.ledger
 
     @property
     def log(self) -> OpenedLog:
-        """Where the log goes."""
+        """The opened log."""
         return self.journal.log
 
     def hook_failed(self, hook: str, request_id: str, error: BaseException) -> None:
-        """Called by the guard."""
+        """Record that a hook raised."""
         self.journal.hook_failed(hook, request_id, error)
 
     def compare(self, starts: Sequence[WorkerStart]) -> str:
-        """Compare what the workers have with what is counted on here; return what does not agree, or nothing.
+        """Return how the workers differ from what is expected here; empty if they agree.
 
-        Where a worker declines the model, nobody is served.
+        If a worker declines the model, kvledger serves no request any more, and the result is empty.
         """
         if self.journal.is_disabled:
             return ""
@@ -174,14 +175,14 @@ class SchedulerSide:
         return disagreements(starts, self.journal.configuration)
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Take the scheduler's block manager, when the scheduler has made it."""
+        """Take the block manager when the scheduler has created it."""
         self.request_reader.bind(manager)
         self.prefix_cache.bind(manager)
 
     # --- hooks, in the order in which a request meets them; each commits before it returns --------------
 
     def on_new_request(self, request: Request) -> None:
-        """A request was accepted."""
+        """Record an accepted request."""
         if not self.journal.is_disabled:
             if self.request_reader.take_reset():
                 self._record_reset()
@@ -193,9 +194,9 @@ class SchedulerSide:
         self.journal.commit()
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Answer a lookup: how many tokens, and whether they come asynchronously. None asks to be asked again.
+        """Answer a lookup: how many tokens can be loaded, and whether asynchronously. None makes vLLM ask again.
 
-        A lookup that repeats the last one, answer and all, is written with the next frame.
+        A lookup that repeats the last one and its answer is written with the next frame.
         """
         journal = self.journal
         if journal.is_disabled:
@@ -218,7 +219,7 @@ class SchedulerSide:
                 is_same = last_answer is not None and decided == replace(last_answer, cause=decided.cause)
                 if has_only_asked and is_same and journal.is_whole:
                     return answer
-            elif record is None or record.trust is TrustRegion.TRUSTED:  # a quarantined one is known to be left out
+            elif record is None or record.trust is TrustRegion.TRUSTED:  # its quarantine is in the log
                 journal.withhold(request.request_id, Rule.VLLM_CONTRACT.value, breach)
         if journal.commit() or answer == NO_HIT:
             return answer
@@ -226,17 +227,17 @@ class SchedulerSide:
         return NO_HIT
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Blocks were given: what is claimed of the answer is loaded, or vLLM is told what cannot be delivered."""
+        """Load what vLLM accepted of the answer, or report what cannot be loaded."""
         is_issued = False
         if not self.journal.is_disabled:
             live = self._live(request)
-            if not self._admits:  # vLLM admits nobody in a step in which it preempts, so once a step is enough
+            if not self._admits:  # vLLM admits none in a step in which it preempts, so once per step is enough
                 self._admits = True
                 self.request_reader.preemptions(self._requests)
             self.request_reader.preemption(live)
             record = self._tracker.get(live.request_id)
             if record is not None and record.state in _COMPUTING:
-                # Nobody looks up or allocates for a running request, except for the next turn of a streaming session.
+                # vLLM does not look up or allocate for a running request, except for a streaming session's next turn.
                 self.request_reader.next_turn(live)
             block_ids, now = tuple(versions.flat_table(blocks.get_block_ids())), self.journal.now()
             allocated = e.BlocksAllocated(live.request_id, block_ids, num_external_tokens, now)
@@ -247,10 +248,10 @@ class SchedulerSide:
         self.journal.commit()
 
     def refuse_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Report what vLLM counts on, and no load will fill.
+        """Report blocks that vLLM counts on and that no load will fill.
 
-        Reported as load errors, these blocks are recomputed (kv_load_failure_policy "recompute") or fail this one
-        request ("fail"). With several groups every load is asynchronous, and vLLM takes reports of requests only.
+        vLLM recomputes them (kv_load_failure_policy "recompute") or fails this one request ("fail"). With several
+        groups every load is asynchronous, and vLLM takes failures by request only.
         """
         if not num_external_tokens:
             return
@@ -259,7 +260,7 @@ class SchedulerSide:
         try:
             record = self._tracker.get(request.request_id)
             answer = None if record is None else record.claimed or record.answer
-            if answer is not None:  # the blocks before these may be shared with others
+            if answer is not None:  # other requests may share earlier blocks
                 first_token = answer.num_computed_tokens
                 promised = self._projections.geometry.blocks_spanning(first_token, num_external_tokens)
                 block_ids = block_ids[promised.start : promised.stop]
@@ -269,7 +270,7 @@ class SchedulerSide:
         self.journal.observe(e.LoadRefused(request.request_id, block_ids, self.journal.now()))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepJobs:
-        """Record the step, commit its events as one frame, hand over what the workers are owed."""
+        """Record the step, commit its events as one frame, return the workers' jobs."""
         self._admits = False
         if self.journal.is_disabled:
             self.journal.pass_step()
@@ -297,7 +298,7 @@ class SchedulerSide:
         """Whether this step, which schedules no request, can be left out of the log.
 
         An engine that waits for a copy runs such steps in a loop. Copies become overdue by steps and by time, so enough
-        steps are written for both. With windows, each step says what the one before has freed.
+        steps are written for both. With windows all are: each shows what the one before has freed.
         """
         configuration = self.journal.configuration
         max_silent_ns = configuration.max_silent_ms * 1_000_000
@@ -309,7 +310,7 @@ class SchedulerSide:
         )
 
     def hand_out(self, scheduler_output: SchedulerOutput) -> StepJobs:
-        """What the workers are given with this step: everything that they are owed and that is written."""
+        """Return everything that is pending for the workers and written to the log."""
         ready, jobs = self.journal.ready(), NO_JOBS
         if ready != NOTHING_OWED:
             try:
@@ -326,9 +327,9 @@ class SchedulerSide:
         return jobs if scheduler_output.total_num_scheduled_tokens else replace(jobs, is_idle=True)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Observe what the workers report, and add the requests whose load has arrived.
+        """Record the workers' reports, and add requests whose load has arrived.
 
-        Nobody has looked a block up since the step whose output this is was processed.
+        vLLM has made no lookup since it processed this output.
         """
         worker_meta = connector_output.kv_connector_worker_meta
         self._arrived = worker_meta if isinstance(worker_meta, WorkerReports) else None
@@ -353,7 +354,7 @@ class SchedulerSide:
             self.request_reader.load_errors(invalid_block_ids, tuple(self._requests.values()))
 
     def take_reports(self, _connector_output: KVConnectorOutput) -> None:
-        """Record what the workers report, once. Each report for itself: somebody may wait for any of them."""
+        """Record what the workers report, once. Each report separately: a request may wait for any of them."""
         arrived, self._arrived = self._arrived, None
         if arrived is None:
             return
@@ -361,7 +362,7 @@ class SchedulerSide:
             if self.journal.is_disabled and not self.journal.owed.is_waiting:
                 break
             self.journal.take(reported)
-        if not self.journal.is_disabled:  # after the reports: what is missing among them then is missing
+        if not self.journal.is_disabled:  # after the reports, so that one missing by now counts as missing
             for step in reported_steps(arrived.steps):
                 self.journal.observe(step)
         disagreement = self.compare(arrived.starts)
@@ -369,19 +370,19 @@ class SchedulerSide:
             self.journal.decline(disagreement)
 
     def evict(self, connector_output: KVConnectorOutput) -> None:
-        """Let vLLM find no block that a load did not fill."""
+        """Remove unfilled blocks from vLLM's prefix cache."""
         unfilled, invalid_block_ids = self._tracker.unfilled, frozenset(connector_output.invalid_block_ids or ())
         if invalid_block_ids or unfilled.num_failures != self._num_failures_seen:
             self._num_failures_seen = unfilled.num_failures
             self.prefix_cache.evict(invalid_block_ids | unfilled.blocks.keys())
 
     def refuse_early_ends(self, connector_output: KVConnectorOutput) -> None:
-        """Remove ends that another connector reports and that vLLM must not have yet."""
+        """Remove ends that another connector reports too early."""
         if connector_output.finished_recving or connector_output.finished_sending:
             self._early_ends.refuse(connector_output)
 
     def end_waiting(self, connector_output: KVConnectorOutput) -> None:
-        """Add the requests whose load has arrived; others are reported by the workers."""
+        """Add requests whose load has arrived; the workers report other ends."""
         ready, owed = self.ledger.ready(Channel.VLLM), self.journal.owed
         finished = (*(connector_output.finished_recving or ()), *(connector_output.finished_sending or ()))
         reported = owed.reported_to_vllm(map(self.ids.logged, finished))
@@ -391,7 +392,7 @@ class SchedulerSide:
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *received}
 
     def forget_ids(self, _connector_output: KVConnectorOutput) -> None:
-        """Forget the ids of requests that have ended, and of which vLLM waits for nothing."""
+        """Forget ids of ended requests for which vLLM waits for nothing."""
         self.ids.forget(self._is_known)
 
     def _is_known(self, request_id: str) -> bool:
@@ -399,9 +400,9 @@ class SchedulerSide:
         return is_alive or self.journal.owed.is_named(request_id)
 
     def request_finished(self, request: Request, num_blocks: int) -> tuple[bool, dict[str, Any] | None]:
-        """The request ends. Its blocks may be freed now, unless an asynchronous copy out of them runs.
+        """Record the end of a request. vLLM keeps its blocks only while an asynchronous save reads them.
 
-        Returns whether vLLM has to keep its blocks, and the figures for the response, if the request asked for them.
+        Returns whether vLLM must keep them, and the figures for the response if the request asked for them.
         """
         live = self._live(request)
         self._ending = self.journal.owed.present(live.request_id)
@@ -409,18 +410,18 @@ class SchedulerSide:
         return self.let_go(request, num_blocks)
 
     def finish_unsaved(self, request: Request, _num_blocks: int) -> None:
-        """Record the end of the request with nothing to save, so that at least the request is forgotten."""
+        """Retry without saving, so that the request is released."""
         self._finish(self._live(request), 0)
 
     def let_go(self, request: Request, num_blocks: int) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the live request; returns what `request_finished` does."""
+        """Forget the live request; return what `request_finished` does."""
         live, life = self._live(request), self._ending
         self._ending = e.NO_LIFE
         if self._requests.pop(live.request_id, None) is not None and num_blocks:
             self._early_ends.ended_with_blocks(live.request_id)
         self.ids.ended(live)
         figures = self._asked.take(live.request_id)
-        is_held = self.journal.owed.is_held(life)  # and what is withheld by the commit is reported as sent
+        is_held = self.journal.owed.is_held(life)  # also if the commit withholds the save: its end is reported
         self.journal.commit()
         return is_held, None if self.journal.is_disabled else figures
 
@@ -437,7 +438,7 @@ class SchedulerSide:
             return
         self.request_reader.read(request)
         self._step_reader.window_left_at_end(record, self.journal.now())
-        # vLLM counts tokens as computed as soon as another connector begins to load them; what was scheduled is there.
+        # vLLM counts tokens as computed once another connector begins to load them; scheduled ones certainly are.
         num_computed_tokens = min(request.num_computed_tokens, self._tracker.num_computed_tokens(record))
         num_written_tokens = self.request_reader.num_written_tokens(request, num_computed_tokens)
         self.journal.observe(
@@ -454,22 +455,22 @@ class SchedulerSide:
         )
 
     def reset_cache(self) -> bool:
-        """Forget every saved chunk; copies in flight are let go when they are reported."""
+        """Forget every saved chunk; discard copies in flight when they are reported."""
         if not self.journal.is_disabled:
-            self.request_reader.take_reset()  # vLLM has reset its own cache right before
+            self.request_reader.take_reset()  # vLLM has just reset its own cache
             self.journal.observe(e.CacheReset(self.journal.now()))
-            # Of requests that the reset preempted nothing is saved: it would be stale, and a copy that waits for a step
-            # makes vLLM step an engine that sleeps, whose KV memory is gone (v1/engine/core.py).
+            # Of requests that the reset preempted, save nothing: it is stale, and a copy that waits for a step makes
+            # vLLM step a sleeping engine, whose KV memory is gone (v1/engine/core.py).
             self.request_reader.preemptions(self._requests)
         self.journal.commit()
         return True
 
     def commit(self, *_arguments: object) -> None:
-        """Write what a hook has recorded until it failed."""
+        """Write what a hook recorded before it failed."""
         self.journal.commit()
 
     def _record_reset(self) -> None:
-        """Record that vLLM has reset its prefix cache and spared the connector; the first time, tell people too."""
+        """Record that vLLM reset its own prefix cache only; log it the first time."""
         if not self._has_spared:
             self._has_spared = True
             self.journal.messages.info(
@@ -479,17 +480,17 @@ class SchedulerSide:
         self.request_reader.reset(self._requests)
 
     def _live(self, request: Request) -> Request:
-        """The request under its id in the log."""
+        """Return the request under its id in the log."""
         is_plain = self._requests.get(request.request_id) is request
         return request if is_plain else self.ids.of(request)
 
     def publish(self, blocks: ChunkBlocks) -> None:
-        """From now on tell vLLM which blocks can be loaded, for those who route requests."""
+        """From now on, publish to routers which blocks can be loaded."""
         self._cache_events = CacheEvents(blocks, self._projections, self._requests)
         self.journal.follow = self._cache_events.follow
 
     def take_events(self) -> Sequence[KVCacheEvent]:
-        """What has changed since the last call, for vLLM to publish; it asks when a step's output was processed."""
+        """Return KV events since the last call; vLLM asks after it has processed a step's output."""
         if self._cache_events is None:
             return _NO_EVENTS
         if self.journal.is_disabled:
@@ -497,15 +498,15 @@ class SchedulerSide:
         return self._cache_events.take(is_written=self.journal.is_whole)
 
     def take_stats(self) -> ConnectorStats | None:
-        """Figures since the last call."""
+        """Return the figures since the last call."""
         return self._stats.take()
 
     def has_pending_push_work(self) -> bool:
-        """Whether steps are needed although no request is left: a copy waits for one, or for its report."""
+        """Whether vLLM must step without requests, because a copy waits for a step or for its report."""
         return self.journal.has_jobs
 
     def has_pending_block_frees(self) -> bool:
-        """Whether vLLM had better wait a step for blocks that are coming back than preempt a request for them."""
+        """Whether vLLM should wait a step for blocks about to be freed instead of preempting a request."""
         return self.journal.owed.is_freeing
 
     def shutdown(self) -> None:
@@ -521,7 +522,7 @@ class SchedulerSide:
 
 
 def _answer_among(decisions: Sequence[e.Event]) -> e.LookupAnswered | e.LookupDeferred | None:
-    """The answer to a lookup, behind which extensions may have decided; None also for whom it quarantined."""
+    """Return the answer to a lookup, after which extensions may have decided; None if the request was quarantined."""
     for decision in reversed(decisions):
         if isinstance(decision, e.RequestQuarantined):
             return None

@@ -1,7 +1,7 @@
-"""Has the snapshots of a log made by a process of its own, so that the engine's has no part in it.
+"""Makes the snapshots of a log in a separate process, so that they do not slow the engine.
 
-Any process that can read the log can make its snapshots. The engine starts `adapters/snapshot_writer.py` once for
-each new segment, at a low priority. If a snapshot cannot be made, kvledger logs a warning and serves on.
+Any process that can read the log can make its snapshots. The engine starts `adapters/snapshot_writer.py` once for each
+new segment, at a low priority. If a snapshot cannot be made, kvledger logs a warning and serves on.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvledger.lifecycle import Core, StateHandler
 from kvledger.storage.events import segments_without_snapshot
 
 _WRITER = "kvledger.adapters.snapshot_writer"
-"""Started by its name: it reads logs with the tools, of which this process imports none."""
+"""Started by its name: it imports the tools, and this process imports none of them."""
 _PRIORITIES = 19, 5
-"""Niceness where one segment lacks its snapshot, and where more do. On a machine whose cores are all busy the lowest
-priority gets a hundredth of one, and retention waits for a snapshot only so long."""
+"""Niceness if one segment lacks its snapshot, and if more do. With all cores busy, the lowest priority gets a hundredth
+of one, and retention waits for a snapshot only for a limited time."""
 
 
 class SnapshotProcess:
-    """Of logs that are written with one core."""
+    """Starts the snapshot writer for logs that are written with one `Core`."""
 
     def __init__(self, core: Core) -> None:
         brought = {type(each) for each in _handlers(Core.standard().extended(*core.extensions))}
@@ -66,7 +66,7 @@ class SnapshotProcess:
                 self._process.terminate()
 
     def _begin(self, directory: Path, priority: int) -> subprocess.Popen[bytes]:
-        # A session of its own: what a terminal sends to the server is not meant for it.
+        # In its own session: signals from a terminal to the server must not reach it.
         process = subprocess.Popen(  # noqa: S603 -- this very interpreter and package
             [sys.executable, "-P", "-m", _WRITER, str(directory), *self._options],
             stdin=subprocess.DEVNULL,

@@ -1,8 +1,8 @@
-"""The connector's figures on their way out of the engine core's process: differences since the last time, plain data.
+"""The connector's figures on their way out of the engine core: differences since the last time, as plain data.
 
-vLLM takes them in each step (`Scheduler.make_stats`, `vllm/v1/core/sched/scheduler.py`, 0.32), and sends them to the
-processes that serve `/metrics` and log a line now and then. An engine that is idle takes no step and sends nothing, so
-what grows old by itself is sent as a point in time. It must not know Prometheus.
+vLLM takes them in each step (`Scheduler.make_stats`, `vllm/v1/core/sched/scheduler.py`, 0.32) and sends them to the
+processes that serve `/metrics` and write a periodic log line. An idle engine takes no step and sends nothing, so an age
+is sent as a point in time. It must not know Prometheus.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 OF_LEDGER: Final = tuple(field.name for field in attrs.fields(Figures) if field.name not in LABELS)
 _of_ledger: Final[Callable[[Figures], tuple[int, ...]]] = attrgetter(*OF_LEDGER)
 _NS_BETWEEN_WRITES_SENT: Final = 1_000_000_000
-"""In steps that change nothing else."""
+"""Least nanoseconds between two stats of which only the log's figures differ."""
 
 
 class ConnectorStats(KVConnectorStats):
-    """What changed in one interval, and gauges: numbers and lists of them, which survive serialization.
+    """Changes of one interval, and gauges: numbers and lists of them, which survive serialization.
 
-    Of durations the list has the counts of all buckets (`DURATION_BOUNDS_NS`), and then their sums in nanoseconds.
+    The list of a duration has the counts of all buckets (`DURATION_BOUNDS_NS`), then their sums in nanoseconds.
     """
 
     def reset(self) -> None:
@@ -52,14 +52,14 @@ class ConnectorStats(KVConnectorStats):
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add what counts, replace gauges."""
+        """Add counters, replace gauges."""
         for name, value in other.data.items():
             before = None if name in GAUGES else self.data.get(name)
             self.data[name] = value if before is None else _added(before, value)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM's periodic log line shows; of durations their mean."""
+        """Return what vLLM's periodic log line shows; of durations the mean."""
         shown: dict[str, int | float] = {}
         for name, value in self.data.items():
             if isinstance(value, list):
@@ -77,11 +77,11 @@ def _added(one: Any, other: Any) -> Any:
 
 
 class StatsSource:
-    """Takes the difference of the totals since the last call."""
+    """Takes the difference to the totals of the last call."""
 
     def __init__(self, side: SchedulerSide) -> None:
         self._side = side
-        # So there are no more labels than extensions are configured.
+        # No more labels than configured extensions.
         extensions = tuple(extension.name for extension in side.ledger.core.extensions)
         self._values_of_labels = {BY_EXTENSION: extensions, **REASONS_OF}
         labelled = (f"{counter}/{value}" for counter, values in self._values_of_labels.items() for value in values)
@@ -92,7 +92,7 @@ class StatsSource:
         self._sent_ns = 0
 
     def take(self) -> ConnectorStats | None:
-        """The stats since the last call, or None where nothing changed but, within a second, the log."""
+        """Return the stats since the last call; None if nothing changed, or within a second only the log."""
         journal, now_ns = self._side.journal, self._side.journal.now()
         is_new = journal.figures_changed or self._gauges["num_log_events_waiting"] > 0
         if not is_new and now_ns - self._sent_ns < _NS_BETWEEN_WRITES_SENT:
@@ -143,5 +143,5 @@ class StatsSource:
 
 
 def _written(log: OpenedLog) -> BacklogEventStore | None:
-    """The store; None where the log is in memory, so that nothing is written."""
+    """The store; None if the log is in memory, so that nothing is written."""
     return log.store if isinstance(log.store, BacklogEventStore) else None

@@ -1,4 +1,4 @@
-"""Where a worker is in its step: the copies it was given last, the hook that vLLM has called, what it did since."""
+"""Where a worker is in its step: the last copies it was given, the hook that vLLM called, what it did since."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvledger.lifecycle import Hook, Moment
 
 
 class StepClock:
-    """Moments of one worker, in order. No clock of the machine: two ranks that do the same have equal moments."""
+    """Moments of one worker, in order, without the machine's clock: two ranks that do the same have equal moments."""
 
     def __init__(self) -> None:
         self._delivered = 0
@@ -14,15 +14,15 @@ class StepClock:
         self._number = 0
 
     def enter(self, hook: Hook, delivered: int) -> None:
-        """VLLM calls a hook, with the copies of that `EffectsDelivered`; 0 if it brings none.
+        """Note that vLLM calls a hook with the copies of the `EffectsDelivered` `delivered`; 0 if there are none.
 
-        Steps do not go back: a copy that begins with an earlier step's metadata begins in the present step.
+        Steps do not go back: a copy with an earlier step's metadata begins in the present step.
         """
         self._hook = hook
         if delivered > self._delivered:
             self._delivered, self._number = delivered, 0
 
     def now(self) -> Moment:
-        """The next moment."""
+        """Return the next moment."""
         self._number += 1
         return Moment(self._delivered, self._number, int(self._hook))

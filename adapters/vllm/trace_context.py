@@ -1,6 +1,6 @@
-"""Which span of a distributed trace a request belongs to, read from the headers that vLLM hands on.
+"""Reads the span of a distributed trace that a request belongs to from the headers that vLLM passes on.
 
-Of the headers nothing else is kept: `tracestate` may say anything about who calls. It must not know of spans.
+Nothing else of the headers is kept: `tracestate` may contain anything about the caller.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ _TRACEPARENT: Final = re.compile(
 
 
 def trace_parent(headers: Mapping[str, str] | None) -> bytes:
-    """The caller's span, by W3C's Trace Context: the 16 bytes of the trace's id, then the 8 of the span's; or nothing.
+    """Return the caller's span (W3C Trace Context): 16 bytes of the trace's id, then 8 of the span's; or nothing.
 
-    What is not exactly such a header counts as none, and nothing is raised: a client wrote it.
-
-    Args:
-        headers: `Request.trace_headers` (`vllm/v1/request.py`, 0.32): `traceparent` and `tracestate` of the caller, or
-            None. vLLM's server hands them on only with `--otlp-traces-endpoint`.
+    Anything but exactly such a header counts as none, without an error: a client wrote it. `headers` are
+    `Request.trace_headers` (`vllm/v1/request.py`, 0.32): `traceparent` and `tracestate` of the caller, or None. vLLM's
+    server passes them on only with `--otlp-traces-endpoint`.
     """
     header = headers.get("traceparent") if isinstance(headers, Mapping) else None
     found = _TRACEPARENT.fullmatch(header.strip(" \t")) if isinstance(header, str) else None

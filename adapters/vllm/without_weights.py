@@ -1,8 +1,8 @@
-"""The KV cache that vLLM would make for a model, from its `config.json` alone, without weights, memory or a device.
+"""The KV cache that vLLM would create for a model, from its `config.json`, without weights, memory or a device.
 
-vLLM's own classes make it: its whole configuration, the model's layers on torch's device "meta", which holds no
-numbers, and the groups and pages of what they ask for (`v1/core/kv_cache_utils.py`, get_kv_cache_configs, 0.32). One
-rank is made; of several, attention heads are divided as vLLM divides them.
+vLLM's own classes create it: the whole configuration, the model's layers on torch's device "meta", which holds no
+numbers, and their groups and pages (`v1/core/kv_cache_utils.py`, get_kv_cache_configs, 0.32). For several ranks one is
+created, with attention heads divided as vLLM divides them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from vllm.v1.worker.utils import AttentionGroup
 
 _NUM_BLOCKS = 1 << 20
-"""Enough for any request. How many an engine gets is known when its weights are loaded; what a block is does not depend
-on it, and nothing is allocated here."""
+"""Enough for any request. The real number is known once weights are loaded; the layout of a block does not depend on
+it, and nothing is allocated here."""
 _ENDLESS_BYTES = 1 << 50
 
 
 @attrs.frozen
 class ModelOptions:
-    """What of vLLM's command line the layout of its KV cache depends on; None: vLLM's own default."""
+    """Options of vLLM that the layout of its KV cache depends on; None: vLLM's own default."""
 
     block_size: int | None = None
     tensor_parallel_size: int = 1
@@ -46,9 +46,9 @@ class ModelOptions:
 
 
 def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> VllmConfig:
-    """VLLM's configuration, as `vllm serve` would make it here and give it to an engine.
+    """Return vLLM's configuration as `vllm serve` would make it here.
 
-    It raises what vLLM raises; what vLLM refuses of a value is raised as ConfigurationError, in kvledger's words.
+    Raises what vLLM raises; a value that vLLM refuses is a ConfigurationError in kvledger's words.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm.config import KVTransferConfig
@@ -56,7 +56,7 @@ def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> 
 
     given: dict[str, Any] = attrs.asdict(options, filter=lambda _, value: value is not None)
     if options.tensor_parallel_size > 1:
-        given["distributed_executor_backend"] = "mp"  # the default, but where there are fewer devices here
+        given["distributed_executor_backend"] = "mp"  # the default, unless there are fewer devices here
     try:
         vllm_config = EngineArgs(
             model=str(model),
@@ -67,7 +67,7 @@ def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> 
         ).create_engine_config()
     except pydantic.ValidationError as error:
         found = refusals(error)
-        if not any(each.key for each in found):  # it may be for want of a device here
+        if not any(each.key for each in found):  # perhaps only for lack of a device here
             raise
         raise ConfigurationError(*found) from None
     if options.data_parallel_size > 1 and not vllm_config.model_config.is_moe:  # as v1/engine/core.py, run_engine_core
@@ -76,7 +76,7 @@ def configured(model: Path, options: ModelOptions, transfer: dict[str, Any]) -> 
 
 
 def in_words(error: BaseException) -> str:
-    """What vLLM says, in one line, without what pydantic writes around it."""
+    """Return vLLM's error as one line, without what pydantic adds."""
     if isinstance(error, pydantic.ValidationError):
         said = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
     else:
@@ -85,14 +85,14 @@ def in_words(error: BaseException) -> str:
 
 
 def platform() -> str:
-    """What vLLM would run on here, such as "cpu" or "cuda": block sizes and kernels are its own."""
+    """Return what vLLM would run on here, such as "cpu" or "cuda"; block sizes and kernels depend on it."""
     from vllm.platforms import current_platform
 
     return current_platform.device_type or "no device that this vLLM knows"
 
 
 def kv_cache_of(vllm_config: VllmConfig) -> KVCacheConfig:
-    """What each worker would be given, with some number of blocks.
+    """Return what each worker would be given, with an arbitrary number of blocks.
 
     Raises:
         ConfigurationError: the model's attention backends on this machine take no blocks of this size.
@@ -115,10 +115,10 @@ def kv_cache_of(vllm_config: VllmConfig) -> KVCacheConfig:
 
 
 def _refuse_kernels(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Let the checks run that a worker makes of its attention kernels (`v1/worker/gpu_model_runner.py`, 0.32).
+    """Run the checks that a worker makes of its attention kernels (`v1/worker/gpu_model_runner.py`, 0.32).
 
-    These are the block size (`v1/worker/utils.py`, prepare_kernel_block_sizes), and on CPU what each backend refuses
-    when it is set up: elsewhere that allocates on the device.
+    These are the block size (`v1/worker/utils.py`, prepare_kernel_block_sizes), and on CPU what each backend refuses at
+    setup; elsewhere setup allocates on the device.
     """
     import torch
     from vllm.config import set_current_vllm_config
@@ -142,7 +142,7 @@ def _refuse_kernels(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def _block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Usual sizes that the model's attention takes here, such as "32 or 64"; empty if none is."""
+    """Usual block sizes that the model's attention takes here, such as "32 or 64"; empty if none."""
     from vllm.v1.kv_cache_interface import AttentionSpec
     from vllm.v1.worker.utils import select_common_block_size
 
@@ -163,7 +163,7 @@ def _block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
 
 
 def _attention_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[list[AttentionGroup]]:
-    """As the model runner divides each group by backend (`v1/worker/gpu_model_runner.py`, initialize_attn_backend)."""
+    """Divide groups by backend, as the model runner does (`v1/worker/gpu_model_runner.py`, initialize_attn_backend)."""
     from vllm.v1.worker.utils import AttentionGroup
 
     layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
@@ -180,10 +180,10 @@ def _attention_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 
 def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """As the model runner asks the layers (`v1/worker/gpu_model_runner.py`, get_kv_cache_spec, 0.32).
+    """Ask the layers for specs, as the model runner does (`v1/worker/gpu_model_runner.py`, get_kv_cache_spec, 0.32).
 
-    Before that, the platform settles the block size with them (`v1/executor/uniproc_executor.py`, 0.32): for kernels
-    that take no other, and for hybrid models so that pages of state and of attention become equal.
+    The platform settles the block size first (`v1/executor/uniproc_executor.py`, 0.32): for kernels that take no other,
+    and so that pages of state and of attention are equal in hybrid models.
     """
     import torch
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
@@ -217,9 +217,9 @@ def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
 
 
 def _of_one_rank(spec: KVCacheSpec, num_ranks: int) -> KVCacheSpec:
-    """Heads are divided among ranks, and held several times where there are fewer of them than ranks.
+    """Divide heads among ranks; if there are fewer heads than ranks, several ranks hold the same.
 
-    As `config/model.py`, get_num_kv_heads, 0.32. Latent attention has one head, and every rank all of it.
+    As `config/model.py`, get_num_kv_heads, 0.32. Latent attention has one head, and every rank holds all of it.
     """
     from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 

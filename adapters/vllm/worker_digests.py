@@ -1,6 +1,6 @@
-"""Digests on a worker: of what a save is about to read, of what a slot held and what a load has brought.
+"""Digests on a worker: of what a save is about to read, of what a slot held, of what a load has brought.
 
-A digest that cannot be made is left out; no copy depends on one.
+A digest that cannot be computed is left out; no copy depends on one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Numbers = tuple[int, ...]
 
 @attrs.define
 class _Found:
-    """Of one job; the digests stay on their device until they are reported."""
+    """Digests of one job, on their device until they are reported."""
 
     pages: _Numbers
     block_ids: _Numbers
@@ -33,22 +33,22 @@ class _Found:
 
 
 class WorkerDigests:
-    """Of one rank, by job, from its start to its report."""
+    """Digests of one rank by job, from the job's start to its report."""
 
     def __init__(self, digests: PageDigests) -> None:
         self._digests = digests
         self._found: dict[int, _Found] = {}
 
     def before_save(self, job: PageJob) -> None:
-        """The save is about to read its blocks."""
+        """Digest the blocks that the save is about to read."""
         self._make(job, lambda pages, block_ids, _: _Found(pages, block_ids, self._digests.of_blocks(block_ids)))
 
     def before_load(self, job: PageJob) -> None:
-        """The load is about to read its slots."""
+        """Digest the slots that the load is about to read."""
         self._make(job, lambda pages, block_ids, slots: _Found(pages, block_ids, None, self._digests.of_slots(slots)))
 
     def after_load(self, job_id: int) -> None:
-        """The load has come, and nobody has used it."""
+        """Digest what the load has brought, before any use."""
         found = self._found.get(job_id)
         if found is not None and found.stored is not None and found.digests is None:
             try:
@@ -58,7 +58,7 @@ class WorkerDigests:
                 self._not_made(job_id, error)
 
     def with_digests(self, reports: Iterable[JobReport]) -> list[JobReport]:
-        """The same reports, with what was found of the copies that succeeded."""
+        """Return the reports with the digests of copies that succeeded."""
         return [self._with_digests(report) for report in reports]
 
     def _with_digests(self, report: JobReport) -> JobReport:

@@ -1,7 +1,6 @@
-"""The worker's half: copies the pages of each step's jobs, and reports every job exactly once.
+"""The worker's half: copies the pages of each step's jobs and reports every job exactly once.
 
-It knows blocks and slots, no requests. A copy that fails is reported as failed; the scheduler's side decides
-what that means.
+It knows blocks and slots, not requests. The scheduler's side decides what a failed copy means.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ if TYPE_CHECKING:
 _Registered = TypeVar("_Registered")
 _Begin = Callable[[Sequence[PageJob], CopyEngine | None], PendingCopy]
 MAX_JOINED_BYTES = 16 << 20
-"""Small against what a step takes, so that nobody waits long for another one's pages."""
+"""Bytes that one call copies for several saves, at most: few, so that no save waits long for another."""
 
 
 def describe_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> BlockLayout:
-    """Where every block's pages lie in the tensors that vLLM registers."""
+    """Return where every block's pages lie in the tensors that vLLM registers."""
     tensors = versions.registered_tensors(dict(kv_caches))
     dimensions = {name: versions.block_dimension(t.shape, num_blocks) for name, t in tensors.items()}
     return describe_blocks(
@@ -58,10 +57,10 @@ def describe_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> Bl
 
 
 class WorkerSide:
-    """Owns the copy engines of one rank and its host pool, or its share in that of all ranks.
+    """Owns the copy engines and the host pool of one rank, or its share of the pool of all ranks.
 
-    Of what all ranks hold alike each loads everything and saves the slots that it is to write. Its report says that it
-    has done so: a save that every rank has reported is whole, and before that nobody loads it (LOADABLE_AFTER_COMMIT).
+    With a shared pool each rank loads everything and saves only its own slots. A save is complete when every rank has
+    reported it, and no request loads it before (LOADABLE_AFTER_COMMIT).
     """
 
     def __init__(
@@ -101,8 +100,8 @@ class WorkerSide:
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], *, is_alone: bool = True) -> None:
         """Describe where every block's pages lie and allocate the pool. Called once, at start; may raise.
 
-        Another connector beside this one may write blocks in an order of its own, which no stream of the device knows:
-        then what must precede is waited for.
+        Another connector may write blocks in an order that no stream of the device knows. Next to one, the worker waits
+        for copies that must come first.
         """
         if self._declined:
             self._start_to_report = WorkerStart(self._rank, 0, 0, copies_async=False, declined=self._declined)
@@ -132,25 +131,25 @@ class WorkerSide:
         )
 
     def enter(self, hook: Hook, jobs: StepJobs | None) -> None:
-        """VLLM calls a hook in a step with these jobs; None if there are none. Copies are noted with that hook."""
+        """Note that vLLM calls a hook, with the jobs of its step or None. Copies are recorded with that hook."""
         self._clock.enter(hook, 0 if jobs is None else jobs.delivered)
         self._bound = jobs
 
     def gave(self, ends: Ends) -> None:
-        """Note what vLLM was given with this step's output; the report of the step says so."""
+        """Note the ends given to vLLM with this output, for the step's report."""
         self._ends = ends
 
     def gave_unfilled(self, block_ids: set[int]) -> None:
-        """Note the blocks that vLLM was given as not filled with this step's output; its report says so."""
+        """Note the blocks given to vLLM as not filled with this output, for the step's report."""
         if block_ids:
             self._unfilled |= block_ids
 
     def before_forward(self, jobs: StepJobs) -> None:
-        """Copy out what the step may overwrite, before it does (`handle_preemptions`). A second call does nothing."""
+        """Copy out what the step may overwrite (`handle_preemptions`). A second call does nothing."""
         self._precede(jobs)
 
     def load(self, jobs: StepJobs) -> None:
-        """Copy in what the forward needs, start the asynchronous loads (`start_load_kv`)."""
+        """Copy in what the forward needs, and start the asynchronous loads (`start_load_kv`)."""
         self._precede(jobs)  # in case no hook came before
         for job in self._not_begun(jobs.loads):
             if not self._copy((job,), self._begin_load):
@@ -159,10 +158,9 @@ class WorkerSide:
             self._start((job,), self._begin_load, self._async_engine)
 
     def save(self, jobs: StepJobs) -> None:
-        """Begin to copy out what has settled (`wait_for_save`), after everything that had to precede.
+        """Begin to copy out what has settled (`wait_for_save`), after everything that must come first.
 
-        Not before the forward, although it is settled: vLLM's prefix cache gives a request blocks that another one
-        fills in this very step.
+        Not before the forward: vLLM's prefix cache gives a request blocks that another one fills in this very step.
         """
         self.load(jobs)
         for together in self._joined(jobs.saves):
@@ -171,17 +169,17 @@ class WorkerSide:
             self._start(together, self._begin_save, self._async_engine)
 
     def take_failed_block_ids(self) -> set[int]:
-        """Blocks that were promised and are not filled."""
+        """Return blocks that were promised and not filled."""
         failed, self._failed_block_ids = self._failed_block_ids, set()
         return failed
 
     def take_start(self) -> WorkerStart | None:
-        """What this rank has since it was started; None where that was taken before."""
+        """Return what this rank has at start, once; then None."""
         start, self._start_to_report = self._start_to_report, None
         return start
 
     def take_reports(self) -> WorkerReports | None:
-        """The reports since the last call; None where there are none."""
+        """Return the reports since the last call; None if there are none."""
         reports, self._reports = [*self._reports, *self._copies.take_done()], []
         if self._digests is not None:
             reports = self._digests.with_digests(reports)
@@ -191,7 +189,7 @@ class WorkerSide:
         return WorkerReports(tuple(reports), starts, steps) if reports or starts or steps else None
 
     def _take_step(self) -> tuple[StepReport, ...]:
-        """Whose output this is, also if it has no report: that is how a copy that was never made is found."""
+        """Report the step of this output, even without copies: that reveals a copy that was never made."""
         jobs, self._bound = self._bound, None
         ends, self._ends = self._ends, Ends()
         unfilled, self._unfilled = self._unfilled, frozenset()
@@ -202,20 +200,20 @@ class WorkerSide:
         return (StepReport(delivered, self._rank, self._copies.under_way(), ends, unfilled),)
 
     def give_way(self) -> None:
-        """Let copies have the interpreter for a moment: the step computes nothing."""
+        """Let copying threads have the interpreter; the step computes nothing."""
         self._copies.give_way()
 
     def sleep(self) -> None:
-        """The KV memory is about to go: finish what is under way; until `wake` every copy is reported as failed."""
+        """Finish copies in flight before the KV memory goes; until `wake` every copy is reported as failed."""
         self._reports += self._copies.wait_for_all()
         self._sleeps = True
 
     def wake(self) -> None:
-        """The KV memory is there again, at the same addresses and with nothing in it. The host pool was kept."""
+        """Copy again: the KV memory is back at the same addresses, empty. The host pool was kept."""
         self._sleeps = False
 
     def close(self) -> None:
-        """Finish what is under way and free the pool. May be called twice."""
+        """Finish copies in flight and free the pool. May be called twice."""
         for engine in (self._async_engine, self._engine):
             if engine is not None:
                 engine.close()
@@ -252,15 +250,15 @@ class WorkerSide:
         return self._awake(engine).start_load(slots, block_ids)
 
     def _not_begun(self, jobs: Sequence[PageJob]) -> list[PageJob]:
-        """Those that no hook of this step has begun; it will now."""
+        """Return the jobs that no hook of this step has begun, and mark them as begun."""
         fresh = [job for job in jobs if job.job_id not in self._executed]
         self._executed.update(job.job_id for job in fresh)
         return fresh
 
     def _joined(self, saves: Sequence[PageJob]) -> Iterator[Sequence[PageJob]]:
-        """What is copied in one call and reported with one report, since a call costs more than the pages of a chunk.
+        """Yield saves to copy in one call and report together: a call costs more than the pages of a chunk.
 
-        Somebody may wait for any of them, so not everything.
+        Not all at once, because a request may wait for any of them.
         """
         together: list[PageJob] = []
         num_pages = 0
@@ -284,11 +282,11 @@ class WorkerSide:
             if len(jobs) == 1:
                 self._reports.append(self._copies.failed(_ids(jobs), error))
                 return
-            for job in jobs:  # what is wrong with one of them is no reason to lose the others
+            for job in jobs:  # one bad job must not fail the others
                 self._start((job,), begin, engine)
 
     def _copy(self, jobs: Sequence[PageJob], begin: _Begin) -> bool:
-        """Copy before all that the device is given from now on; whether nothing is known to have failed."""
+        """Copy before everything given to the device later; return whether no failure is known."""
         num_before = len(self._reports)
         self._start(jobs, begin, self._engine)
         self._reports += self._copies.precede(_ids(jobs))
@@ -312,7 +310,7 @@ def _ids(jobs: Sequence[PageJob]) -> tuple[int, ...]:
 
 
 def _pairs(jobs: Sequence[PageJob]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The blocks and the slots of all of them."""
+    """Return the blocks and the slots of all jobs."""
     if len(jobs) == 1:
         return jobs[0].block_ids, jobs[0].slots
     return (

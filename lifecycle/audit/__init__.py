@@ -1,8 +1,8 @@
 """The audit: one checker per rule of `docs/invariants.md`, run over a stored log.
 
-Pure like the rest of the core: events in, violations out. Checkers ask a model of the audit's own, see `model/`, and
-cannot reach what decided; an import contract and a test hold that. Each checker says what it verifies and what it does
-not; rules that no checker can decide stand in `Core.not_checked` with the reason.
+The package is pure like the rest of the core: it takes events and returns violations. Checkers query a model of the
+audit's own (`model.py`) and cannot import the code that decides; an import contract and a test enforce this. Each
+checker states what it verifies and what it does not. `Core.not_checked` lists the rules that no checker can decide.
 """
 
 from kvledger.lifecycle.audit.audit import Audit
@@ -30,4 +30,4 @@ __all__ = [
 ]
 
 RECORDED = Recorded.rule
-"""The rule of what the connector noticed and recorded itself."""
+"""Name of the rule that reports what the connector itself noticed and recorded."""

@@ -1,4 +1,4 @@
-"""Both halves of an audit, in turns: the rules, and a replay that decides again. Neither looks at the other."""
+"""Both halves of an audit: the rules, and a replay that makes every decision again. Neither half uses the other."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ _EVENTS_PER_BATCH = 256
 
 
 class Audit:
-    """Takes the events of one log in order and collects what is wrong with them.
+    """Audits the events of one log, in order.
 
-    Without `checkers`, runs those of all rules of the core; with `keeps`, counts and collects only the violations that
-    it says True to; with `start`, what is known before the first event, the log may begin in its middle.
+    Args:
+        core: of the log.
+        configuration: as in the log's header.
+        checkers: makers of the checkers; default: those of all rules of the core.
+        keeps: whether a violation counts; default: all do.
+        start: the state before the first event, if the audit begins in the middle of a log.
 
     Raises:
         SnapshotError: `start` cannot be used.
@@ -49,31 +53,31 @@ class Audit:
         self.checkers = self._rules.checkers
         self.violations = self._rules.violations.first
         self.num_violations = self._rules.violations.counts
-        """Rule -> how often it was broken."""
+        """Rule → number of violations."""
         self.projections = self._replay.projections
-        """What the log folds to so far."""
+        """State that the replay has computed so far."""
         self.divergences = self._replay.divergences
         self.reference_differences = self._replay.reference_differences
         self.unfoldable: Unfoldable | None = None
-        """Set by the first event that cannot be folded; no event after it is taken."""
+        """The first event that cannot be folded. The audit ignores all events after it."""
 
     @property
     def num_events(self) -> int:
-        """Events taken."""
+        """Number of events taken."""
         return self._replay.num_events
 
     @property
     def last_sequence(self) -> int:
-        """The sequence number of the last event that was taken, 0 before the first."""
+        """Sequence number of the last event taken, 0 before the first."""
         return self._replay.current.sequence
 
     @property
     def is_sound(self) -> bool:
-        """No rule is broken and nothing diverges."""
+        """Whether no rule is broken and nothing diverges."""
         return self.judgement().is_sound
 
     def judgement(self) -> Judgement:
-        """What was found so far."""
+        """Return the findings so far."""
         rules = [checker.rule for checker in self.checkers]
         of_extensions = (checker for checker in self.checkers if isinstance(checker, RuleOfExtension))
         return Judgement(
@@ -89,31 +93,31 @@ class Audit:
         )
 
     def finish(self) -> None:
-        """Notice decisions that are missing at the end."""
+        """Report decisions that are missing at the end of the log."""
         if self.unfoldable is None:
             self._replay.finish()
 
     def run(self, events: Iterable[SequencedEvent]) -> None:
-        """Take up all events, then finish."""
-        # In batches, so that what fails while events are read is not taken for an event that cannot be folded.
+        """Take all events, then finish."""
+        # Read in batches, so that an error while reading is not reported as an event that cannot be folded.
         self.run_frames(batches(events, _EVENTS_PER_BATCH))
 
     def run_frames(self, frames: Iterable[Iterable[SequencedEvent]], *, at: int | None = None) -> None:
-        """Take up all events of all frames, or those up to sequence number `at`, then finish.
+        """Take all events of all frames, or those up to sequence number `at`, then finish.
 
-        Without `at`, all of `frames` is read, also behind an event that cannot be folded.
+        Without `at`, this reads all of `frames`, even after an event that cannot be folded.
         """
         for frame in frames:
             events = list(frame)
             if at is not None and events and events[-1][0] > at:
-                # A decision that the next event would show to be missing is still part of the moment asked for.
+                # Do not finish: the log goes on, so a decision that is not recorded by `at` is not missing.
                 self.take_frame([(sequence, event) for sequence, event in events if sequence <= at])
                 return
             self.take_frame(events)
         self.finish()
 
     def take_frame(self, events: Iterable[SequencedEvent]) -> None:
-        """Take up the next events, observations with all of their decisions; reading them must not fail."""
+        """Take the next events: observations with all of their decisions. Reading them must not fail."""
         if self.unfoldable is not None:
             return
         events = list(events)
@@ -129,15 +133,15 @@ def _take(
     try:
         take(events)
     except Exception as error:
-        if at.event is None:  # nothing was taken: the events are not such
+        if at.event is None:  # the input does not consist of events
             raise
-        # A log that was tampered with must not end its own audit.
+        # A manipulated log must not crash the audit.
         return Unfoldable(at.sequence, at.event, f"{type(error).__name__}: {error}")
     return None
 
 
 def _checkers_of(core: Core) -> Iterator[MakeChecker]:
-    """What makes the checker of each rule of the core, in order."""
+    """Yield the maker of each rule's checker, in the order of the core."""
     extension_of = {rule: extension for extension in core.extensions for rule in extension.rules}
     for rule, make in core.rules.items():
         its = extension_of.get(rule)

@@ -1,8 +1,8 @@
-"""What a checker is.
+"""Base class of all checkers.
 
-A checker holds one rule against a log, event by event, in bounded memory: it forgets a request when the request
-is released. It is given the event and the audit's model, which contains the event already, and never what decided:
-no projection can be reached from here. What it needs from before, it keeps for itself.
+A checker checks one rule, event by event, in bounded memory: it forgets a request when the request is released. The
+audit's model contains each event before checkers see it. Checkers cannot reach projections or code that decides, and
+remember themselves what they need of earlier events.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kvledger.lifecycle.reader.visitor import Visitor
 
 
 class Checker(Visitor[AuditModel]):
-    """One rule, made anew for every audit. Its methods marked `@on(...)` look at events and say what is `broken`.
+    """Checks one rule in one audit. Its methods marked `@on(...)` look at events and call `broken`.
 
-    They are called in the order in which they stand in the class, those of a base class first. Most events are sound,
-    and finding that out must cost little.
+    They run in the order of their definition, those of a base class first. Most events break no rule, so a look must be
+    cheap.
     """
 
     needs = tuple(EVERY_PART)
     rule: ClassVar[str]
     expects_own_evictions: ClassVar[bool] = False
-    """Whether it cannot be checked with an extension that says what is evicted last: the log has no word of that."""
+    """Whether the rule is off with an extension that chooses what is evicted last, which the log does not record."""
 
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
@@ -35,19 +35,19 @@ class Checker(Visitor[AuditModel]):
         self.slots, self.chunks, self.tails, self.room = model.slots, model.chunks, model.tails, model.room
 
     def begin(self) -> None:
-        """Ask the model what is in flight, so that this raises no false alarm.
+        """Read from the model what is in flight, so that it raises no false alarm.
 
-        Called before the first event where an audit begins in the middle of a log. The model knows what came before;
-        by default, the checker does not.
+        Called before the first event if the audit begins in the middle of a log, of which only the model knows the
+        beginning.
         """
 
     def broken(self, detail: str, *evidence: int, request_id: str | None = None) -> None:
-        """The event at hand breaks the rule. Request and generation are taken from it where it names them.
+        """Report that the current event breaks the rule. Request and generation come from the event if it names them.
 
         Args:
             detail: what is wrong, in words.
-            evidence: sequence numbers of earlier events that show it; 0 stands for nothing and is left out.
-            request_id: of the request concerned, where the event does not name it.
+            evidence: sequence numbers of earlier events that show it; zeros are left out.
+            request_id: the request concerned, if the event does not name it.
         """
         moment, event = self.moment, self.moment.event
         if request_id is None:

@@ -1,6 +1,6 @@
-"""What a token costs to load and to compute, as the log tells it, and which loads are therefore not offered.
+"""The cost of loading and of computing a token, measured from the log, and when loads are therefore not offered.
 
-To be folded before the lives: what counts is who was computing before a step.
+Fold this before the lives: it needs their states before a step.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ STEPS_IN_A_ROW = 8
 SAMPLES = range(8, 64 + 1)
 LOADS_AT_FIRST = 8
 GIVEN_UP, TAKEN_UP = Fraction(5, 4), Fraction(4, 5)
-"""Of the cost of computing: what a load costs where loads are no longer offered, and where they are again."""
+"""Cost of loading divided by cost of computing above which loads stop, and below which they start again."""
 STANDARD_ERRORS = 2
 TRIED_AFTER_NS = 10_000_000_000
 
 
 class Measured(msgspec.Struct, forbid_unknown_fields=True):
-    """What was measured. Pairs are of tokens and nanoseconds."""
+    """Measurements so far. Times are in nanoseconds."""
 
     steps: list[tuple[int, int]] = []
-    """Steps in a row, and when each was scheduled."""
+    """(tokens, time of scheduling) of consecutive steps."""
     samples: list[tuple[int, int]] = []
-    """The last runs of steps."""
+    """(tokens, duration) of the last runs of `STEPS_IN_A_ROW` steps."""
     loads: list[tuple[int, int]] = []
-    """Since the last conclusion."""
+    """(tokens, duration) of loads since the costs were last compared."""
     issued: dict[int, tuple[int, bool]] = {}
-    """Load that nobody has reported → its tokens, and whether a step waits for it."""
+    """Job id of an unreported load → its tokens, and whether a step waits for it."""
     declined_until_ns: int | None = None
-    """None: loads are offered."""
+    """Time until which no load is offered; None if loads are offered."""
     is_slower: bool = False
 
 
 class Costs:
-    """Of steps in a row, and of loads."""
+    """Measures steps and loads."""
 
     def __init__(self, lives: Lives, moment: Moment) -> None:
         self._lives = lives
@@ -51,7 +51,7 @@ class Costs:
 
     @property
     def is_slower(self) -> bool:
-        """Whether at the last lookup loads were not to be offered."""
+        """Whether the last lookup must not be offered a load."""
         return self.state.is_slower
 
     @on(e.LookupRequested)
@@ -104,9 +104,10 @@ class Costs:
             self.state.loads = []
 
     def _is_surely_less(self, loading: Fraction) -> bool:
-        """Whether a step takes that much longer with one token more neither by least squares nor with errors of that.
+        """Whether computing a token surely costs less than `loading`, in nanoseconds.
 
-        Not where the steps are too few, or where their time does not grow with their tokens.
+        Its cost is the slope of a least-squares fit of step times, and must be lower by more than `STANDARD_ERRORS`.
+        False if there are too few steps, or if their time does not grow with their tokens.
         """
         if len(self.state.samples) not in SAMPLES:
             return False

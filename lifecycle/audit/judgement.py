@@ -1,4 +1,4 @@
-"""What an audit found in a log, as plain data."""
+"""The findings of an audit, as plain data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvledger.lifecycle.events import Event
 
 @attrs.frozen
 class Unfoldable:
-    """An event that today's code cannot fold or check: the log is not one that this code could have written."""
+    """An event that today's code cannot fold or check, so this code cannot have written the log."""
 
     sequence: int
     event: Event
@@ -25,31 +25,31 @@ class Unfoldable:
 
 @attrs.frozen
 class Judgement:
-    """Of a log, up to the event that cannot be folded. The rules stand in the order in which they look at an event."""
+    """The result for a log, up to the first event that cannot be folded. Rules are in the order in which they run."""
 
     num_events: int
-    """That the rules were held against."""
+    """Number of events that the rules have looked at."""
     rules: Sequence[str]
     not_judged: Mapping[str, str]
-    """Rule of an extension → why it could not be held against the log, or not against all of it."""
+    """Rule of an extension → why it was not checked, or not on all of the log."""
     violations: Sequence[Violation]
-    """The first ones."""
+    """The first `MAX_VIOLATIONS`."""
     num_violations: Mapping[str, int]
-    """Rule → how often it was broken."""
+    """Rule → number of violations."""
     divergences: Divergences
-    """Where today's code decides otherwise than the log says."""
+    """Decisions that today's code makes differently from the log."""
     reference_differences: Divergences
-    """Where the reference machine goes another way than the compiled table."""
+    """Events that the reference machine and the compiled table lead to different states."""
     num_unjudged: int
-    """Observations upon which an extension may have decided whose code is not here."""
+    """Observations on which an extension may have decided whose code is missing."""
     unfoldable: Unfoldable | None = None
 
     @property
     def judged(self) -> list[str]:
-        """The rules that were held against all that was taken."""
+        """The rules that were checked on everything that was taken."""
         return [rule for rule in self.rules if rule not in self.not_judged]
 
     @property
     def is_sound(self) -> bool:
-        """No rule is broken and nothing diverges."""
+        """Whether no rule is broken and nothing diverges."""
         return not any((self.num_violations, self.divergences, self.reference_differences, self.unfoldable))

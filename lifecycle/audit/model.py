@@ -1,4 +1,4 @@
-"""What the rules ask: the reader's model, and what only rules need besides."""
+"""The model that rules query: the reader's, and the parts that only rules need."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from kvledger.lifecycle.reader.stored import StoredState
 
 
 class AuditModel(Model):
-    """It contains an event before any checker is asked about it."""
+    """Contains an event before any checker is called with it."""
 
     def __init__(self, tables: machine.Tables, configuration: LedgerConfiguration, violations: Violations) -> None:
         super().__init__(tables, configuration)
         self.violations = violations
-        """What checkers found."""
+        """Violations that checkers reported."""
         self.room = Room(self.lives, self.copies, self.chunks, self.answers, self.moment)
         self.costs = Costs(self.lives, self.moment)
 
     def reporting_to(self, violations: Violations) -> Self:
-        """The same model for a checker whose findings are looked at before they count."""
+        """Return the same model for a checker whose findings are filtered before they count."""
         model = copy(self)
         model.violations = violations
         return model
@@ -47,20 +47,20 @@ class AuditModel(Model):
         self.costs.state = stored["costs"].state_for(self.costs, Measured, trusts_other_code=trusts_other_code)
 
     def parts(self) -> Mapping[str, object]:
-        """Costs ask who was computing before a step; what may leave the pool follows from everything else."""
+        """Name → part, in folding order. Costs need the states before a step, the room needs all other parts."""
         return {"costs": self.costs, **super().parts(), "room": self.room}
 
     def is_slower_to_load(self, answer: e.LookupAnswered, num_usable_tokens: int) -> bool:
-        """Whether the answer at hand offers nothing of what can be used, because computing it costs less."""
+        """Whether the answer must offer none of the usable tokens, because computing them costs less."""
         is_more = min(num_usable_tokens, answer.num_tokens - 1) > answer.num_computed_tokens
         return is_more and self.costs.is_slower and not self.configuration.offers_slow_loads
 
     def longest_seen(self, life: Life, num_tokens: int) -> int:
-        """The longest prefix of so many tokens after which all is stored that the windows of the next token see."""
+        """Return the longest prefix, up to `num_tokens`, with all stored that the next token's windows see."""
         layout, chunks, tail = self.layout, self.chunks, self.tails.saved(life)
 
         def is_stored(page: int, end_token: int) -> bool:
-            # The last of these tokens that the page holds tells which chunk's image of the page is long enough.
+            # The chunk that contains the last of these tokens in the page has a long enough image of the page.
             last_token = min(end_token, layout.tokens_of_page(page).stop) - 1
             (chunk,) = layout.chunks_of(range(last_token, last_token + 1))
             slots = chunks.slots_of(life.keys[chunk]) if chunk < len(life.keys) else None

@@ -1,7 +1,7 @@
-"""Rules of extensions: held against a log like all others, but only as long as their code does not raise.
+"""Rules of extensions: checked like all others until their code raises.
 
-What somebody's checker raises costs its own verdict and nothing else; so does its extension being stopped. It must not
-know what the rule is about.
+If an extension's checker raises, or its extension is stopped, only that rule stays unjudged. This module must not know
+what the rule is about.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _Result = TypeVar("_Result")
 
 
 class RuleOfExtension(Checker):
-    """The checker of such a rule, around the extension's own."""
+    """Wraps an extension's own checker."""
 
-    rule = ""  # of each object its own
+    rule = ""  # each object has its own
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class RuleOfExtension(Checker):
         super().__init__(model)
         self.rule = rule  # type: ignore[misc]
         self.not_judged = ""
-        """Why the rest of the log, or all of it, could not be judged; empty: it was."""
+        """Why the log, or the rest of it, could not be judged; empty if it could."""
         self._extension = extension
         self._payload_of = payload_of
         self._found = Violations()
         self._checker = self._run(lambda: make(model.reporting_to(self._found)))
 
     def visits(self) -> Visits:
-        """Those of the extension's checker, each as long as nothing has raised."""
+        """Return those of the extension's checker. None of them runs after one has raised."""
         checks = self._run(self._checks_of_events) or ()
         return [*super().visits(), *((event_class, self._guarded(check)) for event_class, check in checks)]
 
@@ -72,7 +72,7 @@ class RuleOfExtension(Checker):
                 _call(check, payload)
 
     def begin(self) -> None:
-        """Where the audit starts in the middle of a log."""
+        """Begin in the middle of a log, unless the extension was stopped before."""
         checker = self._checker
         if self._extension in self.lives.stopped_extensions:
             self.not_judged = f"its extension was stopped at event {self.lives.stopped_extensions[self._extension]}"
@@ -107,6 +107,6 @@ class RuleOfExtension(Checker):
 
 
 def _call(check: Callable[[Any], object], event: msgspec.Struct) -> None:
-    if check(event) is not None:  # a generator, of which nothing would run, or what it found
+    if check(event) is not None:  # a generator, whose body would not run, or a finding
         message = "a check returns nothing: it says what is wrong with self.broken(...)"
         raise TypeError(message)

@@ -1,8 +1,8 @@
-"""What may leave the host pool, in which order, and what has to stay.
+"""Which chunks may leave the host pool, in which order, and which have to stay.
 
-The order is that of a plain list of chunks, of which each use moves a whole prefix to the end, the first chunk of the
-prompt last. The list itself would cost a long request its whole prompt for each save. What is kept is the list of the
-uses, and for each chunk its last use.
+The order is that of a list of chunks in which each use moves a whole prefix to the end, the first chunk of the prompt
+last. In such a list each save of a long request would move its whole prompt. Therefore `Room` stores a list of uses,
+and the last use of each chunk.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kvledger.lifecycle.reader.records import Prefix
 
 
 class StoredRoom(msgspec.Struct, forbid_unknown_fields=True):
-    """What the room knows, as plain values. Uses are named by their places in `uses`."""
+    """State of the room as plain values. A use is named by its index in `uses`."""
 
     uses: list[tuple[StoredPrefix, int, int]]
-    """Each with the chunks at its beginning among which are all that were taken over, and all that are missing."""
+    """(prefix, `_Use.num_taken`, `_Use.num_missing`) of each use."""
     last_uses: dict[bytes, int]
     order: list[int]
     use_of: dict[int, int]
@@ -36,26 +36,26 @@ class StoredRoom(msgspec.Struct, forbid_unknown_fields=True):
 
 @attrs.define(eq=False)
 class _Use:
-    """The last use of some chunks: those of a prefix that no later use took over."""
+    """The last use of those chunks of a prefix that no later use covers."""
 
     ordinal: int
-    """Of the life whose prefix it is."""
+    """Ordinal of the life whose prefix it is."""
     keys: Sequence[bytes]
     num_chunks: int = 0
-    """Of the prefix; without those at its end that are not in the pool."""
+    """Chunks of the prefix, without those at its end that are not in the pool."""
     num_taken: int = 0
-    """Chunks at its beginning among which are all that a later use took over."""
+    """Number of leading chunks that include all that a later use covers."""
     num_missing: int = 0
-    """Chunks at its beginning among which are all that are not in the pool. Another life's save may bring them."""
+    """Number of leading chunks that include all that are not in the pool. Saves of other lives may add those."""
     num_last: int = 0
-    """Chunks in the pool that it is the last use of."""
+    """Number of chunks in the pool whose last use this is."""
 
 
 class Room:
-    """To be folded after the answers, the jobs and the chunks.
+    """Order of the chunks in the pool. Fold this after the answers, the copies and the chunks.
 
     A prefix is held by a pending answer that promised it, a preempted request that waits for it, and a copy in flight
-    that reads it or brings its last chunk. The end of each is a use.
+    that reads it or adds its last chunk. The end of each is a use.
     """
 
     def __init__(self, lives: Lives, copies: Copies, chunks: Chunks, answers: Answers, moment: Moment) -> None:
@@ -63,25 +63,25 @@ class Room:
         self._moment = moment
         self._chunk_size = answers.chunk_size
         self._order: OrderedDict[_Use, None] = OrderedDict()
-        """Uses, least recent first; without those found to be of chunks that are held, which will be used again."""
+        """Uses, least recent first. Uses of held chunks are removed when found; the end of the hold is a new use."""
         self._last_use: dict[bytes, _Use] = {}
         """Chunk in the pool → its last use."""
         self._use_of: dict[int, _Use] = {}
-        """Ordinal → the life's last use, while it is the last one of any chunk."""
+        """Ordinal → the life's last use, while it is the last use of any chunk."""
         self.out_of_turn: list[tuple[bytes, bytes | None]] = []
-        """Of an eviction: chunks that left before their turn, and whose turn it was; None: nobody's."""
+        """Chunks that the last eviction evicted too early, each with the chunk that was due, if any."""
 
     def held(self) -> Iterator[Prefix]:
-        """What has to stay, whoever saves."""
+        """Yield the prefixes that no save may evict."""
         yield from self._answers.prefixes()
         yield from self._copies.prefixes()
 
     def relied_on(self) -> frozenset[bytes]:
-        """Every chunk of what is held."""
+        """Return every chunk of the held prefixes."""
         return frozenset().union(*(prefix.key_set for prefix in self.held()))
 
     def own_beginning(self, ordinal: int) -> Prefix:
-        """What a save of this life evicts nothing of: its settled chunks, or all where that is not known."""
+        """Return the chunks that a save of this life must not evict: its settled ones, or all if not known."""
         life = self._lives.of(ordinal)
         if life is None:
             return Prefix.of(None, 0)
@@ -89,9 +89,9 @@ class Room:
         return Prefix.of(life, num_settled_tokens // self._chunk_size if sequence else len(life.keys))
 
     def leaving(self, ordinal: int) -> Iterator[bytes]:
-        """Chunks that may leave for a save of this life, in the order in which they would leave."""
+        """Yield the chunks that a save of this life may evict, in the order of eviction."""
         held, own = list(self.held()), self.own_beginning(ordinal)
-        self._oldest(held, own)  # no later call looks at uses of chunks that are held
+        self._oldest(held, own)  # removes the uses of held chunks, so that later calls skip them
         for use in self._order:
             chunk, key = self._last_chunk(use)
             while chunk >= 0 and not own.has(chunk, key) and not any(prefix.has(chunk, key) for prefix in held):
@@ -100,7 +100,7 @@ class Room:
                 chunk, key = chunk - 1, use.keys[chunk - 1]
 
     def stored(self, chains: Chains) -> StoredRoom:
-        """What is known now."""
+        """Return the state."""
         numbers = {use: number for number, use in enumerate(dict.fromkeys(self._last_use.values()))}
         return StoredRoom(
             [
@@ -113,7 +113,7 @@ class Room:
         )
 
     def resume(self, stored: StoredRoom, chains: Chains) -> None:
-        """Know what was stored, and nothing else. Raises `ValueError` where it does not fit together."""
+        """Restore a stored state. Raises `ValueError` if it is inconsistent."""
         uses = []
         for stored_prefix, num_taken, num_missing in stored.uses:
             prefix = chains.prefix(stored_prefix)
@@ -149,11 +149,11 @@ class Room:
             self._use(job.prefix, new_from=None if job.is_load else min(job.chunks, default=None))
 
     def _use(self, prefix: Prefix, new_from: int | None = None) -> None:
-        """Let the prefix be the youngest.
+        """Make the prefix the most recently used one.
 
         Args:
             prefix: what is used.
-            new_from: the first chunk that may have come into the pool since the life's last use.
+            new_from: the first chunk that may have entered the pool since the life's last use.
         """
         use = self._use_of.get(prefix.ordinal)
         if use is None or use.keys is not prefix.keys or use.num_chunks > prefix.num_chunks:
@@ -174,9 +174,9 @@ class Room:
             self._order.move_to_end(use)
 
     def _claim(self, use: _Use, chunks: range, *, are_new: bool = False) -> None:
-        """Let it be the last use of these chunks of its prefix, as far as they are in the pool."""
+        """Make this the last use of these chunks of its prefix, if they are in the pool."""
         keys = use.keys[chunks.start : chunks.stop]
-        uses = dict(zip(map(self._last_use.get, keys), chunks, strict=True))  # the last chunk of each
+        uses = dict(zip(map(self._last_use.get, keys), chunks, strict=True))  # last use → its last chunk
         if are_new or not uses.keys() <= {use, None}:
             self._take_over(use, keys, uses)
             uses = dict(zip(map(self._last_use.get, keys), chunks, strict=True))
@@ -239,12 +239,12 @@ class Room:
                 self._remove(key)
 
     def _oldest(self, held: Sequence[Prefix], own: Prefix) -> bytes | None:
-        """The chunk that was used least recently, of those that may leave."""
+        """Return the least recently used chunk that may leave."""
         needed: list[_Use] = []
         oldest = None
         for use in self._order:
             chunk, key = self._last_chunk(use)
-            # Of one prefix: if its last chunk has to stay, all before that have to.
+            # If the last chunk of a prefix has to stay, so do all before it.
             if any(prefix.has(chunk, key) for prefix in held):
                 needed.append(use)
             elif not own.has(chunk, key):
@@ -255,7 +255,7 @@ class Room:
         return oldest
 
     def _last_chunk(self, use: _Use) -> tuple[int, bytes]:
-        """The last chunk of a use that was not used since, and its key."""
+        """Return the last chunk whose last use this is, and its key."""
         while self._last_use.get(use.keys[use.num_chunks - 1]) is not use:
             use.num_chunks -= 1
         return use.num_chunks - 1, use.keys[use.num_chunks - 1]

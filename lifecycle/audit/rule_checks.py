@@ -1,4 +1,4 @@
-"""Rules held against the events of a log, one by one: the half of an audit that knows nothing of what decided."""
+"""Checks rules on the events of a log: the half of an audit that does not use the code that decides."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ MakeChecker = Callable[[AuditModel], Checker]
 
 
 class RuleChecks:
-    """Folds the audit's model and asks each checker about each event. What it finds stands in the model's violations.
+    """Folds the audit's model and calls each checker with each event. Checkers add to the model's violations.
 
     Args:
-        model: before the first event that is taken.
-        checkers: made in this order, in which they look at an event.
-        begins_late: whether the audit begins in the middle of a log; the model knows what came before.
+        model: in its state before the first event.
+        checkers: makers of the checkers, which look at each event in this order.
+        begins_late: whether the audit begins in the middle of a log. The model then knows what came before.
     """
 
     def __init__(self, model: AuditModel, checkers: Iterable[MakeChecker], *, begins_late: bool = False) -> None:
         self.moment = model.moment
-        """Of the event that is or was last looked at."""
+        """The current event, or the last one."""
         self.violations = model.violations
         self.checkers = tuple(make(model) for make in checkers)
         self._reader = Reader(model, self.checkers)
@@ -32,13 +32,13 @@ class RuleChecks:
 
     @property
     def num_events(self) -> int:
-        """Events looked at."""
+        """Number of events looked at."""
         return self._reader.num_events
 
     def take(self, events: Iterable[tuple[int, Event]]) -> None:
         """Look at the next events, in the order of the log.
 
         Raises:
-            Exception: whatever a fold or a check raises; `moment` says at which event. Nothing more can be taken.
+            Exception: raised by a fold or a check at the event in `moment`. Take no more events then.
         """
         self._reader.take(events)

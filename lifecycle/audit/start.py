@@ -1,6 +1,6 @@
-"""What has to be known where an audit begins in the middle of a log: the live state there, and the reader's.
+"""The state that an audit needs to begin in the middle of a log: the live state, and the reader's.
 
-Each half of an audit goes on from its own. Both are trusted and not judged; what comes behind is.
+Each half of the audit continues from its own. The audit trusts both states and judges only later events.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from kvledger.lifecycle.snapshots import capture, restore
 
 @attrs.frozen
 class Start:
-    """What is known after an event, as bytes: whoever goes on from it has objects of its own."""
+    """State after an event, as bytes. Each audit that begins here makes its own objects of it."""
 
     state: bytes
-    """Of the projections, see `snapshots.capture`."""
+    """State of the projections, see `snapshots.capture`."""
     reader: bytes
-    """Of the audit's model, see `Reader.capture`."""
+    """State of the audit's model, see `Reader.capture`."""
     trusts_other_code: bool = False
-    """Whether the reader's may have been folded by other code."""
+    """Whether other code may have computed `reader`."""
 
     def projections(self, core: Core, configuration: LedgerConfiguration) -> Projections:
-        """The live state. Raises `SnapshotError` where it cannot be used."""
+        """Return the live state. Raises `SnapshotError` if it cannot be used."""
         return restore(core, self.state, configuration)
 
     def resume(self, model: Model, core: Core) -> None:
-        """Let a model know it that has seen no event. Raises `NotResumable` where it cannot be used."""
+        """Restore a model that has seen no event. Raises `NotResumable` if the state cannot be used."""
         Reader(model, ()).resume(self.reader, core.fingerprint(), trusts_other_code=self.trusts_other_code)
 
 
 class StartFolds:
-    """Folds a log both ways, to say after any event how an audit can begin there.
+    """Folds a log into both states, so that an audit can begin after any event.
 
     Args:
         core: of the log.
-        configuration: as in its header.
-        start: what is known before the first event; default: the log begins here.
+        configuration: as in the log's header.
+        start: the state before the first event; default: the log begins here.
 
     Raises:
         SnapshotError: `start` cannot be used.
@@ -63,13 +63,13 @@ class StartFolds:
             start.resume(self.model, core)
         self._reader = Reader(self.model, (), needs=EVERY_PART)
         self.current: SequencedEvent | None = None
-        """The event that was folded last, or raised."""
+        """The event that was folded last, or whose fold raised."""
 
     def take(self, events: Iterable[SequencedEvent]) -> None:
-        """Fold the next events, observations with all of their decisions.
+        """Fold the next events: observations with all of their decisions.
 
         Raises:
-            Exception: whatever a fold raises; `current` says at which event. Nothing more can be taken.
+            Exception: raised by a fold at the event in `current`. Take no more events then.
         """
         events = list(events)
         for self.current in events:
@@ -84,5 +84,5 @@ class StartFolds:
             raise
 
     def start(self) -> Start:
-        """What is known now; to be asked for where an observation comes next."""
+        """Return the state. Call this only if the next event is an observation."""
         return Start(capture(self.projections), self._reader.capture(self._core.fingerprint()))

@@ -1,4 +1,4 @@
-"""What an audit finds."""
+"""Violations that checkers report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import attrs
 
 MAX_VIOLATIONS = 1000
-"""Violations that are kept; all are counted."""
+"""Number of violations that are kept; all are counted."""
 
 
 @attrs.frozen
@@ -18,30 +18,30 @@ class Violation:
     rule: str
     sequence: int
     request_id: str
-    """Empty where the event belongs to no single request."""
+    """Empty if the event belongs to no single request."""
     generation: int | None
-    """The generation the event speaks of, or that the request was in; None where neither is known."""
+    """Generation of the event, or else of the request; None if neither is known."""
     detail: str
     evidence: tuple[int, ...]
-    """Sequence numbers of earlier events that, with this one, show the breach."""
+    """Sequence numbers of earlier events that show the violation."""
     time_ns: int
     ordinal: int | None
-    """Of the life that the breach concerns; None: not known, or it concerns no single request."""
+    """Ordinal of the life concerned; None if not known, or if no single request is concerned."""
     cause: int
-    """Sequence number of the observation at which the rule is broken: the event itself, or what it was decided upon."""
+    """Sequence number of the observation at which the rule is broken: the event, or the cause of the decision."""
 
 
 class Violations:
-    """All that checkers find; with `keeps`, only those that it says True to."""
+    """All violations, or those for which `keeps` returns True."""
 
     def __init__(self, keeps: Callable[[Violation], bool] | None = None) -> None:
         self._keeps = keeps
         self.first: list[Violation] = []
         self.counts: Counter[str] = Counter()
-        """Rule -> how often it was broken."""
+        """Rule → number of violations."""
 
     def add(self, violation: Violation) -> None:
-        """One more."""
+        """Count a violation, and keep it if it is one of the first `MAX_VIOLATIONS`."""
         if self._keeps is None or self._keeps(violation):
             self.counts[violation.rule] += 1
             if len(self.first) < MAX_VIOLATIONS:

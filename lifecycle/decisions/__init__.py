@@ -1,4 +1,4 @@
-"""What is decided, one module per subject. The state handlers choose which of them applies.
+"""Functions that make decisions, one module per subject. State handlers choose which of them to call.
 
 - `lookups`: how many tokens can be loaded, or that the scheduler should ask again.
 - `loads`: which slots are loaded into which blocks.
@@ -7,6 +7,6 @@
 - `reports`: what follows from reports of workers, and how far a request is.
 - `windows`: what sliding windows change about loads and saves.
 
-Every function that decides is given the turn that it decides in. `answer_lookup` returns its only decision instead, and
-the handler decides it. Only these functions may refuse.
+Every function that decides gets the turn to decide in. `answer_lookup` returns its only decision instead, and the
+handler makes it. Only these functions may refuse something.
 """

@@ -1,6 +1,6 @@
-"""Whether to load when a request is given blocks, and which slots into which blocks.
+"""Decides whether to load when a request gets blocks, and which slots into which blocks.
 
-`num_external_tokens` of the allocation is what the scheduler accepts: at most what was answered, and possibly 0.
+`num_external_tokens` of the allocation is what the scheduler accepts: at most what was answered, possibly 0.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:
 
 
 def _slots_of(pages: range, end_token: int, request: RequestRecord, projections: Projections) -> tuple[int, ...] | None:
-    """The slot with the longest image of each page; None if one is not stored.
+    """Return the slot with the longest image of each page; None if one is not stored.
 
-    Whole chunks, if they reach to the end of the load; else chunks up to the tail, and the tail.
+    Use whole chunks if they reach the end of the load, else the chunks before the tail, and the tail.
     """
     slots = _slots_of_chunks(pages, end_token, request, projections)
     tail = request.tail
@@ -80,7 +80,7 @@ def _slots_of(pages: range, end_token: int, request: RequestRecord, projections:
 def _slots_of_chunks(
     pages: range, end_token: int, request: RequestRecord, projections: Projections
 ) -> tuple[int, ...] | None:
-    """The slot of each page among the chunks of the first `end_token` tokens; None if one of them is not stored."""
+    """Return the slot of each page among the chunks of the first `end_token` tokens; None if one is not stored."""
     geometry, pool = projections.geometry, projections.pool
     num_chunks = geometry.num_chunks_touched(end_token)
     slots = pool.slots_of(request.keys[:num_chunks]) if num_chunks <= len(request.keys) else None
@@ -90,9 +90,9 @@ def _slots_of_chunks(
 def _slots_with_windows(
     pages: range, block_ids: Sequence[int], end_token: int, request: RequestRecord, projections: Projections
 ) -> tuple[int, ...] | None:
-    """The slot of each page that has a block, `NO_SLOT` for the others; None if a page with a block is not stored.
+    """Return the slot of each page that has a block, else `NO_SLOT`; None if a page with a block is not stored.
 
-    vLLM gives a group with a window no blocks for pages that the next token does not see.
+    In a group with a window, vLLM gives no blocks for pages that the next token does not see.
     """
     sizes = projections.geometry.window_sizes
     slots = []

@@ -1,23 +1,22 @@
-"""What to answer when the scheduler asks how much can be loaded.
+"""Answers how many tokens can be loaded when the scheduler asks.
 
-Pure: any number of lookups equals one. The hit may come from the lookup cache. The answer never does: it is computed
-for the `num_computed_tokens` of this very call.
+Lookups are pure: any number of them has the effect of one. The hit may come from the lookup cache. The answer never
+does: it is computed for the `num_computed_tokens` of this very call.
 
-Instead of a number, the answer may be "ask again", for one of two reasons. Each is bounded:
+Instead of a number, the answer may be "ask again", at most `max_deferred_lookups` times in a row, for two reasons:
 
-- A copy in flight brings more. For a save, the scheduler is asked to ask again at most `max_deferred_lookups` times in
-  a row.
-- Another request loads the same chunks, and vLLM's prefix cache shares the blocks afterwards: until that load ends, and
-  for at most `max_deferred_lookups` such loads in a row. Loading them twice fills the device with copies (vllm#29087).
+- A copy in flight brings more: a save or, with windows, any other request's load.
+- Another request loads the same chunks, and vLLM's prefix cache shares the blocks afterwards. Waiting for one such load
+  counts once. Loading the chunks twice would fill the device with copies (vllm#29087).
 
-Three limits are there for vLLM 0.32 alone:
+Three limits exist only because of vLLM 0.32:
 
 - After a failed load, a request computes first (`_inflight_prefill_reserved_blocks` and `kv_holding_waiting` in
   `v1/core/sched/scheduler.py`).
-- With windows, one load comes after another.
+- With windows, only one load runs at a time.
 - With several groups of layers, loads are asynchronous (`_handle_invalid_blocks`, same file).
 
-The adapter cannot lower the answers instead: they would not be in the log.
+The adapter must not lower answers instead, because the log would not contain what vLLM got.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ from kvledger.lifecycle.turn import Turn
 
 
 class _Awaited(msgspec.Struct, frozen=True, gc=False):
-    """A copy in flight after which the host pool, or vLLM's prefix cache, reaches to `end_token`."""
+    """A copy in flight, after which the host pool or vLLM's prefix cache reaches to `end_token`."""
 
     job_id: int
     end_token: int
 
 
 class _Hit(msgspec.Struct, frozen=True):
-    """How far the host pool reaches, how far the request may load, and which copy in flight would let it load more."""
+    """How far the host pool reaches, how far the request may load, and the copy that would let it load more."""
 
     num_tokens: int
-    """Tokens that are in the host pool, from the first one on."""
+    """Tokens in the host pool, from the first one on."""
     end_token: int
-    """Where a load may end: at most at `num_tokens`, and before the last token, which is computed."""
+    """Where a load may end: at most at `num_tokens`, and before the last token, which must be computed."""
     reason: MissReason
     """Why it may not load more."""
     awaited: _Awaited | None = None
@@ -63,10 +62,7 @@ _VALUE_OF = {reason: reason.value for reason in MissReason}
 def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -> e.LookupAnswered | e.LookupDeferred:
     """Answer with the usable hit beyond what is computed, or ask the scheduler to ask again.
 
-    Args:
-        turn: of the request that is asked about.
-        event: the question.
-        awaits_saves: whether a save in flight is worth being asked again for.
+    With `awaits_saves`, it waits for saves in flight that bring more.
     """
     request, projections, num_computed_tokens = turn.record, turn.projections, event.num_computed_tokens
     has_windows = projections.geometry.windows.has_any
@@ -91,7 +87,7 @@ def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -
 
 
 def _deferred(turn: Turn, event: e.LookupRequested, job_id: int, *, is_shared: bool) -> e.LookupDeferred | None:
-    """Ask the scheduler to ask again when the copy is done; None if it was asked often enough."""
+    """Ask the scheduler to ask again when the copy is done; None if it was asked as often as allowed."""
     num_deferred = turn.record.next_deferral(job_id, is_shared=is_shared)
     if num_deferred > turn.projections.configuration.max_deferred_lookups:
         return None
@@ -103,11 +99,11 @@ def _answered(turn: Turn, event: e.LookupRequested, hit: _Hit, end_token: int) -
     """Answer that the tokens from the computed ones to `end_token` can be loaded."""
     request, configuration = turn.record, turn.projections.configuration
     num_external_tokens, is_async = 0, False
-    # Whole pages are loaded, so a load must start on a block boundary. vLLM presents a block-aligned local hit
-    # (v1/core/sched/scheduler.py, 0.32); anything else is answered with nothing.
+    # Whole pages are loaded, so a load must start on a block boundary. vLLM's own hits end on one
+    # (v1/core/sched/scheduler.py, 0.32). For any other hit, offer nothing.
     if end_token > event.num_computed_tokens and event.num_computed_tokens % configuration.block_size == 0:
         num_external_tokens = end_token - event.num_computed_tokens
-        # With several groups, vLLM can be told that the load of a request failed, but not which blocks.
+        # With several groups, vLLM accepts the report that a request's load failed, but not which blocks.
         has_groups = turn.projections.geometry.windows.num_groups > 1
         async_from = 0 if has_groups else configuration.async_load_tokens
         is_async = async_from is not None and num_external_tokens >= async_from
@@ -129,7 +125,7 @@ def _answered(turn: Turn, event: e.LookupRequested, hit: _Hit, end_token: int) -
 
 
 def _find_hit(event: e.LookupRequested, request: RequestRecord, projections: Projections) -> _Hit:
-    """Find the chunks of the request that are saved, and its tail."""
+    """Find the saved chunks of the request, and its tail."""
     num_chunks = projections.lookup_cache.num_hit_chunks(request)
     num_tokens = num_chunks * projections.configuration.chunk_size
     end_token = min(num_tokens, event.num_tokens - 1)
@@ -141,7 +137,7 @@ def _find_hit(event: e.LookupRequested, request: RequestRecord, projections: Pro
 
 
 def _hit_before(key: bytes, num_tokens: int, end_token: int, projections: Projections) -> _Hit:
-    """The hit that ends before the chunk with this key, with the reason why that chunk is not in the host pool."""
+    """Return the hit that ends before the chunk with this key, and why that chunk is not in the host pool."""
     if projections.pool.is_saving(key):
         save = projections.jobs.saving(key)
         if save is None:
@@ -154,7 +150,7 @@ def _hit_before(key: bytes, num_tokens: int, end_token: int, projections: Projec
 def _with_tail(tail: Tail, hit: _Hit, event: e.LookupRequested) -> _Hit:
     """Add the tail, which only the request itself may load, if it follows the chunks of the hit."""
     if tail.first_token > hit.num_tokens and hit.awaited is not None:
-        # The chunks before the tail are being saved. After that, the tail is saved, or being saved.
+        # The chunks before the tail are being saved. When that is done, the tail is saved too, or still being saved.
         return replace(hit, awaited=_Awaited(hit.awaited.job_id, max(hit.awaited.end_token, tail.end_token)))
     if tail.first_token != hit.num_tokens:
         return hit
@@ -176,8 +172,8 @@ def _limited(hit: _Hit, event: e.LookupRequested, request: RequestRecord, projec
     if request.trust is TrustRegion.QUARANTINED:
         return _unusable(hit, MissReason.QUARANTINED)
     if request.first is FirstRegion.COMPUTES_FIRST:
-        # vLLM 0.32 keeps such a request at the head of the queue of those that hold blocks. Another asynchronous load
-        # may not fit next to what it reserves for the requests after it, and then no request gets blocks any more.
+        # vLLM 0.32 keeps such a request first in the queue of those that hold blocks. Another asynchronous load may not
+        # fit into what vLLM leaves unreserved for the requests after it. Then no request gets blocks any more.
         return _unusable(hit, MissReason.LOAD_FAILED)
     if not configuration.offers_slow_loads and projections.costs.is_slower(event.time_ns):
         has_offer = hit.end_token > event.num_computed_tokens
@@ -186,12 +182,12 @@ def _limited(hit: _Hit, event: e.LookupRequested, request: RequestRecord, projec
 
 
 def _unusable(hit: _Hit, reason: MissReason) -> _Hit:
-    """A hit of which nothing may be loaded."""
+    """Return the hit with nothing to load."""
     return replace(hit, end_token=0, reason=reason, awaited=None)
 
 
 def _within_windows(hit: _Hit, request: RequestRecord, projections: Projections) -> _Hit:
-    """End a load where everything is stored that the next token sees."""
+    """End a load where everything that the next token sees is stored."""
     end_token = last_boundary(hit.end_token, request, projections)
     if end_token == hit.end_token:
         return hit
@@ -205,11 +201,11 @@ def _within_windows(hit: _Hit, request: RequestRecord, projections: Projections)
 
 
 def _load_of_another(request: RequestRecord, projections: Projections) -> Copy | None:
-    """Return a load of another request that is in flight. With windows, no load begins before it is done.
+    """Return another request's load that is in flight. With windows, no load begins before it is done.
 
-    vLLM 0.32 underestimates what a request that was loaded still needs: it counts the null blocks of its windows as
-    blocks (`v1/core/single_type_kv_cache_manager.py`, get_num_blocks_to_allocate). Several of them could hold the whole
-    pool and wait for one another for ever.
+    vLLM 0.32 underestimates what a loaded request still needs: it counts the null blocks of its windows as blocks
+    (`v1/core/single_type_kv_cache_manager.py`, get_num_blocks_to_allocate). Several such requests could hold the whole
+    pool and wait for one another forever.
     """
     loads = (job for job in projections.jobs if job.kind is CopyKind.LOAD and job.ordinal != request.ordinal)
     return next(loads, None)
@@ -220,19 +216,15 @@ def shared_load(
 ) -> Copy | None:
     """Return another request's load that brings blocks which this request would load, or None.
 
-    A burst of requests with one long prefix would load it once for each of them and fill the device with copies
-    (vllm#29087). vLLM's prefix cache shares the blocks of an asynchronous load as soon as the load has ended
+    A burst of requests with one long prefix would load it once per request and fill the device with copies
+    (vllm#29087). vLLM's prefix cache shares the blocks of an asynchronous load when the load has ended
     (`v1/core/sched/scheduler.py`, 0.32, `_update_waiting_for_remote_kv`). It shares those of a load within the step at
     once, so no request has to wait for them.
 
-    A short common beginning counts, too. If it is not shared, each conversation of a burst holds a system prompt of its
-    own, and a burst that fits without a connector causes preemptions.
+    A short common beginning counts too. If it is not shared, each conversation of a burst holds its own system prompt,
+    and a burst that fits without a connector causes preemptions.
 
-    Args:
-        end_token: tokens that the request would have after a load of its own.
-        num_computed_tokens: tokens that vLLM has for it now.
-        request: the request.
-        projections: what is known.
+    `end_token` is where the request's own load would end. vLLM has `num_computed_tokens` of its tokens now.
     """
     if not projections.configuration.awaits_shared_loads:
         return None
@@ -246,7 +238,7 @@ def shared_load(
 
 
 def _will_be_shared(load: Copy, projections: Projections) -> bool:
-    """Whether the load's blocks come into vLLM's prefix cache, as far as is known."""
+    """Whether the load's blocks will be in vLLM's prefix cache, as far as is known."""
     owner = projections.tracker.of(load.ordinal)
     return (
         not load.ranks_failed
@@ -266,7 +258,7 @@ def _shared_end(load: Copy, num_computed_tokens: int, request: RequestRecord, pr
     offset = first - load.chunks[0]
     num_theirs = len(load.keys) - offset
     places = range(min(num_theirs, len(keys) - first))
-    # A key hashes everything before it, so the equal ones come first.
+    # A key hashes everything before it, so equal keys come first.
     num_shared = bisect_left(places, 1, key=lambda place: load.keys[offset + place] != keys[first + place])
     if num_shared <= 0 or (geometry.windows.has_any and num_shared < num_theirs):
         return 0  # after an earlier boundary, a load leaves out what windows see

@@ -1,7 +1,6 @@
-"""What follows when a step schedules a request, or a worker reports about a copy.
+"""Decides what follows when a step schedules a request, or a worker reports a copy.
 
-The copy goes on, is settled, is asked after, is given up, or was never issued by kvledger. A settled load lets its
-request make progress; the last settled copy lets a finished request be forgotten.
+A settled load lets its request make progress. After its last settled copy, a finished request is released.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kvledger.lifecycle.turn import EngineTurn, Turn
 
 
 def report_progress(turn: Turn) -> None:
-    """Record how far the prefill is, unless the load has not arrived or nothing was scheduled yet."""
+    """Record the progress of the prefill, unless nothing is computed or the load has not arrived."""
     request = turn.record
     num_computed_tokens = turn.projections.tracker.num_computed_tokens(request)
     if num_computed_tokens and request.blocks is not BlocksRegion.LOADING:
@@ -34,16 +33,10 @@ def release_if_settled(turn: Turn) -> None:
 
 
 def check_report(turn: EngineTurn, event: e.TransferReported, job_id: int, job: Copy | None) -> None:
-    """Record a broken rule if the report is from a rank that does not exist, or repeats one, or is about no copy.
+    """Record a broken rule if a rank does not exist, reports again unasked, or reports no copy in flight.
 
-    The report itself is harmless. The first report of a rank about a save that was given up comes late; the slots of
-    the save wait for it.
-
-    Args:
-        turn: of the report.
-        event: the report.
-        job_id: the copy that it names.
-        job: that copy; None if it is settled or was never issued.
+    The report itself is harmless. The first report of a rank about a save that was given up breaks no rule: the slots
+    of the save wait for it. `job` is the copy `job_id`; None if it is settled or was never issued.
     """
     projections = turn.projections
     foreign = [rank for rank in (*event.ranks_done, *event.ranks_failed) if rank >= projections.configuration.num_ranks]
@@ -61,7 +54,7 @@ def check_report(turn: EngineTurn, event: e.TransferReported, job_id: int, job: 
 
 
 def settle(turn: EngineTurn, job: Copy) -> None:
-    """Settle a copy that every rank has reported. One failed rank fails it for all."""
+    """Settle a copy that every rank has reported. If one rank failed, the copy failed."""
     if job.ranks_failed:
         _fail(turn, job, job.error, quiet=True)
     elif job.is_doubtful or (job.kind is CopyKind.SAVE and turn.projections.jobs.relies_on_load(job)):
@@ -72,17 +65,17 @@ def settle(turn: EngineTurn, job: Copy) -> None:
 
 
 def ask_after(turn: EngineTurn, job: Copy, *, before_forward: bool) -> None:
-    """Let the workers finish the copy and report it, once more if need be."""
+    """Make the workers finish the copy and report it, again if they already have."""
     turn.decide(e.TransferAwaited(*job.life, job.job_id, before_forward, turn.cause))
 
 
 def give_up_unfenced(turn: EngineTurn, job: Copy) -> None:
-    """Fail a save out of blocks that a step took without waiting for it; a worker may still write its slots."""
+    """Fail a save from blocks that a step took without waiting for it. A worker may still write its slots."""
     _fail(turn, job, "a step took its blocks without waiting for it", quiet=False)
 
 
 def give_up_silent(turn: EngineTurn, job: Copy) -> None:
-    """Fail a copy that a rank has not reported although asked, so that nothing waits for ever."""
+    """Fail a copy that a rank has not reported although asked, so that nothing waits forever."""
     detail = f"job {job.job_id} was not reported, although it was asked after"
     turn.decide(e.InvariantViolated(Rule.LIVENESS.value, *job.life, detail, turn.cause))
     _fail(turn, job, detail, quiet=False)
@@ -91,7 +84,7 @@ def give_up_silent(turn: EngineTurn, job: Copy) -> None:
 def _fail(turn: EngineTurn, job: Copy, error: str, *, quiet: bool) -> None:
     """Fail a copy. A failed load taints its chunks, and too many failed loads quarantine the request.
 
-    With `quiet`, no rank touches the slots of the copy any more.
+    With `quiet`, no rank uses the slots of the copy any more.
     """
     projections, cause = turn.projections, turn.cause
     if job.kind is CopyKind.SAVE:

@@ -1,14 +1,14 @@
-"""Which settled chunks to save, into which slots, and what is evicted for them.
+"""Decides which settled chunks to save, into which slots, and what is evicted for them.
 
 Only settled tokens are saved: a running step may still write the others, or a rejected draft take them back. A request
 is saved on three occasions:
 
 - Chunks settle while it computes: `save_settled`.
 - vLLM preempts it: `save_on_preemption`. The next step may overwrite the blocks that it lost.
-- It ends: `save_on_finish`. Others may ask for its prefix.
+- It ends: `save_on_finish`. Other requests may ask for its prefix.
 
-Each names the blocks to copy from, a `Source`. `plan_save` and `plan_tail` say what is copied out of them and what is
-evicted for it; they change nothing. Then the plan is decided: the evictions, the save, and what is declined.
+Each occasion gives the blocks to copy from, a `Source`. `plan_save` and `plan_tail` plan what to copy and what to
+evict; they change nothing. Then the evictions, the save, and what is declined are decided.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Source(msgspec.Struct, frozen=True, gc=False):
 
     block_ids: Sequence[int]
     savable: SavablePages | None
-    """The pages that can be copied; None: all of them, because no group of layers has a window."""
+    """The pages that can be copied; None: all, because no group of layers has a window."""
     num_settled_tokens: int
     generation: int
-    """The generation of the request that computed what is in the blocks."""
+    """Generation of the request that computed the blocks."""
     is_async: bool
     """Whether a copy may outlast its step. With windows it may not: vLLM frees the pages that a window leaves."""
     is_lost: bool
-    """Whether the next forward pass may overwrite the blocks, so that a copy within the step precedes it."""
+    """Whether the next forward pass may overwrite the blocks, so a copy within the step precedes it."""
 
 
 class Declined(msgspec.Struct, frozen=True, gc=False):
@@ -65,11 +65,11 @@ class Save(msgspec.Struct, frozen=True, gc=False):
 
     chunks: Sequence[int]
     pages: Sequence[int]
-    """Those pages of the chunks that are copied, ascending."""
+    """Pages of the chunks that are copied, ascending."""
     evicted: Sequence[bytes] = ()
     """Keys of the chunks to evict first."""
     rest: Declined | None = None
-    """The chunks after these, if there is no room for them."""
+    """The remaining chunks, if there is no room for them."""
 
 
 class TailSave(msgspec.Struct, frozen=True, gc=False):
@@ -78,7 +78,7 @@ class TailSave(msgspec.Struct, frozen=True, gc=False):
     first_token: int
     num_tokens: int
     pages: Sequence[int]
-    """Those pages of the tokens that are copied, ascending."""
+    """Pages of the tokens that are copied, ascending."""
     evicted: Sequence[bytes] = ()
     """Keys of the chunks to evict first."""
 
@@ -87,7 +87,7 @@ class TailSave(msgspec.Struct, frozen=True, gc=False):
 
 
 def save_settled(turn: Turn, first_chunk: int, num_settled_tokens: int) -> None:
-    """Save the chunks from `first_chunk` on that are settled, from the blocks that the request holds."""
+    """Save the settled chunks from `first_chunk` on, from the blocks that the request holds."""
     request, projections = turn.record, turn.projections
     if request.blocks is BlocksRegion.LOADING or _is_doubtful(request, request.current):
         return
@@ -105,9 +105,9 @@ def save_settled(turn: Turn, first_chunk: int, num_settled_tokens: int) -> None:
 
 
 def save_on_preemption(turn: Turn, event: e.RequestPreempted) -> None:
-    """Save what is settled and not saved from the blocks that were just taken: whole chunks, and the tail.
+    """Save settled chunks that are not saved, and the tail, from the blocks that were just taken.
 
-    The next step may overwrite these blocks, so it waits for the copies out of them, also for those in flight.
+    The next step may overwrite these blocks, so it waits for all copies from them, including those in flight.
     """
     fence_saves(turn)
     request, before, projections = turn.record, turn.before, turn.projections
@@ -118,7 +118,7 @@ def save_on_preemption(turn: Turn, event: e.RequestPreempted) -> None:
         table,
         savable_pages(request, projections.geometry, table, num_settled_tokens, None),
         num_settled_tokens,
-        before.generation,  # the record is one generation further already
+        before.generation,  # the record has the next generation already
         is_async=False,
         is_lost=True,
     )
@@ -128,7 +128,7 @@ def save_on_preemption(turn: Turn, event: e.RequestPreempted) -> None:
 
 
 def save_on_finish(turn: Turn, event: e.RequestFinished) -> None:
-    """Save what is settled and not saved when the request ends, for others that ask for its prefix.
+    """Save settled chunks that are not saved when the request ends, for others that ask for its prefix.
 
     Blocks that a copy still reads are kept from being freed.
     """
@@ -146,13 +146,13 @@ def save_on_finish(turn: Turn, event: e.RequestFinished) -> None:
 
 
 def fence_saves(turn: Turn) -> None:
-    """Let the next step wait for copies out of blocks that it may overwrite."""
+    """Make the next step wait for copies from blocks that it may overwrite."""
     for job in turn.projections.jobs.reads_blocks_of(turn.record.ordinal):
         ask_after(turn, job, before_forward=True)
 
 
 def _is_doubtful(request: RequestRecord, current: CurrentRegion) -> bool:
-    """Whether what the request has computed may be wrong, or is from before a reset."""
+    """Whether what the request has computed may be wrong, or was computed before a reset."""
     return request.trust is TrustRegion.QUARANTINED or current is CurrentRegion.STALE
 
 
@@ -163,7 +163,7 @@ def savable_pages(
     num_settled_tokens: int,
     window_freed_at: int | None,
 ) -> SavablePages | None:
-    """Return the pages of a table of the request that a save can copy; None if no group has a window: all of them.
+    """Return the pages of a table of the request that a save can copy; None (all) if no group has a window.
 
     A load should be able to end after the last whole chunk, and at the boundary that an earlier lookup of this request
     could not use because pages were missing.
@@ -176,11 +176,11 @@ def savable_pages(
 
 
 def _num_written_tokens(turn: Turn, event: e.RequestFinished) -> int:
-    """Tokens that the blocks of the ended request hold.
+    """Return how many tokens the blocks of the ended request hold.
 
     - The last sampled token was never computed, so its place in the last block was never written (vllm#54193).
-    - What no step has computed upon may be the promise of a load that failed. A load within the last step precedes what
-      was computed; if it fails, so does the save.
+    - Tokens on which no step has computed may be those of a failed load. A load within the last step precedes what was
+      computed; if it fails, so does the save.
     """
     num_computed_tokens = turn.projections.tracker.num_computed_tokens(turn.record)
     return min(num_intact_tokens(event), event.num_tokens - 1, num_computed_tokens)
@@ -229,7 +229,7 @@ def plan_save(
 
 
 def _pages_to_copy(chunks: Sequence[int], missing: Mapping[int, Sequence[int]], geometry: Geometry) -> Sequence[int]:
-    """The pages of these chunks, ascending, each once; `missing`: chunk -> its pages to copy, where not all are."""
+    """Return the pages of these chunks, ascending, each once. `missing`: chunk → its pages to copy; empty: all."""
     if not missing:
         return geometry.pages_of(chunks)
     return sorted({page for chunk in chunks for page in missing[chunk]})
@@ -238,9 +238,9 @@ def _pages_to_copy(chunks: Sequence[int], missing: Mapping[int, Sequence[int]], 
 def _missing_pages(
     keys: Sequence[bytes], pool: Pool, geometry: Geometry, savable: SavablePages, chunks: Iterable[int]
 ) -> Mapping[int, Sequence[int]]:
-    """Chunk -> its pages that are not stored and can be, ascending; chunks that need none are left out.
+    """Chunk → its pages that are not stored and can be, ascending; chunks without any are left out.
 
-    A stored chunk may lack pages of groups with a window: the request that saved it did not see them any more.
+    A stored chunk may lack pages of groups with a window, because the request that saved it no longer saw them.
     """
     missing = {}
     for chunk in chunks:
@@ -260,7 +260,7 @@ def plan_tail(
 ) -> TailSave | Declined | None:
     """Plan to save the tokens after the last whole chunk.
 
-    None if there are none, or if they could not be loaded: a chunk before them is not saved.
+    None if there are none, or if they could not be loaded because a chunk before them is not saved.
     """
     num_chunks = geometry.num_chunks_in(source.num_settled_tokens)
     first_token = num_chunks * geometry.chunk_size
@@ -283,7 +283,7 @@ def plan_tail(
 
 
 def save_from(turn: Turn, source: Source, first_chunk: int) -> None:
-    """Save the settled chunks from `first_chunk` on that are not saved, as far as there is room for them."""
+    """Save the settled chunks from `first_chunk` on that are not saved, as far as there is room."""
     projections = turn.projections
     pool, geometry, unfilled = projections.pool, projections.geometry, projections.tracker.unfilled
     plan = plan_save(turn.record, pool, geometry, unfilled, source, first_chunk)
@@ -301,7 +301,7 @@ def save_from(turn: Turn, source: Source, first_chunk: int) -> None:
 
 
 def _decide_save(turn: Turn, source: Source, save: Save) -> None:
-    """Evict what is in the way of the save, issue it, and decline the rest."""
+    """Evict chunks to make room for the save, issue it, and decline the rest."""
     _evict(turn, source, save.evicted)
     request, projections, savable = turn.record, turn.projections, source.savable
     slots, block_ids = projections.slots.candidates(len(save.pages)), blocks_at(save.pages, source.block_ids)
@@ -354,20 +354,18 @@ def save_tail_from(turn: Turn, source: Source) -> None:
 
 
 def _with_gaps(pages: Sequence[int], copied: Sequence[int], of_copied: Sequence[int], gap: int) -> tuple[int, ...]:
-    """A value for each page: the slot or block of a page that is copied, `gap` for the others."""
+    """Return a value for each page: the slot or block of a page that is copied, `gap` for the others."""
     of_page = dict(zip(copied, of_copied, strict=True))
     return tuple([of_page.get(page, gap) for page in pages])
 
 
 def _evict(turn: Turn, source: Source, keys: Sequence[bytes]) -> None:
-    """Evict chunks, if any, to make room for a save."""
     if keys:
         record = turn.record
         turn.decide(e.ChunksEvicted(tuple(keys), record.request_id, record.ordinal, source.generation, turn.cause))
 
 
 def _decline(turn: Turn, source: Source, declined: Declined) -> None:
-    """Record which chunks are not saved, and why."""
     decision = e.SaveDeclined(
         turn.record.request_id,
         turn.record.ordinal,

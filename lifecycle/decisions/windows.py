@@ -1,7 +1,8 @@
-"""What groups of layers with a sliding window change about saves and loads.
+"""Effects of sliding windows on saves and loads.
 
 A save cannot copy every page: vLLM frees the pages that no token sees any more. A stored chunk may therefore lack pages
-of such groups, and a load may end only at a boundary after which every page that the next token sees is stored.
+of groups with a window, and a load may end only at a boundary after which every page that the next token sees is
+stored.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from kvledger.lifecycle.projections.request_record import RequestRecord
 
 
 class SavablePages(msgspec.Struct, frozen=True):
-    """The pages of a block table that a save can copy, and that are worth a copy.
+    """The pages of a block table that a save can copy and that are worth it.
 
     - All pages of groups without a window.
-    - Pages that the next token sees. They are the request's own.
-    - Pages that a window has left in this very step, if a load could end at one of the boundaries with them. vLLM has
-      freed them, but their bytes are intact until the step's forward pass.
+    - Pages that the next token sees. The request still holds them.
+    - Pages that a window has left in this step, if they let a load end at one of the boundaries. vLLM has freed them,
+      but their contents are intact until the step's forward pass.
     """
 
     windows: Windows
     block_ids: Sequence[int]
     num_settled_tokens: int
     window_freed_at: int | None
-    """Tokens that were settled when windows freed pages that are intact; None: they freed none."""
+    """Tokens that were settled when windows freed pages that are still intact; None: they freed none."""
     boundaries: tuple[int, ...]
     """Tokens after which a load should be able to end."""
 
@@ -47,7 +48,7 @@ class SavablePages(msgspec.Struct, frozen=True):
         return not self._is_seen(block, group)
 
     def blocks(self) -> Iterator[int]:
-        """The blocks of these pages."""
+        """Return the blocks of these pages."""
         return (block_id for page, block_id in enumerate(self.block_ids) if page in self)
 
     def _is_seen(self, block: int, group: int) -> bool:

@@ -1,9 +1,9 @@
-"""Projections: what a log means, each a fold of its events; here those of one log, put together.
+"""Projections compute kvledger's state from the events of a log. `Projections` combines those of one log.
 
-An event's subject is found before the event is folded, and the same tables say whether states refuse it. The ledger, a
-replay and readers that only fold therefore fold an illegal observation alike: as the core's gating says.
+Before an event is folded, its subject is found and the transition tables say whether the request's states refuse it.
+The ledger, a replay and all readers therefore fold an illegal observation the same way, as the core's gating says.
 
-Nothing here drops an event, reads a clock or does I/O: folding a recorded event never fails.
+Nothing here drops an event, reads a clock or does I/O. Folding a recorded event never fails.
 """
 
 from __future__ import annotations
@@ -45,30 +45,29 @@ from kvledger.lifecycle.projections.tracker import RequestTracker
 __all__ = ["CORE_PROJECTIONS", "Fold", "Projection", "ProjectionSpec", "Projections", "is_reserved"]
 
 OWED = ("owed",)
-"""First phase: what is owed, so that it is known whatever fails after it. It asks no other projection."""
+"""First phase: pending jobs and ends, so that they are known even if a later fold fails. Reads no other projection."""
 RECORDS = ("extensions", "sub_states", "tracker")
-"""Second phase: one record for each request. `sub_states` asks for the state that a request was in, so it folds before
-`tracker`, which moves it."""
+"""Second phase: one record per request. `sub_states` needs the state that `tracker` changes, so it folds first."""
 IMAGES = ("slots", "jobs", "lookup_cache", "pool", "costs")
-"""Third phase: what follows from the records."""
+"""Third phase: everything computed from the records."""
 CORE_PROJECTIONS = (*OWED, *RECORDS, *IMAGES)
-"""The projections of the core, in the order in which they fold. Those of extensions follow, as they were declared.
+"""The core's projections, in the order in which they fold. Those of extensions follow in the order of declaration.
 
-Within a phase, nothing else in the order matters; a test folds in other orders.
+Otherwise the order within a phase does not matter; a test folds in other orders.
 """
 
 _encode = msgspec.msgpack.Encoder(enc_hook=list).encode
-"""Arrays and the order of chunks become lists."""
+"""Encodes arrays and the queue of chunks as lists."""
 
 
 @attrs.frozen
 class ProjectionSpec:
-    """How one projection of an extension is made."""
+    """How to create one projection of an extension."""
 
     name: str
-    """The attribute of `Projections` that it is."""
+    """The attribute of `Projections` that holds it."""
     make: Callable[[Projections], Projection]
-    """Given those of the core, and those of extensions that were declared before it."""
+    """Called after the core's projections and the extension projections declared before it exist."""
 
 
 _SETTLING = (LoadCompleted, LoadFailed, SaveCompleted, SaveFailed)
@@ -78,17 +77,13 @@ Keeps = Callable[["Projections", bytes], bool]
 
 
 class _Folds(NamedTuple):
-    """What folds an event: what is owed, and then all others."""
-
     owed: Fold | None
     others: tuple[Fold, ...]
 
 
 class _Route(NamedTuple):
-    """How the events of one class are folded."""
-
     find: Find
-    """Returns the subject of an event that is not folded yet."""
+    """Returns the subject of an event before it is folded."""
     folds: _Folds
     if_refused: _Folds
 
@@ -105,14 +100,14 @@ class Projections:
         keepers: Mapping[str, Keeps] = MappingProxyType({}),
         only: Collection[str] | None = None,
     ) -> None:
-        """Made by `Core.new_projections`.
+        """Call `Core.new_projections` instead.
 
         Args:
-            tables: where events lead.
-            configuration: of the log.
+            tables: the transition tables.
+            configuration: the log's configuration.
             added: the projections of extensions.
-            keepers: extension -> whether it wants a chunk to be evicted after all others.
-            only: the projections that fold; the others of the core stay empty. Default: all.
+            keepers: extension name → whether it wants a chunk evicted after all others.
+            only: names of the projections that fold; the others stay empty. Default: all.
         """
         self.tables = tables
         self.configuration = configuration
@@ -146,7 +141,6 @@ class Projections:
         self._routes = self._routes_by_class()
 
     def _routes_by_class(self) -> dict[type[Event], _Route]:
-        """How the events of each class are folded, decided once."""
         folds_of = {name: self._folds_of(name) for name in self._order}
         owed = folds_of.pop("owed", {})
         routes: dict[type[Event], _Route] = {}
@@ -166,14 +160,12 @@ class Projections:
     # --- subjects ------------------------------------------------------------------------------
 
     def subject_of(self, event: Event) -> Subject:
-        """What an event is about that is not folded yet."""
+        """Return the subject of an event that is not folded yet."""
         return self._routes[type(event)].find(event)
 
     def _finder(self, event_class: type[Event]) -> Find:
-        """How the subject of events of this class is found."""
         tracker, jobs, legal = self.tracker, self.jobs, self.tables.legal
         only_trigger = "" if event_class.variants else event_class.id
-        """Empty if the class has several."""
         may_refuse = self.tables.may_refuse(event_class)
         unknown = Subject(is_refused=may_refuse)
 
@@ -190,7 +182,7 @@ class Projections:
                 return unknown
             trigger = only_trigger or trigger_of(event)
             is_refused = may_refuse and (request.state, request.blocks) not in legal[trigger]
-            # `before_of` would be one more call for every observation.
+            # `before_of`, inlined to save a call per observation.
             before = Before(
                 request.generation, request.state, request.blocks, request.first, request.current, request.trust
             )
@@ -210,7 +202,7 @@ class Projections:
         return self._scheduled if event_class is StepScheduled else lambda _event: NOBODY
 
     def _scheduled(self, step: StepScheduled) -> Subject:
-        """A step concerns many requests, so each of its rows is judged by itself."""
+        # A step concerns many requests, so each row is checked separately.
         record_of, legal = self.tracker.of, self.tables.legal["tokens.scheduled"]
         refused: dict[int, Before] = {}
         for row in step.advanced:
@@ -222,9 +214,9 @@ class Projections:
     # --- folds ---------------------------------------------------------------------------------
 
     def fold(self, event: Event, sequence: int) -> Subject:
-        """Fold one event, of an illegal one what the gating says, and return what it is about.
+        """Fold one event and return its subject. An illegal event is folded only as far as the gating says.
 
-        Total: it never fails for what was recorded.
+        Never fails on a recorded event.
         """
         find, folds, if_refused = self._routes[type(event)]
         subject = find(event)
@@ -236,9 +228,9 @@ class Projections:
         return subject
 
     def follow(self, calls: Mapping[type[Event], Fold]) -> None:
-        """From now on, call these with each event of their class, its sequence and its subject, before it is folded.
+        """Call these with each later event of their class, its sequence number and its subject.
 
-        They see the state that the event changes. They are not called with what is refused.
+        They run after `Owed` has folded the event and before the other projections do. They do not get refused events.
         """
         for event_class, call in calls.items():
             route = self._routes[event_class]
@@ -246,13 +238,13 @@ class Projections:
             self._routes[event_class] = route._replace(folds=folds)
 
     def fold_owed(self, event: Event, sequence: int) -> None:
-        """Fold one event for what is owed, and for nothing else: where the others cannot be relied on any more."""
+        """Fold one event in `Owed` only. For use after another projection has failed."""
         owed = self._routes[type(event)].folds.owed
         if owed is not None:
             owed(event, sequence)
 
     def keeper(self) -> Callable[[bytes], bool] | None:
-        """What says whether an extension wants a chunk to be evicted after all others; None if none ever does."""
+        """Return a function that says whether an extension wants a chunk evicted last; None if there are no keepers."""
         return self._is_kept if self._keepers else None
 
     def _is_kept(self, key: bytes) -> bool:
@@ -262,10 +254,10 @@ class Projections:
         )
 
     def forget(self, extension: str) -> None:
-        """Give the projections of an extension their state before the first event."""
+        """Reset the projections of an extension to their state before the first event."""
         for name in self._order:
             if self.extension_of(name) == extension:
-                with suppressed():  # its code; then it stays as it is, and folds nothing
+                with suppressed():  # extension code: if it raises, the old projection stays and folds nothing
                     self._order[name] = self._specs[name].make(self)
                     setattr(self, name, self._order[name])
 
@@ -280,27 +272,27 @@ class Projections:
         }
 
     def extension_of(self, name: str) -> str:
-        """The name of the extension that a projection is of, empty if it is the core's."""
+        """Return the name of a projection's extension; empty for the core's projections."""
         return self._extension_of.get(name, "")
 
     def named(self) -> Mapping[str, Projection]:
-        """Every projection by its name, in the order in which they fold."""
+        """Name → projection, in fold order."""
         return self._order
 
     def states(self) -> dict[str, msgspec.Struct]:
-        """Everything that is known, by projection; those that remember nothing are left out."""
+        """Projection name → its state. Projections without state are left out."""
         return {name: its.state for name, its in self._order.items() if getattr(its, "state", None) is not None}
 
     def snapshot(self) -> dict[str, bytes]:
-        """The states' encodings. The order of what they hold is state, too, so these are compared, never the states."""
+        """Projection name → its encoded state. Order inside a state matters, so compare these and not the states."""
         return {name: _encode(state) for name, state in self.states().items()}
 
 
 def before_of(request: RequestRecord) -> Before:
-    """Return the generation and the states that a request is in now."""
+    """Return the request's current generation and states."""
     return Before(request.generation, request.state, request.blocks, request.first, request.current, request.trust)
 
 
 def is_reserved(name: str) -> bool:
-    """Whether an attribute of `Projections` that is no projection has this name, or may have it one day."""
+    """Whether a projection must not have this name, because `Projections` uses it or may use it later."""
     return name in ("tables", "configuration", "geometry") or name.startswith("_") or hasattr(Projections, name)

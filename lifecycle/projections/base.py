@@ -1,4 +1,4 @@
-"""What every projection is: a small fold of the log. Here is also what a fold is told of an event: its subject."""
+"""The base class of projections, and `Subject`: the request or copy that an event is about."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Fold = Callable[..., None]
 
 
 class Before(msgspec.Struct, frozen=True, gc=False):
-    """The generation and the states of a request before an observation was folded."""
+    """A request's generation and states before an observation was folded."""
 
     generation: int
     state: RequestState
@@ -28,53 +28,56 @@ class Before(msgspec.Struct, frozen=True, gc=False):
 
 
 class Subject(msgspec.Struct, frozen=True, gc=False):
-    """What an event is about, and whether states refuse it; found once, before the event is folded.
+    """The request or copy that an event is about, found before the event is folded.
 
-    An observation is about the present life of its id; at `RequestArrived` that is the life before. A decision is about
-    the life that it names, until that is released.
+    An observation is about the current life of its request id, `RequestArrived` about the previous one. A decision is
+    about the life that it names, until that life is released.
     """
 
     request: RequestRecord | None = None
-    """None if it is unknown, and for events that concern no single request."""
+    """None if the request is unknown, and for events about no single request."""
     current: RequestRecord | None = None
-    """The request, if it is in the generation that a decision names; always so for observations."""
+    """The request, unless a decision names another generation."""
     trigger: str = ""
-    """What the event is to the tables; empty if there is no request."""
+    """The event's name in the transition tables; empty if there is no request."""
     before: Before | None = None
-    """The states of the request before the event; None for decisions."""
+    """The request's states before the event; None for decisions."""
     is_refused: bool = False
-    """Whether the states of the request refuse the observation. Only the closed part of the gating is folded then."""
+    """Whether the request's states refuse the observation; also if the event can be refused and the request is unknown.
+
+    Only the projections in `Gating.closed_fold` fold a refused event.
+    """
     refused_rows: Mapping[int, Before] = MappingProxyType({})
-    """Ordinal → states of requests that a step schedules although their states refuse that. The step is folded."""
+    """Ordinal → states of a request that a step schedules although they refuse it. The step is folded anyway."""
     copy: Copy | None = None
-    """The copy that the event settles; None if it is not in flight, and for other events."""
+    """The copy that the event settles; None if that copy is not in flight, and for other events."""
 
 
 NOBODY = Subject()
 
 
 class Projection:
-    """One fold of the log; to be derived from. Its methods marked `@on(...)` are called with an event and its sequence.
+    """One fold of the log. Subclass it: methods marked `@on(...)` are called with an event and its sequence number.
 
-    Those of the core are also given the event's `Subject`. A projection that remembers anything has `state`: a struct
-    of plain fields, and the only place where they are listed.
+    In the core's projections, except `Owed`, they also get the event's `Subject`. A projection with memory keeps all of
+    it in `state`, a struct of plain fields.
     """
 
     def index(self) -> None:
-        """Make anew what follows from the state; called when the states of all projections are there."""
+        """Recompute everything derived from the state, once the states of all projections are in place."""
 
     def check(self) -> None:
-        """Check what folds rely on and types do not say; called with a state that was read, before `index`.
+        """Check a state that was read, before `index`, for what folds rely on and types do not express.
 
         Raises:
-            ValueError: no fold leads to such a state, and a later one might fail on it.
+            ValueError: no fold produces such a state, and a later fold could fail on it.
         """
 
     def folds(self) -> dict[type[Event], Fold]:
-        """Event class → fold, called as `fold(event, sequence)`; of the core, as `fold(event, sequence, subject)`.
+        """Event class → fold, called as `fold(event, sequence)`; in the core, except `Owed`, also with the subject.
 
         Raises:
-            TypeError: two methods fold the same events, which of them first would not be said.
+            TypeError: two methods fold the same events, so their order is undefined.
         """
         folds = marked(self)
         if len(dict(folds)) < len(folds):

@@ -1,7 +1,7 @@
-"""How many tokens of each life are computed or in flight after the last step, and who is expected to decode one more.
+"""Tokens of each life that are computed or in flight after the last step, and which lives decode one per step.
 
-Whoever decodes one token in every step is not touched by a step: the count follows from the number of steps. So a step
-of 256 decoding requests costs nothing, and only what differs from the expected is written of it.
+While a request decodes one token per step, its count follows from the number of steps. A step of 256 decoding requests
+therefore costs nothing here, and the log contains only what differs from this expectation.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from kvledger.lifecycle.ranges import Count, LifeOrdinal, SumOfTokens
 
 
 class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of the tracker's state, by the ordinal of a life."""
+    """Part of the tracker's state, by the ordinal of a life."""
 
     num_steps: Count = 0
     last_counts: dict[LifeOrdinal, SumOfTokens] = {}
-    """Ordinal -> the count when it was last set."""
+    """Ordinal → computed tokens when they were last set."""
     decoding: dict[LifeOrdinal, SumOfTokens] = {}
-    """Ordinal -> the count less the number of steps, of those whom every step gives one more token."""
+    """Ordinal → computed tokens minus `num_steps`, for requests that decode one token per step."""
 
     def count(self, ordinal: int) -> int:
-        """That of a life; 0 of one that is not known."""
+        """Return the computed tokens of a life; 0 if the life is unknown."""
         ahead = self.decoding.get(ordinal)
         return self.last_counts.get(ordinal, 0) if ahead is None else ahead + self.num_steps
 
     def unexpected(
         self, counts: Iterable[tuple[str, int]], record_of: Callable[[str], RequestRecord | None]
     ) -> list[tuple[str, int]]:
-        """Of (request id, computed tokens) those with another count than is expected of them in the next step."""
+        """Return the pairs (request id, computed tokens), except those of decoding requests with the expected count."""
         if not self.decoding:
             return list(counts)
         expected, now = self.decoding.get, self.num_steps
@@ -43,17 +43,17 @@ class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):
         ]
 
     def set(self, ordinal: int, num_computed_tokens: int) -> None:
-        """A life begins, or has this many from now on."""
+        """Set the computed tokens of a life. It is no longer expected to decode."""
         self.decoding.pop(ordinal, None)
         self.last_counts[ordinal] = num_computed_tokens
 
     def forget(self, ordinal: int) -> None:
-        """A life is over."""
+        """Forget a life that is over."""
         self.decoding.pop(ordinal, None)
         self.last_counts.pop(ordinal, None)
 
     def step(self, event: e.StepScheduled) -> None:
-        """Count a step; rows about unknown lives are ignored."""
+        """Count a step. Rows about unknown lives are ignored."""
         last_counts, decoding = self.last_counts, self.decoding
         for ordinal in event.paused:
             if ordinal in decoding:

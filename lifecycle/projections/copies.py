@@ -1,4 +1,8 @@
-"""What is known about one copy, and about the ends that vLLM waits for of one life of a request."""
+"""One copy, and the ends that vLLM waits for in one life of a request.
+
+An end is a notification to vLLM: an asynchronous load is over (`finished_recving`), or the kept blocks of an ended
+request are free (`finished_sending`).
+"""
 
 from __future__ import annotations
 
@@ -23,21 +27,21 @@ from kvledger.lifecycle.ranges import (
 from kvledger.lifecycle.states import SourceRegion, WorkRegion
 
 PageJob = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
-"""The decision to copy pages, which a worker carries out."""
+"""A decision to copy pages."""
 
 
 class CopyKind(enum.StrEnum):
-    """Whether pages move to the device or from it."""
+    """Direction of a copy: to the device or from it."""
 
     LOAD = "load"
     SAVE = "save"
 
 
 class Copy(msgspec.Struct, gc=False):
-    """One load or save, until it is settled and nothing of it is owed.
+    """One load or save, until it is settled and nothing about it is left to deliver.
 
-    A copy is known by the number of its job, never by its request. The request may be preempted or finished, or its id
-    used again, while bytes still move.
+    Its job id identifies it, never its request. The request may be preempted or finished, or its id reused, while the
+    copy still runs.
     """
 
     # --- what was decided ----------------------------------------------------------------------
@@ -50,122 +54,122 @@ class Copy(msgspec.Struct, gc=False):
     block_ids: tuple[BlockId, ...]
     is_async: bool
 
-    # --- how far it is; `table.py` says how these two move -------------------------------------
+    # --- progress; `table.py` has the transitions of `work` and `source` -----------------------
     work: WorkRegion = WorkRegion.ISSUED
     source: SourceRegion = SourceRegion.OWNED
     ranks_done: tuple[Int64, ...] = ()
-    """Ascending, as all ranks here."""
+    """Ascending, like all ranks here."""
     ranks_failed: tuple[Int64, ...] = ()
     repeated_ranks: tuple[Int64, ...] = ()
-    """Ranks in the last report that had reported before, without being asked."""
+    """Ranks in the last report that had reported before and were not asked again."""
     error: str = ""
 
-    # --- what it means for the cache -----------------------------------------------------------
+    # --- chunks --------------------------------------------------------------------------------
     chunks: tuple[ChunkNumber, ...] = ()
     keys: tuple[bytes, ...] = ()
-    """Of the chunks, as the request had them when the copy was issued."""
+    """Keys of `chunks`, as the request had them when the copy was issued."""
     earlier_keys: tuple[tuple[ChunkNumber, bytes], ...] = ()
-    """(chunk, key) of chunks that end earlier inside the blocks of a save: its images contain them too."""
+    """(chunk, key) of chunks that end earlier in the blocks of a save. The saved pages contain them too."""
     epoch: Count = 0
-    """How often everything cached had been reset when it was issued."""
+    """Number of cache resets before the copy was issued."""
     asked_step: Count = 0
-    """The step in which it was issued, or asked after."""
+    """Number of steps when the copy was issued, or when the workers were last asked about it."""
     asked_ns: TimeNs = 0
     is_doubtful: bool = False
-    """A save whose source blocks turned out not to hold what they should; its chunks are not offered."""
+    """Whether it is a save whose source blocks may have had wrong contents. Its chunks are not offered."""
 
     @property
     def is_load(self) -> bool:
-        """Whether it is a load, and no save."""
+        """Whether the copy is a load."""
         return self.kind is CopyKind.LOAD
 
     @property
     def life(self) -> tuple[str, int, int]:
-        """What a decision about it begins with: request id, ordinal, generation."""
+        """Request id, ordinal and generation: the first fields of a decision about the copy."""
         return self.request_id, self.ordinal, self.generation
 
 
 class LoadEnd(enum.StrEnum):
-    """The end of a life's asynchronous load, of which vLLM is to hear once."""
+    """Progress of a life's asynchronous load towards its end, which vLLM gets once."""
 
     NONE = "none"
     CLAIMED = "claimed"
-    """Blocks were given for it; no load is issued yet."""
+    """Blocks are allocated; no load is issued yet."""
     UNDER_WAY = "under_way"
     ARRIVED = "arrived"
-    """It is in place; the connector reports it to vLLM."""
+    """The load is complete; the connector has not reported it to vLLM yet."""
     FAILED = "failed"
-    """The workers are to be told to report it."""
+    """The load failed; no worker was asked to report it yet."""
     WITH_WORKERS = "with_workers"
-    """The workers report that it failed; vLLM does not have it yet."""
+    """Workers were asked to report the failure; vLLM has not received it yet."""
 
 
 class BlocksEnd(enum.StrEnum):
-    """Why vLLM keeps the blocks of a life that has ended."""
+    """Why vLLM keeps the blocks of an ended life."""
 
     NONE = "none"
     KEPT_FOR_LOAD = "kept_for_load"
-    """Its load has not ended. The end of the load frees the blocks."""
+    """The load is not over; its end frees the blocks."""
     KEPT_FOR_COPY = "kept_for_copy"
-    """Saves read them."""
+    """Saves still read the blocks."""
     FREE_AGAIN = "free_again"
-    """No save reads them any more; the workers are to be told to report it."""
+    """No save reads the blocks; no worker was asked to report it yet."""
     WITH_WORKERS = "with_workers"
-    """The workers report that they are free; vLLM does not have it yet."""
+    """Workers were asked to report that the blocks are free; vLLM has not received it yet."""
 
 
 class OwedEnds(msgspec.Struct):
-    """What vLLM is told, or was promised, about one life."""
+    """The ends that vLLM waits for, or was promised, in one life."""
 
     request_id: str
     is_promised: bool = False
-    """Whether its last lookup was answered with an asynchronous load."""
+    """Whether the last lookup was answered with an asynchronous load."""
     load: LoadEnd = LoadEnd.NONE
     load_id: JobId = 0
-    """The load under way. A second load of the life ends for nobody."""
+    """Id of the load in flight. A second load of the life has no end of its own."""
     blocks: BlocksEnd = BlocksEnd.NONE
 
 
 class Issued(msgspec.Struct):
-    """A copy that no worker has been given."""
+    """A copy, not yet received by a worker."""
 
     sequence: Sequence
     job: PageJob
 
 
 class Reminder(msgspec.Struct):
-    """A reminder of a copy that no worker has been given."""
+    """A reminder of a copy, not yet received by a worker."""
 
     sequence: Sequence
     awaited: e.TransferAwaited
 
 
 class Channel(enum.StrEnum):
-    """To whom something is owed."""
+    """The recipient of pending jobs and ends."""
 
     WORKERS = "workers"
     VLLM = "vllm"
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """What is owed now on one channel; lives are ordinals, with their request ids."""
+    """Everything to be delivered now on one channel."""
 
     jobs: tuple[PageJob, ...] = ()
-    """In the order in which they were issued."""
+    """In order of issue."""
     late: tuple[PageJob, ...] = ()
-    """Jobs of a step that went without them: to be reported as failed, never to be handed out."""
+    """Jobs that missed their step. Report them as failed and never hand them out."""
     awaited: tuple[e.TransferAwaited, ...] = ()
     block_ids: tuple[int, ...] = ()
-    """Blocks that vLLM counts on and that nothing will fill."""
+    """Blocks that vLLM relies on and that no copy will fill."""
     failed: Mapping[int, str] = {}
-    """Lives whose asynchronous load failed; each worker reports them to vLLM."""
+    """Ordinal → request id, of lives whose asynchronous load failed. Each worker reports them to vLLM."""
     sent: Mapping[int, str] = {}
-    """Ended lives whose blocks nobody reads any more; each worker reports them to vLLM."""
+    """Ordinal → request id, of ended lives whose blocks no copy reads. Each worker reports them to vLLM."""
     received: Mapping[int, str] = {}
-    """Lives whose asynchronous load is in place; the connector itself reports it to vLLM."""
+    """Ordinal → request id, of lives whose asynchronous load is complete. The connector reports them to vLLM."""
     reported: tuple[int, ...] = ()
-    """Lives whose end vLLM has by now from the workers."""
+    """Ordinals of lives whose end vLLM has received from the workers."""
 
 
 NOTHING_OWED = Ready()
-"""What is ready on a channel on which nothing is owed."""
+"""Returned for a channel on which nothing is pending."""

@@ -1,9 +1,8 @@
-"""What a token costs here while requests are served: loaded from the host pool, and computed.
+"""The measured costs of loading a token from the host pool and of computing it, in nanoseconds per token.
 
-Both are measured by the log alone, in nanoseconds a token: reports of loads say how long they took, and the times of
-steps in a row, by least squares, how much longer they take with one token more, and how well that is known. A load that
-takes longer than computing what it brings is not worth offering, until a later one has shown otherwise. It must not
-know who decides upon that.
+Both are measured from the log alone. Reports of loads contain their durations. The cost of computing is the slope of
+step duration over tokens, by least squares, with its error. If loading costs more than computing, loads are not worth
+offering, until a later load is faster. This module must not know the decisions that use it.
 """
 
 from __future__ import annotations
@@ -22,47 +21,49 @@ if TYPE_CHECKING:
     from kvledger.lifecycle.projections.tracker import RequestTracker
 
 NUM_STEPS = 8
-"""Steps of a sample. With two in flight, what one computes shows in the time of the next one; not so in a sum."""
+"""Steps per sample. With two steps in flight, the cost of one shows in the duration of the next; a sum evens it out."""
 MAX_SAMPLES = 64
 MIN_SAMPLES = 8
 MIN_LOADS = 8
-"""Before as many loads were measured nothing is concluded, and no conclusion is drawn from fewer."""
+"""Loads to measure before loads may be declined. While they are declined, one measured load decides again."""
 NUM_ERRORS = 2
-"""Standard errors by which computing may be slower than measured: on a busy machine the measured cost of a token was
-between nothing and ten times its cost, and loads were refused that took a fifth of it.
+"""Standard errors by which computing may be slower than measured.
+
+On a busy machine the measured cost of a token was between nothing and ten times its true cost, and loads were refused
+that took a fifth of it.
 """
 MARGIN = 5, 4
-"""Loading must cost more than 5/4 of computing to be given up, and less than 4/5 to be taken up again."""
+"""Loads are declined if they cost more than 5/4 of computing, and offered again if they cost less than 4/5."""
 PAUSE_NS = 10_000_000_000
-"""Once loads are not offered, one is tried again after this time."""
+"""Nanoseconds after which one load is tried while loads are declined."""
 
 _COMPUTING = (RequestState.CHUNKED_PREFILL, RequestState.RUNNING)
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """What was measured, and what follows from it."""
+    """The measurements and the conclusion from them."""
 
     samples: list[tuple[SumOfTokens, Int64]] = []
-    """Tokens and nanoseconds of so many steps in a row, the oldest first."""
+    """(tokens, nanoseconds) of `NUM_STEPS` consecutive steps each, the oldest first."""
     steps: list[tuple[NumTokens, TimeNs]] = []
-    """Tokens of steps in a row, and when each was scheduled: the next sample, which ends where its last one does."""
+    """(tokens, time scheduled) of the steps in the next sample, which ends when the step after them is scheduled."""
     loading: dict[JobId, tuple[NumTokens, bool]] = {}
-    """Load under way -> its tokens, and whether a step waits for it."""
+    """Job id of a load in flight → its tokens, and whether a step waits for it."""
     loads: list[tuple[NumTokens, DurationNs]] = []
-    """Tokens and nanoseconds of loads since the last conclusion."""
+    """(tokens, nanoseconds) of loads since the last conclusion."""
     declined_until_ns: Int64 | None = None
-    """Where a load was found to cost more than computing: when one is offered nevertheless."""
+    """Time of the next trial load, in nanoseconds; None while loads are offered."""
 
 
 class TokenCosts(Projection):
-    """Folds steps and loads. A step starts and ends no computing, so the tracker may fold it first."""
+    """Folds steps and loads. The tracker may fold a step first: a step does not change which requests compute."""
 
     def __init__(self, tracker: RequestTracker) -> None:
         self._tracker = tracker
         self.state = State()
 
     def is_slower(self, time_ns: int) -> bool:
-        """Whether loading is known to take longer than computing, and this is no time to try again."""
+        """Whether loading is known to take longer than computing, and the next trial load is not due."""
         until_ns = self.state.declined_until_ns
         return until_ns is not None and time_ns < until_ns
 
@@ -71,7 +72,7 @@ class TokenCosts(Projection):
         state = self.state
         steps = state.steps
         if not any(record.state in _COMPUTING for record in self._tracker):
-            steps.clear()  # nobody knows how long the engine had nothing to do
+            steps.clear()  # the engine was idle for an unknown time
         if len(steps) == NUM_STEPS:
             state.samples.append((sum([tokens for tokens, _ in steps]), event.time_ns - steps[0][1]))
             del state.samples[:-MAX_SAMPLES]
@@ -86,7 +87,7 @@ class TokenCosts(Projection):
         self.state.loading[event.job_id] = event.num_tokens, not event.is_async
         if not event.is_async:
             self.state.steps.clear()
-        if self.state.declined_until_ns is not None:  # one is tried, the others wait for what it shows
+        if self.state.declined_until_ns is not None:  # this is the trial load; others wait for its result
             self.state.declined_until_ns = self._tracker.time_ns + PAUSE_NS
 
     @on(e.LoadCompleted, e.LoadFailed)
@@ -108,7 +109,7 @@ class TokenCosts(Projection):
             state.loads.clear()
 
     def _costs_more(self) -> bool:
-        """Whether loading does than computing, even two standard errors above what was measured of that."""
+        """Whether loading costs more than computing by `MARGIN`, even if computing is slower by `NUM_ERRORS` errors."""
         loads, samples = self.state.loads, self.state.samples
         count = len(samples)
         if count < MIN_SAMPLES:

@@ -1,7 +1,7 @@
-"""Which extensions take part: all, until an event says that one was stopped because its code raised.
+"""Which extensions are active: all of them, until an `ExtensionStopped` event records that one's code raised.
 
-Whatever code of an extension is run is run here, so nothing that it raises reaches who runs it. It must not know who
-keeps the log: it is notified, and records that.
+Folds and methods of extensions run through this module, so what they raise does not reach the caller. It must not know
+the ledger: it calls `on_raised`, and the ledger records the event.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from kvledger.lifecycle.ranges import Sequence
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """What the log says."""
+    """The extensions that were stopped, according to the log."""
 
     stopped: dict[str, Sequence] = {}
-    """Extension -> the event that stopped it."""
+    """Extension name → sequence number of the event that stopped it."""
 
 
 class Extensions(Projection):
-    """Runs code of extensions that take part."""
+    """Runs the code of active extensions."""
 
     def __init__(self, versions: Mapping[str, int], forget: Callable[[str], None]) -> None:
-        """Of these extensions; `forget` gives the projections of one their state before the first event."""
+        """Take the versions of the extensions, and `forget`, which resets the projections of one of them."""
         self._versions = versions
         self._forget = forget
         self.state = State()
         self.raised: list[tuple[str, str, str]] = []
-        """(extension, where, error) of those whose code raised, until `stops` is asked or an event says so."""
+        """(extension, where, error) for code that raised. `stops`, or the event that records it, removes the entry."""
         self._silent: set[str] = set()
-        """Those whose code has raised here."""
+        """Names of the extensions whose code raised in this process."""
         self.on_raised: Callable[[], None] = lambda: None
-        """Called when code raised that an event is not being folded by: whoever keeps the log asks for `stops`."""
+        """Called when code raised outside a fold. The ledger then calls `stops`."""
 
     def takes_part(self, name: str) -> bool:
-        """Whether the extension of that name is asked anything."""
+        """Whether the extension is active."""
         return name not in self._silent and name not in self.state.stopped
 
     def fold(
@@ -51,14 +51,14 @@ class Extensions(Projection):
         self._run(name, where, fold, event, sequence)
 
     def ask(self, name: str, where: str, method: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
-        """What a method of the extension says; None where it takes no part, or raises."""
+        """Call a method of the extension and return its result; None if the extension is stopped or raises."""
         answer = self._run(name, where, method, *arguments)
         if self.raised:
             self.on_raised()
         return answer
 
     def stops(self, cause: int) -> Iterator[e.ExtensionStopped]:
-        """The decisions that are due because code raised, each of them once."""
+        """Yield the decision to stop each extension whose code raised, each once."""
         while self.raised:
             name, where, error = self.raised.pop(0)
             yield e.ExtensionStopped(name, self._versions[name], where, error, cause)

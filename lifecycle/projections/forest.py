@@ -1,16 +1,16 @@
-"""The order in which chunks leave the host pool: a forest of chunk keys, and a queue of those that may leave.
+"""The order in which the host pool evicts chunks: a forest of chunk keys, and a queue of those that may leave.
 
-A chunk's key hashes the chunk and all before it, so the keys of all prompts form trees: the parent of a key is the key
-of the chunk before it. A prefix without its beginning is worth nothing. Therefore only leaves leave, and whoever relies
-on a prefix holds its last key only: everything before it is no leaf.
+A key hashes its chunk and all chunks before it, so the keys of all prompts form trees: the parent of a key is the key
+of the chunk before it. A chunk is useless without those before it. Therefore only leaves are evicted, and the holder of
+a prefix holds only its last key.
 
-The queue works as vLLM's queue of free blocks (`v1/core/block_pool.py`): a leaf that somebody holds is not in it; when
-it is let go, it comes to the end. When a leaf leaves, its parent takes its place. A leaf that gets a child gives its
-place up, for the child comes to a later one. So a prefix has one place, whatever its length, and the order is as if
-every use of a prefix had made all its chunks the youngest, the deepest of them the oldest.
+The queue works like vLLM's queue of free blocks (`v1/core/block_pool.py`). A held leaf is not in it, and comes to the
+end when it is let go. When a leaf is evicted, its parent takes its place. A leaf that gets a child leaves the queue,
+because the child gets a later place. A prefix therefore has one place, whatever its length. The order is as if every
+use made all chunks of a prefix the most recently used ones, with the deepest as the oldest of them.
 
-A key that is held without being in the pool is a *ghost*: a save in flight brings it, or it is the chunk with the tail
-of a preempted request. It keeps what is before it, and goes when nobody holds it.
+A *ghost* is a node that is not in the pool but is held, itself or by a node after it: a save in flight will add it, or
+it has the tail of a preempted request. It protects the chunks before it until it is let go.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import chain, takewhile
 
 
 class Queue:
-    """Keys, the one that leaves first at the front."""
+    """Keys in eviction order; the first one leaves first."""
 
     def __init__(self, keys: Iterable[bytes] = ()) -> None:
         self.order: OrderedDict[bytes, None] = OrderedDict.fromkeys(keys)
@@ -32,28 +32,28 @@ class Queue:
 
 
 class _Walk:
-    """How far a look at what may leave has come."""
+    """Progress of one iteration over the chunks that may leave."""
 
     def __init__(self, spare: bytes | None, stays: Callable[[bytes], bool] | None) -> None:
         self.spare = spare
         self.stays = stays
         self.num_left: dict[bytes, int] = {}
-        """Node with several children, or with a place of its own -> children that are left if what was found leaves."""
+        """Node with several children, or with its own place → its children left if the chunks found so far leave."""
         self.passed: set[bytes] = set()
-        """Nodes in the queue before their last child: they leave when it has left."""
+        """Nodes that come before their last child in the queue. They leave right after it."""
         self.put_off: list[bytes] = []
         """Leaves that come after all others."""
 
 
 class Forest:
-    """Nodes are the chunks of the pool, the ghosts, and whatever is before one of them."""
+    """The nodes are the chunks of the pool, the ghosts, and all chunks before these."""
 
     def __init__(self, parent_of: dict[bytes, bytes | None], queue: Queue, committed: Container[bytes]) -> None:
-        """Take over what a log has led to; all three are changed by folds.
+        """Take folded state. Later folds change all three arguments.
 
         Args:
-            parent_of: node -> the node before it, each after its parent; None: the first chunk of a prompt.
-            queue: the leaves that nobody holds, and nodes that were used after all their children.
+            parent_of: node → the node before it, parents first; None for the first chunk of a prompt.
+            queue: the leaves that nothing holds, and nodes that were used after all their children.
             committed: the keys of the chunks in the pool.
         """
         self._parent_of = parent_of
@@ -61,18 +61,18 @@ class Forest:
         self._committed = committed
         self._leaves = set(parent_of)
         self._num_more: dict[bytes, int] = {}
-        """Node -> its children beyond the first; nodes with one child are left out, as nearly all are."""
+        """Node → number of its children beyond the first. Most nodes have one child and are left out."""
         self._num_holders: dict[bytes, int] = {}
         for parent in parent_of.values():
             if parent is not None:
                 self._add_child(parent)
 
     def parent(self, key: bytes) -> bytes | None:
-        """The key before it; None for the first one of a prompt, and for what is no node."""
+        """Return the key before this one; None for a prompt's first key and for keys that are no nodes."""
         return self._parent_of.get(key)
 
     def path(self, key: bytes | None) -> list[bytes]:
-        """The keys of the prefix that ends with a node, the first one first."""
+        """Return the keys of the prefix that ends with a node, the first key first."""
         path = []
         while key is not None:
             path.append(key)
@@ -80,15 +80,15 @@ class Forest:
         return path[::-1]
 
     def deepest(self, keys: Sequence[bytes], end: int) -> bytes | None:
-        """The last of the first `end` keys of a prompt that is a node; None if none is."""
-        # What is before a node is a node.
+        """Return the last node among the first `end` keys of a prompt; None if there is none."""
+        # All keys before a node are nodes, so bisection finds the last one.
         place = bisect_left(keys, 1, 0, min(end, len(keys)), key=lambda key: key not in self._parent_of)
         return keys[place - 1] if place else None
 
     # --- holding -------------------------------------------------------------------------------
 
     def hold(self, keys: Sequence[bytes], end: int) -> bytes | None:
-        """Hold the first `end` keys of a prompt, in the pool or not; returns what to let go, None if there are none."""
+        """Hold the first `end` keys of a prompt, in the pool or not. Return the key to let go, or None."""
         end = min(end, len(keys))
         if end <= 0:
             return None
@@ -99,19 +99,19 @@ class Forest:
         return key
 
     def count_holder(self, key: bytes) -> None:
-        """Count one who holds a node."""
+        """Count another holder of a node."""
         self._num_holders[key] = self._num_holders.get(key, 0) + 1
         self._order.pop(key, None)
 
     def _grow(self, keys: Sequence[bytes], end: int) -> None:
-        """Let the first `end` keys be nodes. A key keeps the parent that it got first, so no log makes a circle."""
+        """Make the first `end` keys nodes. A key keeps its first parent, so no log can create a cycle."""
         parent_of = self._parent_of
         first = end - 1
-        while first and keys[first - 1] not in parent_of:  # no bisection: a log may name nodes behind others
+        while first and keys[first - 1] not in parent_of:  # no bisection: a log may name nodes after others
             first -= 1
         parent = keys[first - 1] if first else None
         new = dict.fromkeys(keys[first:end])
-        new[keys[end - 1]] = new.pop(keys[end - 1])  # the last one, also in a log that names a key twice
+        new[keys[end - 1]] = new.pop(keys[end - 1])  # the last one, even if a log repeats a key
         parent_of.update(zip(new, chain((parent,), new), strict=False))
         self._leaves.add(keys[end - 1])
         if parent is not None:
@@ -125,7 +125,7 @@ class Forest:
             self._num_more[parent] = self._num_more.get(parent, 0) + 1
 
     def let_go(self, key: bytes) -> None:
-        """End one hold of a node. With the last one, the prefix that ends there becomes the youngest."""
+        """Remove a holder of a node. After the last one, the prefix that ends there becomes the most recently used."""
         num_left = self._num_holders.get(key, 1) - 1
         if num_left:
             self._num_holders[key] = num_left
@@ -135,7 +135,7 @@ class Forest:
         self._append(self._cut(key) if is_ghost else key)
 
     def _cut(self, leaf: bytes) -> bytes | None:
-        """Take out a leaf, and the ghosts before it that nothing keeps; returns the node before them."""
+        """Remove a leaf and the ghosts before it that nothing keeps. Return the node before them."""
         parent_of, num_more = self._parent_of, self._num_more
         committed, num_holders, order = self._committed, self._num_holders, self._order
         self._leaves.remove(leaf)
@@ -154,7 +154,7 @@ class Forest:
     # --- use -----------------------------------------------------------------------------------
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Make what there is of a prompt the youngest."""
+        """Make the nodes of a prompt the most recently used."""
         self._append(self.deepest(keys, len(keys)))
 
     def _append(self, key: bytes | None) -> None:
@@ -164,13 +164,13 @@ class Forest:
             self._order.move_to_end(node)
 
     def _bearer(self, node: bytes | None) -> bytes | None:
-        """Who has the place of a node: a ghost has none, the chunk before it has it; None if somebody holds either."""
+        """Return the node with the place of this one: for a ghost, the chunk before it. None if that one is held."""
         while node is not None and node not in self._committed and node not in self._num_holders:
             node = self._parent_of[node]
         return None if node in self._num_holders else node
 
     def add(self, key: bytes) -> None:
-        """Let a key be a node that nobody held before it came into the pool."""
+        """Add the key of a new chunk as a node, if nothing held it before."""
         if key not in self._parent_of:
             self._parent_of[key] = None
             self._leaves.add(key)
@@ -179,11 +179,11 @@ class Forest:
     # --- leaving -------------------------------------------------------------------------------
 
     def leaving(self, spare: bytes | None, stays: Callable[[bytes], bool] | None = None) -> Iterator[bytes]:
-        """The chunks of the pool that may leave, in the order in which they do. Changes nothing.
+        """Iterate over the chunks of the pool that may leave, in eviction order. Changes nothing.
 
         Args:
-            spare: a node that stays, and so does all before it.
-            stays: whether a leaf is to come after all others. Default: none is.
+            spare: a node that stays, as do all nodes before it.
+            stays: whether a leaf leaves after all others. Default: no leaf does.
         """
         walk = _Walk(spare, stays)
         return chain(self._leaving(self._order, walk), self._put_off(walk))
@@ -221,13 +221,13 @@ class Forest:
                 key = parent
 
     def may_leave(self, keys: Sequence[bytes]) -> bool:
-        """Whether these are chunks of the pool that may leave, in this order: no chunk before those after it."""
+        """Whether these chunks of the pool may leave in this order: each of them after all chunks that follow it."""
         num_left: dict[bytes, int] = {}
         for key in keys:
             is_idle = key in self._committed and key not in self._num_holders
             if not is_idle or num_left.get(key, 0 if key in self._leaves else 1):
                 return False
-            num_left[key] = 1  # it does not leave twice
+            num_left[key] = 1  # a repeated key must not leave twice
             node = self._parent_of[key]
             while node is not None:
                 num_left[node] = num_left.get(node, self._num_more.get(node, 0) + 1) - 1
@@ -237,19 +237,19 @@ class Forest:
         return True
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Take out chunks that have left the pool, from the front of the queue.
+        """Remove chunks that have left the pool from the front of the queue.
 
-        What is before them takes their places. A node that is held, or has a child, stays as a ghost.
+        The chunks before them take their places. A node that is held or has a child stays as a ghost.
         """
         order, leaves, gone = self._order, self._leaves, set(keys)
         num_places = sum(map(order.__contains__, gone))
         front: dict[bytes, None] = {}
-        """Places that stay, or are taken over."""
+        """Nodes that keep their place, or take that of a removed chunk."""
         while num_places:
             first, _ = order.popitem(last=False)
             num_places -= first in gone
             node = self._bearer(self._cut(first) if first in leaves and first not in self._committed else first)
-            # Before children, a place is of use only if one of them may stay in front of it.
+            # A node with children needs a place only after an entry that stays, which may be one of the children.
             if node is not None and (node in leaves or front) and node not in order:
                 front.pop(node, None)
                 front[node] = None
@@ -258,12 +258,12 @@ class Forest:
             order.move_to_end(key, last=False)
 
     def forget(self, key: bytes) -> None:
-        """Take out a chunk that the pool has lost, wherever its place is; what is before it takes that place."""
+        """Remove a chunk that the pool has lost, wherever its place is. The chunk before it takes that place."""
         if key in self._num_holders or key not in self._parent_of:
             return
         has_place = key in self._order
         later = list(takewhile(key.__ne__, reversed(self._order))) if has_place else []
-        """Places behind it, the last one first; mostly none, for it has just been used."""
+        """Nodes after it in the queue, the last one first. Usually none, because the chunk has just been used."""
         self._order.pop(key, None)
         node = self._bearer(self._cut(key) if key in self._leaves else key)
         if has_place and node not in later:

@@ -1,7 +1,7 @@
-"""Copies in flight, and what they mean for the cache: for whom, of which chunks, and whether they can be relied on.
+"""Copies in flight, and what they mean for the cache: their lives, their chunks, and whether they can be trusted.
 
-`owed.py` keeps the copies, how far they are, and what is owed of them. Reports and settlements concern a copy, whatever
-has become of its life. A quarantine and blocks that could not be filled concern all copies of a life.
+`owed.py` keeps the copies, their progress, and what is still to be delivered. Reports and settlements concern one copy,
+whatever has happened to its life. A quarantine, and blocks that could not be filled, concern all copies of a life.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IN_FLIGHT = (WorkRegion.ISSUED, WorkRegion.OVERDUE)
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """What the copies themselves do not say."""
+    """State that is not part of a copy."""
 
     next_job_id: Sequence = 1
     epoch: Count = 0
@@ -43,33 +43,33 @@ class Jobs(Projection):
         self.index()
 
     def index(self) -> None:
-        """Make anew what follows from the copies."""
+        """Recompute everything derived from the copies."""
         copies = self._owed.state.copies.values()
         self._in_flight = {copy.job_id: copy for copy in copies if copy.work in IN_FLIGHT}
         self.given_up = {copy.job_id: copy for copy in copies if copy.work is WorkRegion.GIVEN_UP}
-        """Job id → save that was given up without a report: until every rank reports, it may still write its slots."""
-        # Asked several times for every event: the dict's own method.
+        """Job id → save that was given up without a report. Until every rank reports, it may still write its slots."""
+        # Called several times per event, so it is the dict's own method.
         self.get: Callable[[int], Copy | None] = self._in_flight.get
-        """The copy, or None once it is settled or given up."""
+        """Returns the copy, or None once it is settled or given up."""
         self._of_ordinal: dict[int, set[int]] = {}
         self.async_loads: dict[int, Copy] = {}
-        """Job id → load in flight outside of the steps."""
+        """Job id → asynchronous load in flight."""
         for copy in self._in_flight.values():
             self._enter(copy)
 
     @property
     def next_job_id(self) -> int:
-        """The number of the next job."""
+        """Id of the next job."""
         return self.state.next_job_id
 
     @property
     def epoch(self) -> int:
-        """How often everything cached was reset."""
+        """Number of cache resets."""
         return self.state.epoch
 
     @property
     def late_ends(self) -> list[Copy]:
-        """Saves that were given up, and that the report at hand ends."""
+        """Saves that were given up and that the current report ends."""
         return self._owed.late_ends
 
     def __len__(self) -> int:
@@ -79,11 +79,11 @@ class Jobs(Projection):
         return iter(self._in_flight.values())
 
     def is_reported(self, copy: Copy) -> bool:
-        """Whether every rank has reported."""
+        """Whether every rank has reported the copy."""
         return len(copy.ranks_done) + len(copy.ranks_failed) == len(self.all_ranks)
 
     def overdue(self, overdue_step: int, overdue_ns: int) -> list[Copy]:
-        """Copies that were issued, or asked after, before both."""
+        """Return the copies that were issued, or last asked about, before both this step and this time."""
         overdue = []
         for copy in self._in_flight.values():
             if copy.asked_step < overdue_step and copy.asked_ns < overdue_ns:
@@ -93,11 +93,11 @@ class Jobs(Projection):
         return overdue
 
     def of_life(self, ordinal: int) -> list[Copy]:
-        """The copies in flight of that life of a request, in the order in which they were issued."""
+        """Return the copies in flight of this life, in order of issue."""
         return [self._in_flight[job_id] for job_id in sorted(self._of_ordinal.get(ordinal, ()))]
 
     def reads_blocks_of(self, ordinal: int) -> list[Copy]:
-        """Saves in flight out of blocks that this life of a request still has."""
+        """Return the asynchronous saves in flight out of blocks that this life still holds."""
         if ordinal not in self._of_ordinal:
             return []
         return [
@@ -107,28 +107,28 @@ class Jobs(Projection):
         ]
 
     def saving(self, key: bytes) -> Copy | None:
-        """The save in flight that will commit the chunk, or None."""
+        """Return the save in flight that will commit the chunk, or None."""
         saves = (copy for copy in self if copy.kind is CopyKind.SAVE and self.is_current(copy))
         return next((copy for copy in saves if key in copy.keys), None)
 
     def is_current(self, copy: Copy) -> bool:
-        """Whether no reset has come since it was issued."""
+        """Whether the cache was not reset since the copy was issued."""
         return copy.epoch == self.state.epoch
 
     def owes(self, ordinal: int) -> bool:
-        """Whether a copy of that life of a request is in flight."""
+        """Whether a copy of this life is in flight."""
         return ordinal in self._of_ordinal
 
     def is_loading_async(self, ordinal: int, generation: int) -> bool:
-        """Whether a load of this generation of that life is asynchronous: then the request is in no step."""
+        """Whether an asynchronous load of this generation of the life is in flight. Then the request is in no step."""
         return any(
             copy.kind is CopyKind.LOAD and copy.is_async and copy.generation == generation
             for copy in self.of_life(ordinal)
         )
 
     def relies_on_load(self, save: Copy) -> bool:
-        """Whether what was saved was computed on top of a load that has not been settled."""
-        if self._of_ordinal.get(save.ordinal) == {save.job_id}:  # as with most saves
+        """Whether the saved tokens were computed on top of a load that is not settled."""
+        if self._of_ordinal.get(save.ordinal) == {save.job_id}:  # most saves
             return False
         return any(
             copy.kind is CopyKind.LOAD and copy.job_id < save.job_id and copy.generation == save.generation
@@ -153,7 +153,7 @@ class Jobs(Projection):
 
     def _begin(self, job_id: int, record: RequestRecord | None, chunks: tuple[int, ...]) -> None:
         earlier = self._in_flight.get(job_id)
-        if earlier is not None:  # a log may use a number twice
+        if earlier is not None:  # a log may use a job id twice
             self._leave(earlier)
         copy = self._in_flight[job_id] = self._owed.state.copies[job_id]
         copy.epoch, copy.asked_step, copy.asked_ns = self.state.epoch, self._tracker.num_steps, self._tracker.time_ns
@@ -190,7 +190,6 @@ class Jobs(Projection):
         self._leave(copy)
 
     def _enter(self, copy: Copy) -> None:
-        """Note a copy in what follows from those in flight."""
         siblings = self._of_ordinal.get(copy.ordinal)
         if siblings is None:
             self._of_ordinal[copy.ordinal] = {copy.job_id}
@@ -200,7 +199,6 @@ class Jobs(Projection):
             self.async_loads[copy.job_id] = copy
 
     def _leave(self, copy: Copy) -> None:
-        """Take a copy out of what follows from those in flight."""
         siblings = self._of_ordinal.get(copy.ordinal)
         if siblings is not None:
             siblings.discard(copy.job_id)
@@ -210,7 +208,7 @@ class Jobs(Projection):
 
     @on(e.LoadFailed)
     def _load_failed(self, event: e.LoadFailed, sequence: int, subject: Subject) -> None:
-        for copy in self.of_life(event.ordinal):  # on top of it, also where the request has ended long ago
+        for copy in self.of_life(event.ordinal):  # saved on top of it, even if the request has ended
             if copy.kind is CopyKind.SAVE and copy.generation == event.generation and copy.job_id > event.job_id:
                 copy.is_doubtful = True
         self._settled(event, sequence, subject)
@@ -220,8 +218,8 @@ class Jobs(Projection):
     def _load_errors_observed(
         self, _event: e.LoadErrorsObserved | e.LoadFailed, _sequence: int, _subject: Subject
     ) -> None:
-        # A load may fail in the very step that saves what it should have brought, or what was computed on top of it.
-        # Its request may have ended since; whatever else that saved is as doubtful.
+        # A load may fail in the step that saves its tokens, or tokens computed on top of them, and its request may
+        # have ended since. All other saves of that life are as doubtful.
         unfilled = self._tracker.unfilled
         if unfilled.blocks:
             for ordinal in {copy.ordinal for copy in self if unfilled.spoil(copy.block_ids)}:

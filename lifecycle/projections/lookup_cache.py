@@ -1,8 +1,8 @@
-"""The lookup cache: what the last lookup of each request found, and whether that is still true.
+"""The lookup cache: how many chunks the last lookup of each request found, and whether that is still true.
 
-What is cached is the hit, never the answer: the answer belongs to one call's `num_computed_tokens`. A cached hit
-carries the versions of everything it was made from (the request's generation and keys, and the pool), so it cannot
-outlive them. LMCache's cached lookup carried neither and killed the engine (LMCache#2158).
+It never caches the answer, which depends on the call's `num_computed_tokens`. A cached hit carries the versions of its
+inputs (the request's generation and keys, and the pool), so an outdated hit is never used. LMCache's cached lookup
+carried none of them and killed the engine (LMCache#2158).
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from kvledger.lifecycle.ranges import Count, Generation, Ordinal
 
 
 class CachedHit(msgspec.Struct, frozen=True, gc=False):
-    """The number of committed chunks from the first on, and what that was true for."""
+    """The number of committed chunks from the first one on, and the versions that it was counted for."""
 
     num_chunks: Count
     last_key: bytes
-    """Key of the last of these chunks; it hashes all before it. Empty if there is none."""
+    """Key of the last of these chunks, which also hashes all chunks before it. Empty if there is none."""
     next_key: bytes | None
-    """Key of the chunk behind them; None if none was known."""
+    """Key of the chunk after them; None if it was not known."""
     generation: Generation
     num_added: Count
     num_torn: Count
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """By the ordinal of a life."""
+    """The cached hits."""
 
     hits: dict[Ordinal, CachedHit] = {}
+    """Ordinal → the hit of the life's last lookup."""
 
 
 class LookupCache(Projection):
-    """One hit per life of a request, counted when it is looked up; the answer is in the request's record."""
+    """Counts and keeps one hit per life at each lookup. The answer is in the request's record."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -47,10 +48,10 @@ class LookupCache(Projection):
         return len(self.state.hits)
 
     def num_hit_chunks(self, request: RequestRecord) -> int:
-        """Committed chunks from the request's first token on, whatever was answered. Changes nothing.
+        """Count the committed chunks from the request's first token on, whatever was answered. Changes nothing.
 
-        Only what may have changed since the last lookup is counted. Chunks leave the pool from the end of a prefix, so
-        those of the last hit are there as long as its last one is.
+        It counts only what may have changed since the last lookup. Chunks leave the pool from the end of a prefix, so
+        all chunks of the last hit are there as long as its last chunk is.
         """
         keys, pool = request.keys, self._pool.state
         hit, start = self.state.hits.get(request.ordinal), 0

@@ -1,8 +1,9 @@
-"""What is owed outside: copies to the workers; to vLLM one end of each asynchronous load and of each delayed free.
+"""Everything still to be delivered: copies to the workers, and ends to vLLM (see `copies.py`).
 
-vLLM knows the ends by request id alone and asserts on a second one, so nothing else decides about them. They follow
-from observations wherever possible: ranks are counted here, so that requests end their waiting also where nothing is
-decided any more. Folds first and asks no other projection. `jobs.py` says what a copy means for the cache.
+vLLM gets one end for each asynchronous load and each delayed free. It identifies them by request id only and fails an
+assertion on a second one, so no other module decides about ends. Where possible they follow from observations: this
+projection counts ranks itself, so waits end even after kvledger has stopped deciding. It folds first and reads no other
+projection. `jobs.py` says what a copy means for the cache.
 """
 
 from __future__ import annotations
@@ -34,36 +35,36 @@ from kvledger.lifecycle.states import SourceRegion, WorkRegion
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """The queues are in the order in which things became owed, because that order is in the log."""
+    """The queues, in the order in which entries became pending: the log contains that order."""
 
     present: dict[str, LifeOrdinal] = {}
-    """Request id → its present life, until it ends."""
+    """Request id → ordinal of its current life, until that ends."""
     copies: dict[JobId, Copy] = {}
-    """Job id → copy, until it is settled and nothing of it is owed."""
+    """Job id → copy, until it is settled and nothing about it is pending."""
     unsent: dict[JobId, Issued] = {}
-    """Job id → job that no worker has been given."""
+    """Job id → job that no worker has received."""
     reminders: dict[JobId, Reminder] = {}
-    """Job id → last reminder that no worker has been given."""
+    """Job id → last reminder that no worker has received."""
     under_way: dict[JobId, None] = {}
-    """Asynchronous copies that a rank has not reported."""
+    """Asynchronous copies that some rank has not reported."""
     ends: dict[LifeOrdinal, OwedEnds] = {}
-    """Life → what vLLM waits for, or was promised."""
+    """Ordinal → ends that vLLM waits for, or was promised."""
     failed: dict[LifeOrdinal, None] = {}
-    """Lives whose load failed, of which no worker was told."""
+    """Lives whose load failed; no worker was asked to report it yet."""
     sent: dict[LifeOrdinal, None] = {}
-    """Lives whose blocks are free again, of which no worker was told."""
+    """Lives whose blocks are free; no worker was asked to report it yet."""
     received: dict[LifeOrdinal, None] = {}
-    """Lives whose load is in place, which vLLM does not know."""
+    """Lives whose load is complete; vLLM has no report yet."""
     to_report: dict[LifeOrdinal, None] = {}
-    """Lives whose end the workers report to vLLM, which does not have it yet."""
+    """Lives whose end workers were asked to report; vLLM has not received it yet."""
     block_ids: list[BlockId] = []
-    """Blocks that vLLM counts on and that nothing will fill."""
+    """Blocks that vLLM relies on and that no copy will fill."""
     closed_at: Sequence = 0
-    """Sequence number: what was issued before it belonged to a step that went without it."""
+    """Sequence number of the last failed `build_connector_meta`. Jobs issued before it missed their step."""
 
 
 class Owed(Projection):
-    """Total over everything that may stand in a log; each end is owed once."""
+    """The pending copies and ends. Folds any log without failing, and delivers each end once."""
 
     def __init__(self, tables: Tables, num_ranks: int) -> None:
         self._tables = tables
@@ -73,7 +74,7 @@ class Owed(Projection):
         self.index()
 
     def check(self) -> None:
-        """Copies name the number that they are found by, and of every life in a queue the ends are known."""
+        """Check that copies are stored under their ids, and that all queued copies and lives are known."""
         state = self.state
         if any(copy.job_id != job_id for job_id, copy in state.copies.items()):
             raise ValueError("a copy has another number than the one that it is kept for")
@@ -83,16 +84,16 @@ class Owed(Projection):
             raise ValueError("an end is owed of a life of which nothing else is known")
 
     def index(self) -> None:
-        """Forget the report at hand."""
+        """Forget the current report."""
         self.reported: dict[int, Copy | None] = {}
-        """What the report at hand is about: job id → copy; None if it is settled, or was never issued."""
+        """Job id in the current report → copy; None if the copy is settled, or was never issued."""
         self.late_ends: list[Copy] = []
-        """Saves that were given up, and that the report at hand ends: no rank writes their slots any more."""
+        """Saves that were given up and that the current report ends: no rank writes their slots any more."""
 
-    # --- what is owed --------------------------------------------------------------------------
+    # --- pending deliveries --------------------------------------------------------------------
 
     def ready(self, channel: Channel) -> Ready:
-        """What is owed; it is owed until its `EffectsDelivered` is folded."""
+        """Return what is pending on the channel. It stays pending until its `EffectsDelivered` is folded."""
         state = self.state
         if channel is Channel.VLLM:
             return Ready(received=self._named(state.received)) if state.received else NOTHING_OWED
@@ -111,11 +112,14 @@ class Owed(Projection):
         return {ordinal: self.state.ends[ordinal].request_id for ordinal in lives}
 
     def issued_since(self, sequence: int) -> list[PageJob]:
-        """Jobs from that sequence number on which no worker has been given."""
+        """Return the jobs issued from this sequence number on that no worker has received."""
         return [each.job for each in self.state.unsent.values() if each.sequence >= sequence]
 
     def lost_fences(self) -> list[int]:
-        """Jobs that a step was to wait for and did not, as no worker had it; asked when the next step is observed."""
+        """Return the jobs that a step had to wait for and did not, because no worker received the reminder.
+
+        Call it when the next step is observed.
+        """
         state = self.state
         return [
             job_id
@@ -124,7 +128,7 @@ class Owed(Projection):
         ]
 
     def reported_to_vllm(self, request_ids: Iterable[str]) -> tuple[int, ...]:
-        """The lives among those whose end the workers were to report."""
+        """Return the lives of these requests whose end the workers were asked to report."""
         to_report, ends = self.state.to_report, self.state.ends
         if not to_report:
             return ()
@@ -132,9 +136,9 @@ class Owed(Projection):
         return tuple([ordinal for ordinal in to_report if ends[ordinal].request_id in known])
 
     def early_receipt(self, request_id: str) -> int:
-        """The life of that request whose load has not ended, or whose failure no worker was asked to report yet.
+        """Return the life of the request whose load is not over, or whose failure no worker was asked to report yet.
 
-        `NO_LIFE` if there is none. An end of it that somebody reports now is not ours.
+        `NO_LIFE` if there is none. If an end of its load is reported now, it comes from another connector.
         """
         ends = self.state.ends
         if not ends:
@@ -144,7 +148,7 @@ class Owed(Projection):
         return next((life for life in lives if life in ends and ends[life].load in not_reported), e.NO_LIFE)
 
     def early_release(self, request_id: str) -> int:
-        """The ended life of that request whose blocks a copy uses, or whose end no worker was asked to report yet.
+        """Return the ended life of the request whose blocks a copy uses, or whose end no worker was asked to report.
 
         `NO_LIFE` if there is none.
         """
@@ -162,13 +166,13 @@ class Owed(Projection):
 
     @property
     def is_owing(self) -> bool:
-        """Whether something waits to be handed over."""
+        """Whether jobs, reminders or ends are pending."""
         state = self.state
         return bool(state.unsent or state.reminders or state.failed or state.sent or state.received)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether vLLM waits for an end, or will, when an asynchronous copy under way is reported."""
+        """Whether vLLM waits for an end, or an asynchronous copy is in flight."""
         state = self.state
         return bool(state.under_way) or any(
             its.load is not LoadEnd.NONE or its.blocks is not BlocksEnd.NONE for its in state.ends.values()
@@ -176,20 +180,20 @@ class Owed(Projection):
 
     @property
     def is_freeing(self) -> bool:
-        """Whether blocks of a request that has ended will be free when vLLM hears of the end of a copy."""
+        """Whether vLLM keeps blocks of an ended request until it receives an end."""
         return any(its.blocks is not BlocksEnd.NONE for its in self.state.ends.values())
 
     def under_way(self) -> list[Copy]:
-        """Asynchronous copies that a rank has not reported."""
+        """Return the asynchronous copies that some rank has not reported."""
         copies = self.state.copies
         return [copies[job_id] for job_id in self.state.under_way]
 
     def present(self, request_id: str) -> int:
-        """The life that the request is in; `NO_LIFE` where it is unknown or has ended."""
+        """Return the ordinal of the request's current life; `NO_LIFE` if it is unknown or has ended."""
         return self.state.present.get(request_id, e.NO_LIFE)
 
     def is_named(self, request_id: str) -> bool:
-        """Whether vLLM still gets an end of that request."""
+        """Whether vLLM will get another end of the request."""
         known = (LoadEnd.ARRIVED, LoadEnd.FAILED, LoadEnd.WITH_WORKERS)
         return any(
             its.request_id == request_id and (its.load in known or its.blocks is not BlocksEnd.NONE)
@@ -197,7 +201,7 @@ class Owed(Projection):
         )
 
     def is_held(self, ordinal: int) -> bool:
-        """Whether the blocks of that life, which ends now, are to be kept."""
+        """Whether vLLM must keep the blocks of this life, which is ending."""
         its = self.state.ends.get(ordinal)
         return its is not None and its.blocks in {BlocksEnd.KEPT_FOR_COPY, BlocksEnd.FREE_AGAIN}
 
@@ -205,13 +209,13 @@ class Owed(Projection):
 
     @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
-        self._break_promise(self.present(event.request_id))  # the life that it displaces gets no blocks any more
+        self._break_promise(self.present(event.request_id))  # the displaced life can no longer claim its answer
         self.state.present[event.request_id] = event.ordinal
 
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
         if not event.is_async:
-            if event.ordinal in self.state.ends:  # mostly nothing is owed to who asks
+            if event.ordinal in self.state.ends:  # usually false
                 self._break_promise(event.ordinal)
         elif event.ordinal >= 0:
             self._ends_of(event.ordinal, event.request_id).is_promised = True
@@ -236,7 +240,7 @@ class Owed(Projection):
                 its.load = LoadEnd.CLAIMED
         if its is None or its.load is LoadEnd.NONE:
             state.block_ids.extend(event.block_ids)
-        elif its.load is LoadEnd.CLAIMED:  # else its job is recorded, and will come to an end
+        elif its.load is LoadEnd.CLAIMED:  # otherwise its job is recorded, and ends by itself
             its.load = LoadEnd.FAILED
             state.failed[ordinal] = None
 
@@ -247,14 +251,14 @@ class Owed(Projection):
         self._break_promise(ordinal)
         its = state.ends.get(ordinal)
         if its is not None and its.load is not LoadEnd.NONE:
-            # vLLM keeps the blocks anyway until the load has ended, and hears of one end only.
+            # vLLM keeps the blocks until the load is over anyway, and gets only one end.
             its.blocks = BlocksEnd.KEPT_FOR_LOAD
         else:
             self._hold(ordinal, event.request_id)
 
     @on(e.BlocksHeld)
     def _held(self, event: e.BlocksHeld, _sequence: int) -> None:
-        self._hold(event.ordinal, event.request_id)  # for a copy that its end has led to
+        self._hold(event.ordinal, event.request_id)  # for a save that the request's end has caused
 
     def _hold(self, ordinal: int, request_id: str) -> None:
         its = self.state.ends.get(ordinal)
@@ -304,7 +308,7 @@ class Owed(Projection):
             job_id, kind, job.request_id, job.ordinal, job.generation, job.slots, job.block_ids, is_async
         )
         state.unsent[job_id] = Issued(sequence, job)
-        state.under_way.pop(job_id, None)  # a log may use a number twice
+        state.under_way.pop(job_id, None)  # a log may use a job id twice
 
     @on(e.TransferAwaited)
     def _awaited(self, event: e.TransferAwaited, sequence: int) -> None:
@@ -321,7 +325,7 @@ class Owed(Projection):
         self.reported, self.late_ends = {}, []
         for job_id in event.job_ids:
             if job_id in state.unsent:
-                # What breaks vLLM's contract may name blocks of others; those that were promised are refused by name.
+                # A job that breaks vLLM's contract may name others' blocks. `LoadRefused` has the promised blocks.
                 self._never_given(job_id, is_counted_on=bool(event.withheld) and event.withheld != e.Withheld.CONTRACT)
             if job_id not in self.reported:
                 copy = state.copies.get(job_id)
@@ -330,7 +334,7 @@ class Owed(Projection):
                     self._count(copy, event)
 
     def _count(self, copy: Copy, event: e.TransferReported) -> None:
-        """Note the ranks. Of each the first report counts; a later one about the same copy changes nothing."""
+        """Record the ranks that reported. Only the first report of a rank about a copy counts."""
         if event.error and not copy.error:
             copy.error = event.error
         if not copy.ranks_done and not copy.ranks_failed and event.ranks_done == self.all_ranks:
@@ -378,7 +382,7 @@ class Owed(Projection):
             self.state.block_ids.extend(job.block_ids)
 
     def _end(self, copy: Copy, *, has_failed: bool) -> None:
-        """An asynchronous copy is over: what vLLM waits for may be owed to it now."""
+        """Handle an asynchronous copy that is over. vLLM's end may become pending."""
         state, ordinal = self.state, copy.ordinal
         del state.under_way[copy.job_id]
         its = state.ends.get(ordinal)
@@ -399,7 +403,6 @@ class Owed(Projection):
             copy.source = source[copy.source]
 
     def _forget_if_settled(self, copy: Copy) -> None:
-        """Let a copy go of which nothing is owed any more."""
         state, job_id = self.state, copy.job_id
         if (
             copy.work is WorkRegion.SETTLED
@@ -409,7 +412,7 @@ class Owed(Projection):
         ):
             del state.copies[job_id]
 
-    # --- handing over --------------------------------------------------------------------------
+    # --- delivery ------------------------------------------------------------------------------
 
     @on(e.HookFailed)
     def _hook_failed(self, event: e.HookFailed, sequence: int) -> None:
@@ -441,7 +444,7 @@ class Owed(Projection):
             self._close(ordinal)
 
     def _close(self, ordinal: int) -> None:
-        """VLLM has the end. One end closes both regions."""
+        """Close both ends of a life: vLLM has received one, and it gets no other."""
         state = self.state
         its = state.ends.get(ordinal)
         if its is not None:

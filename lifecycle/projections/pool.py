@@ -1,8 +1,8 @@
-"""What is in the host pool: chunk key -> slots, who relies on it, and in which order the rest leaves.
+"""The host pool: the slots of each chunk, the holders of chunks, and the order in which the others are evicted.
 
-A chunk can be looked up from the moment its save is completed on every rank until it is evicted, tainted by a failed
-load, or made stale by a reset. A prefix is held while an answer promises it, a preempted request comes back for it, or
-a copy of it is in flight; `forest.py` says what leaves first of the rest. Lookups change nothing.
+A chunk can be looked up once its save is completed on every rank, until it is evicted, tainted by a failed load, or
+made stale by a reset. A prefix is held while an answer promises it, a preempted request will come back for it, or a
+copy of it is in flight. `forest.py` decides which of the other chunks leaves first. Lookups change nothing.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from kvledger.lifecycle.ranges import Count, JobId, NumSlots, Ordinal
 
 _T = TypeVar("_T")
 _MANY = 4
-"""Slots from which on it pays to ask whether they are those that come next."""
+"""Number of slots from which the fast paths are worth their checks."""
 
 
 class SlotsState(msgspec.Struct, forbid_unknown_fields=True):
-    """Which slots are taken, and which come next."""
+    """Which slots are taken, and the order in which the others will be."""
 
     num_touched: NumSlots = 0
-    """One more than the largest slot that was ever taken."""
+    """One more than the largest slot ever taken."""
     skipped: list[tuple[NumSlots, NumSlots]] = []
-    """(First, end) of slots below `num_touched` that were never taken, ascending."""
+    """(first, end) of runs of slots below `num_touched` that were never taken, ascending."""
     free: list[NumSlots] = []
     failed: list[NumSlots] = []
     references: dict[NumSlots, Count] = {}
 
     def check(self, num_slots: int) -> None:
-        """Check that each slot below `num_touched` is in exactly one place, and no other slot in any.
+        """Check that each slot below `num_touched` is in exactly one place, and that no other slot is in any.
 
         Raises:
-            ValueError: it is not so.
+            ValueError: a slot is in two places or in none.
         """
         free, references = {*self.free, *self.failed}, self.references
         num_skipped, last_end, is_ascending = 0, 0, True
@@ -68,17 +68,19 @@ class SlotsState(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _run_of(skipped: Sequence[tuple[int, int]], slot: int) -> int | None:
-    """Where the run with that slot is; None where none has it."""
+    """Return the index of the run with this slot; None if there is none."""
     place = bisect_right(skipped, slot, key=lambda run: run[0]) - 1
     return None if place < 0 or slot >= skipped[place][1] else place
 
 
 class HostSlots(Projection):
-    """Which slots are free. One slot holds one block's page over all layers; several short chunks may share it.
+    """The free and the taken slots. A slot holds one block's page over all layers; several short chunks may share it.
 
-    Allocation of slot numbers is deterministic: freed ones first, newest first, then untouched ones, ascending.
-    Last come those whose save failed, the one that failed longest ago first: where the slot is to blame, the next save
-    would fail as well.
+    Slots are allocated in a deterministic order:
+
+    1. freed slots, the last one freed first;
+    2. slots that were never taken, ascending;
+    3. slots whose save failed, the earliest failure first. If the slot is the cause, the next save would fail too.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -86,20 +88,20 @@ class HostSlots(Projection):
         self.state = SlotsState()
 
     def check(self) -> None:
-        """Each slot is in one place."""
+        """Check that each slot is in one place."""
         self.state.check(self.num_slots)
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody references."""
+        """Number of slots without references."""
         return self.num_slots - len(self.state.references)
 
     def num_references(self, slot: int) -> int:
-        """Who needs the slot: chunks that lie in it, jobs that write or read it."""
+        """Return the number of chunks and tails in the slot, and of jobs that write or read it."""
         return self.state.references.get(slot, 0)
 
     def candidates(self, count: int) -> tuple[int, ...]:
-        """The slots that the next save would use, fewer where fewer are free. Takes nothing."""
+        """Return the slots that the next save would use, fewer if fewer are free."""
         free = self.state.free
         if count == 1 and free:  # most saves are of one page
             return (free[-1],)
@@ -110,10 +112,10 @@ class HostSlots(Projection):
         return tuple(slots)
 
     def acquire(self, slots: Sequence[int]) -> None:
-        """Add a reference to each slot, but for those that are `NO_SLOT`."""
+        """Add a reference to each slot except `NO_SLOT`."""
         references, free = self.state.references, self.state.free
         num_slots = len(slots)
-        # The next ones, which nobody references.
+        # Fast path: exactly the next free slots.
         if num_slots >= _MANY and not self.state.skipped and self.candidates(num_slots) == slots:
             num_more = max(0, num_slots - len(free))
             num_untouched = min(num_more, self.num_slots - self.state.num_touched)
@@ -131,7 +133,7 @@ class HostSlots(Projection):
                     free.pop()
                 elif slot == self.state.num_touched:
                     self.state.num_touched = slot + 1
-                elif slot > self.state.num_touched:  # a log may name any slot: nothing is made for those before it
+                elif slot > self.state.num_touched:  # a log may name any slot, so those before it are one run
                     self.state.skipped.append((self.state.num_touched, slot))
                     self.state.num_touched = slot + 1
                 elif not self._take_skipped(slot):
@@ -147,7 +149,7 @@ class HostSlots(Projection):
         return True
 
     def release(self, slots: Sequence[int], *, failed: bool = False) -> None:
-        """Drop a reference from each slot; the last one frees it. `failed`: it was held for a save that failed."""
+        """Remove a reference from each slot; the last one frees it. `failed`: the reference was for a failed save."""
         references, free = self.state.references, self.state.failed if failed else self.state.free
         if len(slots) >= _MANY and _have_count_1(references, slots):
             deque(map(references.__delitem__, slots), 0)
@@ -163,30 +165,30 @@ class HostSlots(Projection):
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """What is there, and who relies on it. Of chunks, only bytes and numbers: Python's garbage collector walks past."""
+    """The chunks and their holders. Chunks are only bytes and ints, which Python's garbage collector does not visit."""
 
     committed: dict[bytes, bytes] = {}
-    """Every chunk that can be looked up, and its slots, 8 bytes each."""
+    """Chunk → its slots, 8 bytes each, for every chunk that can be looked up."""
     parent_of: dict[bytes, bytes | None] = {}
-    """Chunk -> the one before it in its prompt; also of chunks that are not there but held. Parents come first."""
+    """Chunk → the chunk before it in its prompt; also for ghosts. Parents come first."""
     queue: Queue = msgspec.field(default_factory=Queue)
-    """In which order chunks leave; see `Forest`."""
+    """The order in which chunks leave; see `Forest`."""
     promised: dict[Ordinal, bytes] = {}
-    """Life of a request -> the last chunk that its pending answer promised."""
+    """Ordinal → last chunk that the life's pending answer promised."""
     wanted: dict[Ordinal, bytes] = {}
-    """Life of a preempted request -> the last whole chunk that it had, and comes back for."""
+    """Ordinal of a preempted life → last whole chunk that it had and will come back for."""
     copying: dict[JobId, bytes] = {}
-    """Copy in flight -> the last chunk that it reads or brings."""
+    """Job id of a copy in flight → last chunk that it reads or adds."""
     num_added: Count = 0
-    """How often chunks were added."""
+    """Number of times that chunks were added."""
     num_torn: Count = 0
-    """How often chunks may have got lost before others that are there."""
+    """Number of times that a chunk may be missing before others that are in the pool."""
 
     def check(self) -> None:
-        """Check that what is named is there.
+        """Check that all held and queued chunks exist, and that parents come first.
 
         Raises:
-            ValueError: it is not.
+            ValueError: a chunk is missing, or comes before its parent.
         """
         known: set[bytes | None] = {None}
         for key, parent in self.parent_of.items():
@@ -202,15 +204,15 @@ class Victims(msgspec.Struct, frozen=True, gc=False):
     """Chunks to evict."""
 
     keys: Sequence[bytes]
-    """In this order."""
+    """In eviction order."""
     num_slots: int
     """Slots that become free."""
 
 
 class Pool(Projection):
-    """The chunks that can be looked up, and who holds them.
+    """The chunks that can be looked up, and their holders.
 
-    A settlement concerns its job, a promise the generation that it was made to.
+    A settlement concerns its job, and a promise the generation that received it.
     """
 
     def __init__(
@@ -223,7 +225,7 @@ class Pool(Projection):
         keep_for_preempted: bool,
         keeper: Callable[[], Callable[[bytes], bool] | None],
     ) -> None:
-        """`keeper` returns what says whether a chunk is evicted after all others; None if nobody says so."""
+        """`keeper` returns a function that says whether a chunk is evicted last, or None."""
         self._tracker = tracker
         self._geometry = geometry
         self._jobs = jobs
@@ -231,18 +233,17 @@ class Pool(Projection):
         self._keep_for_preempted = keep_for_preempted
         self._keeper = keeper
         self._packing = struct.Struct(f"<{geometry.pages_per_chunk}q")
-        """How the slots of a chunk are packed."""
         self.state = State()
         self.index()
 
     def check(self) -> None:
-        """What is held is there, and no chunk is before itself."""
+        """Check the state, and the number of slots of each chunk."""
         self.state.check()
         if any(len(packed) != self._packing.size for packed in self.state.committed.values()):
             raise ValueError("a chunk of the host pool has too few slots or too many")
 
     def index(self) -> None:
-        """Make anew what follows from the state and from the copies in flight."""
+        """Recompute everything derived from the state and from the copies in flight."""
         state = self.state
         self.forest = Forest(state.parent_of, state.queue, state.committed)
         for holds in (state.promised, state.wanted, state.copying):
@@ -250,9 +251,9 @@ class Pool(Projection):
                 self.forest.count_holder(key)
         saves = [copy for copy in self._jobs if copy.kind is CopyKind.SAVE and self._jobs.is_current(copy)]
         self._saved_by = {save.job_id: save.keys for save in saves}
-        """Save in flight -> the keys of its chunks."""
+        """Job id of a save in flight → keys of its chunks."""
         self._saving: dict[bytes, int] = {}
-        """Key -> saves in flight of its chunk."""
+        """Key → number of saves in flight of its chunk."""
         for keys in self._saved_by.values():
             _count_up(self._saving, keys)
 
@@ -266,12 +267,12 @@ class Pool(Projection):
         return iter(self.state.committed)
 
     def get(self, key: bytes) -> tuple[int, ...] | None:
-        """The slots of a chunk that can be looked up, or None."""
+        """Return the slots of a chunk; None if it cannot be looked up."""
         packed = self.state.committed.get(key)
         return None if packed is None else self._packing.unpack(packed)
 
     def slots_of(self, keys: Sequence[bytes]) -> tuple[int, ...] | None:
-        """The slots of these chunks, one after the other; None if one of the chunks cannot be looked up."""
+        """Return the slots of these chunks in order; None if a chunk cannot be looked up."""
         committed = self.state.committed
         if not all(map(committed.__contains__, keys)):
             return None
@@ -279,12 +280,12 @@ class Pool(Projection):
 
     @property
     def promised(self) -> Mapping[str, Sequence[bytes]]:
-        """Request id -> the chunks that its pending answer promised, from the first one on."""
+        """Request id → chunks that its pending answer promised, from the first one on."""
         return self._paths(self.state.promised)
 
     @property
     def wanted(self) -> Mapping[str, Sequence[bytes]]:
-        """Request id -> the chunks that it was preempted with and will come back for, from the first one on."""
+        """Request id → chunks that it had when it was preempted and will come back for, from the first one on."""
         return self._paths(self.state.wanted)
 
     def _paths(self, holds: Mapping[int, bytes]) -> Mapping[str, Sequence[bytes]]:
@@ -296,14 +297,14 @@ class Pool(Projection):
         return key in self._saving
 
     def unsaved(self, keys: Sequence[bytes], first_chunk: int, end_chunk: int) -> list[int]:
-        """Of these chunks those that are neither committed nor being saved."""
+        """Return the numbers of the chunks in this range that are neither committed nor being saved."""
         saving, committed, keys = self._saving, self.state.committed, keys[first_chunk:end_chunk]
-        if committed.keys().isdisjoint(keys) and saving.keys().isdisjoint(keys):  # as of a prompt that nobody had
+        if committed.keys().isdisjoint(keys) and saving.keys().isdisjoint(keys):  # a new prompt
             return list(range(first_chunk, end_chunk))
         return [chunk for chunk, key in enumerate(keys, first_chunk) if key not in committed and key not in saving]
 
     def num_committed(self, keys: Sequence[bytes], start: int = 0) -> int:
-        """How many of the keys are committed without a gap, if the first `start` are."""
+        """Return how many of the keys are committed without a gap, given that the first `start` are."""
         committed, end = self.state.committed, len(keys)
         while start < end and keys[start] in committed:
             start += 1
@@ -312,12 +313,12 @@ class Pool(Projection):
     # --- room ----------------------------------------------------------------------------------
 
     def victims(self, num_slots: int, keys: Sequence[bytes], end_chunk: int) -> Victims:
-        """The chunks to evict so that so many slots become free, or all that may leave if they are too few.
+        """Return the chunks to evict to free this many slots, or all that may leave if they are too few.
 
         Args:
-            num_slots: slots that are wanted beyond those that are free; none leaves if that is not above 0.
-            keys: of the request that saves; its own beginning is worth more than its end, so it stays.
-            end_chunk: the chunk behind those that it has saved or saves.
+            num_slots: slots needed beyond the free ones; if not positive, no chunk leaves.
+            keys: keys of the request that saves. Its beginning stays, because it is worth more than its end.
+            end_chunk: number of the chunk after those that the request has saved or is saving.
         """
         if num_slots <= 0:
             return Victims((), 0)
@@ -326,9 +327,9 @@ class Pool(Projection):
         victims: list[bytes] = []
         num_freed = 0
         num_left: dict[int, int] = {}
-        """Slot -> references that are left if the victims leave."""
+        """Slot → references left if the victims leave."""
         while num_freed < num_slots:
-            # No chunk frees more than its pages, so fewer would not do.
+            # A chunk frees at most its own pages, so it takes at least this many.
             more = list(islice(leaving, -(-(num_slots - num_freed) // num_pages)))
             if not more:
                 break
@@ -343,13 +344,13 @@ class Pool(Projection):
                     num_left[slot] = num_references = num_left.get(slot, num_references) - 1
                     num_freed += not num_references
                 else:
-                    num_freed += num_references  # none for NO_SLOT, which nobody references
+                    num_freed += num_references  # 0 for NO_SLOT, which has no references
         return Victims(victims, num_freed)
 
-    # --- who holds what ------------------------------------------------------------------------
+    # --- holders -------------------------------------------------------------------------------
 
     def _hold(self, holds: dict[int, bytes], holder: int, keys: Sequence[bytes], end_chunk: int) -> None:
-        """Let somebody hold the first `end_chunk` chunks, and nothing else."""
+        """Let the holder hold only the first `end_chunk` chunks."""
         earlier = holds.pop(holder, None)
         key = self.forest.hold(keys, end_chunk)
         if key is not None:
@@ -369,7 +370,7 @@ class Pool(Projection):
             num_tokens = event.num_computed_tokens + event.num_external_tokens if event.num_external_tokens else 0
             end_chunk = min(-(-num_tokens // self._geometry.chunk_size), len(record.keys))
             key = record.keys[end_chunk - 1] if end_chunk > 0 else None
-            if key != self.state.promised.get(record.ordinal):  # mostly it is asked the same in each step
+            if key != self.state.promised.get(record.ordinal):  # usually the same in each step
                 self._hold(self.state.promised, record.ordinal, record.keys, end_chunk)
 
     @on(e.LookupDeferred)
@@ -446,7 +447,7 @@ class Pool(Projection):
     def _save_issued(self, event: e.SaveIssued, _sequence: int, subject: Subject) -> None:
         self.slots.acquire(event.slots)
         keys = _keys_of(subject)
-        self._no_longer_saved_by(event.job_id)  # a log may use a number twice
+        self._no_longer_saved_by(event.job_id)  # a log may use a job id twice
         self._saved_by[event.job_id] = keys_at(event.chunks, keys)
         _count_up(self._saving, self._saved_by[event.job_id])
         self._hold(self.state.copying, event.job_id, keys, max(event.chunks, default=-1) + 1)
@@ -478,17 +479,17 @@ class Pool(Projection):
         self._let_go(self.state.copying, event.job_id)
 
     def _is_behind_a_gap(self, save: Copy) -> bool:
-        """Whether a chunk of the save has come into the pool, and the one before it is not there."""
+        """Whether the chunk before one of the save's chunks is missing from the pool."""
         keys, chunks, committed = save.keys, save.chunks, self.state.committed
         is_run = len(keys) == len(chunks) > 1 and chunks == tuple(range(chunks[0], chunks[0] + len(chunks)))
         if is_run and committed.keys() >= {*keys}:
-            keys = keys[:1]  # the others have come with those before them
+            keys = keys[:1]  # the others came with the chunks before them
         return not all(map(committed.__contains__, filter(None, map(self.forest.parent, keys))))
 
     def _store_whole(self, save: Copy) -> bool:
-        """Let chunks that are whole blocks be found, if every one is complete; else return False.
+        """Add the save's chunks if they are whole blocks and all of them are complete; else return False.
 
-        The save's references on its slots go over to the chunks.
+        The chunks get the save's references to its slots.
         """
         keys, num_pages = save.keys, self._geometry.pages_per_chunk
         is_whole = len(keys) == len(save.chunks) and len(keys) * num_pages == len(save.slots)
@@ -504,7 +505,7 @@ class Pool(Projection):
         return True
 
     def _store(self, key: bytes, packed: bytes) -> None:
-        """Let a chunk be found in slots that are referenced for it."""
+        """Add a chunk in slots that already have a reference for it."""
         replaced = self.state.committed.get(key)
         if replaced is not None:
             self.slots.release(self._packing.unpack(replaced))
@@ -517,7 +518,7 @@ class Pool(Projection):
         for chunk, key in dict(zip(save.chunks, save.keys, strict=False)).items():
             self._store_what_came(chunk, key, slot_of_page)
         for chunk, key in save.earlier_keys:
-            if key in self.state.committed:  # the new image of this block is longer and contains the shorter one
+            if key in self.state.committed:  # the new page of this block has more tokens and contains these
                 self._store_what_came(chunk, key, slot_of_page)
 
     def _store_what_came(self, chunk: int, key: bytes, slot_of_page: Mapping[int, int]) -> None:
@@ -525,14 +526,14 @@ class Pool(Projection):
         if slots is not None and NO_SLOT in slots:
             slots = self._completed(slots, self.get(key))
         if slots is None:
-            return  # a save that names too few slots; folding it must not fail, and it must not be found
+            return  # the save has too few slots: folding must not fail, and lookups must not find the chunk
         self.slots.acquire(slots)
         self._store(key, _packed(slots))
 
     def _completed(self, slots: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """Slots with what is stored already where the save brought nothing; None where a page that all see is missing.
+        """Replace missing slots by stored ones; return None if a page of a group without a window is still missing.
 
-        A group with a window may lack pages: it did not see them any more when the chunk was saved.
+        A group with a window may lack pages that its window had left when the chunk was saved.
         """
         if stored is not None and len(stored) == len(slots):
             slots = tuple(old if new == NO_SLOT else new for new, old in zip(slots, stored, strict=True))
@@ -564,7 +565,6 @@ class Pool(Projection):
         self.state.num_torn += 1
 
     def _drop(self, keys: Iterable[bytes]) -> None:
-        """Let chunks not be found any more, and free their slots."""
         committed = self.state.committed
         self.slots.release(_unpacked(b"".join([committed.pop(key, b"") for key in keys])))
 
@@ -575,7 +575,7 @@ class Pool(Projection):
         for each in (state.parent_of, state.queue.order, state.promised, state.wanted, state.copying):
             each.clear()
         self.index()
-        self._saving.clear()  # jobs may not know of the reset yet
+        self._saving.clear()  # `jobs` may not have folded the reset yet
         self._saved_by.clear()
 
 
@@ -584,7 +584,6 @@ def _packed(slots: Sequence[int]) -> bytes:
 
 
 def _unpacked(packed: bytes) -> tuple[int, ...]:
-    """The slots of several chunks."""
     return struct.unpack(f"<{len(packed) // 8}q", packed)
 
 
@@ -604,7 +603,7 @@ def _count_up(counts: dict[bytes, int], keys: Sequence[bytes]) -> None:
 
 
 def _have_count_1(counts: Mapping[_T, int], keys: Sequence[_T]) -> bool:
-    """Whether each of the keys is named once and counted once."""
+    """Whether the keys are distinct and each has the count 1."""
     return len({*keys}) == len(keys) and {*map(counts.get, keys)} == {1}
 
 
@@ -613,11 +612,11 @@ def _count_down(counts: dict[bytes, int], keys: Sequence[bytes]) -> None:
         deque(map(counts.__delitem__, keys), 0)
         return
     for key in keys:
-        count = counts.pop(key, 1)  # mostly it was the only one
+        count = counts.pop(key, 1)  # usually 1
         if count > 1:
             counts[key] = count - 1
 
 
 def num_intact_tokens(event: e.RequestPreempted | e.RequestFinished) -> int:
-    """Of the settled tokens those that a copy made before the next forward still finds."""
+    """Return how many settled tokens a copy before the next forward pass can still read."""
     return 0 if event.blocks_zeroed else event.num_settled_tokens

@@ -13,21 +13,21 @@ from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, 
 
 
 class Tail(msgspec.Struct):
-    """The part-filled last chunk of a preempted request: page images that only this life of it may load.
+    """The partly filled last chunk of a preempted request. Only the same life of the request may load it.
 
-    It has no chunk key, because it is no chunk: it ends where the request's written tokens ended.
+    It ends where the request's written tokens end. It is not a whole chunk, so it has no chunk key.
     """
 
     job_id: JobId
-    """The save that writes it."""
+    """Id of the save that writes the tail."""
     first_token: NumTokens
     end_token: SumOfTokens
-    """At most a chunk after `first_token`."""
+    """At most one chunk after `first_token`."""
     slots: tuple[Slot, ...]
     """One for each page that the tokens touch."""
     is_saved: bool = False
     load_id: JobId = 0
-    """The last load that reads it; 0: none."""
+    """Id of the last load that reads the tail; 0: none."""
 
 
 class RequestRecord(msgspec.Struct):
@@ -35,15 +35,15 @@ class RequestRecord(msgspec.Struct):
 
     request_id: str
     ordinal: LifeOrdinal
-    """Names this life of the id. Ids may be used again, ordinals never are."""
+    """Number of this life. Request ids may be reused, ordinals never are."""
     num_prompt_tokens: NumTokens
     num_tokens: SumOfTokens
-    """Prompt and output tokens, as of the last event that has the number. A rollback keeps those that were computed."""
+    """Prompt and output tokens, as of the last event that has the number. A rollback keeps all that were computed."""
 
-    # --- states; `table.py` says how they move -----------------------------------------------
+    # --- states; `table.py` has their transitions --------------------------------------------
     state: RequestState = RequestState.NEW
     sub: str = ""
-    """The sub-state of an extension; empty if the state has none."""
+    """Sub-state of an extension; empty if there is none."""
     blocks: BlocksRegion = BlocksRegion.NONE
     first: FirstRegion = FirstRegion.COMPUTED
     current: CurrentRegion = CurrentRegion.CURRENT
@@ -52,67 +52,72 @@ class RequestRecord(msgspec.Struct):
 
     # --- counts --------------------------------------------------------------------------------
     generation: Count = 0
-    """How often it lost what it had computed."""
+    """Number of times that the request lost what it had computed."""
     num_preemptions: Count = 0
     num_failed_loads: Count = 0
     num_tokens_before_preemption: NumTokens = 0
-    """The most settled tokens that it ever lost. Tokens below that are computed again, if they are."""
+    """Most settled tokens that a preemption took. Computing a token below this number is a recomputation."""
 
-    # --- what it holds -------------------------------------------------------------------------
+    # --- blocks --------------------------------------------------------------------------------
     block_ids: array | None = None  # type: ignore[type-arg]  # in Python 3.11 it takes no argument when it runs
-    """Its block table, 4 bytes a block, as vLLM gave it last; None while it holds no blocks."""
+    """Block table as vLLM last sent it, 4 bytes per block; None while the request holds no blocks."""
     lost_block_ids: array | None = None  # type: ignore[type-arg]
-    """The table that it lost since the last step. The bytes are intact until the next step's forward pass."""
+    """Block table lost since the last step. The blocks' contents are intact until the next step's forward pass."""
     window_freed_at: NumTokens | None = None
-    """Tokens that were settled when its windows freed pages, since the last step; None: they freed none."""
-    window_freed_before_step: NumTokens | None = None
-    """The same before the last step. What its windows have freed since is intact until that step's forward pass."""
+    """Settled tokens when vLLM last freed pages that a window had left; None: it freed none since the last step.
 
-    # --- what was answered -----------------------------------------------------------------------
+    Pages that a window left later are intact until the next step's forward pass.
+    """
+    window_freed_before_step: NumTokens | None = None
+    """`window_freed_at` before the last step. Pages that a window left later are intact until its forward pass."""
+
+    # --- lookups -------------------------------------------------------------------------------
     answer: e.LookupAnswered | None = None
-    """The last answer, until an allocation claims it. A refused preemption or a rollback leaves it: it may be of an
-    earlier generation."""
+    """The last answer, until an allocation claims it.
+
+    A refused preemption and a rollback keep it, so it may be from an earlier generation.
+    """
     answered_at: SequenceNumber = 0
     """Sequence number of that answer."""
     claimed: e.LookupAnswered | None = None
-    """The answer that its last allocation claimed; None if no lookup came before it."""
+    """The answer that the last allocation claimed; None if no lookup came before it."""
     num_deferrals: Count = 0
-    """How often in a row the scheduler was asked to ask again."""
+    """Number of consecutive lookups that were deferred."""
     deferred_for: JobId = 0
-    """The copy for which the last lookup was deferred; 0 if it was answered."""
+    """Id of the copy for which the last lookup was deferred; 0 if it was answered."""
     wanted_boundary: Int64 = 0
-    """Tokens after which a load could have ended if pages of a window had been stored; 0: none. Saves add them."""
+    """Tokens after which a load could have ended if a window's pages had been stored; 0: none. Saves include them."""
 
-    # --- what of it is dealt with --------------------------------------------------------------
+    # --- chunks --------------------------------------------------------------------------------
     keys: list[bytes] = []
-    """One for each chunk whose tokens are known, from the first on. A key hashes the chunk and all before it."""
+    """One key per chunk whose tokens are known, from the first on. A key hashes its chunk and all chunks before it."""
     num_chunks_handled: NumTokens = 0
     """Chunks from the first on that need no save in this generation: saved, found saved, or declined."""
     tail: Tail | None = None
-    """Only after a preemption, until it computes again or its tokens become doubtful."""
+    """Set only after a preemption, until the request computes again or the tail's tokens are in doubt."""
     num_local_tokens: NumTokens | None = None
-    """What its last lookup said that vLLM's prefix cache has; kept only while a block is unfilled."""
+    """Tokens that vLLM's prefix cache had at the last lookup; recorded only while a block is unfilled."""
 
     @property
     def path(self) -> str:
-        """The state, with its sub-state where it has one: "preempted.starving"."""
+        """The state, with its sub-state if it has one: "preempted.starving"."""
         return f"{self.state}.{self.sub}" if self.sub else self.state.value
 
     @property
     def states(self) -> tuple[RequestState, BlocksRegion, FirstRegion, CurrentRegion, TrustRegion]:
-        """What it is in now, in the order of `table.REGIONS`."""
+        """The current states, in the order of `table.REGIONS`."""
         return self.state, self.blocks, self.first, self.current, self.trust
 
     @property
     def life(self) -> tuple[str, int, int]:
-        """What a decision about it begins with: request id, ordinal, generation."""
+        """Request id, ordinal and generation: the first fields of a decision about this life."""
         return self.request_id, self.ordinal, self.generation
 
     def next_deferral(self, job_id: int, *, is_shared: bool) -> int:
-        """Return how often in a row lookups were deferred if the next one is, for this job.
+        """Return the number of consecutive deferrals if the next lookup is deferred for this job.
 
-        With `is_shared`, a load that was waited for before is not counted again: it ends by itself, in a report or as
-        overdue.
+        With `is_shared`, another deferral for the same load does not count, because that wait always ends: the load is
+        reported or becomes overdue.
         """
         count = self.num_deferrals
         return count if count and is_shared and self.deferred_for == job_id else count + 1

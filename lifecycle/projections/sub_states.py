@@ -1,4 +1,4 @@
-"""Sub-states of extensions: `record.sub`, which moves before the phase that it refines."""
+"""Sub-states of extensions, kept in `record.sub`. A sub-state moves before the phase that it refines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvledger.lifecycle.projections.tracker import RequestTracker
 
 
 class SubStates(Projection):
-    """Folds nothing unless an extension has rows. The record of the request keeps the sub-state."""
+    """Moves the sub-states in the records of requests. Folds nothing unless an extension has rows."""
 
     def __init__(self, tables: Tables, tracker: RequestTracker, extensions: Extensions) -> None:
         self._tracker = tracker
@@ -27,7 +27,7 @@ class SubStates(Projection):
         }
 
     def folds(self) -> dict[type[e.Event], Callable[..., None]]:
-        """What is marked, and what may move a sub-state, or the phase under it."""
+        """Event class → fold: the marked methods, and all events that may move a sub-state or its phase."""
         if not self._owner:
             return {}
         moving = (each for each in self._request_events if not self._phase.keys().isdisjoint(triggers_of(each)))

@@ -1,7 +1,6 @@
 """The request tracker: one record for each request that is not released.
 
-A record says where a request stands, which blocks it holds, what its chunks are, and what of it is dealt with. It knows
-neither the pool nor how a copy fares.
+The tracker knows neither the pool nor the progress of copies.
 """
 
 from __future__ import annotations
@@ -50,38 +49,36 @@ if TYPE_CHECKING:
 
 
 class TailSlots(Protocol):
-    """Counts who needs a slot of the host pool."""
+    """Counts references to slots of the host pool."""
 
     def acquire(self, slots: Sequence[int]) -> None:
-        """A tail lies in these."""
+        """Add the references of a tail."""
 
     def release(self, slots: Sequence[int]) -> None:
-        """It is dropped."""
+        """Remove the references of a dropped tail."""
 
 
 _WINDOW = e.MissReason.WINDOW.value
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """What the tracker knows."""
+    """The tracker's state."""
 
     requests: dict[LifeOrdinal, RequestRecord] = {}
-    """Ordinal → record."""
     num_arrived: Count = 0
-    """Lives that have begun."""
     computed: ComputedTokens = msgspec.field(default_factory=ComputedTokens)
     time_ns: TimeNs = 0
     """Time of the last event that has one."""
     unfilled: UnfilledBlocks = msgspec.field(default_factory=UnfilledBlocks)
     has_hook_failed: bool = False
-    """Whether a hook has failed, so that something that happened may not be in the log."""
+    """Whether a hook has failed, so that events may be missing from the log."""
 
 
 class RequestTracker(Projection):
-    """An observation concerns the present life of its id.
+    """Keeps the records. An observation concerns the current life of its request id.
 
-    Of decisions, those that move phase, blocks and first concern one generation of a life; a quarantine, the count of
-    failed loads, and what becomes of the tail concern the life.
+    A decision that moves `phase`, `blocks` or `first` concerns one generation of a life. A quarantine, the count of
+    failed loads, and what happens to the tail concern the whole life.
     """
 
     def __init__(
@@ -98,12 +95,12 @@ class RequestTracker(Projection):
             for first in FirstRegion
             if dest != standing or first is not FirstRegion.COMPUTED
         )
-        """(Phase, blocks, first) that a step changes which schedules the request."""
+        """(phase, blocks, first) that change when a step schedules the request."""
         self.state = State()
         self.index()
 
     def check(self) -> None:
-        """Records name the life that they are found by, and a tail is at most one chunk."""
+        """Check that records are stored under their ordinals, and that a tail is at most one chunk."""
         for ordinal, record in self.state.requests.items():
             if record.ordinal != ordinal:
                 raise ValueError("a record of a request is of another life than the one that it is kept for")
@@ -111,23 +108,21 @@ class RequestTracker(Projection):
                 raise ValueError("a tail is longer than a chunk")
 
     def index(self) -> None:
-        """Make anew what follows from the state."""
+        """Recompute everything derived from the state."""
         self._present = {record.request_id: record for record in self.state.requests.values()}
-        # Asked several times for every event: the dicts' own methods.
+        # Called several times per event, so both are the dicts' own methods.
         self.get: Callable[[str], RequestRecord | None] = self._present.get
-        """The present life of a request id, for observations; None where it is released."""
+        """Returns the record of a request id's current life, for observations; None once it is released."""
         self.of: Callable[[int], RequestRecord | None] = self.state.requests.get
-        """The record of that life of a request, for decisions; None once it is released."""
+        """Returns the record of an ordinal, for decisions; None once the life is released."""
         self.computed = self.state.computed
-        """The counts of computed tokens of all lives."""
         self.unfilled = self.state.unfilled
-        """The blocks that hold nothing that can be relied on."""
         self._fleeting = [record for record in self if _is_fleeting(record)]
-        """Records with something that the next step ends: a step must not look at every request."""
+        """Records with values that the next step clears, so that a step need not visit every request."""
 
     @property
     def num_arrived(self) -> int:
-        """Lives that have begun."""
+        """Number of lives that have begun."""
         return self.state.num_arrived
 
     @property
@@ -147,19 +142,19 @@ class RequestTracker(Projection):
         return iter(self.state.requests.values())
 
     def ordinal(self, request_id: str) -> int:
-        """Which life of the id is the present one; -1 where it is released."""
+        """Return the ordinal of the request id's current life; -1 once it is released."""
         record = self._present.get(request_id)
         return -1 if record is None else record.ordinal
 
     def num_computed_tokens(self, record: RequestRecord) -> int:
-        """Tokens computed or in flight after the last step."""
+        """Return the tokens that are computed or in flight after the last step."""
         return self.computed.count(record.ordinal)
 
     def save_threshold(self, record: RequestRecord, num_chunks: int) -> int:
-        """The number of settled tokens from which there is something to save after so many chunks.
+        """Return the number of settled tokens from which there is something to save after this many chunks.
 
-        The chunks of a prompt are for others, who may come at once. What is decoded waits for the end of an interval.
-        All intervals begin at token 0, so that requests that decode together are not saved together.
+        Chunks of the prompt are saved at once, because other requests may need them soon. Decoded chunks wait for the
+        end of an interval. Intervals count from token 0, so that requests that decode together are not saved together.
         """
         end = (num_chunks + 1) * self._chunk_size
         if end > record.num_prompt_tokens:
@@ -169,7 +164,7 @@ class RequestTracker(Projection):
     # --- moves ---------------------------------------------------------------------------------
 
     def folds(self) -> dict[type[e.Event], Callable[..., None]]:
-        """Those that are marked, and of whatever else moves a state, which does nothing but that."""
+        """Event class → fold: the marked methods, and one that only moves states for all other events that do so."""
         folds: dict[type[e.Event], Callable[..., None]] = {}
         for event_class in self._tables.request_events:
             if any(map(self._moves, triggers_of(event_class))):
@@ -177,7 +172,6 @@ class RequestTracker(Projection):
         return {**folds, **super().folds()}
 
     def _moves(self, trigger: str) -> bool:
-        """Whether it may move anything."""
         after = self._tables.after.get(trigger, {})
         return trigger in self._tables.others or any(before != dest for before, dest in after.items())
 
@@ -199,7 +193,7 @@ class RequestTracker(Projection):
             standing = record.state, record.blocks
             state, record.blocks = after[standing]
             if state is not record.state:
-                if standing not in tables.legal[trigger]:  # so no row of a sub-state was taken
+                if standing not in tables.legal[trigger]:  # refused, so `sub_states` has not moved it
                     record.sub = ""
                 record.state = state
                 record.state_since_ns = self.time_ns
@@ -262,7 +256,7 @@ class RequestTracker(Projection):
     @on(e.ChunkKeysObserved)
     def _keys_observed(self, event: e.ChunkKeysObserved, _sequence: int, subject: Subject) -> None:
         record = subject.request
-        if record is not None and event.first_chunk <= len(record.keys):  # after a gap, keys would stand for others
+        if record is not None and event.first_chunk <= len(record.keys):  # after a gap, keys would be of other chunks
             record.keys[event.first_chunk :] = event.keys
 
     @on(e.LookupRequested)
@@ -311,7 +305,7 @@ class RequestTracker(Projection):
             return
         record.claimed, record.answer = record.answer, None
         if record.num_local_tokens is not None:
-            # Another connector may load into the new blocks, of which nothing is reported.
+            # Another connector may load into the new blocks without a report.
             first_new = self._geometry.pages_spanning(0, record.num_local_tokens).stop
             record.num_local_tokens = None
             self.unfilled.fill(event.block_ids[first_new:])
@@ -343,7 +337,7 @@ class RequestTracker(Projection):
     def _stopped(
         self, event: e.RequestPreempted | e.RequestFinished, sequence: int, subject: Subject
     ) -> RequestRecord | None:
-        """The request loses its blocks."""
+        """Handle a request that loses its blocks."""
         self._observed_at(event, sequence, subject)
         record = subject.request
         if record is None:
@@ -369,7 +363,7 @@ class RequestTracker(Projection):
             record.num_tokens_before_preemption = min(record.num_tokens_before_preemption, event.num_computed_tokens)
             self.computed.set(record.ordinal, event.num_computed_tokens)
             if not subject.is_refused:
-                del record.keys[event.num_computed_tokens // self._chunk_size :]  # other tokens follow, so other keys
+                del record.keys[event.num_computed_tokens // self._chunk_size :]  # other tokens follow, with other keys
                 _forget_lookups(record)
                 self._drop_tail(record)
 
@@ -379,13 +373,13 @@ class RequestTracker(Projection):
         if record is not None:
             if event.num_computed_tokens == 0:
                 record.generation += 1
-            record.num_tokens = max(record.num_tokens, self.num_computed_tokens(record))  # a rollback cuts no tokens
+            record.num_tokens = max(record.num_tokens, self.num_computed_tokens(record))  # a rollback removes none
             self.computed.set(record.ordinal, event.num_computed_tokens)
 
     def _cut(
         self, event: e.SessionContinued | e.TokensRolledBack, sequence: int, subject: Subject
     ) -> RequestRecord | None:
-        """Fewer tokens of the request are computed."""
+        """Handle a request with fewer computed tokens than before."""
         self._observed_at(event, sequence, subject)
         record = subject.request
         if record is not None and not subject.is_refused:
@@ -410,7 +404,7 @@ class RequestTracker(Projection):
     def _reset(self, event: e.CacheReset, _sequence: int, _subject: Subject) -> None:
         self.state.time_ns = event.time_ns
         tails = [(record.tail.job_id, record) for record in self if record.tail is not None]
-        for _, record in sorted(tails, key=lambda each: each[0]):  # the slots are free in the order of the saves
+        for _, record in sorted(tails, key=lambda each: each[0]):  # free the slots in the order of the saves
             self._drop_tail(record)
         for record in self:
             record.num_chunks_handled = record.wanted_boundary = 0
@@ -426,14 +420,14 @@ class RequestTracker(Projection):
         self.state.time_ns = event.time_ns
         for ordinal, _, num_settled_tokens, _ in event.settled:
             record = self.of(ordinal)
-            # Until a load has arrived, what was computed on top of it may be wrong too.
+            # Until a load is complete, tokens computed on top of it may be wrong too.
             if record is not None and record.blocks is not BlocksRegion.LOADING:
                 record.num_chunks_handled = num_settled_tokens // self._chunk_size
         self._begin_step()
         for ordinal, block_ids in event.extended:
             record = self.of(ordinal)
             if record is not None and record.block_ids is not None:
-                if len(block_ids) == 1:  # an array takes anything longer by an iterator
+                if len(block_ids) == 1:  # faster: `array.extend` uses an iterator
                     record.block_ids.append(block_ids[0])
                 else:
                     record.block_ids.extend(block_ids)
@@ -449,7 +443,7 @@ class RequestTracker(Projection):
                     self._move(record, "tokens.scheduled")
 
     def _begin_step(self) -> None:
-        """From this step's forward pass on, lost blocks may be overwritten."""
+        """Forget lost blocks: from this step's forward pass on, they may be overwritten."""
         if self._fleeting:
             fleeting = {record.ordinal: record for record in self._fleeting}.values()
             for record in fleeting:
@@ -478,8 +472,8 @@ class RequestTracker(Projection):
     def _load_failed(self, event: e.LoadFailed, sequence: int, subject: Subject) -> None:
         block_ids, is_async = self.unfilled.loads.pop(event.job_id, ((), False))
         if is_async:
-            # No request computes on such a block before it is there. A table that names it all the same is older: a
-            # window has left the block, or the table was lost.
+            # No request computes on such a block before the load is complete. Other tables with the block are older:
+            # a window has left the block, or the table was lost.
             self.unfilled.mark(block_ids)
         else:
             self.unfilled.add(block_ids, self.state.requests)
@@ -512,7 +506,7 @@ class RequestTracker(Projection):
             return
         if isinstance(event, e.SaveCompleted):
             record.tail.is_saved = True
-            self._tail_slots.acquire(record.tail.slots)  # the pool gives the job's reference back right after
+            self._tail_slots.acquire(record.tail.slots)  # the pool removes the job's reference right after
         else:
             record.tail = None
 
@@ -531,6 +525,5 @@ def _is_fleeting(record: RequestRecord) -> bool:
 
 
 def _forget_lookups(record: RequestRecord) -> None:
-    """What was looked up is over."""
     record.answer = record.claimed = None
     record.wanted_boundary = record.num_deferrals = record.deferred_for = 0

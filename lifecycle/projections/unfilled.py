@@ -1,7 +1,6 @@
-"""Blocks that hold nothing that can be relied on: a load into them failed, or they were computed on top of such.
+"""Unfilled blocks, whose contents are wrong: a load into them failed, or they were computed on top of such a block.
 
-A block is filled again when it is written from its first position on, on top of blocks that are filled, or when it is
-given anew.
+A block is filled again when it is allocated again, or written from its first position on, on top of filled blocks.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of the tracker's state; the tracker says what happens to blocks.
+    """Part of the tracker's state, which the tracker updates.
 
-    Mostly no block is unfilled. Whoever asks about many blocks tests `blocks` first.
+    Usually no block is unfilled, so test `blocks` before you ask about many blocks.
     """
 
     blocks: dict[Int64, None] = {}
@@ -35,18 +34,18 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
     loads: dict[JobId, tuple[tuple[BlockId, ...], bool]] = {}
     """Job id → blocks of a load in flight, and whether it is asynchronous."""
     lost: list[array] = []  # type: ignore[type-arg]  # in Python 3.11 it takes no argument when it runs
-    """Tables that were lost since the last step; a failure of that step concerns them, too. They do not change."""
+    """Block tables lost since the last step. A failure of that step concerns them too. These arrays never change."""
     lost_before_step: list[array] = []  # type: ignore[type-arg]
-    """The same in the step before. With two steps in flight, the next one is scheduled before the failure is known."""
+    """The same for the step before. With two steps in flight, vLLM schedules the next one before a failure is known."""
     num_failures: Count = 0
-    """How often blocks were added."""
+    """Number of times that blocks were added."""
 
     def spoil(self, block_ids: Iterable[int]) -> bool:
         """Whether one of these blocks is unfilled."""
         return not self.blocks.keys().isdisjoint(block_ids)
 
     def add(self, block_ids: Sequence[int], records: Records) -> None:
-        """Add these blocks and whatever follows one of them in a table: it was computed on top."""
+        """Add these blocks and, in each table, all blocks after one of them: they were computed on top of it."""
         failed = dict.fromkeys(block_ids)
         held = (record.block_ids or () for record in records.values())
         for table in (*held, *self.lost, *self.lost_before_step):
@@ -54,18 +53,18 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
         self.mark(block_ids)
 
     def mark(self, block_ids: Iterable[int]) -> None:
-        """Add these blocks alone."""
+        """Add only these blocks."""
         self.blocks.update(dict.fromkeys(block_ids))
         self.fill((NULL_BLOCK,))
         self.num_failures += 1
 
     def fill(self, block_ids: Iterable[int]) -> None:
-        """These blocks are given anew, or written."""
+        """Remove blocks that were allocated again, or written."""
         for block_id in block_ids:
             self.blocks.pop(block_id, None)
 
     def step(self, event: StepScheduled, records: Records, geometry: Geometry) -> None:
-        """A step writes blocks; the tables already have those that it added."""
+        """Update the blocks that a step writes. The tables must already contain the blocks that the step adds."""
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             first = geometry.pages_spanning(0, num_computed_tokens).stop
             end = geometry.pages_spanning(num_computed_tokens, num_scheduled_tokens).stop
@@ -79,7 +78,7 @@ class UnfilledBlocks(msgspec.Struct, forbid_unknown_fields=True):
     def _written(
         self, table: Sequence[int], num_computed_tokens: int, first: int, end: int, geometry: Geometry
     ) -> None:
-        """Pages [first, end) are filled, unless their tokens see an unfilled block before them."""
+        """Remove the blocks of pages [first, end), or add them if their tokens see an unfilled block before them."""
         windows = geometry.windows
         if windows.has_any:
             # A log may count more tokens than it has blocks.
@@ -102,5 +101,5 @@ def _table_of(ordinal: int, records: Records) -> Sequence[int]:
 
 
 def _first_of(block_ids: Container[int], table: Sequence[int]) -> int:
-    """Where the first of these blocks stands; the length of the table where none does."""
+    """Return the index of the first of these blocks in the table; the table's length if it has none of them."""
     return next((place for place, block_id in enumerate(table) if block_id in block_ids), len(table))

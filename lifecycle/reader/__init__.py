@@ -1,7 +1,7 @@
-"""What a log says, made apart from what decides: a mistake there must not hide itself.
+"""The state that a log implies, computed without the code that decides, so that an error there cannot hide itself.
 
-Observations and recorded decisions go in, nothing of `projections/` or `decisions/`. Where tokens lie is computed in
-`layout.py`. What is shared by nature is the vocabulary and the transition table.
+The reader folds observations and recorded decisions, and uses nothing of `projections/` or `decisions/`. `layout.py`
+computes where tokens are. It shares only the events and the transition table with the code that decides.
 """
 
 from kvledger.lifecycle.marks import marked

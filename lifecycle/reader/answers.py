@@ -1,4 +1,4 @@
-"""What each request was answered, what it claimed of it, and which chunks it relies on."""
+"""The answer that each request got, what it claimed of it, and which chunks it relies on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvledger.lifecycle.reader.records import Answer, Prefix
 
 
 class Allocation(NamedTuple):
-    """Blocks that were given, and the answer that they claimed."""
+    """Allocated blocks, and the answer that they claimed."""
 
     sequence: int
     answer: Answer | None
@@ -28,7 +28,7 @@ _StoredAnswer = tuple[int, e.LookupAnswered, StoredPrefix]
 
 
 class StoredAnswers(msgspec.Struct, forbid_unknown_fields=True):
-    """What is known of answers, as plain values, by request id."""
+    """State of `Answers`, as plain values. Keys are request ids."""
 
     pending: dict[str, _StoredAnswer]
     allocations: dict[str, tuple[int, _StoredAnswer | None, int]]
@@ -36,12 +36,11 @@ class StoredAnswers(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Answers:
-    """Request id -> the answer that no allocation has claimed; the last allocation, in the same holding of blocks.
+    """Request id → its unclaimed answer, its last allocation, and what it waits for after a preemption.
 
-    A preemption, the next turn of a session and the end take back both; a reset only what was not claimed. A preemption
-    or a turn that states refuse takes back only what was claimed.
-
-    And request id -> what a preempted one waits for, until it has blocks again or ends, or a reset.
+    A preemption, a session's next turn and the end withdraw answer and allocation; if states refuse the preemption or
+    the turn, only the allocation. A reset withdraws the answer. A preempted request waits until it has blocks again,
+    ends, or a reset comes.
     """
 
     def __init__(
@@ -54,31 +53,31 @@ class Answers:
         self._pending: dict[str, Answer] = {}
         self._allocations: dict[str, Allocation] = {}
         self._waited_for: dict[str, tuple[Prefix, int]] = {}
-        """What it waits for, and the event of the preemption."""
+        """Request id → what it waits for, and the event of the preemption."""
         self.let_go: list[Prefix] = []
-        """What the request of the event at hand relied on before it and does not any more; only at events of `ENDS`."""
+        """What the event's request relied on before, and no longer does; only at events of `ENDS`."""
         taken_back: tuple[type[e.Event], ...] = (*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished)
         forgotten.at(taken_back, self._allocations)
 
     def allocation(self, request_id: str) -> Allocation | None:
-        """What the request's last allocation claimed."""
+        """Return the request's last allocation."""
         return self._allocations.get(request_id)
 
     def promised(self, key: bytes) -> Iterator[tuple[str, int]]:
-        """(request id, event) of each pending answer that promises the chunk."""
+        """Yield (request id, event) of each pending answer that promises the chunk."""
         return ((who, answer.sequence) for who, answer in self._pending.items() if key in answer.promised.key_set)
 
     def waited_for(self, key: bytes) -> Iterator[tuple[str, int]]:
-        """(request id, event) of each preemption after which somebody waits for the chunk."""
+        """Yield (request id, event) of each preemption after which the request waits for the chunk."""
         return ((who, sequence) for who, (prefix, sequence) in self._waited_for.items() if key in prefix.key_set)
 
     def prefixes(self) -> Iterator[Prefix]:
-        """What is promised or waited for."""
+        """Yield what is promised or waited for."""
         yield from (answer.promised for answer in self._pending.values())
         yield from (prefix for prefix, _ in self._waited_for.values())
 
     def stored(self, chains: Chains) -> StoredAnswers:
-        """What is known now."""
+        """Return the state."""
 
         def as_stored(answer: Answer) -> _StoredAnswer:
             return answer.sequence, answer.event, chains.stored(answer.promised)
@@ -93,7 +92,7 @@ class Answers:
         )
 
     def resume(self, stored: StoredAnswers, chains: Chains) -> None:
-        """Know what was stored, and nothing else."""
+        """Restore a stored state."""
 
         def answer(each: _StoredAnswer) -> Answer:
             return Answer(each[0], each[1], chains.prefix(each[2]))
@@ -106,7 +105,7 @@ class Answers:
         self._waited_for.update((who, (chains.prefix(each), at)) for who, (each, at) in stored.waited_for.items())
 
     def lost(self) -> None:
-        """Events are missing here: what is promised and waited for is not known."""
+        """Forget what is promised and waited for, because events are missing."""
         self._pending.clear()
         self._allocations.clear()
         self._waited_for.clear()
@@ -118,7 +117,7 @@ class Answers:
         promised = self._promised_by(event)
         self.let_go = []
         if before is not None:
-            # Most answers repeat the one before: what is promised is the same, and was not let go.
+            # Most answers repeat the one before: the promise is the same, and does not end.
             if before.promised.keys is promised.keys and before.promised.num_chunks == promised.num_chunks:
                 promised = before.promised
             else:
@@ -186,4 +185,4 @@ ENDS: tuple[type[e.Event], ...] = (
     e.RequestFinished,
     *LIFE,
 )
-"""Where something that is promised or waited for may end."""
+"""Events that may end a promise or a wait."""

@@ -1,7 +1,7 @@
-"""Lists of chunk keys, numbered: so that what points into the same list before a state is stored does so afterwards.
+"""Numbered lists of chunk keys, so that prefixes of one list are still of one list after a state is restored.
 
-A prefix of a life is told apart by the list that it is part of, not by the keys in it, because a cut gives the life
-another list. See `records.Prefix`.
+A prefix is identified by its list, not by the keys in it, because a cut gives the life another list. See
+`records.Prefix`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvledger.lifecycle.reader.records import NEVER, NO_PREFIX, Prefix
 
 
 class StoredPrefix(msgspec.Struct, array_like=True, frozen=True):
-    """A prefix whose keys stand in a numbered list."""
+    """A prefix whose keys are in a numbered list."""
 
     ordinal: int
     chain: int
@@ -23,16 +23,16 @@ class StoredPrefix(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Chains:
-    """The lists of one state: numbered while it is captured, found again while it is resumed."""
+    """The lists of one state: numbered when it is captured, looked up when it is restored."""
 
     def __init__(self, chains: list[list[bytes]] | None = None) -> None:
         self.chains: list[list[bytes]] = [] if chains is None else chains
         self._numbers: dict[int, int] = {}
         self._kept: list[Sequence[bytes]] = []
-        """While a list is here, no other one gets its address."""
+        """Keeps each list alive, so that no other list gets its address."""
 
     def number_of(self, keys: Sequence[bytes]) -> int:
-        """The number of this very list."""
+        """Return the number of this very list."""
         number = self._numbers.get(id(keys))
         if number is None:
             number = self._numbers[id(keys)] = len(self.chains)
@@ -41,13 +41,13 @@ class Chains:
         return number
 
     def stored(self, prefix: Prefix) -> StoredPrefix:
-        """The prefix as it is stored."""
+        """Return the prefix as it is stored."""
         if prefix.ordinal == NEVER:
             return StoredPrefix(NEVER, NEVER, 0)
         return StoredPrefix(prefix.ordinal, self.number_of(prefix.keys), prefix.num_chunks)
 
     def prefix(self, stored: StoredPrefix) -> Prefix:
-        """The prefix that was stored. Raises IndexError where its list is missing."""
+        """Return the prefix that was stored. Raises IndexError if its list is missing."""
         if stored.ordinal == NEVER:
             return NO_PREFIX
         keys = self.chains[stored.chain]

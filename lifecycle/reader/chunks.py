@@ -1,6 +1,6 @@
-"""What is in the host pool: chunk key -> slots, and why a chunk is not there any more.
+"""Chunks in the host pool: key → slots, and why a chunk is no longer there.
 
-Made from what save, evict, taint and reset events say, and from observed keys.
+Computed from save, evict, taint and reset events, and from observed keys.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from kvledger.lifecycle.reader.slots import Slots
 
 
 class StoredChunks(msgspec.Struct, forbid_unknown_fields=True):
-    """What is known of chunks, as plain values."""
+    """State of `Chunks`, as plain values."""
 
     committed: dict[bytes, tuple[int, ...]]
     departed: dict[bytes, Departed]
-    """The one that left last comes last."""
+    """In the order of departure."""
     late: list[bytes]
     num_added: int
     num_removed: int
 
 
 class Chunks:
-    """Chunks whose latest of commit, evict, taint and reset is commit, and the slots of each.
+    """Committed chunks, whose latest event of commit, evict, taint and reset is a commit, and their slots.
 
-    To be folded after the jobs in flight, which say what was saved. Committed chunks and copies need their slots.
+    Fold this after the copies, which show what was saved. Committed chunks and copies hold their slots.
     """
 
     def __init__(self, copies: Copies, layout: Layout, slots: Slots, moment: Moment) -> None:
@@ -46,32 +46,32 @@ class Chunks:
         self._committed: dict[bytes, tuple[int, ...]] = {}
         self._saving: dict[bytes, int] = {}
         self.late: set[bytes] = set()
-        """Chunks whose save was under way during the last reset and was completed after it: they are not committed."""
+        """Chunks whose save was in flight during the last reset and completed later. They are not committed."""
         self._departed: OrderedDict[bytes, Departed] = OrderedDict()
         self._max_departed = max(1024, 4 * slots.num_slots)
         self.num_added = 0
-        """Saves that were committed."""
+        """Number of committed saves."""
         self.num_removed = 0
-        """Chunks that were taken away."""
+        """Number of removed chunks."""
         self.evicted: Mapping[bytes, tuple[int, ...]] = {}
-        """Chunks that the last `chunks.evicted` names, and the slots that they lay in."""
+        """Chunk in the last `chunks.evicted` → the slots that it had."""
         self.taken: list[int] = []
-        """Slots of the save at hand that somebody needed already."""
+        """Slots of the current save that were not free."""
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._committed
 
     def slots_of(self, key: bytes) -> tuple[int, ...] | None:
-        """The slots that hold the chunk, or None where it is not committed."""
+        """Return the chunk's slots; None if it is not committed."""
         return self._committed.get(key)
 
     def departed(self, key: bytes) -> Departed | None:
-        """Why the chunk is gone, as long as that is remembered."""
+        """Return why the chunk is gone, while that is remembered."""
         return self._departed.get(key)
 
     @property
     def committed(self) -> Mapping[bytes, tuple[int, ...]]:
-        """Every committed chunk and its slots."""
+        """Committed chunk → its slots."""
         return self._committed
 
     @property
@@ -80,27 +80,27 @@ class Chunks:
         return self._saving
 
     def num_committed(self, life: Life) -> int:
-        """How many chunks of the life are committed without a gap."""
+        """Return how many chunks of the life are committed without a gap."""
         return len(list(takewhile(self._committed.__contains__, life.keys)))
 
     def unsaved(self, keys: Sequence[bytes], first_chunk: int, end_chunk: int) -> list[int]:
-        """Of these chunks those that are neither committed nor being saved."""
+        """Return those of these chunks that are neither committed nor being saved."""
         chunks = range(first_chunk, end_chunk)
         return [each for each in chunks if keys[each] not in self._committed and keys[each] not in self._saving]
 
     def in_slots(self, slots: Iterable[int]) -> Mapping[int, bytes]:
-        """Slot → a committed chunk that lies in it, of these slots. Looks at every chunk."""
+        """Slot → a committed chunk in it, for these slots. Looks at every chunk."""
         wanted = frozenset(slots)
         return {slot: key for key, its in self._committed.items() for slot in wanted.intersection(its)}
 
     def stored(self) -> StoredChunks:
-        """What is known now."""
+        """Return the state."""
         return StoredChunks(
             dict(self._committed), dict(self._departed), sorted(self.late), self.num_added, self.num_removed
         )
 
     def resume(self, stored: StoredChunks) -> None:
-        """Know what was stored, and nothing else. To be called after the copies and the slots have resumed."""
+        """Restore a stored state. Call this after the copies and the slots have resumed."""
         self._committed, self._departed = dict(stored.committed), OrderedDict(stored.departed)
         self.late = set(stored.late)
         self.num_added, self.num_removed = stored.num_added, stored.num_removed
@@ -109,7 +109,7 @@ class Chunks:
                 self._count_saving(job)
 
     def lost(self) -> None:
-        """Events are missing here: what is in the pool, and why something is not, is not known."""
+        """Forget the chunks, because events are missing."""
         self._committed.clear()
         self._saving.clear()
         self._departed.clear()
@@ -171,7 +171,7 @@ class Chunks:
         self._no_longer_saving(job)
         num_pages, is_shared = self._layout.num_pages_of_chunk, self._layout.chunk_shares_block
         if not is_shared and len(job.keys) * num_pages == len(job.slots) and not job.leaves_out:
-            for number, key in enumerate(job.keys):  # the pages of such chunks lie one after the other
+            for number, key in enumerate(job.keys):  # their pages follow one another
                 self._commit(key, job.slots[number * num_pages : (number + 1) * num_pages])
         else:
             self._commit_pages(job)
@@ -180,7 +180,7 @@ class Chunks:
     # --- chunks ----------------------------------------------------------------------------------
 
     def _commit(self, key: bytes, slots: tuple[int, ...]) -> None:
-        """Let it lie in slots that are held for it already."""
+        """Commit the chunk in slots that are held for it already."""
         if key in self._committed:
             self._slots.release(self._committed[key])
         self._departed.pop(key, None)
@@ -199,7 +199,7 @@ class Chunks:
             if NO_SLOT in slots:
                 stored = self._committed.get(key, (NO_SLOT,) * len(slots))
                 slots = tuple(old if new == NO_SLOT else new for new, old in zip(slots, stored, strict=False))
-                # What every token sees must be there; a group with a window may lack pages.
+                # A group with a window may lack pages, any other may not.
                 windows = layout.windows
                 if any(
                     slot == NO_SLOT and not windows[page % len(windows)]

@@ -1,8 +1,4 @@
-"""Every copy that is under way, as the log tells it: what goes where, since when, and which ranks have reported.
-
-Several rules ask about the job of every report and settlement, so it is looked up once
-for all of them.
-"""
+"""Copies in flight, computed from the log: what goes where, since when, and which ranks have reported."""
 
 from __future__ import annotations
 
@@ -30,13 +26,13 @@ class Reported(NamedTuple):
 
     job_id: int
     job: Copy | None
-    """In flight, or given up with ranks that have not reported; None where it is neither."""
+    """A job in flight, or one that was given up before every rank had reported it; else None."""
     ranks_before: frozenset[int]
-    """Those that had reported it before."""
+    """Ranks that had reported it before."""
 
 
 class StoredCopies(msgspec.Struct, forbid_unknown_fields=True):
-    """What is known of copies, as plain values: each without its prefix, and that prefix."""
+    """State of `Copies`, as plain values. Each copy is without its prefix, which follows it."""
 
     in_flight: list[tuple[Copy, StoredPrefix]]
     given_up: list[tuple[Copy, StoredPrefix]]
@@ -49,7 +45,7 @@ class StoredCopies(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Copies:
-    """Job id -> job, from the event that issues it to the one that settles it. To be folded after the lives."""
+    """Job id → job, from the event that issues it to the one that settles it. Fold this after the lives."""
 
     def __init__(self, lives: Lives, layout: Layout, num_ranks: int, moment: Moment) -> None:
         self._moment = moment
@@ -59,33 +55,33 @@ class Copies:
         self._jobs: dict[int, Copy] = {}
         self._of_life: defaultdict[int, set[int]] = defaultdict(set)
         self.given_up: dict[int, Copy] = {}
-        """Saves that were given up without a report of every rank: one may still write their slots."""
+        """Saves that were given up before every rank had reported them: one may still write their slots."""
         self.let_go: list[Copy] = []
-        """The given-up saves of which the report at hand is the last that was owed."""
+        """Given-up saves that every rank has reported with the current report."""
         self.loads: set[int] = set()
-        """Ids of the loads among the jobs."""
+        """Ids of the loads in flight."""
         self.async_saves: set[int] = set()
-        """Ids of the asynchronous saves among the jobs."""
+        """Ids of the asynchronous saves in flight."""
         self.filled_by: dict[int, int] = {}
-        """Block -> the last load among the jobs that fills it, which may have lost it."""
+        """Block → the last load in flight that fills it, which may have lost it."""
         self.rivals: set[int] = set()
-        """Loads that were filling blocks of the load at hand before it."""
+        """Loads that were already filling blocks of the current load."""
         self.current: Copy | None = None
-        """The job that the event at hand issues or settles."""
+        """The job that the current event issues or settles."""
         self.reported: list[Reported] = []
-        """The jobs that the report at hand speaks of."""
+        """The jobs in the current report."""
         self.report_sequence = 0
-        """Of the last report."""
+        """Sequence number of the last report."""
         self.failure_sequence = 0
-        """Of the last report of a failure."""
+        """Sequence number of the last report of a failure."""
         self.is_withheld = False
-        """Whether that was the failure of a job that no worker was given."""
+        """Whether kvledger reported that failure in the workers' place."""
         self.epoch = 0
-        """Resets so far."""
+        """Number of resets so far."""
         self.last_id = 0
-        """The highest number of a job so far."""
+        """Highest job id so far."""
         self.is_new = True
-        """Whether the job at hand has a higher number than all before it."""
+        """Whether the current job has a higher id than all before it."""
 
     def __iter__(self) -> Iterator[tuple[int, Copy]]:
         return iter(self._jobs.items())
@@ -94,15 +90,15 @@ class Copies:
         return len(self._jobs)
 
     def get(self, job_id: int) -> Copy | None:
-        """The job; None where it is not in flight."""
+        """Return the job; None if it is not in flight."""
         return self._jobs.get(job_id)
 
     def of_life(self, ordinal: int) -> list[Copy]:
-        """The jobs in flight of that life, in the order in which they were issued."""
+        """Return the life's jobs in flight, in the order in which they were issued."""
         return [self._jobs[job_id] for job_id in sorted(self._of_life.get(ordinal, ()))]
 
     def prefixes(self) -> Iterator[Prefix]:
-        """What copies in flight need to stay in the pool. What a reset took away, none of them needs."""
+        """Yield the prefixes that copies in flight need in the pool, without those that a reset removed."""
         return (job.prefix for job in self._jobs.values() if job.epoch == self.epoch)
 
     def owes(self, ordinal: int) -> bool:
@@ -110,7 +106,7 @@ class Copies:
         return ordinal in self._of_life
 
     def is_loading(self, ordinal: int, generation: int, *, outside_steps: bool = False) -> bool:
-        """Whether a load that this generation of that life issued is in flight; outside of the steps, if asked so."""
+        """Whether a load of this life and generation is in flight; with `outside_steps`, an asynchronous one."""
         return any(
             job.is_load and job.generation == generation and (job.is_async or not outside_steps)
             for job in self.of_life(ordinal)
@@ -121,15 +117,15 @@ class Copies:
         return any(job.is_async and not job.is_load and not job.is_fenced for job in self.of_life(ordinal))
 
     def is_own(self, job: Copy) -> bool:
-        """Whether the request still is in the generation that the job was issued for, and holds blocks."""
+        """Whether the request is still in the job's generation, and holds blocks."""
         life = self._lives.of(job.ordinal)
         return life is not None and life.generation == job.generation and life.blocks is not BlocksRegion.NONE
 
     def stored(self, chains: Chains) -> StoredCopies:
-        """What is known now."""
+        """Return the state."""
 
         def each(copies: Iterable[Copy]) -> list[tuple[Copy, StoredPrefix]]:
-            # Not `NO_PREFIX`: once somebody has asked for its keys as a set, they would be stored with it.
+            # Not `NO_PREFIX`, whose cached `key_set` would be stored too.
             return [
                 (msgspec.structs.replace(copy, prefix=Prefix(NEVER, (), 0)), chains.stored(copy.prefix))
                 for copy in copies
@@ -147,7 +143,7 @@ class Copies:
         )
 
     def resume(self, stored: StoredCopies, chains: Chains) -> None:
-        """Know what was stored, and nothing else."""
+        """Restore a stored state."""
         for copy, prefix in (*stored.in_flight, *stored.given_up):
             copy.prefix = chains.prefix(prefix)
         for copy, _ in stored.in_flight:
@@ -158,7 +154,7 @@ class Copies:
         self.is_withheld, self.epoch, self.last_id = stored.is_withheld, stored.epoch, stored.last_id
 
     def lost(self) -> None:
-        """Events are missing here: what is in flight is not known."""
+        """Forget the copies, because events are missing."""
         self._jobs.clear()
         self._of_life.clear()
         self.given_up.clear()
@@ -194,7 +190,7 @@ class Copies:
     def _delivered(self, event: e.EffectsDelivered) -> None:
         for job_id in event.job_ids:
             job = self._jobs.get(job_id)
-            if job is not None and job.sequence and not job.delivered_at:  # else nothing says when it must be copied
+            if job is not None and job.sequence and not job.delivered_at:  # else its time is not known
                 job.delivered_at, job.delivered_step = self._moment.sequence, self._lives.num_steps
         for job_id in event.awaited:
             job = self._jobs.get(job_id)
@@ -249,7 +245,7 @@ class Copies:
         return tuple((chunk, known[chunk]) for chunk in earlier)
 
     def _add(self, job: Copy) -> None:
-        self._remove(job.job_id)  # a damaged log: no ledger uses the number of a job twice
+        self._remove(job.job_id)  # a damaged log: kvledger never uses a job id twice
         self._jobs[job.job_id] = job
         self._of_life[job.ordinal].add(job.job_id)
         if job.is_load:
@@ -280,7 +276,7 @@ class Copies:
         job = self._jobs.get(event.job_id)
         if job is None:
             return
-        # Who was asked twice in vain is not asked a third time.
+        # Only the first question restarts the time. A copy that is still not reported after it must fail.
         if event.before_forward or not job.is_asked_after:
             job.since_step, job.since_ns = self._lives.num_steps, self._moment.time_ns
         job.reminders = (*job.reminders, event.before_forward)

@@ -1,4 +1,4 @@
-"""What is kept by request id goes when a life of it ends, or turns: for checkers that do no more than that."""
+"""Removes entries by request id when a life ends or turns, for checkers that do no more than that."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.marks import on
 
 LIFE: tuple[type[e.RequestEvent], ...] = (e.RequestArrived, e.RequestReleased)
-"""Where a life begins and where it ends."""
+"""Events at which a life begins or ends."""
 _TURNS: tuple[type[e.RequestEvent], ...] = (*LIFE, e.RequestPreempted, e.RequestFinished, e.SessionContinued)
 
 
 class Forgotten:
-    """Event class -> dicts by request id that lose the request's entry there, before any check looks."""
+    """Event class → dicts by request id. They lose the request's entry at such an event, before any check runs."""
 
     def __init__(self) -> None:
         self._entries: dict[type[e.Event], list[dict[str, Any]]] = {event_class: [] for event_class in _TURNS}
 
     def at(self, event_classes: Iterable[type[e.Event]], *entries: dict[str, Any]) -> None:
-        """Forget these entries at events of these classes. The dicts must be changed, never replaced."""
+        """Forget entries of these dicts at events of these classes. Change the dicts, never replace them."""
         for event_class in event_classes:
             self._entries[event_class] += entries
 

@@ -1,12 +1,12 @@
 """Which chunks, blocks and pages hold which tokens, and which of them a window sees.
 
-`geometry.py` computes the same for what decides. This module does not import it, so a mistake there cannot hide itself.
-It follows from four facts of the log format:
+`geometry.py` computes the same for the code that decides. This module does not import it, so an error there cannot hide
+itself. It follows from four facts of the log format:
 
 - Tokens are counted from the request's first one. Block `b` holds `block_size` of them, from `b * block_size` on.
 - Chunk `c` holds `chunk_size` tokens, from `c * chunk_size` on. One size divides the other.
 - A request's table has one entry, a page, for each block and group of layers: `block * num_groups + group`.
-- In a group with a window of `w` tokens a token sees `w` positions, the last of them its own. 0 means all before it.
+- In a group with a window of `w` tokens, a token sees `w` positions, the last of them its own. 0: all before it.
 
 The numbers come from a log and may be wrong, but nothing here takes longer for a larger number.
 """
@@ -32,7 +32,7 @@ class Layout:
     chunk_shares_block: bool = attrs.field(init=False, repr=False)
     """Whether a block holds several chunks. What is saved of a chunk then holds the chunks before it in the block."""
     num_pages_of_chunk: int = attrs.field(init=False, repr=False)
-    """Pages that hold tokens of one chunk."""
+    """Number of pages that hold tokens of one chunk."""
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "num_groups", len(self.windows))
@@ -41,35 +41,35 @@ class Layout:
         object.__setattr__(self, "num_pages_of_chunk", len(self.pages_of_chunk(0)))
 
     def tokens_of_chunk(self, chunk: int) -> range:
-        """The tokens of a chunk."""
+        """Return the tokens of a chunk."""
         return range(chunk * self.chunk_size, chunk * self.chunk_size + self.chunk_size)
 
     def tokens_of_page(self, page: int) -> range:
-        """The tokens of a page's block."""
+        """Return the tokens of a page's block."""
         first_token = page // self.num_groups * self.block_size
         return range(first_token, first_token + self.block_size)
 
     def chunks_of(self, tokens: range) -> range:
-        """The chunks that hold at least one of these tokens."""
+        """Return the chunks that hold at least one of these tokens."""
         if not tokens:
             return range(0)
         return range(tokens[0] // self.chunk_size, tokens[-1] // self.chunk_size + 1)
 
     def pages_of(self, tokens: range) -> range:
-        """The pages, in all groups, that hold at least one of these tokens."""
+        """Return the pages, in all groups, that hold at least one of these tokens."""
         if not tokens:
             return range(0)
         first_block, last_block = tokens[0] // self.block_size, tokens[-1] // self.block_size
         return range(first_block * self.num_groups, last_block * self.num_groups + self.num_groups)
 
     def pages_of_chunk(self, chunk: int) -> range:
-        """The pages that hold tokens of the chunk. The slots of a chunk are in their order."""
+        """Return the pages that hold tokens of the chunk. Its slots have the same order."""
         return self.pages_of(self.tokens_of_chunk(chunk))
 
     def pages_of_chunks(self, chunks: Sequence[int], max_pages: int) -> Sequence[int]:
-        """The pages of these chunks, each once, in the order of the chunks; no more than `max_pages`.
+        """Return the pages of these chunks, each once, in the order of the chunks; at most `max_pages`.
 
-        A log may name far more chunks than it names slots for.
+        A log may name far more chunks than slots.
         """
         if not chunks:
             return ()
@@ -84,18 +84,18 @@ class Layout:
         return list(pages)
 
     def chunks_of_load(self, tokens: range, num_known: int) -> range:
-        """The chunks that hold tokens of a load: those whose keys are known, and at most one behind them.
+        """Return the chunks that hold tokens of a load: those with known keys, and at most one after them.
 
-        That one is the chunk of a tail.
+        The latter is the chunk of a tail.
         """
         chunks = self.chunks_of(tokens)
         first_chunk = max(chunks.start, 0)
         return range(first_chunk, min(chunks.stop, max(num_known, first_chunk) + 1))
 
     def chunks_replaced_by(self, chunks: Iterable[int], num_known: int) -> list[int]:
-        """Other chunks that are part of what is saved of these ones: those before them in the same block.
+        """Return other chunks that are part of what is saved of these: those before them in the same block.
 
-        Ascending, and only those whose keys are known.
+        In ascending order, and only chunks with known keys.
         """
         if not self.chunk_shares_block:
             return []
@@ -112,31 +112,31 @@ class Layout:
         return sorted(before - set(chunks))
 
     def is_seen(self, page: int, num_tokens: int) -> bool:
-        """Whether the token after the first `num_tokens` ones, or a later one, sees a position of the page."""
+        """Whether the token after the first `num_tokens`, or a later one, sees a position of the page."""
         window = self.windows[page % self.num_groups]
         return not window or self.tokens_of_page(page)[-1] > num_tokens - window
 
     def longest_seen(self, num_tokens: int, is_stored: Callable[[int, int], bool]) -> int:
-        """Return how many tokens a load can end after, because all is stored that the windows of the next token see.
+        """Return after how many tokens a load can end, with everything stored that the next token's windows see.
 
-        That is `num_tokens`, or the end of a chunk before it. Only groups with a window are looked at.
+        That is `num_tokens`, or the end of a chunk before it. Only groups with a window count.
 
         Args:
-            num_tokens: tokens that are to be loaded at most.
+            num_tokens: the most tokens to load.
             is_stored: (page, tokens) → whether the page is stored, with its share of the first so many tokens.
         """
         while num_tokens > 0:
             missing = self._first_missing(num_tokens, is_stored)
             if missing is None:
                 return num_tokens
-            # An end after the missing page has it in its window, too: windows of earlier tokens begin earlier. An end
-            # inside the page needs less of it.
+            # An earlier end after the missing page sees it too, because its window begins earlier. An end inside the
+            # page needs less of it.
             last_token = min(num_tokens, missing.stop) - 1
             num_tokens = last_token - last_token % self.chunk_size
         return 0
 
     def _first_missing(self, num_tokens: int, is_stored: Callable[[int, int], bool]) -> range | None:
-        """The first tokens of a page that is seen after `num_tokens` tokens, holds some of them, and is not stored."""
+        """Return the tokens of the first page with some of these tokens that is seen after them and not stored."""
         missing: list[range] = []
         for group, window in enumerate(self.windows):
             if window:

@@ -1,7 +1,6 @@
-"""Each life of a request as the log tells it: its state, its counts, its keys.
+"""Each life of a request, computed from the log: its state, its counts, its keys.
 
-Made from observations and recorded decisions alone, apart from `projections/` on purpose: a mistake there must not hide
-itself.
+This module uses observations and recorded decisions, and not `projections/`, so that an error there cannot hide itself.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 
 class StoredLives(msgspec.Struct, forbid_unknown_fields=True):
-    """What the lives know, as plain values."""
+    """State of `Lives`, as plain values."""
 
     lives: list[tuple[Life, int]]
-    """In the order of arrival; each without its keys, and the number of their list."""
+    """(life without its keys, number of its list of keys), in the order of arrival."""
     num_steps: int
     num_scheduled_tokens: int
     num_arrived: int
@@ -35,17 +34,16 @@ class StoredLives(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Lives:
-    """Request id -> its present life; ordinal -> that very life.
+    """Request id → its present life; ordinal → that life.
 
-    State and blocks go where the tables say; so an event is legal if they have a row for it.
-
-    Where events are missing, lives go on as partial ones: an event about an unknown id begins one.
+    The tables define where state and blocks go. An event is legal if they have a row for it. If events are missing,
+    lives continue as partial ones, and an event about an unknown id begins one.
     """
 
     def __init__(self, tables: Tables, chunk_size: int, moment: Moment) -> None:
         self._moment = moment
         self._dests = {trigger: dict(_dests(trigger, tables)) for trigger in tables.legal}
-        """Trigger of the tables -> phase and blocks before -> those afterwards, and whether there is a row for it."""
+        """Trigger → phase and blocks before → (phase and blocks after, whether there is a row)."""
         self._events = tables.request_events
         self._may_refuse = frozenset(filter(tables.may_refuse, self._events))
         """Classes of observations that states may refuse."""
@@ -58,58 +56,58 @@ class Lives:
         self._over_now: list[Life] = []
         self.num_steps = 0
         self.last_steps = (0, 0)
-        """Events of the last step and of the one before it; 0: there was none."""
+        """Sequence numbers of the last step and the one before it; 0 if there was none."""
         self.num_arrived = 0
-        """Lives so far, which is the ordinal of the next one."""
+        """Number of lives so far, which is the ordinal of the next one."""
         self.has_hook_failed = False
         self.num_decoding = 0
-        """Lives that decode one token a step without being recorded."""
+        """Number of lives that decode one token per step without a record."""
         self.num_scheduled_tokens = 0
-        """What the requests of the last step add up to."""
+        """Sum of the tokens of the last step's requests."""
 
     def __iter__(self) -> Iterator[Life]:
         return iter(self._lives.values())
 
     def get(self, request_id: str) -> Life | None:
-        """The present life of an id, for observations; None where there is none."""
+        """Return the present life of an id, for observations; None if there is none."""
         return self._lives.get(request_id)
 
     def of(self, ordinal: int) -> Life | None:
-        """That life, for decisions; None once it is over."""
+        """Return the life with this ordinal, for decisions; None once it is over."""
         return self._by_ordinal.get(ordinal)
 
     def in_generation(self, decision: e.RequestDecision) -> Life | None:
-        """The decision's life, if it still is in the generation that the decision names."""
+        """Return the decision's life, if it is still in the generation that the decision names."""
         life = self.of(decision.ordinal)
         return life if life is not None and life.generation == decision.generation else None
 
     @property
     def num_open(self) -> int:
-        """Lives that have not finished."""
+        """Number of lives that have not finished."""
         return sum(life.state is not RequestState.FINISHED for life in self)
 
     def path_before_observation(self, life: Life) -> str:
-        """The path that a life had before the last observation; empty where it began there, or was not known."""
+        """Return the life's path before the last observation; empty if it began there, or was not known."""
         return life.path_before if life.moved_at == self._moment.cause else life.path
 
     def num_computed_tokens(self, life: Life) -> int:
-        """Tokens computed or in flight after the last step."""
+        """Return the tokens computed or in flight after the last step."""
         if life.decoding_since == NEVER:
             return life.counted_tokens
         return life.counted_tokens + self.num_steps - life.decoding_since
 
     def num_computed_before_step(self, life: Life) -> int:
-        """Tokens computed or in flight before the last step."""
+        """Return the tokens computed or in flight before the last step."""
         if life.row[0] == self.num_steps:
             return life.row[1]
-        return self.num_computed_tokens(life) - (life.decoding_since != NEVER)  # otherwise the step skipped it
+        return self.num_computed_tokens(life) - (life.decoding_since != NEVER)  # else the step skipped it
 
     def num_steps_decoding(self, life: Life) -> int:
-        """For how many steps it has decoded one token in each without being recorded."""
+        """Return for how many steps in a row it has decoded one token without a record."""
         return 0 if life.decoding_since == NEVER else self.num_steps - life.decoding_since
 
     def stored(self, chains: Chains) -> StoredLives:
-        """What is known now."""
+        """Return the state."""
         return StoredLives(
             [(msgspec.structs.replace(life, keys=[]), chains.number_of(life.keys)) for life in self],
             self.num_steps,
@@ -122,7 +120,7 @@ class Lives:
         )
 
     def resume(self, stored: StoredLives, chains: Chains) -> None:
-        """Know what was stored, and nothing else."""
+        """Restore a stored state."""
         self.num_steps, self.num_scheduled_tokens = stored.num_steps, stored.num_scheduled_tokens
         self.num_arrived, self.last_steps = stored.num_arrived, stored.last_steps
         self.has_hook_failed, self._is_partial = stored.has_hook_failed, stored.is_partial
@@ -135,16 +133,16 @@ class Lives:
             self.num_decoding += life.decoding_since != NEVER
 
     def spent(self, life: Life) -> Spent:
-        """How a life spent its time until now."""
+        """Return how the life has spent its time until now."""
         return life.spent.with_time_in(life.state, self._moment.time_ns - life.state_since_ns)
 
     def pop_over(self) -> list[Life]:
-        """The lives that ended since the last call."""
+        """Return the lives that ended since the last call."""
         over, self._over_now = self._over_now, []
         return over
 
     def lost(self) -> None:
-        """Events are missing here. Lives are kept, and what is counted of them is a bound from here on."""
+        """Keep the lives, although events are missing. Their counts are only bounds from here on."""
         self._is_partial = True
         for life in self:
             life.is_partial = True
@@ -153,9 +151,9 @@ class Lives:
             life.num_own = life.num_old = NEVER
 
     def meetings(self) -> Visits:
-        """(event class, fold) for events of requests, to be done first of all: whom each concerns, whether it may be.
+        """(event class, fold) for events of requests. They run first, and find the life and whether the event is legal.
 
-        State and blocks go where it leads; the rest follows with the other folds.
+        They also move state and blocks. Other folds do the rest.
         """
         events = [event_class for event_class in self._events if event_class is not e.RequestArrived]
         return [(e.RequestArrived, self._meet_arrival), *((event_class, self._meet) for event_class in events)]
@@ -189,7 +187,7 @@ class Lives:
             self._note_path(life, moment.path_before)
 
     def _note_path(self, life: Life, path: str) -> None:
-        """The life's path changes at this event; of several changes at one observation the first counts."""
+        """Record that the life's path changes at this event. Of several changes at an observation, the first counts."""
         if life.moved_at != self._moment.cause:
             life.moved_at, life.path_before = self._moment.cause, path
 
@@ -209,10 +207,10 @@ class Lives:
         moment.num_computed_tokens = 0 if earlier is None else self.num_computed_tokens(earlier)
         moment.is_legal, moment.is_refused = earlier is None or earlier.state is RequestState.FINISHED, False
 
-    # --- behind a gap ----------------------------------------------------------------------------
+    # --- after a gap -----------------------------------------------------------------------------
 
     def _met_late(self, event: e.RequestEvent, life: Life | None) -> Life | None:
-        """The life that an event concerns where others are missing. One of an unknown id begins here."""
+        """Return the life that an event is about, if others are missing. An unknown id begins one here."""
         if not isinstance(event, e.RequestDecision):
             return self._begin_late(event.request_id) if life is None else life
         if life is not None and NEVER < life.ordinal < event.ordinal:  # the id was used again while events are missing
@@ -235,12 +233,12 @@ class Lives:
 
     @staticmethod
     def _tell_state(life: Life, dests: Mapping[Standing, tuple[Standing, bool]]) -> None:
-        """Take the state to which the event leads from wherever it is legal, if there is one."""
+        """Set the state to the only one that the event can lead to, if there is only one."""
         states = {state for (state, _), is_legal in dests.values() if is_legal}
         if len(states) == 1:
             life.state, life.is_state_known = states.pop(), True
 
-    # --- where a life begins and ends ------------------------------------------------------------
+    # --- begin and end of a life -----------------------------------------------------------------
 
     @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived) -> None:
@@ -268,14 +266,14 @@ class Lives:
             del self._lives[life.request_id]
         self._by_ordinal.pop(life.ordinal, None)
 
-    # --- what happens to it ----------------------------------------------------------------------
+    # --- events in a life ------------------------------------------------------------------------
 
     @on(e.LookupRequested)
     def _lookup_requested(self, event: e.LookupRequested) -> None:
         life = self._moment.life
         if life is not None and self._moment.is_legal:
             life.num_tokens = event.num_tokens
-            life.stale_generation = NEVER  # vLLM asks only about requests without computed tokens
+            life.stale_generation = NEVER  # vLLM looks up only requests without computed tokens
 
     @on(e.RequestPreempted)
     def _preempted(self, event: e.RequestPreempted) -> None:
@@ -342,7 +340,7 @@ class Lives:
 
     @property
     def stopped_extensions(self) -> Mapping[str, int]:
-        """Extension that takes no part any more -> the event that says so."""
+        """Extension that was stopped → sequence number of that event."""
         return self._sub_states.stopped
 
     @on(e.LoadFailed)
@@ -366,7 +364,7 @@ class Lives:
             return
         if event.first_chunk == len(life.keys):
             life.keys += event.keys
-        elif event.first_chunk < len(life.keys):  # after a gap they would stand for other chunks
+        elif event.first_chunk < len(life.keys):  # keys after a gap would name other chunks
             life.keys = [*life.keys[: event.first_chunk], *event.keys]
 
     @on(e.CacheReset)
@@ -379,13 +377,13 @@ class Lives:
     @on(e.BlocksAllocated)
     def _blocks_allocated(self, event: e.BlocksAllocated) -> None:
         if self._moment.life is not None and self._moment.state_before is RequestState.PREEMPTED:
-            self._moment.life.settled = (0, 0)  # they are others than those it had: nothing is written yet
+            self._moment.life.settled = (0, 0)  # new blocks, in which nothing is written yet
 
     # --- steps -----------------------------------------------------------------------------------
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
-        """Count: one token for each that decoded one before, but for those that are paused or recorded."""
+        """Count one token for each life that decodes, unless the step pauses or records it."""
         self._moment.refused_rows, self._moment.rows_of_nobody, self._moment.moved_rows = [], [], []
         for ordinal in event.paused:
             life = self.of(ordinal)
@@ -429,7 +427,7 @@ class Lives:
         life.is_state_known = True
 
     def _row(self, life: Life, num_computed_tokens: int) -> None:
-        """Compare where a row begins with what was counted; this step is counted already where one more is expected."""
+        """Compare the row's computed tokens with the count, which for a decoding life includes this step already."""
         counted = self.num_computed_tokens(life) - (life.decoding_since != NEVER)
         if num_computed_tokens > counted:
             self._moment.moved_rows.append((life, counted, num_computed_tokens))

@@ -1,4 +1,4 @@
-"""All that a log says, folded once for everybody who reads it."""
+"""Everything that a log implies, folded once for all of its readers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _ASKS: Mapping[str, frozenset[str]] = {
     "tails": frozenset({"lives", "copies", "chunks"}),
     "answers": frozenset({"lives", "forgotten"}),
 }
-"""Part → the others that it asks, or that count the same slots."""
+"""Part → other parts that it queries, or that count the same slots."""
 EVERY_PART = frozenset({*_ASKS, "forgotten"})
 
 
 class StoredModel(msgspec.Struct, forbid_unknown_fields=True):
-    """Everything that a model knows, as plain values."""
+    """State of a model, as plain values."""
 
     moment: StoredMoment
     lives: StoredLives
@@ -47,16 +47,16 @@ class StoredModel(msgspec.Struct, forbid_unknown_fields=True):
     answers: StoredAnswers
     chains: list[list[bytes]]
     besides: dict[str, StoredState]
-    """What a model of another class knows besides."""
+    """Name → part that only another class of model has."""
 
 
 class Model:
-    """What is known after each event. It contains an event before anybody is asked about it."""
+    """State after each event. It contains an event before a visitor is called with it."""
 
     def __init__(self, tables: machine.Tables, configuration: LedgerConfiguration) -> None:
         self.configuration = configuration
         self.request_events = tables.request_events
-        """The events in the life of one request."""
+        """Classes of the events in the life of one request."""
         self.layout = layout = Layout(configuration.block_size, configuration.chunk_size, configuration.windows)
         self.moment = moment = Moment()
         self.forgotten = Forgotten()
@@ -70,7 +70,7 @@ class Model:
         self.answers = Answers(lives, layout.chunk_size, moment, self.forgotten, keep_for_preempted=keeps)
 
     def stored(self) -> StoredModel:
-        """Everything that is known now."""
+        """Return the state."""
         moment, chains = self.moment, Chains()
         return StoredModel(
             StoredMoment(moment.sequence, moment.cause, moment.time_ns),
@@ -89,7 +89,7 @@ class Model:
         return {}
 
     def resume(self, stored: StoredModel, *, trusts_other_code: bool = False) -> None:
-        """Know what was stored; to be called before the first event.
+        """Restore a stored state. Call this before the first event.
 
         Raises:
             Exception: no log leads to such a state.
@@ -107,18 +107,18 @@ class Model:
         self._resume_besides(stored.besides, chains, trusts_other_code=trusts_other_code)
 
     def _resume_besides(self, _stored: Mapping[str, StoredState], _chains: Chains, *, trusts_other_code: bool) -> None:
-        """A model of another class has more to know."""
+        """Restore the parts that only another class of model has."""
 
     def lost(self) -> None:
-        """Events are missing here. What was known of lives is kept as far as it can still be true; all else is not."""
+        """Forget what is not known because events are missing. Of lives, keep what must still be true."""
         for part in (self.lives, self.tables, self.copies, self.slots, self.chunks, self.tails, self.answers):
             part.lost()
 
     def parts(self) -> Mapping[str, object]:
-        """Name → what folds, in this order.
+        """Name → part, in folding order.
 
-        Blocks and tails ask whose they are, so they fold before the lives, which may end. Copies fold before the
-        chunks, which ask what was saved.
+        Tables and tails fold before the lives, because they need a life that the event may end. Copies fold before the
+        chunks, which need to know what was saved.
         """
         return {
             "forgotten": self.forgotten,
@@ -131,7 +131,7 @@ class Model:
         }
 
     def folds(self, needs: Iterable[str] = EVERY_PART) -> Visits:
-        """(event class, fold) of these parts and of what they ask, to be done before any visitor is called."""
+        """(event class, fold) of these parts and of those that they query. Folds run before visitors."""
         wanted = set(needs)
         if wanted >= EVERY_PART:
             chosen = self.parts()

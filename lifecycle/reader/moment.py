@@ -1,4 +1,4 @@
-"""The event at hand, and what was known of its request before it."""
+"""The current event, and the state of its request before it."""
 
 from __future__ import annotations
 
@@ -16,54 +16,54 @@ if TYPE_CHECKING:
 
 
 Visit = Callable[[Any], None]
-"""Looks at one event, which the model contains."""
+"""Called with an event that the model contains already."""
 Visits = Iterable[tuple[type[msgspec.Struct], Visit]]
-"""(event class, check); a rule of an extension may have the class of what an event of it says in the event's place."""
+"""(event class, check). A rule of an extension may name the payload class of its event instead."""
 
 
 @attrs.define
 class Moment:
-    """One object that changes with each event. Copy what is to be kept.
+    """One object that changes with each event: copy what you keep.
 
-    What is about a request says nothing at an event that names none.
+    At an event that names no request, the fields about a request are meaningless.
     """
 
     sequence: int = 0
     event: Event | None = None
     time_ns: int = 0
-    """Time of the event; of one that has none, time of the last event that has one."""
+    """Time of the event, or of the last event that has one."""
     cause: int = 0
-    """Sequence number of the last observation: what is decided now is decided upon it. 0 before the first."""
+    """Sequence number of the last observation, which is the cause of any decision now; 0 before the first."""
     life: Life | None = None
-    """The present life of the event's request, one that begins or ends here included."""
+    """The present life of the event's request, even if it begins or ends with this event."""
     earlier: Life | None = None
-    """Of an arrival: the life that had the request's id before."""
+    """At an arrival, the life that had the id before."""
     state_before: RequestState | None = None
-    """None where nobody had the request's id."""
+    """None if no request had the id."""
     blocks_before: BlocksRegion | None = None
     was_stale: bool = False
-    """Of a preemption and an end: whether what the request had computed was from before a reset."""
+    """At a preemption or an end, whether the request's KV was from before a reset."""
     num_steps_decoded: int = 0
-    """Of a preemption and an end: for how many steps the request had decoded one token in each."""
+    """At a preemption or an end, number of steps in a row in which the request decoded one token."""
     num_computed_tokens: int = 0
-    """Of an event of a request: tokens that the request had computed or in flight before it."""
+    """Tokens that the event's request had computed or in flight before it."""
     path_before: str = ""
-    """The same of its state and sub-state; empty where no request had the id, or its state was not known."""
+    """State and sub-state before the event; empty if no request had the id, or its state was not known."""
     is_legal: bool = True
-    """Whether the tables have a row for the event in phase and blocks; not if nobody had the request's id."""
+    """Whether the tables have a row for the event in phase and blocks; False if no request had the id."""
     is_refused: bool = False
-    """Whether it is an observation that states refuse, so that only part of it is folded. Not known where events are
-    missing of the request: then it is False."""
+    """Whether states refuse this observation, so that only part of it is folded. False if events of the request are
+    missing."""
     refused_rows: list[tuple[Life, RequestState, BlocksRegion]] = attrs.field(factory=list)
-    """Of a step: whom it schedules where none can be scheduled, and where each was before."""
+    """At a step: lives that it schedules although they cannot be scheduled, and their state before."""
     moved_rows: list[tuple[Life, int, int]] = attrs.field(factory=list)
-    """Of a step: whose row begins with more tokens than the steps before add up to, that sum, and the row's count."""
+    """At a step: (life, sum of its earlier steps, tokens that its row begins with), if the latter is larger."""
     rows_of_nobody: list[int] = attrs.field(factory=list)
-    """Of a step: the ordinals of rows that concern no life, or that pause one that does not decode as before."""
+    """At a step: ordinals of rows that are about no life, or pause one that does not decode one token per step."""
 
 
 class StoredMoment(msgspec.Struct, forbid_unknown_fields=True):
-    """What of the last event the next one needs."""
+    """What the next event needs of the last one."""
 
     sequence: int
     cause: int
@@ -71,5 +71,5 @@ class StoredMoment(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def num_intact_tokens(event: RequestPreempted | RequestFinished) -> int:
-    """Of the settled tokens those that a copy made before the next forward still finds; not asked of the live path."""
+    """Return the settled tokens that a copy before the next forward still finds. Computed without the live path."""
     return 0 if event.blocks_zeroed else event.num_settled_tokens

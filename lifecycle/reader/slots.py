@@ -1,6 +1,6 @@
-"""What each slot of the host pool is needed for: chunks that lie in it, copies that write or read it, tails.
+"""How many chunks, copies and tails need each slot of the host pool.
 
-It counts, and does not know what is in a slot.
+This module counts. It does not know what is in a slot.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kvledger.lifecycle.events import NO_SLOT
 
 
 class Slots:
-    """Slot -> how many need it. One that nobody needs is free."""
+    """Slot → number of holders. A slot without holders is free."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -19,38 +19,38 @@ class Slots:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody needs."""
+        """Number of free slots."""
         return self.num_slots - len(self._num_holders)
 
     def num_holders(self, slot: int) -> int:
-        """How many need it."""
+        """Return the number of its holders."""
         return self._num_holders.get(slot, 0)
 
     def hold(self, slots: Iterable[int]) -> None:
-        """One more needs each of these, but for those that are `NO_SLOT`."""
+        """Add a holder to each of these slots, except `NO_SLOT`."""
         for slot in slots:
             if slot != NO_SLOT:
                 self._num_holders[slot] = self._num_holders.get(slot, 0) + 1
 
     def hold_for_writing(self, slots: Sequence[int]) -> list[int]:
-        """The same; returns those that somebody needed already, also where one stands twice, or that there are not."""
+        """Do the same. Return the slots that had a holder, occur twice, or do not exist."""
         self.hold(slots)
         return [slot for slot in slots if self._num_holders.get(slot, 1) > 1 or not NO_SLOT <= slot < self.num_slots]
 
     def stored(self) -> dict[int, int]:
-        """Slot → how many need it."""
+        """Slot → number of holders."""
         return dict(self._num_holders)
 
     def resume(self, stored: Mapping[int, int]) -> None:
-        """Know what was stored, and nothing else."""
+        """Restore a stored state."""
         self._num_holders = dict(stored)
 
     def lost(self) -> None:
-        """Events are missing here: what the slots are needed for is not known."""
+        """Forget the holders, because events are missing."""
         self._num_holders.clear()
 
     def release(self, slots: Iterable[int]) -> None:
-        """One less needs each of these."""
+        """Remove a holder from each of these slots."""
         for slot in slots:
             left = self._num_holders.pop(slot, 0) - 1
             if left > 0:

@@ -1,4 +1,4 @@
-"""State that goes from one process to another: what may be read back of it, and by which code."""
+"""State that one process stores and another restores: what can be read back, and by which code."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class NotResumable(ValueError):
-    """Stored bytes are no state that this code can go on from; the message says why."""
+    """This code cannot continue from the stored bytes. The message has the reason."""
 
 
 @cache
 def layout_of(state: type[msgspec.Struct]) -> str:
-    """What can be read back of a state."""
+    """Return a description of what can be read back of a state."""
     return repr(msgspec.inspect.type_info(state))
 
 
 def digest(*parts: object) -> str:
-    """What is equal if all of these plain values are."""
+    """Return a hash of plain values."""
     return blake2b(_encode(parts), digest_size=16).hexdigest()
 
 
 class StoredState(msgspec.Struct, forbid_unknown_fields=True):
-    """What one visitor, or one part that only some models have, knows after an event."""
+    """State of one visitor, or of a part that only some models have, after an event."""
 
     layout: str
     code: str
@@ -39,14 +39,14 @@ class StoredState(msgspec.Struct, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, owner: object, state: msgspec.Struct) -> Self:
-        """Store the state of its owner."""
+        """Store the owner's state."""
         return cls(*_fingerprints(owner, type(state)), msgspec.Raw(_encode(state)))
 
     def state_for(self, owner: object, kind: type[_State], *, trusts_other_code: bool) -> _State:
-        """The state, for an owner of the same class.
+        """Return the state for an owner of the same class.
 
         Raises:
-            NotResumable: other code has stored it, and is not trusted, or the owner keeps something else.
+            NotResumable: other code stored it and is not trusted, or the owner's state has another layout.
             Undecodable: the bytes are damaged.
         """
         layout, code = _fingerprints(owner, kind)

@@ -10,7 +10,7 @@ from kvledger.lifecycle.reader.records import Life
 
 
 class SubStates:
-    """Moves `Life.sub_state`. To be asked before the state moves."""
+    """Moves `Life.sub_state`. Call it before the state moves."""
 
     def __init__(self, tables: Tables) -> None:
         self._moves = tables.sub_states
@@ -19,10 +19,10 @@ class SubStates:
             dest: extension.name for extension in tables.extensions for _, _, dest in extension.rows if "." in dest
         }
         self.stopped: dict[str, int] = {}
-        """Extension that takes no part any more -> the event that says so."""
+        """Extension that was stopped → sequence number of that event."""
 
     def move(self, event: e.RequestEvent, trigger: str, life: Life) -> None:
-        """Enter the sub-state to which the event leads, or leave the one that it leads out of."""
+        """Enter the sub-state that the event leads to, or leave the one that it leads out of."""
         if not self._owner:
             return
         dest = self._dests.get(trigger, {}).get(life.state)
@@ -41,7 +41,7 @@ class SubStates:
             life.sub_state = ""
 
     def stop(self, extension: str, sequence: int, lives: Iterable[Life]) -> None:
-        """The extension takes no part any more, and its sub-states are left."""
+        """Stop the extension, and leave its sub-states."""
         self.stopped.setdefault(extension, sequence)
         for life in lives:
             if self._owner.get(life.path) == extension:

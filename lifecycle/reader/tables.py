@@ -1,4 +1,4 @@
-"""Which blocks each life holds, and which it held until the current step."""
+"""Which blocks each life holds, and which it lost since the last step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class StoredTables(msgspec.Struct, forbid_unknown_fields=True):
 
     held: dict[int, list[int]]
     lost: dict[int, list[int]]
-    """Since the last step."""
+    """Blocks lost since the last step."""
 
 
 class Tables:
-    """Ordinal -> block ids, 4 bytes each. To be folded before the lives, which are forgotten when they are over."""
+    """Ordinal → block ids, 4 bytes each. Fold this before the lives, which forget a life that is over."""
 
     def __init__(self, lives: Lives, layout: Layout, moment: Moment) -> None:
         self._moment = moment
@@ -44,15 +44,15 @@ class Tables:
         self._counts_all = len(self._counted_groups) == len(sizes)
 
     def of(self, ordinal: int) -> Sequence[int]:
-        """The blocks that this life holds now, in token order."""
+        """Return the blocks that this life holds, in token order."""
         return self._held.get(ordinal, ())
 
     def held_by(self, life: Life | None) -> Sequence[int]:
-        """The same; empty where nobody lives."""
+        """Return the same; empty if there is no life."""
         return () if life is None else self.of(life.ordinal)
 
     def lost_by(self, life: Life | None) -> Sequence[int]:
-        """The blocks that it lost since the last step; intact until the next one's forward."""
+        """Return the blocks that it lost since the last step. They are intact until the next forward."""
         return () if life is None else self._lost.get(life.ordinal, ())
 
     def num_held(self, *, with_lost_by: Life | None = None) -> int:
@@ -65,10 +65,10 @@ class Tables:
         return len(self._num_holders) + len(lost.difference(self._num_holders))
 
     def other_holders(self, ordinal: int, block_ids: Sequence[int]) -> Iterator[tuple[Life, int]]:
-        """Other lives that hold one of these blocks, each with the lowest of them.
+        """Yield other lives that hold one of these blocks, each with the lowest of them.
 
-        Left out are lives that the log may not follow: quarantined ones, and those whose load has failed, because vLLM
-        may free their blocks before the next lookup.
+        This leaves out lives that the log may not follow: quarantined ones, and those whose load has failed, because
+        vLLM may free their blocks before the next lookup.
         """
         own = set(self._counted(self.of(ordinal)))
         suspects = {block for block in block_ids if self._num_holders.get(block, 0) > (block in own)}
@@ -84,18 +84,18 @@ class Tables:
                 yield life, min(shared)
 
     def stored(self) -> StoredTables:
-        """What is known now."""
+        """Return the state."""
         held = {ordinal: list(table) for ordinal, table in self._held.items()}
         return StoredTables(held, {ordinal: list(table) for ordinal, table in self._lost.items()})
 
     def resume(self, stored: StoredTables) -> None:
-        """Know what was stored, and nothing else."""
+        """Restore a stored state."""
         for ordinal, table in stored.held.items():
             self._hold(ordinal, table)
         self._lost.update((ordinal, array("I", table)) for ordinal, table in stored.lost.items())
 
     def lost(self) -> None:
-        """Events are missing here: who holds which blocks is not known."""
+        """Forget the tables, because events are missing."""
         self._held.clear()
         self._lost.clear()
         self._num_holders.clear()
@@ -104,7 +104,7 @@ class Tables:
     def _allocated(self, event: e.BlocksAllocated) -> None:
         life = self._moment.life
         if life is not None:
-            num_held = len(self.of(life.ordinal))  # of a next turn more than its allocation gave
+            num_held = len(self.of(life.ordinal))  # in a next turn, more than its allocation gave
             life.num_old = life.num_own if life.num_own == NEVER else max(life.num_own, num_held)
             life.num_own = len(event.block_ids)
             self._hold(life.ordinal, event.block_ids)
@@ -116,7 +116,7 @@ class Tables:
 
     @on(e.LookupRequested)
     def _asked(self, event: e.LookupRequested) -> None:
-        # Who is asked about holds nothing; after a failed asynchronous load vLLM frees the blocks without a word.
+        # vLLM looks up only requests without blocks. After a failed asynchronous load it frees them and calls no hook.
         life = self._moment.life
         if life is not None and self._moment.is_legal:
             life.num_own = event.num_computed_tokens // self._layout.block_size * self._num_groups
@@ -172,7 +172,7 @@ class Tables:
         return table
 
     def _counted(self, block_ids: Sequence[int], first_page: int = 0) -> Iterable[int]:
-        """Those of groups without a window; the first of them is this page of the table."""
+        """Return the blocks of groups without a window. The first block is at page `first_page` of the table."""
         if self._counts_all:
             return block_ids
         num_groups = self._num_groups

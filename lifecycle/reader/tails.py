@@ -1,4 +1,4 @@
-"""The saved tail of each life, and why a tail is not there."""
+"""The saved tail of each life, and why a life has none."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _TAKEN_AWAY: tuple[type[e.RequestEvent], ...] = (
 
 
 class StoredTails(msgspec.Struct, forbid_unknown_fields=True):
-    """By the ordinal of a life."""
+    """State of `Tails`, as plain values. Keys are ordinals of lives."""
 
     tails: dict[int, IssuedTail]
     dropped: dict[int, tuple[IssuedTail, str, int]]
 
 
 class Tails:
-    """Ordinal -> the tail of that life: at most one. To be folded before the lives, which are forgotten at their end.
+    """Ordinal → the life's tail, at most one. Fold this before the lives, which forget a life that is over.
 
-    A saved tail needs its slots.
+    A saved tail holds its slots.
     """
 
     def __init__(self, lives: Lives, slots: Slots, moment: Moment, chunk_size: int) -> None:
@@ -42,19 +42,19 @@ class Tails:
         self._slots = slots
         self._tails: dict[int, IssuedTail] = {}
         self._dropped: dict[int, tuple[IssuedTail, str, int]] = {}
-        """Ordinal -> (its last tail, id of the event that dropped it, sequence), until the life is over."""
+        """Ordinal → (its last tail, id of the event that dropped it, sequence number), until the life is over."""
 
     def saved(self, life: Life | None) -> IssuedTail | None:
-        """The tail that it may load."""
+        """Return the tail that it may load."""
         tail = None if life is None else self._tails.get(life.ordinal)
         return tail if tail is not None and tail.is_saved else None
 
     def of_slot(self, slot: int) -> int | None:
-        """The ordinal of the life whose saved tail lies in the slot."""
+        """Return the ordinal of the life whose saved tail is in the slot."""
         return next((life for life, tail in self._tails.items() if tail.is_saved and slot in tail.slots), None)
 
     def why_none(self, life: Life | None) -> tuple[str, int]:
-        """Why it has no tail to load, in words, and the sequence of the event that shows it (0: none)."""
+        """Return why it has no tail to load, in words, and the event that shows it (0: none)."""
         ordinal = -1 if life is None else life.ordinal
         tail = self._tails.get(ordinal)
         if tail is not None:
@@ -66,15 +66,15 @@ class Tails:
         return "it has no tail", 0
 
     def stored(self) -> StoredTails:
-        """What is known now."""
+        """Return the state."""
         return StoredTails(dict(self._tails), dict(self._dropped))
 
     def resume(self, stored: StoredTails) -> None:
-        """Know what was stored, and nothing else."""
+        """Restore a stored state."""
         self._tails, self._dropped = dict(stored.tails), dict(stored.dropped)
 
     def lost(self) -> None:
-        """Events are missing here: which tails are saved is not known."""
+        """Forget the tails, because events are missing."""
         self._tails.clear()
         self._dropped.clear()
 

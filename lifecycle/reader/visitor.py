@@ -1,4 +1,4 @@
-"""Who reads a log: a visitor is called with each event that it names, and asks the model about everything else."""
+"""Reading a log: a visitor is called with the events that it names, and queries the model for everything else."""
 
 from __future__ import annotations
 
@@ -22,65 +22,64 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class NoState(msgspec.Struct, forbid_unknown_fields=True):
-    """Of a visitor that remembers nothing."""
+    """State of a visitor that remembers nothing."""
 
 
 class StoredReader(msgspec.Struct, forbid_unknown_fields=True):
-    """What a reader and its visitors know after an event."""
+    """State of a reader and its visitors after an event."""
 
     layout: str
     code: str
     model: StoredModel
     visitors: dict[str, StoredState]
-    """By the name of the visitor's class."""
+    """Name of the visitor's class → its state."""
 
 
 class Visitor(Generic[_Model]):
     """Its methods marked `@on(...)` are called with an event that the model contains already.
 
-    A visitor may ask the model anything and changes nothing in it. It collects output. It never works out lives,
-    states, generations, ranks or answers by itself, because then two parts of kvledger could disagree about a log.
+    A visitor may query everything in the model and must not change it. It collects output. It never computes lives,
+    states, generations, ranks or answers itself, because then two parts of kvledger could disagree about a log.
 
-    A visitor that remembers anything has it in `state`, so that reading can stop after an event and go on elsewhere.
+    Everything that a visitor remembers is in `state`, so that reading can stop after an event and continue elsewhere.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("lives",)
-    """Names of the parts of the model that it asks. What these ask is folded, too."""
+    """Names of the parts of the model that it queries. Parts that these query are folded too."""
 
     def __init__(self, model: _Model) -> None:
         self.model = model
         self.moment = model.moment
-        """The event at hand."""
         self.state: msgspec.Struct = NoState()
-        """All that it remembers, as plain values. To go on, another one is put in its place."""
+        """Everything that it remembers, as plain values. To continue, replace the object."""
 
     def index(self) -> None:
-        """Make anew what follows from the state; called when model and state are those of another reader."""
+        """Recompute what follows from the state. Called after model and state were restored."""
 
     def visits(self) -> Visits:
-        """(event class, method) in the order in which they are called for an event; a class may stand twice."""
+        """(event class, method), in calling order. A class may occur twice."""
         return marked(self)
 
     def decided(self) -> None:
-        """The model contains the last observation and everything that was decided upon it."""
+        """Called when the model contains an observation and all decisions that it caused."""
 
     def lost(self, first_sequence: int, last_sequence: int) -> None:
-        """These events are missing. The model has forgotten what it cannot know any more."""
+        """Called when these events are missing, and the model has forgotten what it no longer knows."""
 
     def ended(self, life: Life) -> None:
-        """A life is over: released, or its id is used again. Called once for each life, after its last event."""
+        """Called once for each life after its last event: it was released, or its id is used again."""
 
     def finish(self) -> None:
-        """The log has no more events."""
+        """Called after the last event of the log."""
 
 
 class Reader:
-    """Folds the model and calls visitors, in the order in which they are given.
+    """Folds the model and calls visitors in the given order.
 
     Args:
-        model: before the first event.
-        visitors: each is of another class, if the reader is to be captured.
-        needs: names of parts of the model that are folded besides those that the visitors need.
+        model: in its state before the first event.
+        visitors: must be of different classes if you capture the reader.
+        needs: names of parts of the model to fold in addition to those that the visitors need.
     """
 
     def __init__(self, model: Model, visitors: Iterable[Visitor[Any]], *, needs: Iterable[str] = ()) -> None:
@@ -88,15 +87,15 @@ class Reader:
         self._visitors = tuple(visitors)
         self._needs = frozenset(needs).union(*(visitor.needs for visitor in self._visitors))
         self.num_events = 0
-        """Events taken, that at which something was raised included."""
+        """Number of events taken, including one at which something was raised."""
         self._decided = tuple(each.decided for each in self._visitors if type(each).decided is not Visitor.decided)
         self._num_decided = 0
-        """Events taken when visitors were last told that an observation is complete."""
+        """Value of `num_events` when `decided` was last called."""
         self._ends_anywhere = False
         self._visits = self._make_visits()
 
     def _make_visits(self) -> dict[type[e.Event], tuple[Visit, ...]]:
-        """Event class → what is called with each event of it: folds, then methods of visitors."""
+        """Event class → what is called with its events: folds, then methods of visitors."""
         folds: dict[type[e.Event], list[Visit]] = {}
         methods: dict[type[e.Event], list[Visit]] = {}
         for event_class, fold in self.model.folds(self._needs) if self._needs else ():
@@ -120,10 +119,10 @@ class Reader:
                 visitor.ended(life)
 
     def take(self, events: Iterable[tuple[int, e.Event]]) -> None:
-        """Take up the next events, in the order of the log: observations, each with everything decided upon it.
+        """Take the next events, in the order of the log: observations, each with all decisions that it caused.
 
         Raises:
-            Exception: whatever a visitor raises; `model.moment` says at which event. Nothing more can be taken.
+            Exception: raised by a fold or a visitor at the event in `model.moment`. Take no more events then.
         """
         moment, visits = self.model.moment, self._visits
         for sequence, event in events:
@@ -144,28 +143,24 @@ class Reader:
                 decided()
 
     def capture(self, core_fingerprint: str) -> bytes:
-        """Return everything that the model and the visitors know now.
-
-        Args:
-            core_fingerprint: of the core that reads, see `Core.fingerprint`.
-        """
+        """Return the state of the model and the visitors. `core_fingerprint` is that of the core that reads."""
         visitors = {_name(visitor): StoredState.of(visitor, visitor.state) for visitor in self._visitors}
         layout = self._layout(core_fingerprint)
         return _encode(StoredReader(layout, hash_of_reader(), self.model.stored(), visitors))
 
     def resume(self, stored: bytes, core_fingerprint: str, *, trusts_other_code: bool = False) -> None:
-        """Know what was captured; to be called before the first event.
+        """Restore what was captured. Call this before the first event.
 
-        What other visitors had remembered is left out.
+        The state of visitors that this reader does not have is ignored.
 
         Args:
             stored: as `capture` returned it.
             core_fingerprint: of the core that reads.
-            trusts_other_code: whether it is used also if other code has folded it, as long as it has the same layout.
+            trusts_other_code: whether to accept a state of the same layout that other code computed.
 
         Raises:
-            NotResumable: other code captured it, or under another configuration, or without one of these visitors, or
-                it is no such state. This reader is of no use then.
+            NotResumable: other code or another configuration captured it, one of these visitors was missing, or it is
+                no such state. Do not use this reader then.
         """
         try:
             there: StoredReader = from_msgpack(stored, StoredReader)
@@ -178,7 +173,7 @@ class Reader:
         except NotResumable as error:
             message = f"the stored state cannot be used: {error}"
             raise NotResumable(message) from error
-        except Exception as error:  # a state that no log leads to may stumble anywhere
+        except Exception as error:  # a state that no log leads to may raise anything
             message = f"the stored state cannot be used: {type(error).__name__}: {error}"
             raise NotResumable(message) from error
 
@@ -189,11 +184,11 @@ class Reader:
             raise NotResumable("other code has stored it")
 
     def _layout(self, core_fingerprint: str) -> str:
-        """What must be equal for the model's state to mean the same, besides the code."""
+        """Return what must be equal, besides the code, for the model's state to have the same meaning."""
         return digest(core_fingerprint, attrs.asdict(self.model.configuration), layout_of(StoredModel))
 
     def lost(self, first_sequence: int, last_sequence: int) -> None:
-        """Events are missing here, or the log begins late."""
+        """Forget what is not known because these events are missing, or because the log begins late."""
         self.model.lost()
         self._ends_anywhere = True
         self._visits = self._make_visits()
@@ -201,7 +196,7 @@ class Reader:
             visitor.lost(first_sequence, last_sequence)
 
     def finish(self) -> None:
-        """The log has no more events."""
+        """Call `finish` of each visitor after the last event of the log."""
         for visitor in self._visitors:
             visitor.finish()
 

@@ -1,6 +1,6 @@
-"""Tests that ship, for others to inherit.
+"""Contract tests to inherit: `HandlerContract` for a state handler, `ExtensionContract` for an extension.
 
-`HandlerContract` for a state handler, `ExtensionContract` for an extension, and `Play`, by which both are tried.
+Both run short recorded scenarios; a scenario is a `Play`.
 """
 
 from kvledger.lifecycle.testing.extensions import ExtensionContract

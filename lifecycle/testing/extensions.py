@@ -1,5 +1,5 @@
 # ruff: noqa: S101 - this is a test suite, shipped so that an extension written elsewhere can inherit it
-"""The conformance kit of extensions: inherit `ExtensionContract` in a test module, say how yours is made.
+"""Contract tests for extensions: inherit `ExtensionContract` in a test module and create your extension in it.
 
     class TestMyExtension(ExtensionContract):
         settings = {"limit": 1}
@@ -7,8 +7,9 @@
         def payloads(self): return [Said(1)]
         def bad_log(self, rule): return self.walked(Careless())
 
-Verified: that a core takes it, what it decides, folds and keeps, that its rules speak where they should and nowhere
-else, and what is left of its log for whoever lacks it. Not verified: whether it is of any use.
+Verified: a core accepts the extension; its decisions, its folds and the chunks that it keeps follow from the log; its
+rules find what breaks them and nothing else; readers without the extension can read and verify the rest of its logs.
+Not verified: whether it is useful.
 """
 
 from __future__ import annotations
@@ -36,38 +37,38 @@ _EVENTS_BETWEEN_SNAPSHOTS = 7
 
 
 class ExtensionContract(abc.ABC):
-    """What every extension must keep."""
+    """Tests that every extension must pass."""
 
     settings: ClassVar[Mapping[str, bool | float | str]] = {}
-    """What a configuration says, so that it acts in `Play.walk`, whose requests are preempted up to three times."""
+    """Settings with which the extension acts in `Play.walk`, whose requests are preempted up to three times."""
     configurations: ClassVar[tuple[LedgerConfiguration, ...]] = CONFIGURATIONS
 
     @abc.abstractmethod
     def make_extension(self) -> Extension:
-        """A new one."""
+        """Return a new instance of your extension."""
 
     def payloads(self) -> Iterable[msgspec.Struct]:
-        """At least one of each of its events."""
+        """Return at least one payload for each of the extension's events."""
         return ()
 
     def bad_log(self, rule: str) -> Play:
-        """A log that breaks the rule: what would it find otherwise? One way is a walk with something broken."""
+        """Return a log that breaks the rule, for example `walked` with a broken extension."""
         message = f"{rule}: nothing shows that it can be broken; override `bad_log`"
         raise NotImplementedError(message)
 
     def walked(self, extension: Extension, configuration: LedgerConfiguration = CONFIGURATIONS[0]) -> Play:
-        """The walk of a core that is extended with it."""
+        """Return the walk of a core with the extension."""
         play = Play(Core.standard().extended(extension), self._configured(configuration))
         play.walk()
         return play
 
     def test_loaded_twice_is_loaded_once(self) -> None:
-        """A core takes it, its sub-states lead where their phases lead, and nothing about it differs between two."""
+        """A core accepts it, its sub-states lead where their phases lead, and two instances do not differ."""
         core = self._core()
         assert core.extended(self.make_extension()) is core
 
     def test_its_events_are_read_back_with_it_and_unpacked_without_it(self) -> None:
-        """Nobody needs its classes to see the names and values of their fields."""
+        """Readers see the names and values of its events' fields without its classes."""
         extension, core = self.make_extension(), self._core()
         payloads = tuple(self.payloads())
         assert {type(payload) for payload in payloads} == set(extension.events.values()), "`payloads` has not all"
@@ -83,7 +84,7 @@ class ExtensionContract(abc.ABC):
             assert msgspec.msgpack.decode(event.payload) == msgspec.to_builtins(payload)
 
     def test_it_decides_what_it_may_in_every_state_and_the_same_again(self) -> None:
-        """It never raises, no decision of it is refused, and one that was never asked before decides likewise."""
+        """It never raises, none of its decisions is refused, and a new instance makes the same decisions."""
         extension, core, another = self.make_extension(), self._core(), self._core()
         decoder = EventDecoder(core, vocabulary_header(core))
         observed = [
@@ -103,7 +104,7 @@ class ExtensionContract(abc.ABC):
                 assert not replay.divergences, f"{play.name}: {replay.divergences[0]}"
 
     def test_what_it_folds_follows_from_the_log_and_from_a_snapshot_in_its_middle(self) -> None:
-        """A state is equal when it is encoded and decoded, when it is folded again, and when it is folded on."""
+        """A state is the same when it is restored from a snapshot, folded again, or folded on from a snapshot."""
         for play in self._walks():
             core, events = play.ledger.core, _sequenced(play)
             stopped = [event for event in play.events if isinstance(event, e.ExtensionStopped)]
@@ -118,7 +119,7 @@ class ExtensionContract(abc.ABC):
             _assert_equal(begun[0], play.ledger.projections, f"folded again, {play.name}")
 
     def test_its_rules_are_silent_where_all_is_well(self) -> None:
-        """Nor does any other rule find anything in the walk, or anything be decided otherwise."""
+        """No other rule finds anything in the walk either, and all decisions come out the same when made again."""
         for play in self._walks():
             audit = _audited(play, self._core())
             not_judged = audit.judgement().not_judged
@@ -126,14 +127,14 @@ class ExtensionContract(abc.ABC):
             assert audit.is_sound, f"{play.name}: {audit.violations[:3]}, {audit.divergences[:3]}, {audit.unfoldable}"
 
     def test_each_of_its_rules_finds_what_breaks_it(self) -> None:
-        """In the log that its author says breaks it."""
+        """In the log that `bad_log` returns for the rule."""
         core = self._core()
         for rule in self.make_extension().rules:
             found = _audited(self.bad_log(rule), core).num_violations
             assert found[rule], f"{rule} finds nothing in its bad log; found are {dict(found)}"
 
     def test_settings_that_it_does_not_have_are_refused(self) -> None:
-        """By name, with the reason and the remedy; so are values of another type than the default."""
+        """The error names extension and setting. Values of another type than the default are refused too."""
         core, extension = self._core(), self.make_extension()
         core.check_settings({extension.name: self.settings})
         core.check_settings({extension.name: extension.settings})
@@ -146,7 +147,7 @@ class ExtensionContract(abc.ABC):
             assert key in refusal, refusal
 
     def test_a_reader_without_it_verifies_the_rest(self) -> None:
-        """Sub-states follow the rows of the header, and all that is the core's own is folded to the same."""
+        """Sub-states follow the rows of the log's header, and the core's projections fold to the same states."""
         name = self.make_extension().name
         for play in self._walks():
             core = _without(play.ledger.core)

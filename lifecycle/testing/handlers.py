@@ -1,12 +1,12 @@
 # ruff: noqa: S101 - this is a test suite, shipped so that a handler written elsewhere can inherit it
-"""The conformance kit of state handlers: inherit `HandlerContract` in a test module, say how yours is made.
+"""Contract tests for state handlers: inherit `HandlerContract` in a test module and create your handler in it.
 
     class TestMyHandler(HandlerContract):
         def make_handler(self): return MyHandler()
 
-Verified: in every state, upon every observation, it decides without raising, what it may decide, the same each time and
-whatever it was asked before; what it decided is read back from a log. Not verified: whether a decision is a good one;
-that is what the audit of its logs tells.
+Verified, in every state and for every observation: the handler does not raise, makes only decisions that it may make,
+and makes the same ones whatever it was called with before; its decisions can be read back from a log. Not verified:
+whether the decisions are good. For that, audit its logs.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from kvledger.lifecycle.turn import Turn
 
 
 class HandlerContract(abc.ABC):
-    """What every state handler must do, in a core where it has replaced the one of its state."""
+    """Tests that every state handler must pass, in a core where it replaces the built-in handler of its state."""
 
     configurations: ClassVar[tuple[LedgerConfiguration, ...]] = CONFIGURATIONS
-    """What it is asked under, one after the other; blocks of four tokens."""
+    """Each test runs under all of these. They use blocks of four tokens."""
 
     @abc.abstractmethod
     def make_handler(self) -> StateHandler:
-        """A new one."""
+        """Return a new instance of your handler."""
 
     def make_core(self, handler: StateHandler) -> Core:
-        """The core in which it is asked."""
+        """Return the core in which the handler runs."""
         return Core.standard().replacing(handler)
 
     def test_a_core_takes_it(self) -> None:
-        """It names a state, and has no public method that nobody would call."""
+        """It names a state, and has no public method that kvledger would never call."""
         self.make_core(self.make_handler())
 
     def test_it_decides_what_it_may_in_every_state_upon_every_observation(self) -> None:
-        """It never raises, and no decision of it is refused."""
+        """It never raises, and none of its decisions is refused."""
         core = self.make_core(_Stage(self.make_handler).handler)
         for play in plays(core, self.configurations):
             for event in play.events:
@@ -53,7 +53,7 @@ class HandlerContract(abc.ABC):
                     assert event.rule not in {Rule.HANDLER_RAISED, Rule.HANDLER_CONTRACT}, f"{play.name}: {event}"
 
     def test_it_has_no_memory(self) -> None:
-        """One that was asked all along decides like one that is asked for the first time."""
+        """A handler that decided before decides like a new one."""
         kept, renewed = _Stage(self.make_handler), _Stage(self.make_handler)
         fresh_plays = plays(self.make_core(renewed.handler), self.configurations, renewed.renew)
         for fresh, again in zip(fresh_plays, plays(self.make_core(kept.handler), self.configurations), strict=True):
@@ -62,7 +62,7 @@ class HandlerContract(abc.ABC):
             assert len(fresh.events) == len(again.events), fresh.name
 
     def test_its_log_is_read_back_and_decided_again(self) -> None:
-        """From the observations alone, with the same result."""
+        """Its log can be decoded, and the observations alone lead to the same decisions."""
         stage = _Stage(self.make_handler)
         core = self.make_core(stage.handler)
         decoder = EventDecoder(core, vocabulary_header(core))
@@ -76,7 +76,7 @@ class HandlerContract(abc.ABC):
 
 
 class _Stage:
-    """`handler` stands in a core for one that is made anew at will, and is judged like anybody's."""
+    """Wraps the handler so that it can be replaced by a new instance. Its decisions are checked like those of users."""
 
     def __init__(self, make_handler: Callable[[], StateHandler]) -> None:
         self._make_handler = make_handler
@@ -91,12 +91,12 @@ class _Stage:
         self.handler: StateHandler = type(own.__name__, (StateHandler,), {"state": self._current.state, **hooks})()
 
     def _is_only_inherited(self, name: str) -> bool:
-        """Whether it comes with a handler of this package that was derived from, and is never asked in this state."""
+        """Whether the method is only inherited from a built-in handler and is never called in this state."""
         core, handler = Core.standard(), self._current
         return name in HOOKS and handler.state not in core.asked_in(name) and name not in own_hooks(handler)
 
     def renew(self) -> None:
-        """From now on, one that was never asked decides."""
+        """Continue with a new instance of the handler."""
         self._current = self._make_handler()
 
     def _hook(self, name: str) -> Callable[..., object]:

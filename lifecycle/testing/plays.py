@@ -1,4 +1,4 @@
-"""What the contracts play: requests in every state, everything that may happen to them, and a walk without a fault."""
+"""The scenarios of the contract tests: every observation in every state, and a faultless walk of several requests."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ CONFIGURATIONS = (
     LedgerConfiguration(block_size=4, chunk_size=4, num_slots=8, async_saves=True, async_load_tokens=0),
     LedgerConfiguration(block_size=4, chunk_size=4, num_slots=8, windows=(0, 4)),
 )
-"""Blocks of four tokens."""
+"""Configurations with blocks of four tokens."""
 _KEYS = (b"first", b"second", b"third")
 PROMPT = 12
-"""Tokens of a request: three blocks of four, and three chunks."""
+"""Tokens in a prompt: three blocks of four tokens."""
 _NUM_WALKERS = 8
 
 
 Observed = Callable[["Play"], Iterable[e.Event]]
-"""What happens to the request `a` of a play."""
+"""Returns the observations of request `a` in a play."""
 
 
 def plays(
@@ -36,7 +36,7 @@ def plays(
     renew: Callable[[], None] = lambda: None,
     observed: Iterable[Observed] | None = None,
 ) -> Iterator[Play]:
-    """Everything that may happen, in every state; `renew` is called before each play."""
+    """Play each entry of `observed` in every state and configuration. `renew` is called before each play."""
     observed = OBSERVED if observed is None else tuple(observed)
     for configuration in configurations:
         for state in RequestState:
@@ -48,7 +48,7 @@ def plays(
 
 
 class _Nowhere:
-    """A sink that nothing is ever committed to."""
+    """A sink to which nothing is ever committed."""
 
     next_sequence = 1
 
@@ -57,7 +57,7 @@ class _Nowhere:
 
 
 class Play:
-    """One request is brought into a state, one thing happens to it, and it ends."""
+    """A scenario: one request reaches a state, something happens to it, and it ends."""
 
     def __init__(self, core: Core, configuration: LedgerConfiguration) -> None:
         self.configuration = configuration
@@ -68,7 +68,7 @@ class Play:
         self.block_ids = tuple(range(1, 1 + 4 * len(configuration.windows)))
 
     def run(self, state: RequestState, observed: Observed) -> None:
-        """Something like it was saved before."""
+        """Run the scenario in this state. A request with the same prompt is saved before."""
         self._reach("before", RequestState.FINISHED)
         self.report()
         self._reach("a", state)
@@ -80,7 +80,7 @@ class Play:
         self.report()
 
     def walk(self) -> None:
-        """Some requests run out of turn, more than the pool has room for; each is preempted once more than the last."""
+        """Run eight requests, more than fit in the pool, which are preempted up to three times each."""
         self.name = f"the walk under {self.configuration}"
         num_blocks = len(self.block_ids)
         walkers = [(f"walker {number}", number % 4, 1 + number * num_blocks) for number in range(_NUM_WALKERS)]
@@ -116,25 +116,25 @@ class Play:
 
     @property
     def now(self) -> int:
-        """A clock that ticks with each event."""
+        """Time in nanoseconds. It advances by 1 with each event."""
         return len(self.events)
 
     def observe(self, event: e.Event) -> list[e.Event]:
-        """Record it."""
+        """Record an event and return the decisions that follow."""
         decisions = self.ledger.observe(event)
         self.events += [event, *decisions]
         return decisions
 
     def step(self, *counts: tuple[int, int, int]) -> e.StepScheduled:
-        """A step that schedules `a` like this, or nobody."""
+        """Return a step that schedules `a` with (num_computed_tokens, num_scheduled_tokens, num_tokens), or nothing."""
         return self._steps.encode([Scheduled("a", *each) for each in counts], self.now)
 
     def job_ids(self) -> list[int]:
-        """Of the jobs in flight, and of one that never was."""
+        """Return the ids of the jobs in flight, and an unknown id as the last one."""
         return [*(job.job_id for job in self.ledger.projections.jobs), 1000]
 
     def report(self) -> None:
-        """All ranks have done what is in flight."""
+        """Let all ranks report the jobs in flight as done."""
         for job_id in self.job_ids()[:-1]:
             self.observe(e.TransferReported.by(range(self.configuration.num_ranks), job_id, self.now))
 
@@ -159,7 +159,7 @@ class Play:
 
 
 def _looked_up(play: Play, num_computed_tokens: int) -> Iterator[e.Event]:
-    for _ in range(3):  # any number of equal lookups is answered as one
+    for _ in range(3):  # repeated lookups get the same answer
         yield e.LookupRequested("a", num_computed_tokens, PROMPT + 1, play.now)
 
 
@@ -214,4 +214,4 @@ OBSERVED: tuple[Observed, ...] = (
     lambda play: [e.EndRefused("a", 0, "finished_recving", play.now)],
     lambda _: [e.HooksExchanged(num_tokens=1)],
 )
-"""What may happen to a request, legal in its state or not."""
+"""The observations to play, whether the request's state allows them or not."""

@@ -1,8 +1,7 @@
 """The event store: append-only frames of bytes in one gapless, hash-chained sequence.
 
-What a frame's payload means is known in `kvledger.lifecycle.codec`, not here. Stores: `SegmentEventStore` on disk,
-`MemoryEventStore`, and `BacklogEventStore` around either, which keeps I/O trouble from the engine. `read_log` reads a
-log as it is.
+`SegmentEventStore` writes to disk, `MemoryEventStore` to memory. `BacklogEventStore` wraps either and keeps I/O errors
+from the engine. `read_log` reads a log. `kvledger.lifecycle.codec` knows what a payload means.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Keeps I/O trouble away from the engine: frames that cannot be written wait in memory, in order, within a bound.
+"""Keep I/O errors from the engine: frames that cannot be written wait in memory, in order, up to a limit.
 
-Two ways. By itself an append writes what it is given, and after some time tries again what waits; the clock is the
-caller's, so a run can be repeated. With `writes_alone` an append writes only what is one write; all else, and what
-waits, is written by a thread, for which an append waits `max_wait_ms` at most and only where nothing waited before. So
-nobody is kept longer by a disk that stalls, and an engine that is idle need append nothing to have it tried again.
-Whoever finds frames waiting writes none: the log has one writer at a time.
+- By default, an append writes its frame itself and retries waiting ones at intervals of the caller's clock.
+- With `writes_alone`, an append writes only what takes a single write. A thread writes the rest and retries, even if
+  the engine is idle. An append waits for it only if no frame was waiting before, and for at most `max_wait_ms`. While
+  frames are waiting, only the thread writes.
 
-Sequence numbers are handed out as if the frames had been written, and are the ones they are later written with. When
-the bound is reached the newest frames are dropped, all until the backlog is written out; one GAP frame then stands for
-them. How many events wait is noted in the store, where the next start and `verify` find it.
+A waiting event keeps its sequence number. At the limit, new frames are dropped until every waiting frame is written;
+one GAP frame then replaces them. The store notes how many events are waiting, for `verify` and the next start.
 """
 
 from __future__ import annotations
@@ -39,23 +37,22 @@ _MAX_PAUSE_SECONDS: Final = 5.0
 
 @attrs.define(eq=False)
 class _Waiting:
-    """A frame that is not written yet; without payload it is a gap, for `reason`."""
+    """A frame that is not written yet; without a payload it is a gap."""
 
     first_sequence: int
     num_events: int
     payload: bytes | None
     reason: str = ""
     is_lost: bool = False
-    """Whether it stands for frames that were dropped."""
+    """Whether this gap replaces frames that were dropped."""
 
 
 class BacklogEventStore:
-    """An `EventStore` around another one, whose `append`, `append_gap`, `flush` and `close` never raise `OSError`.
+    """An `EventStore` around another one. Its `append`, `append_gap`, `flush` and `close` never raise `OSError`.
 
-    `on_trouble(error, num_events_backlogged)` is called at each failed attempt, and with a `TimeoutError` where an
-    append waited in vain; `on_written_again(num_events_written, num_events_lost)`, both since trouble began, when
-    nothing waits any more. Neither must raise.
-    With `writes_alone` they may be called from another thread.
+    `on_trouble(error, num_events_backlogged)` is called after each failed attempt, and with a `TimeoutError` if an
+    append waited in vain. `on_written_again(num_events_written, num_events_lost)` is called once no frame is waiting
+    and counts from the first error. Neither may raise. With `writes_alone`, another thread may call them.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class BacklogEventStore:
         writes_alone: bool = False,
         max_wait_ms: float | None = None,
     ) -> None:
-        """Wrap `store`, which nobody else may append to from now on; `max_wait_ms` None: as long as a write takes."""
+        """Wrap `store`; nothing else may append to it from now on. `max_wait_ms` None: wait without a limit."""
         self._store = store
         self._max_backlog_bytes = max_backlog_bytes
         self._on_trouble = on_trouble
@@ -78,7 +75,7 @@ class BacklogEventStore:
         self._writes_alone = writes_alone
         self._max_wait_seconds = None if max_wait_ms is None else max_wait_ms / 1000
         self._changed = threading.Condition(threading.RLock())
-        """Of all below. Not held while the thread writes: an append must not wait for that."""
+        """Guards the attributes below. The thread does not hold it while it writes, so no append waits for that."""
         self._hurry = threading.Event()
         """Ends the thread's pause between two attempts."""
         self._thread: threading.Thread | None = None
@@ -88,14 +85,13 @@ class BacklogEventStore:
         self._num_events_backlogged = 0
         self._num_events_lost = 0
         self._num_events_late = 0
-        """Written since trouble began."""
+        """Backlogged events written since the first error."""
         self._num_bytes_written = 0
         self._last_written_unix_ns = 0
         self._num_lost_before = 0
-        """Events lost in earlier trouble."""
         self._num_failures = 0
         self._last_error: OSError | None = None
-        """None where nothing is the matter."""
+        """The latest error since the backlog was last empty, or None."""
         self._attempt_at = 0.0
         self._pause_seconds = _FIRST_PAUSE_SECONDS
         self._next_sequence = store.next_sequence
@@ -103,37 +99,37 @@ class BacklogEventStore:
 
     @property
     def num_events_backlogged(self) -> int:
-        """Events that wait in memory to be written."""
+        """Events that wait to be written."""
         return self._num_events_backlogged
 
     @property
     def is_behind(self) -> bool:
-        """Whether anything that was appended is not written yet."""
+        """Whether any appended event is not written yet."""
         return bool(self._waiting)
 
     @property
     def num_events_lost(self) -> int:
-        """Events dropped so far because the backlog was full, and those that `close` could not write."""
+        """Events dropped because the backlog was full, or not written by `close`."""
         return self._num_events_lost
 
     @property
     def num_bytes_written(self) -> int:
-        """Of frames, so far."""
+        """Bytes of the frames written so far."""
         return self._num_bytes_written
 
     @property
     def last_written_unix_ns(self) -> int:
-        """When a frame was written last; 0 before the first. For people: nothing here depends on it."""
+        """Time of the last write in ns since 1970; 0: none. For display only."""
         return self._last_written_unix_ns
 
     @property
     def next_sequence(self) -> int:
-        """The sequence number that the next appended event gets, written or not."""
+        """Sequence number of the next appended event."""
         return self._next_sequence
 
     @property
     def head_hash(self) -> bytes:
-        """The chain hash of the last frame that was written."""
+        """Chain hash of the last written frame."""
         return self._store.head_hash
 
     def is_quick(self, num_payload_bytes: int) -> bool:
@@ -141,7 +137,7 @@ class BacklogEventStore:
         return not self._waiting and self._store.is_quick(num_payload_bytes)
 
     def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
-        """Append one frame, or keep it for later; see `EventStore.append`."""
+        """Append one frame or let it wait; see `EventStore.append`."""
         with self._changed:
             self._check_open()
             first_sequence = self._next_sequence
@@ -159,7 +155,7 @@ class BacklogEventStore:
             return first_sequence
 
     def append_gap(self, num_events: int, reason: str) -> int:
-        """Append a gap, or keep it for later; see `EventStore.append_gap`."""
+        """Append a gap or let it wait; see `EventStore.append_gap`."""
         with self._changed:
             self._check_open()
             check_append(num_events, len(reason))
@@ -174,15 +170,15 @@ class BacklogEventStore:
             return gap.first_sequence
 
     def note_unwritten(self, num_events: int, reason: str) -> None:
-        """See `EventStore.note_unwritten`; this store notes by itself what waits in it."""
+        """See `EventStore.note_unwritten`. Waiting frames are noted without it."""
         self._store.note_unwritten(num_events, reason)
 
     def read(self, from_sequence: int = 1) -> Iterator[Frame]:
-        """Yield what is written; what waits has no chain hash yet and is not shown. May raise `OSError`."""
+        """Yield the written frames. Raises `OSError`."""
         return self._store.read(from_sequence)
 
     def flush(self) -> None:
-        """Try to write what waits, and flush. Trouble goes to `on_trouble`."""
+        """Try to write the waiting frames, then flush. An error goes to `on_trouble`."""
         with self._changed:
             self._check_open()
             if not self._writes_alone:
@@ -194,7 +190,7 @@ class BacklogEventStore:
         self._attempt(self._store.flush)
 
     def close(self, expected_sequence: int | None = None) -> None:
-        """Try once more to write what waits; what cannot be written is counted as lost. Closing again does nothing."""
+        """Try once more to write the waiting frames; the rest is lost. Closing again does nothing."""
         with self._changed:
             if self._closed:
                 return
@@ -208,7 +204,7 @@ class BacklogEventStore:
         finally:
             self._num_events_lost += self._num_events_backlogged
             self._num_events_backlogged = 0
-            # The caller's count, not what was appended here: an event may have been lost on the way.
+            # The caller's own count, because an event may have been lost before its append.
             expected_sequence = self._next_sequence if expected_sequence is None else expected_sequence
             self._attempt(partial(self._store.close, expected_sequence))
 
@@ -268,11 +264,11 @@ class BacklogEventStore:
             pass
 
     def _write_first(self) -> bool:
-        """Write the oldest frame that waits; whether it could be written."""
+        """Whether the oldest waiting frame could be written."""
         with self._changed:
             frame = self._waiting[0]
             if frame is self._dropping:
-                self._dropping = None  # it must not grow while it is written
+                self._dropping = None  # the gap must not grow while it is written
         try:
             self._write(frame)
         except OSError as error:
@@ -281,7 +277,7 @@ class BacklogEventStore:
         if len(self._waiting) == 1 and self._last_error is not None:
             self._store.note_unwritten(0, "")
         with self._changed:
-            # From here on, where nothing waits any more, the store is that of whoever appends.
+            # From here on, if no frame is waiting, an append may write.
             self._waiting.popleft()
             if not frame.is_lost:
                 self._num_backlog_bytes -= _size(frame)

@@ -1,13 +1,13 @@
-"""A closed segment in its compressed form. Knows blocks and bytes; must not know what reads frames from them.
+"""The compressed form of a closed segment. Knows blocks and bytes; must not know how frames are read from them.
 
-The file keeps its name and begins with the header block as it was. Blocks follow, each of whole frames, one directly
-behind the other. Offsets in a segment count the bytes that its writer wrote, in either form, so a noted offset keeps
-its meaning. The last block is empty and says where the segment ends. A block, little-endian:
+The file keeps its name and its header block. Blocks of whole frames follow without a space; the last one is empty and
+marks the end of the segment. Offsets in a segment count the uncompressed bytes, so a noted offset stays valid. A block,
+little-endian:
 
 ====== ===== ======================================================================================
 offset bytes field
 ====== ===== ======================================================================================
-0      4     marker ``C1 4B 56 5A``, compared exactly; a reader looks for it behind damaged bytes
+0      4     marker ``C1 4B 56 5A``, compared exactly; a reader searches for it after damaged bytes
 4      4     CRC-32C of the next 20 bytes
 8      8     offset in the segment of the block's first byte
 16     4     bytes that the block expands to
@@ -16,8 +16,8 @@ offset bytes field
 28     ...   zlib stream; nothing in the empty block
 ====== ===== ======================================================================================
 
-A log may come from elsewhere. So a block may state at most `MAX_BLOCK_BYTES`, and no more than that many bytes are
-expanded, whatever the stream holds.
+A log may come from an untrusted source: a block may state at most `MAX_BLOCK_BYTES`, and no more bytes than it states
+are expanded.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_BYTES", "MAX_BLOCK_BYTES", "SegmentBlocks", "compress_segment", "encode_block", "find_blocks"]
 
 BLOCK_BYTES: Final = 256 << 10
-"""Bytes of frames that a block holds at most, unless one frame alone is larger."""
+"""Most bytes of frames in one block, unless a single frame is larger."""
 MAX_BLOCK_BYTES: Final = 16 << 20
-"""Bytes that a block may state. A segment with a larger frame is not compressed."""
+"""Most bytes that a block may state. A segment with a larger frame is not compressed."""
 _MAX_OFFSET: Final = 1 << 40
 _MARKER: Final = b"\xc1KVZ"
 _HEADER: Final = struct.Struct("<4sIQIII")
 _CRC_COVERS_FROM: Final = 8
 _WINDOW_BYTES: Final = 1 << 20
 _FEW_BYTES: Final = 32 << 10
-"""Hold the header block of most segments."""
+"""Bytes that hold the header block of most segments."""
 _LEVEL: Final = 1
 
 
 class _Piece(msgspec.Struct, frozen=True, gc=False):
-    """The bytes of a segment from `start` up to `end`: those of one block, or bytes that no block has."""
+    """Bytes `start` up to `end` of a segment: one block, or bytes that no intact block covers."""
 
     start: int
     end: int
@@ -70,14 +70,14 @@ class _Piece(msgspec.Struct, frozen=True, gc=False):
     crc: int = 0
     """CRC-32C of the zlib stream."""
     trouble: str = ""
-    """Why no block has these bytes."""
+    """Why no block covers these bytes."""
 
 
 class SegmentBlocks:
-    """The blocks of one file, expanded one at a time. `num_bytes` is the size of the segment as it was written."""
+    """The blocks of one file, expanded one at a time. `num_bytes` is the uncompressed size."""
 
     def __init__(self, descriptor: int, first_at: int, num_stored: int) -> None:
-        """Look at each block's header. The first one is at the offset `first_at` of a file of `num_stored` bytes."""
+        """Read all block headers. The first is at byte `first_at` of a file of `num_stored` bytes."""
         self._descriptor = descriptor
         self._first_at = first_at
         self._num_stored = num_stored
@@ -87,10 +87,10 @@ class SegmentBlocks:
         self._following = self._pieces()
         self._piece = _Piece(0, self._header_end)
         self._expanded: bytes | str = ""
-        """The bytes of `_piece`, or why there are none."""
+        """The bytes of `_piece`, or why it has none."""
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return up to `num_bytes` bytes from `offset`, none from behind the end of a block; none of a damaged one."""
+        """Return up to `num_bytes` bytes from `offset` within its block; none from a damaged one."""
         if offset < self._header_end:
             return os.pread(self._descriptor, min(num_bytes, self._header_end - offset), offset)
         self._seek(offset)
@@ -98,14 +98,14 @@ class SegmentBlocks:
         return self._expanded[start : start + num_bytes] if isinstance(self._expanded, bytes) else b""
 
     def trouble_at(self, offset: int) -> str:
-        """Why there is no intact block at `offset`; empty: there is one, or the segment ends before."""
+        """Return why there is no intact block at `offset`; empty if there is one, or after the end."""
         if not self._header_end <= offset < self.num_bytes:
             return ""
         self._seek(offset)
         return self._expanded if isinstance(self._expanded, str) else ""
 
     def end_at(self, offset: int) -> int:
-        """Return where what stands at `offset` ends: a block, what no block has, or the header block."""
+        """Return the end of the block, header block or uncovered bytes at `offset`."""
         if offset < self._header_end:
             return self._header_end
         self._seek(offset)
@@ -122,7 +122,6 @@ class SegmentBlocks:
             self._piece, self._expanded = found, found.trouble or self._expand(found)
 
     def _pieces(self) -> Iterator[_Piece]:
-        """Yield what stands behind the header block, in order."""
         at, end = self._first_at, self._header_end
         while (block := _next_block(self._descriptor, at, end)) is not None:
             if block.start > end:
@@ -155,7 +154,7 @@ class SegmentBlocks:
 
 
 def find_blocks(descriptor: int, num_stored: int) -> SegmentBlocks | None:
-    """Return the blocks of a segment file of `num_stored` bytes; None: it is not compressed."""
+    """Return the blocks of a segment file, or None if it is not compressed."""
     at = 0
     for num_read in (_FEW_BYTES, MAX_HEADER_BYTES):
         with contextlib.suppress(LogError):
@@ -165,7 +164,7 @@ def find_blocks(descriptor: int, num_stored: int) -> SegmentBlocks | None:
     if begins != _MARKER:
         if begins.startswith(FRAME_MARKER) or not begins:
             return None
-        # Damaged: an intact block further on tells which form it is.
+        # Damaged: if an intact block follows, the file is compressed.
         block = _next_block(descriptor, 0)
         if block is None:
             return None
@@ -176,22 +175,23 @@ def find_blocks(descriptor: int, num_stored: int) -> SegmentBlocks | None:
 def compress_segment(
     segment: Path, *, replacing: AbstractContextManager[object], goes_on: Callable[[], bool] = lambda: True
 ) -> None:
-    """Replace a closed segment by its compressed form, at once and synced, unless that is larger.
+    """Replace a closed segment by its compressed form, synced and in one step, unless that is larger.
 
     Args:
-        segment: the file, which nobody writes to any more.
-        replacing: is entered while the file is replaced; a segment that was deleted before is not made again.
-        goes_on: is asked after each block; once it returns False the segment stays as it is.
+        segment: nothing writes to it any more.
+        replacing: entered for the replacement. A segment that was deleted before stays deleted.
+        goes_on: called after each block; False leaves the segment unchanged.
 
     Raises:
-        LogDamaged: it has other bytes than intact frames, or a frame that no block holds; it stays as it is.
-        OSError: a file cannot be read or written; it stays as it is, unless only the directory could not be synced.
+        LogDamaged: there are bytes that are no intact frame, or a frame too large for a block. The segment is
+            unchanged.
+        OSError: a file cannot be read or written. The segment is unchanged unless only the directory's sync failed.
     """
     unfinished = segment.with_suffix(UNFINISHED_SUFFIX)
     status = segment.lstat()
     try:
         write_file(unfinished, takewhile(lambda _: goes_on(), _compressed(segment)), durable=True)
-        # Retention goes by the time at which frames were last written.
+        # Retention goes by the time of the last write of frames.
         os.utime(unfinished, ns=(status.st_atime_ns, status.st_mtime_ns))
         with replacing:
             if goes_on() and is_regular_file(segment) and num_bytes_of(unfinished) < status.st_size:
@@ -203,15 +203,14 @@ def compress_segment(
 
 
 def encode_block(offset: int, data: bytes) -> bytes:
-    """Return the block with the bytes `data`, which begin at `offset` in the segment."""
-    # One call for a whole block: the interpreter lock is free meanwhile.
+    """Return the block for `data`, which is at `offset` in the segment."""
+    # One call per block: zlib releases the interpreter lock meanwhile.
     stored = zlib.compress(data, _LEVEL) if data else b""
     fields = _HEADER.pack(_MARKER, 0, offset, len(data), len(stored), crc32c(stored))[_CRC_COVERS_FROM:]
     return _MARKER + struct.pack("<I", crc32c(fields)) + fields + stored
 
 
 def _compressed(segment: Path) -> Iterator[bytes]:
-    """Yield the parts of the compressed form of `segment`."""
     descriptor = open_for_reading(segment)
     try:
         offset = decode_header(os.pread(descriptor, MAX_HEADER_BYTES, 0), segment.name).num_bytes
@@ -233,7 +232,7 @@ def _compressed(segment: Path) -> Iterator[bytes]:
 
 
 def _end_of_frames(data: bytes) -> int:
-    """Return where the intact frames end with which `data` begins."""
+    """Return where the intact frames at the start of `data` end."""
     end = 0
     while isinstance(frame := parse_frame(data, end), Frame):
         end += frame_bytes(frame)
@@ -241,7 +240,7 @@ def _end_of_frames(data: bytes) -> int:
 
 
 def _next_block(descriptor: int, at: int, minimum_offset: int = 0) -> _Piece | None:
-    """Return the first block at or behind byte `at` of the file that begins at `minimum_offset` or later, or None."""
+    """Return the first block at or after byte `at` of the file and `minimum_offset` of the segment, or None."""
     block = _decode_block(descriptor, at)
     if isinstance(block, _Piece) and block.start >= minimum_offset:
         return block
@@ -253,7 +252,7 @@ def _next_block(descriptor: int, at: int, minimum_offset: int = 0) -> _Piece | N
 
 
 def _markers(descriptor: int, at: int) -> Iterator[int]:
-    """Yield where in the file block markers stand, from byte `at` on."""
+    """Yield the file offsets of block markers from `at` on."""
     while window := os.pread(descriptor, _WINDOW_BYTES, at):
         found = window.find(_MARKER)
         while found >= 0:
@@ -265,7 +264,7 @@ def _markers(descriptor: int, at: int) -> Iterator[int]:
 
 
 def _decode_block(descriptor: int, at: int) -> _Piece | str:
-    """Return the block whose header stands at byte `at` of the file, or why there is none."""
+    """Return the block at byte `at` of the file, or why there is none."""
     data = os.pread(descriptor, _HEADER.size, at)
     if len(data) < _HEADER.size:
         return f"are {len(data)} bytes, too few for the header of a block"

@@ -1,4 +1,4 @@
-"""What can be wrong with a stored log, by name. One `Damage` is one place."""
+"""The kinds of damage in a stored log. One `Damage` is one place."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ DAMAGE_KINDS: Final[dict[DamageKind, str]] = {
     "missing_segment": "no segment holds these sequences, and no record says that they were retired",
     "misplaced_segment": "a segment of another log, or under another name than its header says; it is left out",
 }
-"""Each kind and its meaning."""
+"""Kind → its meaning."""
 
 
 @attrs.frozen
 class Damage:
     """One place where the log is not what was written.
 
-    `kind` is one of `DAMAGE_KINDS`; who decodes frames adds others. `sequence` is the first sequence number concerned,
-    None where that cannot be known; `num_bytes` counts the bytes from `offset` that could not be used (0 where all
-    could be, as in ``chain_broken``).
+    `kind` is one of `DAMAGE_KINDS`, or one that a decoder of frames adds. `sequence` is the first sequence number
+    affected, None if unknown. `num_bytes` counts the unusable bytes from `offset` on: 0 in ``chain_broken``, for
+    example.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Damage:
 
     @property
     def place(self) -> str:
-        """What is damaged, and where."""
+        """The damage's kind and place."""
         at = "" if self.sequence is None else f", event {self.sequence}"
         return f"{self.kind} in {self.segment} at byte {self.offset}{at}"
 
@@ -65,5 +65,5 @@ class Damage:
 
 
 def sequences(first: int, end: int) -> str:
-    """Sequence numbers in words; `end` is the first behind them."""
+    """Return the sequence numbers `first` up to before `end` in words."""
     return f"sequence {first}" if end == first + 1 else f"sequences {first} to {end - 1}"

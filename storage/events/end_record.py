@@ -1,9 +1,9 @@
-"""The record of a log's end: a small file next to the segments that says how far the log got, and if it was closed.
+"""The end record `log.end` next to the segments: how far a log got, and whether it was closed.
 
-`log.end` is written whole when the log is made, and from then on only overwritten in place, so that it can be written
-on a disk that is full: how many events wait and cannot be written is known also after SIGKILL. It is rewritten when the
-writer goes on in a new segment, when events cannot be written or could be again, and when the log is closed. It is
-evidence about the segments and never needed to read them. One line of text: a name, a CRC-32C, a JSON object, spaces.
+After creation it is only overwritten in place, which works on a full disk. So even after SIGKILL it holds the number of
+events that could not be written. The writer rewrites it when it begins a segment, when writing fails or works again,
+and when it closes the log. It is evidence and not needed for reading. One line of text: a name, a CRC-32C, a JSON
+object, spaces.
 """
 
 from __future__ import annotations
@@ -31,35 +31,34 @@ _MAX_REASON_BYTES: Final = 300
 
 @attrs.frozen
 class RecordedEnd:
-    """How far a log got when its record was written."""
+    """How far a log had got."""
 
     log_id: str
     segment: str
-    """The newest segment."""
+    """Name of the newest segment."""
     next_sequence: int
-    """The sequence number behind the last event that was written."""
+    """Sequence number after the last written event."""
     head_hash: str
-    """The chain hash there, hexadecimal."""
+    """Chain hash there, hexadecimal."""
     is_closed: bool = False
     num_unwritten: int = 0
-    """Events from `next_sequence` on that had been taken and could not be written."""
+    """Events from `next_sequence` on that were accepted and could not be written."""
     reason: str = ""
-    """Why not."""
+    """Why they could not be written."""
     expected_sequence: int | None = None
-    """The sequence number behind the last event that the log's writer had recorded when it closed the log, by its own
-    count; None: it gave none."""
+    """Sequence number after the writer's last event, by its own count when it closed the log; None: not given."""
 
     @property
     def end_sequence(self) -> int:
-        """The sequence number behind the last event that is known to have been taken."""
+        """Sequence number after the last event that is known to be accepted."""
         return max(self.next_sequence + self.num_unwritten, self.expected_sequence or 0)
 
 
 class EndRecord:
-    """The record as the log's writer keeps it."""
+    """The end record as its writer keeps it."""
 
     def __init__(self, directory: Path, recorded: RecordedEnd, *, durable: bool) -> None:
-        """Write the record of the log in `directory`, in place of one that is there. Raises `OSError`."""
+        """Write the record of the log in `directory`. Raises `OSError`."""
         self.recorded = recorded
         self._durable = durable
         self._descriptor = open_for_writing(directory / END_RECORD_NAME, os.O_WRONLY | os.O_CREAT)
@@ -72,7 +71,7 @@ class EndRecord:
             raise
 
     def note(self, recorded: RecordedEnd) -> None:
-        """Write the record anew. Raises `OSError`; then it is as it was, or torn, which its CRC tells."""
+        """Rewrite the record. Raises `OSError`; the record is then the old one, or torn, which its CRC reveals."""
         if os.pwrite(self._descriptor, _encode(recorded), 0) < _NUM_BYTES:
             msg = f"{END_RECORD_NAME}: only a part of {_NUM_BYTES} bytes could be written"
             raise OSError(msg)
@@ -81,12 +80,12 @@ class EndRecord:
         self.recorded = recorded
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._descriptor)
 
 
 def read_end_record(directory: Path) -> RecordedEnd | None:
-    """The record in `directory`; None where there is none that is intact and can be read."""
+    """Return the record in `directory`; None if it is missing or not intact."""
     try:
         name, crc, body = read_file(directory / END_RECORD_NAME).split(b" ", 2)
         if name != _NAME or crc != _checksum(body):
@@ -100,7 +99,7 @@ def _encode(recorded: RecordedEnd) -> bytes:
     num_bytes = _NUM_BYTES - len(_NAME) - 10
     reason = recorded.reason.encode(errors="replace")[:_MAX_REASON_BYTES].decode(errors="ignore")
     body = msgspec.json.encode(attrs.evolve(recorded, reason=reason))
-    if len(body) >= num_bytes:  # escapes: a reason of control characters
+    if len(body) >= num_bytes:  # control characters are escaped
         body = msgspec.json.encode(attrs.evolve(recorded, reason=""))
     body = body.ljust(num_bytes - 1) + b"\n"
     return b"%s %s %s" % (_NAME, _checksum(body), body)

@@ -1,8 +1,7 @@
-"""How a log ended: closed, cut off, still open, or not known; and what is known to be missing at its end.
+"""How a log ended, and which events are known to be missing at its end.
 
-Judged from the files next to the segments: the record of the end (`log.end`), the writer's lock, and snapshots, each of
-which has a segment. It must not know what events mean. A caller that has read the log says how far it goes
-(`judge_ending`); for others the last segment is read (`read_ending`).
+Judged from the end record (`log.end`), the writer's lock and the snapshots, each of which has a segment. Must not know
+what events mean. `judge_ending` is for callers that have read the log; `read_ending` reads its last segment.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _BEHIND_EVERYTHING = 1 << 62
 
 
 class HowEnded(enum.StrEnum):
-    """What became of the process that wrote a log, as far as the log is concerned."""
+    """How the writing process left the log."""
 
     CLOSED = "closed"
     CUT_OFF = "cut_off"
-    """The process ended without closing the log: killed, crashed, or the machine lost power."""
+    """The process ended without closing the log: it was killed, it crashed, or the machine lost power."""
     OPEN = "open"
     """A process holds the writer's lock."""
     UNKNOWN = "unknown"
@@ -50,17 +49,17 @@ class HowEnded(enum.StrEnum):
 
 @attrs.frozen
 class MissingEnd:
-    """Events that a log had taken, and that are not at its end.
+    """Accepted events that are missing at a log's end.
 
-    `missing_segment`: the newest segment is gone; `cut_segment`: frames behind its last one were written and are gone;
-    `unwritten_events`: they could not be written, and the writer could not say so in the log itself.
+    `missing_segment`: the newest segment is gone. `cut_segment`: frames after the segment's last one are gone.
+    `unwritten_events`: the writer could write neither the events nor a gap for them.
     """
 
     kind: Literal["missing_segment", "cut_segment", "unwritten_events"]
     segment: str
     first_sequence: int
     num_events: int
-    """At least; 0: how many is not known."""
+    """Missing events, at least; 0: unknown."""
     detail: str
 
 
@@ -70,17 +69,17 @@ class LogEnding:
 
     how: HowEnded
     detail: str = ""
-    """Why that is not known; or of a log that is open, what is the matter with it."""
+    """Why `how` is unknown, or which events wait in an open log."""
     missing: MissingEnd | None = None
-    """None also where that is not known."""
+    """None also if unknown."""
     contradiction: str = ""
-    """The log's end is not its writer's: another chain hash than its record has, or more events than were recorded."""
+    """How the log contradicts its end record: by another chain hash, or by more events than were recorded."""
 
 
 def is_being_written(directory: Path) -> bool:
-    """Whether a process holds the lock of the log in `directory`; False where that is not known.
+    """Whether a process holds the lock of the log in `directory`; False if unknown.
 
-    Asks for a shared lock and lets go of it at once: a writer that asks at that very moment asks again.
+    Takes a shared lock for a moment. A writer that fails to lock because of it tries again.
     """
     try:
         descriptor = open_for_reading(directory / LOCK_NAME)
@@ -98,7 +97,7 @@ def is_being_written(directory: Path) -> bool:
 
 
 def read_ending(directory: Path) -> LogEnding:
-    """Judge the log in `directory`; reads no more than its last segment. Raises `LogError` and `OSError`."""
+    """Judge the log in `directory` by reading its last segment. Raises `LogError` and `OSError`."""
     was_open = is_being_written(directory)
     reader = LogReader(directory, _BEHIND_EVERYTHING)
     for _ in reader:
@@ -109,9 +108,10 @@ def read_ending(directory: Path) -> LogEnding:
 
 
 def glance_at_ending(directory: Path) -> LogEnding:
-    """Judge by the record alone, where the segment that it names is there and nothing waited; else as `read_ending`.
+    """Judge by the end record alone if possible, else as `read_ending`, which takes a second or more.
 
-    Sees no frames that were cut off later. Reading a segment takes a second or more.
+    It is possible if the log is open, or if the recorded segment exists and no events were waiting. Frames that were
+    cut off later are not noticed.
     """
     recorded = read_end_record(directory)
     was_open = is_being_written(directory)
@@ -124,14 +124,10 @@ def glance_at_ending(directory: Path) -> LogEnding:
 def judge_ending(
     directory: Path, log_id: object, next_sequence: int, head_hash: bytes | None, *, was_open: bool
 ) -> LogEnding:
-    """Judge the log in `directory`, of which every intact frame was read.
+    """Judge the log in `directory` after all of its intact frames were read.
 
-    Args:
-        directory: where the log is.
-        log_id: the id in its headers.
-        next_sequence: the sequence number behind its last event.
-        head_hash: the chain hash there; None: not known.
-        was_open: whether it was being written when reading began.
+    `log_id` is from its headers. `next_sequence` and `head_hash` (None: unknown) are those after its last event.
+    `was_open`: whether it was being written when reading began.
     """
     recorded = read_end_record(directory)
     if recorded is not None and recorded.log_id != log_id:
@@ -159,7 +155,7 @@ def judge_ending(
 
 
 def _missing_segment(directory: Path, next_sequence: int, recorded: RecordedEnd | None) -> MissingEnd | None:
-    """The newest segment that a file names and that is not there. The reader reports older ones."""
+    """Return a segment missing after the log's end that a snapshot or the end record names."""
     named = {path.with_suffix(".kvlog").name: path.name for path in directory.glob(f"*{SNAPSHOT_SUFFIX}")}
     if recorded is not None:
         named[recorded.segment] = END_RECORD_NAME

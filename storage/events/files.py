@@ -1,11 +1,10 @@
-"""How this store opens files, and changes a disk away from the hot path: whole files, and directories.
+"""Open the files of a log, and change files and directories outside the hot path.
 
-A log directory may come from elsewhere, and others may be able to write there. So every file in it is opened here, and
-is a regular file: no link is followed, no pipe is waited for, no device is opened. The descriptor is checked, because
-what a name leads to may change between a look and the opening. The path of the directory is the user's own choice and
-may lead through links.
+A log directory may come from an untrusted source, or others may write there. So every file in it is opened here and
+must be a regular file: no link, pipe or device. The descriptor is checked too, because a name may be replaced before
+the opening. The path of the directory is the user's choice and may lead through links.
 
-Every change is one call of `os`, never a buffered file, so that a test can stop the process between any two of them.
+Every change is one call of `os`, so that a test can stop the process between any two.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ __all__ = [
 ]
 
 PRIVATE_DIRECTORY: Final = 0o700
-"""Mode of a directory for its owner only."""
+"""Directory mode: only the owner has access."""
 _DIRECTORY: Final = 0o755
 _FILE: Final = 0o644
 _SAFELY: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -62,11 +61,11 @@ _KINDS: Final = (
 
 
 class RefusedFile(OSError):
-    """A name in a log directory leads to something that kvledger does not open. The message has reason and remedy."""
+    """kvledger does not open this file of a log directory. The message has the reason and the remedy."""
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
+        """The user's remedy."""
         return _REMEDIES.get(self.errno or 0, "remove it from the log directory, or give another path")
 
     def __str__(self) -> str:
@@ -79,43 +78,34 @@ def is_full(error: OSError) -> bool:
 
 
 def open_for_reading(path: Path) -> int:
-    """Return a descriptor of a regular file. Never waits, as opening a pipe would for its writer.
+    """Return a descriptor of a regular file, without waiting.
 
     Raises:
-        RefusedFile: it is a link or no regular file.
-        OSError: it cannot be opened.
-
+        RefusedFile: the path is a link or not a regular file.
+        OSError: the file cannot be opened.
     """
     return _opened(path, os.O_RDONLY)
 
 
 def open_for_writing(path: Path, flags: int, mode: int = _FILE) -> int:
-    """Return a descriptor of a regular file with one name; with O_CREAT in `flags` one that is missing is made.
+    """Return a descriptor of a regular file; with O_CREAT in `flags`, create a missing one.
 
-    Raises:
-        RefusedFile: it is a link or no regular file, or a hard link gives it another name.
-        OSError: it cannot be opened.
-
+    Raises like `open_for_reading`, and `RefusedFile` if the file has hard links.
     """
     return _opened(path, flags, mode, is_written=True)
 
 
 def open_for_locking(path: Path) -> tuple[int, bool]:
-    """Return a descriptor of a regular file, which is made if it is missing, and whether that may be written to.
+    """Return a descriptor of a regular file, created if missing, and whether it may be written to.
 
-    It may not be if a hard link gives it another name. A lock changes nothing there.
-
-    Raises:
-        RefusedFile: it is a link or no regular file.
-        OSError: it cannot be opened.
-
+    It may not if it has hard links; a lock changes nothing there. Raises like `open_for_reading`.
     """
     descriptor = _opened(path, os.O_RDWR | os.O_CREAT)
     return descriptor, os.fstat(descriptor).st_nlink <= 1
 
 
 def _opened(path: Path, flags: int, mode: int = _FILE, *, is_written: bool = False) -> int:
-    # Opening alone can have an effect on a pipe or a device, so there is a look before and one after.
+    # Checked before, too: merely opening a pipe or a device can have an effect.
     with contextlib.suppress(FileNotFoundError):
         _check(path, path.lstat(), is_written=is_written)
     descriptor = os.open(path, flags | _SAFELY, mode)
@@ -142,18 +132,17 @@ def _check(path: Path, status: os.stat_result, *, is_written: bool) -> None:
 
 
 def refused_link(path: Path) -> RefusedFile:
-    """Return the error for a link where a log was looked for."""
+    """Return the error for a link found in place of a log."""
     return RefusedFile(errno.ELOOP, _LINK, str(path))
 
 
 @contextlib.contextmanager
 def opened_directory(directory: Path, expected: os.stat_result) -> Iterator[int]:
-    """Yield a descriptor of a directory, for changes that must hit this directory whatever its name leads to by now.
+    """Yield a descriptor for changes in this very directory, even if its name is replaced meanwhile.
 
     Raises:
-        RefusedFile: it is not the directory that `expected` is the status of.
-        OSError: it cannot be opened.
-
+        RefusedFile: `directory` is not the one whose status is `expected`.
+        OSError: the directory cannot be opened.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -165,7 +154,7 @@ def opened_directory(directory: Path, expected: os.stat_result) -> Iterator[int]
 
 
 def remove_in(descriptor: int, path: Path) -> None:
-    """Remove a file from the directory that `descriptor` is one of; an error names the whole path. Raises `OSError`."""
+    """Remove a file from the directory of `descriptor`. Raises `OSError` with the whole path."""
     try:
         os.unlink(path.name, dir_fd=descriptor)
     except OSError as error:
@@ -174,7 +163,7 @@ def remove_in(descriptor: int, path: Path) -> None:
 
 
 def trouble_with(path: Path) -> str:
-    """Why kvledger does not read a file, with the remedy; empty if it is a regular file, or missing."""
+    """Return why kvledger does not read a file, with the remedy; empty if it is regular or missing."""
     try:
         _check(path, path.lstat(), is_written=False)
     except RefusedFile as error:
@@ -185,7 +174,7 @@ def trouble_with(path: Path) -> str:
 
 
 def is_regular_file(path: Path) -> bool:
-    """Whether it is a regular file itself, and no link to one. Raises `OSError` if it cannot be looked at."""
+    """Whether `path` is a regular file and not a link. Raises `OSError` if that cannot be checked."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -193,13 +182,13 @@ def is_regular_file(path: Path) -> bool:
 
 
 def num_bytes_of(path: Path) -> int:
-    """Size of a regular file in bytes; 0 of anything else. Raises `OSError`."""
+    """Return the size of a regular file in bytes, 0 for anything else. Raises `OSError`."""
     status = path.lstat()
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def directories_in(directory: Path) -> list[Path]:
-    """Return the directories in `directory` by name, without links to directories. Raises `OSError`."""
+    """Return the directories in `directory` by name, without links. Raises `OSError`."""
     with os.scandir(directory) as entries:
         return sorted(directory / entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
@@ -207,7 +196,7 @@ def directories_in(directory: Path) -> list[Path]:
 def links_in(directory: Path) -> list[Path]:
     """Return the symbolic links in `directory` by name. Raises `OSError`.
 
-    Without those to a neighbour, such as `latest`: what they lead to is in the directory anyway.
+    Links to another entry, such as `latest`, are left out: the caller sees that entry anyway.
     """
     with os.scandir(directory) as entries:
         names = {entry.name: entry.is_symlink() for entry in entries}
@@ -215,7 +204,7 @@ def links_in(directory: Path) -> list[Path]:
 
 
 def _leads_to(link: Path, names: Mapping[str, bool]) -> bool:
-    """Whether a link leads to one of these names in its directory, which is no link itself."""
+    """Whether a link leads to one of these names that is not itself a link."""
     try:
         return names.get(str(link.readlink()), True) is False
     except OSError:
@@ -223,23 +212,23 @@ def _leads_to(link: Path, names: Mapping[str, bool]) -> bool:
 
 
 def read_file(path: Path) -> bytes:
-    """Return all that is in a regular file. Raises `OSError`."""
+    """Return the content of a regular file. Raises `OSError`."""
     with os.fdopen(open_for_reading(path), "rb") as file:
         return file.read()
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all of `data`; after a short write the rest either fits after all, or says why not. Raises `OSError`."""
+    """Write all of `data`, continuing after a short write. Raises `OSError`."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def write_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool, exclusive: bool = False) -> None:
-    """Write a new file that holds `data`, which may come in parts. Raises `OSError`, and may leave a part behind.
+    """Write a new file with `data`, which may come in parts. Raises `OSError`, and may then leave a part of it.
 
-    What has the name already, such as a file that a crash has left, is removed first, and a link is not followed. With
-    `exclusive` it stays, and the error is `FileExistsError`.
+    An existing file or link of that name, such as a crash leaves, is removed first. With `exclusive`, `FileExistsError`
+    is raised instead.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY
     try:
@@ -259,10 +248,9 @@ def write_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool, excl
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append one line to a file, on disk before this returns.
+    """Append one line to a file, synced to disk.
 
-    A line that a crash had left half written is ended first, so that it spoils only itself. Raises `OSError`; what was
-    written until then is removed, where that can be done.
+    An incomplete last line from a crash is ended first. Raises `OSError` after removing the new line, if possible.
     """
     descriptor = open_for_writing(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
@@ -280,13 +268,10 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def make_directory(directory: Path, *, durable: bool, mode: int = _DIRECTORY) -> None:
-    """Make a directory and those above it, where they are missing. Raises `OSError`.
+    """Create a directory and its missing parents. Raises `OSError`.
 
-    Args:
-        directory: the path; it may lead through links.
-        durable: whether the new names are on disk when this returns.
-        mode: of each directory that is made, less the umask. By default only the owner may write there.
-
+    The path may lead through links. With `durable`, the new names are synced to disk. `mode` is less the umask; by
+    default, only the owner may write there.
     """
     above = directory.absolute().parent
     if not above.exists():
@@ -297,7 +282,7 @@ def make_directory(directory: Path, *, durable: bool, mode: int = _DIRECTORY) ->
 
 
 def sync_directory(directory: Path) -> None:
-    """Return when the names in `directory` are on disk. Raises `OSError`."""
+    """Sync the names in `directory` to disk. Raises `OSError`."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,11 +1,11 @@
-"""One frame: the unit that is written whole or not at all. Knows bytes; must not know files, nor what a payload means.
+"""A frame: the unit that is written whole or not at all. Knows bytes; must not know files or what a payload means.
 
 A frame on disk, little-endian, without padding:
 
 ====== ===== ======================================================================================
 offset bytes field
 ====== ===== ======================================================================================
-0      2     marker ``F5 4B``, compared exactly; a reader looks for it behind damaged bytes
+0      2     marker ``F5 4B``, compared exactly; a reader searches for it after damaged bytes
 2      4     CRC-32C of everything that follows: fields, chain hash, payload
 6      4     payload length in bytes                                        \
 10     1     kind (`FrameKind`)                                             | the fields
@@ -15,7 +15,7 @@ offset bytes field
 39     ...   payload
 ====== ===== ======================================================================================
 
-Every byte is either compared (marker), or is the CRC, or is covered by it.
+The marker is compared, and the CRC covers every byte after itself.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _PREFIX = struct.Struct("<2sI")
 _HEADER = struct.Struct("<2sIIBQI16s")
 FRAME_HEADER_BYTES = _HEADER.size
 CRC_COVERS_FROM = _PREFIX.size
-"""Offset in a frame behind marker and CRC."""
+"""Offset in a frame after marker and CRC."""
 
 _pack_fields = _FIELDS.pack
 _pack_prefix = _PREFIX.pack
@@ -65,22 +65,19 @@ _unpack_header = _HEADER.unpack_from
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame's payload is."""
+    """The kind of a frame's payload."""
 
     EVENTS = 0
-    """Encoded events; the store does not look inside."""
+    """Encoded events; the store does not decode them."""
     GAP = 1
-    """A reason in UTF-8: this many events happened here and could not be written."""
+    """A reason in UTF-8 why this many events could not be written here."""
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One stored frame: `num_events` events numbered from `first_sequence`.
-
-    `chain_hash` (16 bytes) covers this frame and, through the previous hash, everything before it.
-    """
+    """One stored frame. `chain_hash` (16 bytes) covers it and, through the previous hash, everything before it."""
 
     first_sequence: int
     num_events: int
@@ -90,12 +87,12 @@ class Frame(msgspec.Struct, frozen=True):
 
     @property
     def next_sequence(self) -> int:
-        """The sequence number of the first event after this frame."""
+        """Sequence number after the frame's last event."""
         return self.first_sequence + self.num_events
 
 
 def check_append(num_events: int, num_payload_bytes: int) -> None:
-    """Refuse what a frame cannot hold. Raises `ValueError`."""
+    """Raise `ValueError` if a frame cannot hold this much."""
     if not 0 < num_events <= MAX_EVENTS:
         msg = f"a frame holds 1 to {MAX_EVENTS} events, not {num_events}; append nothing when nothing happened"
         raise ValueError(msg)
@@ -107,7 +104,7 @@ def check_append(num_events: int, num_payload_bytes: int) -> None:
 def encode_frame(
     kind: int, first_sequence: int, num_events: int, payload: bytes, previous_hash: bytes
 ) -> tuple[bytes, bytes]:
-    """Return the frame's bytes and its chain hash. The caller has been through `check_append`."""
+    """Return the frame's bytes and its chain hash. The caller has called `check_append`."""
     fields = _pack_fields(len(payload), kind, first_sequence, num_events)
     chain_hash = blake2b(previous_hash + fields + payload, digest_size=16).digest()
     covered = fields + chain_hash + payload
@@ -115,13 +112,13 @@ def encode_frame(
 
 
 def next_chain_hash(previous_hash: bytes, frame: Frame) -> bytes:
-    """Return the chain hash that `frame` has if it follows `previous_hash` (16 bytes)."""
+    """Return the chain hash of `frame` after `previous_hash` (16 bytes each)."""
     fields = _pack_fields(len(frame.payload), frame.kind, frame.first_sequence, frame.num_events)
     return blake2b(previous_hash + fields + frame.payload, digest_size=CHAIN_HASH_BYTES).digest()
 
 
 def follows(frame: Frame, sequence: int | None, chain_hash: bytes | None) -> bool:
-    """Whether `frame` is the one that comes at `sequence` behind `chain_hash` (16 bytes; None: not known, any does)."""
+    """Whether `frame` has the number `sequence` and follows `chain_hash` (16 bytes). None: not checked."""
     if sequence is not None and frame.first_sequence != sequence:
         return False
     return chain_hash is None or next_chain_hash(chain_hash, frame) == frame.chain_hash
@@ -133,7 +130,7 @@ def frame_bytes(frame: Frame) -> int:
 
 
 def declared_frame(data: bytes, offset: int) -> tuple[int, int] | None:
-    """Return the bytes that the frame at `offset` says it takes, and its CRC; None without a whole header there."""
+    """Return the bytes and the CRC that the frame header at `offset` states; None without a whole header."""
     if len(data) - offset < FRAME_HEADER_BYTES:
         return None
     marker, crc, num_payload_bytes, *_ = _unpack_header(data, offset)
@@ -141,7 +138,7 @@ def declared_frame(data: bytes, offset: int) -> tuple[int, int] | None:
 
 
 def parse_frame(data: bytes, offset: int) -> Frame | str:
-    """Return the intact frame at `offset` of `data`, or the reason why there is none."""
+    """Return the intact frame at `offset` of `data`, or why there is none."""
     num_left = len(data) - offset
     if num_left < FRAME_HEADER_BYTES:
         return f"{num_left} bytes are too few for a frame header of {FRAME_HEADER_BYTES}"

@@ -1,4 +1,4 @@
-"""Grouped `fdatasync` in a thread, so that the writer never waits for a disk. Knows a file descriptor, and no frame."""
+"""Grouped `fdatasync` in a thread, so that the writer never waits for a disk."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["GroupSync"]
 
 
 class GroupSync:
-    """Syncs one file descriptor at most once every `interval_ms`, and only after it was written to.
+    """Syncs one file descriptor after writes, at most once every `interval_ms`.
 
-    A sync that failed in the thread is kept, and raised by the next `check` or `sync`: after it the kernel may have
-    dropped the unsynced pages, so it must not pass unseen.
+    If a sync in the thread fails, the next `check` or `sync` raises the error: the kernel may have dropped unsynced
+    pages.
     """
 
     def __init__(self, descriptor: int, interval_ms: float) -> None:
@@ -27,7 +27,7 @@ class GroupSync:
         self._thread.start()
 
     def note_written(self) -> None:
-        """Have the thread sync what was just written."""
+        """Let the thread sync what was just written."""
         if not self._written.is_set():
             self._written.set()
 
@@ -38,19 +38,19 @@ class GroupSync:
             raise error
 
     def sync(self) -> None:
-        """Return when all that was written is on disk. Raises `OSError`."""
+        """Sync everything written so far to disk. Raises `OSError`."""
         self._written.clear()
         with self._lock:
             self.check()
             os.fdatasync(self._descriptor)
 
     def switch(self, descriptor: int) -> None:
-        """Watch another file from now on; the caller has synced the one before."""
+        """Sync another file from now on; the caller has synced the previous one."""
         with self._lock:
             self._descriptor = descriptor
 
     def stop(self) -> None:
-        """End the thread; it lets go of the descriptor before this returns."""
+        """End the thread, which then no longer uses the descriptor."""
         self._stopping.set()
         self._written.set()
         self._thread.join()
@@ -58,7 +58,7 @@ class GroupSync:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._written.wait()
-            # Cleared before the sync: a write that comes during it asks for another one.
+            # Cleared first: a write during the sync asks for another one.
             self._written.clear()
             if self._stopping.is_set():
                 return

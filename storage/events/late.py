@@ -1,6 +1,6 @@
-"""A log that cannot be begun yet, because the disk is full: every append tries to begin it first.
+"""A log that cannot begin yet because the disk is full. Every append tries to begin it first.
 
-Within a `BacklogEventStore` the events wait in memory meanwhile, and are the first of the log when there is room.
+Inside a `BacklogEventStore`, events wait in memory until then.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["LateEventStore"]
 
 
 class LateEventStore:
-    """An `EventStore` that is empty until `begin` returns one. `begin` raises `OSError` until there is room."""
+    """An `EventStore` that is empty until `begin` returns one; `begin` raises `OSError` until there is room."""
 
     def __init__(self, begin: Callable[[], EventStore]) -> None:
-        """Begin nothing yet."""
+        """Remember `begin`."""
         self._begin = begin
         self._store: EventStore | None = None
         self._closed = False
@@ -35,7 +35,7 @@ class LateEventStore:
 
     @property
     def head_hash(self) -> bytes:
-        """See `EventStore.head_hash`; zeros until the log has begun."""
+        """See `EventStore.head_hash`; zeros until the log begins."""
         return NO_PREVIOUS_HASH if self._store is None else self._store.head_hash
 
     def is_quick(self, num_payload_bytes: int) -> bool:
@@ -43,17 +43,17 @@ class LateEventStore:
         return self._store is not None and self._store.is_quick(num_payload_bytes)
 
     def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
-        """See `EventStore.append`. Raises `OSError` while the log cannot be begun."""
+        """See `EventStore.append`. Raises `OSError` while the log cannot begin."""
         if expected_sequence is not None and expected_sequence != self.next_sequence:
             raise AppendConflict.at(expected_sequence, self.next_sequence)
         return self._begun().append(payload, num_events, expected_sequence=expected_sequence)
 
     def append_gap(self, num_events: int, reason: str) -> int:
-        """See `EventStore.append_gap`. Raises `OSError` while the log cannot be begun."""
+        """See `EventStore.append_gap`. Raises `OSError` while the log cannot begin."""
         return self._begun().append_gap(num_events, reason)
 
     def note_unwritten(self, num_events: int, reason: str) -> None:
-        """See `EventStore.note_unwritten`; a log that has not begun has no place for it."""
+        """See `EventStore.note_unwritten`. Does nothing until the log begins."""
         if self._store is not None:
             self._store.note_unwritten(num_events, reason)
 
@@ -67,7 +67,7 @@ class LateEventStore:
             self._store.flush()
 
     def close(self, expected_sequence: int | None = None) -> None:
-        """See `EventStore.close`; a log that has not begun never will."""
+        """See `EventStore.close`. A log that has not begun never does after it."""
         self._closed = True
         if self._store is not None:
             self._store.close(expected_sequence)

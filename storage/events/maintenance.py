@@ -1,7 +1,6 @@
-"""What a writer leaves to threads when its log goes on in a new segment: compression, snapshots, retention.
+"""A writer's work in threads when its log begins a new segment: compression, snapshots, retention.
 
-Nothing here keeps the writer waiting but a pass of retention that is still under way. Who makes snapshots, and how, is
-the business of whoever gives the maker.
+The writer waits only for a retention pass that is still running. Must not know how snapshots are made.
 """
 
 from __future__ import annotations
@@ -23,34 +22,34 @@ if TYPE_CHECKING:
 __all__ = ["MAX_EXCESS_SEGMENTS", "MIN_LOG_SEGMENTS", "Maintenance", "SnapshotMaker"]
 
 MIN_LOG_SEGMENTS: Final = 3
-"""Segments that the size limit of a log has to hold, for a reader to find one to begin with: the one that is being
-written, the one before it, from which its snapshot is made, and one for the snapshots of both."""
+"""Segments that a log's size limit must allow for a reader to begin with one: the one being written, the one before it,
+from which its snapshot is made, and one for the snapshots of both."""
 MAX_EXCESS_SEGMENTS: Final = 4
-"""Segments by which logs may exceed their size limit while a snapshot is waited for: three that wait and the one that
-is filled meanwhile. With `MIN_LOG_SEGMENTS` a snapshot may be late by the time in which three segments are filled."""
+"""Segments by which logs may exceed their size limit to wait for a snapshot: three that wait and one that fills. Even
+at the smallest limit, a snapshot may be late by the time in which three segments fill."""
 _MAX_EXCESS_SECONDS: Final = 3600.0
 
 
 class SnapshotMaker(Protocol):
-    """Makes the snapshots that a log lacks."""
+    """Makes the missing snapshots of a log."""
 
     def make(self, directory: Path) -> None:
-        """Return when the segments that the log in `directory` has now have theirs, or cannot have. Never raises."""
+        """Return when each segment of the log in `directory` has a snapshot or cannot have one. Never raises."""
 
     def stop(self) -> None:
-        """Have `make` return soon, from whatever thread it was called; it makes nothing any more."""
+        """Make `make` return soon, from any thread, and create no more snapshots."""
 
 
 class Maintenance:
-    """Of the log that a store writes, and of all logs next to it.
+    """Maintains the log of a store, and all logs next to it.
 
-    A store calls `start` when it is opened and when it goes on in a new segment. One thread compresses closed segments
-    and then has the snapshots made; another one retires. What cannot be compressed or deleted is reported to
-    `on_trouble`, from a thread, and tried again the next time.
+    The store calls `start` when it opens and with each new segment. One thread compresses closed segments and then has
+    snapshots made; another retires segments. Failures go to `on_trouble`, from a thread, and are tried again after the
+    next `start`.
 
-    Where snapshots are made, a segment stays until the next one has its snapshot, as long as the logs take no more than
-    `MAX_EXCESS_SEGMENTS` segments over `max_bytes`, and for at most an hour over `max_age_seconds`. A snapshot that a
-    closed log lacks is made first.
+    If snapshots are made, a segment stays until the next one has its snapshot, as long as the logs exceed `max_bytes`
+    by at most `MAX_EXCESS_SEGMENTS` segments and `max_age_seconds` by at most an hour. Missing snapshots of closed logs
+    are made first.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Maintenance:
         snapshots: SnapshotMaker | None = None,
         on_trouble: Trouble = ignore,
     ) -> None:
-        """Set the limits of all logs in the directory; None: none."""
+        """Set the limits for all logs in the directory; None: none."""
         self.max_bytes: Final = max_bytes
         self.max_age_seconds: Final = max_age_seconds
         self._snapshots = snapshots
@@ -69,20 +68,20 @@ class Maintenance:
         self._in_use: Path | None = None
         self._segment_bytes = 0
         self._compressed_to = ""
-        """The name of the last segment that is compressed, or stays as it is for good."""
+        """Name of the last segment that is compressed or stays uncompressed."""
         self._making: threading.Thread | None = None
         self._retiring: threading.Thread | None = None
         self._lock = threading.Lock()
         self._one_pass = threading.Lock()
-        """Held while segments are deleted, or replaced by their compressed form."""
+        """Held while segments are deleted or replaced."""
         self._is_making = self._is_asked = self._is_stopped = False
-        """Whether the thread that compresses and makes snapshots is there; whether it is to look, perhaps once more."""
+        """Whether the thread for compression and snapshots runs, has a pass to do, and must stop."""
 
     def start(self, in_use: Path, segment_bytes: int) -> None:
-        """Begin. `in_use` is the log's last segment, which may grow to `segment_bytes`; those before it are closed.
+        """Start a pass. `in_use` is the log's last segment, which may grow to `segment_bytes`.
 
-        That much is retired beforehand: while this runs, one segment more may be filled, and so the limit is exceeded
-        by no more than one. Waits for retention that is under way, so that it does not become two; for nothing else.
+        Retention frees that much in advance. One more segment may fill while it runs, so logs exceed the limit by at
+        most one. Waits for a running retention pass, so that there are never two.
         """
         self._in_use, self._segment_bytes = in_use, segment_bytes
         with self._lock:
@@ -95,17 +94,17 @@ class Maintenance:
             self._retiring = _begin("kvledger-retention", self._retire, in_use.parent)
 
     def disk_is_full(self) -> None:
-        """Retire what is over the limits and only waits for a snapshot: there is no room for one. Returns at once."""
+        """Retire what only waits for a snapshot: a full disk has no room for one. Returns at once."""
         if self._has_limits and self._in_use is not None and not (self._retiring and self._retiring.is_alive()):
             self._retiring = _begin("kvledger-retention", self._retire, self._in_use.parent, waits=False)
 
     def wait(self) -> None:
-        """Return when nothing is being retired."""
+        """Wait until retention has finished."""
         if self._retiring is not None:
             self._retiring.join()
 
     def stop(self) -> None:
-        """Return when nothing is under way; a segment that is being compressed, or a snapshot, is given up."""
+        """Wait for both threads; a running compression or snapshot is abandoned."""
         self._is_stopped = True
         if self._snapshots is not None:
             self._snapshots.stop()
@@ -131,21 +130,21 @@ class Maintenance:
                     self._retire_waiting(self._snapshots, in_use.parent)
 
     def _compress_before(self, in_use: Path) -> None:
-        """Compress the closed segments. One that has damage stays as it is: the reader names it, it is evidence."""
+        """Compress the closed segments. A damaged one stays unchanged: it is evidence, and the reader reports it."""
         try:
             if free_bytes(in_use.parent) < 2 * self._segment_bytes:
-                return  # what room there is belongs to the segment in use
+                return  # the rest belongs to the segment in use
             for segment in segment_paths(in_use.parent):
                 if self._compressed_to < segment.name < in_use.name and not self._is_stopped:
                     with contextlib.suppress(LogDamaged, FileNotFoundError):  # or retired meanwhile
                         compress_segment(segment, replacing=self._one_pass, goes_on=lambda: not self._is_stopped)
                     self._compressed_to = segment.name
         except OSError as error:
-            if in_use.exists() and not is_full(error):  # a full disk is heard of from the writer
+            if in_use.exists() and not is_full(error):  # the writer reports a full disk
                 self._on_trouble(error)
 
     def _retire_waiting(self, snapshots: SnapshotMaker, directory: Path) -> None:
-        """Retire what waited for snapshots; make those that closed logs lack."""
+        """Retire what waited for snapshots, and make those of closed logs."""
         given_up: set[Path] = set()
         while not self._is_stopped:
             waits_for = self._retire(directory, given_up)
@@ -155,7 +154,7 @@ class Maintenance:
             given_up.add(waits_for)
 
     def _retire(self, directory: Path, given_up: Collection[Path] = (), *, waits: bool = True) -> Path | None:
-        """Retire; return the log whose snapshot is waited for, if any."""
+        """Retire; return the log whose snapshot retention waits for, if any."""
         segment_bytes = self._segment_bytes
         max_bytes = None if self.max_bytes is None else max(0, self.max_bytes - segment_bytes)
         wait = None
@@ -172,7 +171,7 @@ class Maintenance:
                     wait=wait,
                 )
         except (OSError, LogError) as error:
-            if directory.parent.exists():  # else no log is left that takes room
+            if directory.parent.exists():  # else no log is left
                 self._on_trouble(error)
         return None if wait is None else wait.waits_for
 

@@ -1,4 +1,4 @@
-"""The event store that keeps its newest frames in memory, gone with the process."""
+"""The event store that keeps its newest frames in memory."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ _NO_HEADER: Final[Mapping[str, object]] = types.MappingProxyType({})
 
 
 class MemoryEventStore:
-    """An `EventStore` that is gone with the process. `header` gets a `log_id`, as on disk.
+    """An `EventStore` that is lost when the process ends. `header` gets a `log_id`, as on disk.
 
-    With `max_bytes` the oldest frames are forgotten, so a long-running engine keeps the last of its story; what is
-    left can be shown but not replayed from the beginning.
+    With `max_bytes`, the oldest frames are dropped. The rest can be shown, but not replayed.
     """
 
     def __init__(self, header: Mapping[str, object] = _NO_HEADER, *, max_bytes: int | None = None) -> None:
-        """Begin an empty log. Raises `LogError` for a header that no log can hold."""
+        """Begin an empty log. Raises `LogError` if the header cannot be stored."""
         log_id = uuid.uuid4().hex
         block = encode_header(log_id, 1, NO_PREVIOUS_HASH, header)
         self.header: Final = {**header, "log_id": log_id}
         self._frames: deque[Frame] = deque()
         self._unhashed: deque[tuple[FrameKind, int, int, bytes]] = deque()
-        """Frames that nobody has read yet: (kind, first sequence, events, payload). A reader needs their hashes."""
+        """Frames without a hash, which is computed when needed: (kind, first sequence, events, payload)."""
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._next_sequence = 1
@@ -43,12 +42,12 @@ class MemoryEventStore:
 
     @property
     def next_sequence(self) -> int:
-        """The sequence number that the next appended event gets."""
+        """Sequence number of the next appended event."""
         return self._next_sequence
 
     @property
     def head_hash(self) -> bytes:
-        """The chain hash of the last frame, or of the header while the log is empty."""
+        """Chain hash of the last frame, or of the header while the log is empty."""
         self._hash()
         return self._head_hash
 
@@ -64,7 +63,7 @@ class MemoryEventStore:
         return self._append(FrameKind.EVENTS, payload, num_events)
 
     def append_gap(self, num_events: int, reason: str) -> int:
-        """Append a frame that stands for events which could not be written; see `EventStore.append_gap`."""
+        """Append a gap; see `EventStore.append_gap`."""
         self._check_open()
         return self._append(FrameKind.GAP, reason.encode(errors="replace"), num_events)
 
@@ -78,7 +77,7 @@ class MemoryEventStore:
         yield from reversed(tuple(wanted))
 
     def flush(self) -> None:
-        """Do nothing: memory has no lower level."""
+        """Raise `LogClosed` after `close`."""
         self._check_open()
 
     def close(self, expected_sequence: int | None = None) -> None:  # noqa: ARG002 -- there is no reader afterwards

@@ -1,9 +1,9 @@
-"""Reading a log as it is: also damaged, also while another process writes it. Never locks, never writes.
+"""Read a log as it is, even damaged or while it is written. Never locks, never writes.
 
-Damage is no exception here: it is reported in `LogReader.damage` while iterating, and reading goes on behind it. What
-is yielded is intact, in order, each sequence number once. Verified: CRC, sequence, chain, and that a segment is this
-log's and named as its header says. Not verified: what payloads mean, and whether the whole log was rewritten (compare
-`head_hash` with one that was noted elsewhere). Memory: one frame, and a window of a mebibyte.
+Damage raises no exception: it goes into `LogReader.damage`, and reading continues after it. Only intact frames are
+yielded, in order, each sequence number once. Verified: CRC, sequence, chain, and that each segment belongs to this log
+and is named as its header states. Not verified: what payloads mean, and whether the whole log was rewritten (compare
+`head_hash` with one noted elsewhere). Memory: one frame, and a window of 1 MiB or one block.
 """
 
 from __future__ import annotations
@@ -47,39 +47,39 @@ _SETTLE_ATTEMPTS = 5
 
 @attrs.define(eq=False)
 class LogReader:
-    """The frames of a log; iterate to read, then look at `damage`. Each iteration starts anew.
+    """The frames of a log: iterate, then look at `damage`. Each iteration starts over.
 
-    `header` is the mapping given by the log's creator and `log_id`; empty if no header can be read. After an iteration
-    `next_sequence`, `head_hash` and `tail` say where the intact log ends.
+    `header` is the creator's mapping plus `log_id`; empty if no header can be read. After an iteration,
+    `next_sequence`, `head_hash` and `tail` are those of the intact end.
     """
 
     path: Path
     from_sequence: int = 1
     settle_seconds: float = 0.005
-    """Pause before a torn tail is looked at again: it may be a frame that is being written."""
+    """Seconds before a torn tail is checked again: it may be a frame that is being written."""
     header: dict[str, object] = attrs.field(factory=dict, init=False)
     damage: list[Damage] = attrs.field(factory=list, init=False)
     next_sequence: int = attrs.field(default=1, init=False)
     head_hash: bytes | None = attrs.field(default=None, init=False)
     chain_hash: bytes | None = attrs.field(default=None, init=False)
-    """What the next frame must follow from: `head_hash`, or the hash of a newer segment's header. None: not known."""
+    """Chain hash that the next frame must follow: `head_hash`, or that of a newer header. None: unknown."""
     tail: tuple[Path, int] | None = attrs.field(default=None, init=False)
-    """The last segment with a good header, and the offset behind its last intact frame."""
+    """The last segment with a good header, and the offset after its last intact frame."""
     place: tuple[str, int] = attrs.field(default=("", 0), init=False)
-    """Segment and offset of the frame that was yielded last."""
+    """Segment and offset of the last frame that was yielded."""
     retired: list[Retirement] = attrs.field(factory=list, init=False)
-    """Segments that are gone and recorded as retired, which is no damage: those before the first one read, and any that
-    went while the log was read."""
+    """Segments recorded as retired, which is not damage: those before the first one read, and any deleted during
+    reading."""
     _log_id: str | None = attrs.field(default=None, init=False)
-    """The id in most headers, and of two that are as frequent the one in the earlier header."""
+    """The most frequent id in the headers; of equally frequent ones, the earlier."""
     _headers: dict[Path, SegmentHeader | str] = attrs.field(factory=dict, init=False)
-    """The headers that were read; why there is none, which may change while the log is written."""
+    """Segment → its header, or why it has none, which may change while the log is written."""
     _segments: list[Path] = attrs.field(factory=list, init=False)
     _successor: Path | None = attrs.field(default=None, init=False)
-    """Looked up before a segment's end was read, so that nothing written in between is passed over."""
+    """The next segment. Looked up before the current one's end is read, so that nothing in between is missed."""
 
     def __attrs_post_init__(self) -> None:
-        """Look for the log and read its headers. Raises like `read_log`."""
+        """Find the log and read its headers. Raises like `read_log`."""
         self._list_segments()
         if not self._segments:
             traces = traces_of_log(self.path)
@@ -91,7 +91,7 @@ class LogReader:
             self.header = {**header.header, "log_id": header.log_id}
 
     def __iter__(self) -> Iterator[Frame]:
-        """Yield every intact frame from the one that holds `from_sequence`, and fill `damage`."""
+        """Yield every intact frame from the one with `from_sequence` on, and fill `damage`."""
         self.damage, self.retired = [], []
         self.next_sequence, self.head_hash, self.chain_hash, self.tail = 1, None, None, None
         self._list_segments()
@@ -108,14 +108,14 @@ class LogReader:
 
     @property
     def first_sequence(self) -> int | None:
-        """The sequence number with which the first segment there is begins; None where nothing tells."""
+        """First sequence number of the first existing segment; None: unknown."""
         self._list_segments()
         return self._begins(self._segments[0]) if self._segments else None
 
     # --- segments ----------------------------------------------------------------------------------------------------
 
     def _list_segments(self) -> None:
-        """List those that are of this log and named as their headers say, by name. Raises `LogTooNew`, `OSError`."""
+        """List the segments of this log that are named as their headers state. Raises `LogTooNew`, `OSError`."""
         if not self.path.is_dir():
             self._segments = [self.path]
             self._read_header(self.path)
@@ -127,7 +127,7 @@ class LogReader:
         self._segments = [path for path in paths if not self._misplaced(path)]
 
     def _read_header(self, segment: Path) -> bool:
-        """Read a header that is not known yet; return whether the file is there."""
+        """Read a header unless it is known; return whether the file exists."""
         if self._header_of(segment) is None:
             try:
                 self._headers[segment] = read_header(segment, any_copy=True)
@@ -144,12 +144,12 @@ class LogReader:
         return header if isinstance(header, SegmentHeader) else None
 
     def _begins(self, segment: Path) -> int | None:
-        """The sequence number with which a segment begins; None: neither header nor name tells."""
+        """Return a segment's first sequence number from its header or name; None if neither has it."""
         header = self._header_of(segment)
         return first_sequence_of(segment) if header is None else header.first_sequence
 
     def _misplaced(self, segment: Path) -> str:
-        """Why a file that is named like a segment is none of this log; empty: it is, as far as is known."""
+        """Return why a file is not a segment of this log; empty if it is, or if its header is unknown."""
         header = self._header_of(segment)
         if header is None:
             return ""
@@ -166,7 +166,7 @@ class LogReader:
                 self._report("misplaced_segment", segment, 0, why, num_bytes_of(segment), self._begins(segment))
 
     def _behind(self, segment: Path) -> Path | None:
-        """The next segment; where none is known, the directory is listed anew."""
+        """Return the next segment, listing the directory again if none is known."""
         for is_listed_anew in (False, True):
             if is_listed_anew:
                 self._list_segments()
@@ -177,11 +177,11 @@ class LogReader:
 
     @property
     def _limit(self) -> int | None:
-        """The sequence number with which the next segment begins."""
+        """First sequence number of the next segment; None: unknown."""
         return None if self._successor is None else self._begins(self._successor)
 
     def _frames_of(self, segment: Path) -> Iterator[Frame]:
-        # The successor is looked up before the bytes are read: a segment that has one is no longer written to.
+        # Looked up first: a segment that has a successor is no longer written to.
         self._successor = self._behind(segment)
         try:
             data = SegmentBytes(segment)
@@ -202,7 +202,7 @@ class LogReader:
                 offset = self._behind_damage(segment, data, offset)
 
     def _enter_segment(self, segment: Path, data: SegmentBytes) -> int | None:
-        """Read the segment's header; return the offset of its first frame, or None if there is none."""
+        """Check a segment's header; return the offset of its first frame, or None without one."""
         header, begins = self._header_of(segment), self._begins(segment)
         if begins is not None and begins > self.next_sequence:
             self._account_for_missing(segment, begins, header)
@@ -211,7 +211,7 @@ class LogReader:
             return self._enter_without_header(segment, data)
         start = header.num_bytes
         if header.damaged_at is not None:
-            # Where the second copy is damaged bytes may be missing, so a frame may stand where it should.
+            # A damaged second copy may be too short, so that the first frame begins earlier.
             found = data.find_frame(header.damaged_at, header.first_sequence, self._limit)
             if header.damaged_at > 0 and found is not None:
                 start = min(found[0], start)
@@ -233,7 +233,7 @@ class LogReader:
         return None if found is None else offset
 
     def _account_for_missing(self, segment: Path, first_sequence: int, header: SegmentHeader | None) -> None:
-        """Sequences are in no segment: they were retired, which is recorded, or they are missing."""
+        """Record sequences that are in no segment as retired, or report them as missing."""
         records = read_retirements(self.path)
         retired = retired_between(records, self._log_id, self.next_sequence, first_sequence)
         if retired is not None:
@@ -254,7 +254,7 @@ class LogReader:
     # --- damage ------------------------------------------------------------------------------------------------------
 
     def _behind_damage(self, segment: Path, data: SegmentBytes, offset: int) -> int | None:
-        """Report what stands behind the last frame that follows, and return where to read on: None at the end."""
+        """Report what follows the last good frame; return where to read on, or None at the end."""
         found = self._credible_frame(data, offset)
         if found is None:
             if self._more_comes(segment, data, offset):
@@ -284,10 +284,10 @@ class LogReader:
         return None if found is None else end
 
     def _credible_frame(self, data: SegmentBytes, offset: int) -> tuple[int, Frame] | None:
-        """The first frame at or behind `offset` that can be read there, with its offset.
+        """Return the first credible frame at or after `offset` and its offset, or None.
 
-        It follows; or its number is between what was read and the next segment, and what stands directly behind it does
-        not follow from something else.
+        A frame is credible if it follows the last one. It is also credible if its number lies before the next segment,
+        and the frame or segment right after it does not contradict it.
         """
         while (found := data.find_frame(offset, self.next_sequence, self._limit)) is not None:
             at, frame = found
@@ -298,7 +298,7 @@ class LogReader:
         return None
 
     def _is_contradicted(self, frame: Frame, data: SegmentBytes, end: int) -> bool:
-        """Whether what stands directly behind `frame`, another one or the next segment, follows from something else."""
+        """Whether the frame or segment right after `frame` follows from something else."""
         behind = data.frame_at(end) if end < data.num_bytes else ""
         if isinstance(behind, Frame):
             return not follows(behind, frame.next_sequence, frame.chain_hash)
@@ -308,9 +308,9 @@ class LogReader:
         return header.previous_head_hash != frame.chain_hash
 
     def _more_comes(self, segment: Path, data: SegmentBytes, offset: int) -> bool:
-        """Look again at a last segment's end, and for its successor; return whether to read on.
+        """Look again at a last segment's end, and for a successor; return whether to read on.
 
-        The writer may be in the middle of the frame at `offset`, or in a new segment by now.
+        The writer may be in the middle of the frame at `offset`, or in a new segment.
         """
         if self._successor is not None:
             return False
@@ -343,7 +343,7 @@ def read_log(path: Path, *, from_sequence: int = 1) -> LogReader:
 
 
 def traces_of_log(directory: Path) -> str:
-    """What a directory without segments says of the log that was there; empty: nothing, or all of it was retired.
+    """Return what a directory without segments records of its log; empty if nothing, or if all of it was retired.
 
     Raises `OSError`.
     """
@@ -352,10 +352,10 @@ def traces_of_log(directory: Path) -> str:
     if recorded is not None:
         trace = f"{END_RECORD_NAME} names {recorded.segment} and events up to {recorded.end_sequence - 1}"
     else:
-        # A directory of logs has such a record, too: of the logs that are gone from it.
+        # A directory of logs has this file, too, for its vanished logs.
         retired = [each for each in read_retirements(directory) if each.log == name]
         trace = f"{RETIREMENTS_NAME} names events up to {retired[-1].last_sequence}" if retired else ""
-    # Asked last: the directory above may be closed to a user who may read this one.
+    # Checked last: a user may not be allowed to read the directory above.
     if trace and (
         last_retirement(directory) is not None
         or any(each.log == name for each in read_retirements(directory.absolute().parent))
@@ -365,10 +365,9 @@ def traces_of_log(directory: Path) -> str:
 
 
 def frames_from(path: Path, segment: str, offset: int) -> Iterator[tuple[Frame, str, int]]:
-    """Yield the frames of the log at `path` from a noted place on, each with its segment and offset.
+    """Yield a log's frames from a noted place on, each with its segment and offset.
 
-    For callers that noted where a frame stands. No damage is reported: reading ends where a frame is not intact or does
-    not follow.
+    Ends at the first frame that is not intact or does not follow, and reports no damage.
     """
     sequence: int | None = None
     chain_hash: bytes | None = None

@@ -1,12 +1,12 @@
-"""Keeping logs to a size and an age, and making room on a full disk: the oldest whole segments go first.
+"""Keep logs within a size and an age, and make room on a full disk: delete the oldest whole segments.
 
-Of a log that is being written the last segment stays; one that is closed may go altogether. The age of a segment is
-the time since it was last written to. Nothing that is no part of a log is touched. Each deletion is recorded first, see
-`retirements`; on a full disk without room for the record, right after.
+A log that is being written keeps its last segment; a closed log may vanish. A segment's age counts from its last write.
+Only files that belong to a log are deleted. Each deletion is recorded first (see `retirements`), or right after it if a
+full disk has no room for the record.
 
-A log without its oldest segment is read from the snapshot of the next. Where somebody makes snapshots, retention waits
-for that one (`SnapshotWait`), up to a stated excess; beyond it the segment goes, and the record says that what remains
-is no longer verifiable up to the next snapshot.
+Without its oldest segment, a log is read from the snapshot of the next one. If snapshots are made, retention waits for
+that one up to a limit (`SnapshotWait`). Beyond it, the segment is deleted, and the record states that the rest is not
+verifiable up to the next snapshot.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ Trouble = Callable[[OSError | LogError], None]
 
 
 def ignore(_error: OSError | LogError) -> None:
-    """Report to nobody."""
+    """Ignore the error."""
 
 
 @attrs.define
 class SnapshotWait:
-    """How long a segment stays because the next one has no snapshot yet."""
+    """How long a segment stays because the next one has no snapshot."""
 
     excess_bytes: int = 0
     """Bytes over the size limit up to which it stays."""
@@ -85,19 +85,19 @@ class SnapshotWait:
     given_up: Collection[Path] = ()
     """Directories of logs whose missing snapshots cannot be made."""
     waits_for: Path | None = None
-    """The directory of the log whose snapshot was waited for, when retention returned."""
+    """Directory of the log for which retention still waited when it returned."""
 
 
 @attrs.frozen
 class _Due:
-    """Why a segment goes; `is_urgent`: whether also without a snapshot of the next."""
+    """Why a segment goes. `is_urgent`: even if the next one has no snapshot."""
 
     reason: RetirementReason
     is_urgent: bool = True
 
 
 _Judge = Callable[[int, float], _Due | None]
-"""Bytes of all logs, seconds since the oldest segment was written -> whether that segment goes."""
+"""(bytes of all logs, age of the oldest segment in seconds) → why that segment goes; None: it stays."""
 
 
 def _over_limits(max_bytes: int | None, max_age_seconds: float | None, wait: SnapshotWait | None) -> _Judge:
@@ -113,18 +113,18 @@ def _over_limits(max_bytes: int | None, max_age_seconds: float | None, wait: Sna
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that this user may still write to the file system of `directory`. Raises `OSError`."""
+    """Return the bytes that this user may still write to the file system of `directory`. Raises `OSError`."""
     found = os.statvfs(directory)
     return found.f_bavail * found.f_frsize
 
 
 @attrs.define(eq=False)
 class _Log:
-    """A log whose oldest segments may go; `may_vanish`: all of them, and the directory."""
+    """A log whose oldest segments may go; with `may_vanish`, all of them and the directory."""
 
     directory: Path
     status: os.stat_result
-    """Of the directory: files are deleted in this one alone."""
+    """Status of the directory: only in this one may files be deleted."""
     may_vanish: bool
     segments: deque[Path]
 
@@ -134,16 +134,15 @@ class _Log:
 
     @property
     def oldest(self) -> Path | None:
-        """The segment that goes next."""
         return self.segments[0] if len(self.segments) > (0 if self.may_vanish else 1) else None
 
     @property
     def is_rest_verifiable(self) -> bool:
-        """Whether what stays can be read without the oldest segment: nothing stays, or the next has a snapshot."""
+        """Whether the log can be read without its oldest segment: from a snapshot, or because none remains."""
         return len(self.segments) == 1 or has_snapshot(self.segments[1])
 
     def describe_oldest(self, reason: RetirementReason, now_unix_ns: int, *, is_rest_verifiable: bool) -> Retirement:
-        """What the record will say. Raises `LogDamaged` where a header that it needs is not intact."""
+        """Return the oldest segment's retirement. Raises `LogDamaged` if a needed header is not intact."""
         segment, header = self.segments[0], read_header(self.segments[0])
         last_sequence, head_hash = self._end_of_oldest(header)
         return Retirement(
@@ -181,15 +180,14 @@ def retire(
     max_age_seconds: float | None = None,
     dry_run: bool = False,
 ) -> list[Retirement]:
-    """Retire the oldest segments of one log that is written by nobody, until it keeps to both limits.
+    """Retire the oldest segments of a log that no process writes, until it is within both limits.
 
     The last segment stays. Returns what was retired, or with `dry_run` what would be.
 
     Raises:
-        LogLocked: it is being written; its writer keeps it to the limits that it was given.
-        LogDamaged: a segment header is not intact, so that nothing may be deleted.
-        OSError: a file could not be deleted; what had been retired before stands in the record.
-
+        LogLocked: the log is being written; its writer applies its own limits.
+        LogDamaged: a segment header is not intact, so nothing more is deleted.
+        OSError: a file could not be deleted; earlier retirements are recorded.
     """
     if directory.is_symlink():
         directory = directory.resolve()
@@ -213,16 +211,15 @@ def retire_logs(
     on_trouble: Trouble = ignore,
     wait: SnapshotWait | None = None,
 ) -> list[Retirement]:
-    """Retire the oldest segments of all logs in `log_dir`, until all together keep to both limits.
+    """Retire the oldest segments of all logs in `log_dir` until these are within both limits together.
 
-    Closed logs vanish when their last segment goes; `log_dir` keeps the record of that. `in_use` is a log that the
-    caller writes: its last segment stays. Logs that others write are counted and left alone. One that cannot be read or
-    deleted is passed over, after `on_trouble` was given the error. Without `wait`, no snapshot is waited for.
+    Closed logs vanish with their last segment; `log_dir` keeps the record. The caller writes `in_use`: its last segment
+    stays. Logs with other writers are only counted. Logs with a damaged header are skipped, and so are logs that cannot
+    be read or deleted, after a call of `on_trouble`. Without `wait`, no snapshot is waited for.
 
     Raises:
-        LogDamaged: of all logs that could be retired a segment header is not intact.
+        LogDamaged: no log is left to retire from, and the last one had a damaged header.
         OSError: `log_dir` itself cannot be read.
-
     """
     judge = _over_limits(max_bytes, max_age_seconds, wait)
     with _locked_logs(log_dir, in_use, dry_run=dry_run, on_trouble=on_trouble) as (logs, num_bytes):
@@ -232,7 +229,7 @@ def retire_logs(
 def make_room(
     log_dir: Path, num_free_bytes: int, *, in_use: Path | None = None, on_trouble: Trouble = ignore
 ) -> list[Retirement]:
-    """Retire the oldest segments of all logs in `log_dir` until so many bytes are free there, or none may go any more.
+    """Retire the oldest segments of all logs in `log_dir` until `num_free_bytes` are free, or no more may go.
 
     Waits for no snapshot. A segment that a reader keeps open counts as free. Raises like `retire_logs`.
     """
@@ -247,7 +244,7 @@ def make_room(
 
 
 def num_log_bytes(log_dir: Path) -> int:
-    """Bytes of all logs in `log_dir`, as limits count them. Raises `OSError`."""
+    """Return the bytes of all logs in `log_dir`, as limits count them. Raises `OSError`."""
     return sum(_bytes_of(directory) for directory in directories_in(log_dir))
 
 
@@ -255,7 +252,7 @@ def num_log_bytes(log_dir: Path) -> int:
 def _locked_logs(
     log_dir: Path, in_use: Path | None, *, dry_run: bool, on_trouble: Trouble
 ) -> Iterator[tuple[list[_Log], int]]:
-    """The logs in `log_dir` that nobody else writes, locked meanwhile; and the bytes of all."""
+    """Yield the logs in `log_dir` without another writer, locked meanwhile, and the bytes of all logs."""
     logs: list[_Log] = []
     num_bytes = 0
     with contextlib.ExitStack() as locks:
@@ -310,7 +307,7 @@ def _retire(
             if not dry_run:
                 _delete(log, segment, retirement)
         except LogDamaged:
-            logs.remove(log)  # evidence stays
+            logs.remove(log)  # keep it as evidence
             if not logs:
                 raise
             continue
@@ -328,7 +325,7 @@ def _delete(log: _Log, segment: Path, retirement: Retirement) -> None:
     vanishes = not log.segments
     record_in = log.directory.parent if vanishes else log.directory
     has_room = True
-    # A crash between record and deletion leaves the segment: it is found again, and recorded already.
+    # A crash before the deletion may have left the entry.
     if not any(_is_same(retirement, each) for each in read_retirements(record_in)):
         try:
             write_retirement(record_in, retirement)
@@ -355,7 +352,7 @@ def _is_same(one: Retirement, other: Retirement) -> bool:
 
 
 def _finish_vanishing(log_dir: Path, directory: Path) -> None:
-    """Remove what a crash left of a log whose last segment was retired."""
+    """Finish the retirement of a log's last segment after a crash."""
     status = directory.lstat()
     if not any(each.log == directory.name for each in read_retirements(log_dir)):
         last = last_retirement(directory)
@@ -376,7 +373,7 @@ def _remove_parts(directory: Path, status: os.stat_result) -> None:
 
 
 def _parts_of(segment: Path) -> list[Path]:
-    """The snapshot of a segment, and what a process that was killed left of its compressed form."""
+    """Return the paths of a segment's snapshot and of its partial compressed form after a crash."""
     return [segment.with_suffix(suffix) for suffix in (SNAPSHOT_SUFFIX, UNFINISHED_SUFFIX)]
 
 
@@ -388,6 +385,6 @@ def _size(path: Path) -> int:
 
 
 def _bytes_of(directory: Path) -> int:
-    """The size of a log; its records are not counted, since they are never deleted."""
+    """Return the bytes of a log without its records, which retention does not shrink."""
     files = (file for pattern in _PARTS_OF_A_LOG for file in directory.glob(pattern))
     return sum(_size(file) for file in files if file.name not in _RECORDS)

@@ -1,8 +1,8 @@
-"""The record of what was retired from a log: `retired.jsonl`, one JSON object a line, one line a segment.
+"""The record `retired.jsonl` of a log's retired segments: a line with a JSON object for each.
 
-The record is on disk before its segment is deleted, so a log without its beginning can be told from one whose segments
-were deleted by hand. A log's record begins with a reserved line of spaces, and gets a new one after each entry. On a
-full disk the next entry overwrites that line in place, which needs no room. A line that a crash tore is passed over.
+An entry is on disk before its segment is deleted, so a retired beginning can be distinguished from segments that were
+deleted by hand. The record begins with a reserved line of spaces. On a full disk, the next entry overwrites it in
+place; a later one reserves a new line. A line torn by a crash is skipped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 RETIREMENTS_NAME: Final = "retired.jsonl"
 RetirementReason = Literal["age", "size", "full"]
 _RESERVED: Final = b" " * 1000
-"""Twice what an entry takes; the name of a log's directory has up to 255 bytes."""
+"""Twice the size of an entry; a directory's name has up to 255 bytes."""
 
 
 @attrs.frozen
@@ -59,25 +59,25 @@ class Retirement:
     first_sequence: int
     last_sequence: int
     previous_head_hash: str
-    """The chain hash before its first frame, as its header named it."""
+    """Chain hash before its first frame, from its header."""
     head_hash: str
-    """The chain hash of its last frame, which the next segment's header names."""
+    """Chain hash of its last frame, which the next header names."""
     num_bytes: int
     reason: RetirementReason
-    """`age` and `size`: over a limit; `full`: the disk had no room to begin a log."""
+    """`age`, `size`: over a limit; `full`: the disk had no room to begin a log."""
     retired_at_unix_ns: int
     is_rest_verifiable: bool = True
-    """Whether the segments that remained could be verified without it: the next one had its snapshot, or none remained.
-    False: the events up to the next snapshot are no longer verifiable."""
+    """Whether the rest could be verified without it: the next segment had its snapshot, or none remained. If false, the
+    events up to the next snapshot are no longer verifiable."""
 
 
 def write_retirement(directory: Path, retirement: Retirement) -> None:
-    """Append to the record in `directory`; it is on disk when this returns.
+    """Append an entry to the record in `directory` and sync it to disk.
 
-    A record with hard links, as after `cp -al`, is replaced by a file of its own; the other names keep what it held.
+    A record with hard links, as after `cp -al`, is replaced by a file of its own.
 
     Raises:
-        OSError: it could not be written; on a full disk, no line was reserved for it either.
+        OSError: the entry could not be written; on a full disk, no line was reserved for it either.
     """
     line = msgspec.json.encode(retirement)
     try:
@@ -91,7 +91,7 @@ def write_retirement(directory: Path, retirement: Retirement) -> None:
 
 
 def reserve_retirement(directory: Path, *, durable: bool) -> None:
-    """Reserve a line in the record in `directory`, unless there is one. Raises `OSError`."""
+    """Reserve a line in the record in `directory` unless there is one. Raises `OSError`."""
     path = directory / RETIREMENTS_NAME
     try:
         write_file(path, _RESERVED + b"\n", durable=durable, exclusive=True)
@@ -112,7 +112,7 @@ def _append(directory: Path, line: bytes) -> None:
 
 
 def _replace_record(path: Path, reason: RefusedFile) -> None:
-    """Give the record a file of its own with the same entries, and nothing else that was in the file."""
+    """Replace the record by a file of its own with the same entries and a reserved line."""
     unfinished = path.with_suffix(UNFINISHED_SUFFIX)
     lines = [*map(msgspec.json.encode, read_retirements(path.parent)), _RESERVED]
     try:
@@ -121,13 +121,13 @@ def _replace_record(path: Path, reason: RefusedFile) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
-        # On a full disk a segment may go before its entry is written, but not without room for the whole record.
+        # Not the full disk's error: the caller would delete the segment first, and the record might still not fit.
         raise (reason if is_full(error) else error) from error
     sync_directory(path.parent)
 
 
 def _write_reserved(path: Path, line: bytes) -> bool:
-    """Overwrite the reserved line with `line`; whether it is on disk."""
+    """Overwrite the reserved line; return whether `line` is on disk."""
     with contextlib.suppress(OSError):
         offset = 0
         for each in read_file(path).splitlines(keepends=True):
@@ -145,7 +145,7 @@ def _write_reserved(path: Path, line: bytes) -> bool:
 
 
 def read_retirements(directory: Path) -> list[Retirement]:
-    """The record in `directory`, in the order in which it was written; empty where there is none."""
+    """Return the entries in `directory` as written; empty without a record."""
     try:
         lines = read_file(directory / RETIREMENTS_NAME).splitlines()
     except (FileNotFoundError, NotADirectoryError):
@@ -162,9 +162,9 @@ def read_retirements(directory: Path) -> list[Retirement]:
 def retired_between(
     retirements: Sequence[Retirement], log_id: object, first_sequence: int, end_sequence: int
 ) -> list[Retirement] | None:
-    """The retirements that account for `first_sequence` up to before `end_sequence`, without a hole, in order.
+    """Return the retirements that cover `first_sequence` up to before `end_sequence`, in order.
 
-    They may begin earlier. None: there is a hole, or one does not follow from the other.
+    They may begin earlier. None: there is a gap, or one does not follow from the one before.
     """
     by_first = {each.first_sequence: each for each in retirements if each.log_id == log_id}
     chain: list[Retirement] = []
@@ -181,9 +181,9 @@ def retired_between(
 
 
 def last_retirement(directory: Path) -> Retirement | None:
-    """The retirement of a log's newest segment, where the log's own record names it: then nothing is missing.
+    """Return the retirement of a log's newest segment from the log's own record: all of it was retired.
 
-    A log that vanishes is recorded in the directory above. On a full disk its own record comes first.
+    It is recorded there only on a full disk, before the record in the directory above.
     """
     ended = read_end_record(directory)
     if ended is None:

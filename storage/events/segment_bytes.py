@@ -1,10 +1,8 @@
-"""The frames in one segment file, raw or compressed, through a window, so that a segment of any size is read in that.
+"""The frames of one segment file, raw or compressed, read through a window of 1 MiB or one block.
 
-All offsets and sizes count the bytes that the segment's writer wrote. The window is a mebibyte, or one block of a
-compressed segment. A frame that the file does not hold whole is none, and no frame lies in two blocks.
+Offsets and sizes count the bytes that the writer wrote. Only whole frames count, and none spans two blocks.
 
-The file is read with `pread` and not mapped: a writer that rolls back half a frame shortens it, and a shortened mapping
-kills its reader.
+The file is not mapped: a writer that rolls back half a frame shortens it, and a shortened mapping kills its reader.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _TRIED_BYTES_PER_BYTE: Final = 32
 
 
 class SegmentBytes:
-    """One file, open for reading; `num_bytes` is its size when it was last looked at."""
+    """One file, open for reading. `num_bytes` is its size when last checked."""
 
     def __init__(self, path: Path) -> None:
         """Open the file. Raises `OSError`."""
@@ -56,7 +54,7 @@ class SegmentBytes:
         self._window = b""
         self._window_start = 0
         self._num_bytes_to_try = _TRIED_BYTES + _TRIED_BYTES_PER_BYTE * num_stored
-        """How much of false frames is still checked; a file may consist of them."""
+        """Bytes of false frames that may still be checked; a file may consist of them."""
 
     def __enter__(self) -> Self:
         return self
@@ -67,18 +65,18 @@ class SegmentBytes:
         os.close(self._descriptor)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return up to `num_bytes` bytes from `offset`; none from behind the end, or behind the end of a block."""
+        """Return up to `num_bytes` bytes from `offset`, within the file and the block."""
         num_bytes = max(0, min(num_bytes, self.num_bytes - offset))
         if self._blocks is not None:
             return self._blocks.read(offset, num_bytes)
         return os.pread(self._descriptor, num_bytes, offset)
 
     def block_trouble(self, offset: int) -> str:
-        """Why the block at `offset` cannot be read; empty: it can, or the segment is not compressed."""
+        """Return why the block at `offset` cannot be read; empty if it can, or if the segment is not compressed."""
         return "" if self._blocks is None else self._blocks.trouble_at(offset)
 
     def has_changed(self, offset: int) -> bool:
-        """Look at the file again; say whether it differs from `offset` on."""
+        """Check the file again; return whether it changed from `offset` on. A compressed one never does."""
         if self._blocks is not None:
             return False
         before = (self.num_bytes, self.read(offset, _WINDOW_BYTES))
@@ -87,7 +85,7 @@ class SegmentBytes:
         return before != (self.num_bytes, self.read(offset, _WINDOW_BYTES))
 
     def frame_at(self, offset: int) -> Frame | str:
-        """Return the intact frame at `offset`, or the reason why there is none."""
+        """Return the intact frame at `offset`, or why there is none."""
         at = offset - self._window_start
         if not 0 <= at <= len(self._window) - FRAME_HEADER_BYTES:
             self._load(offset, _WINDOW_BYTES)
@@ -111,11 +109,10 @@ class SegmentBytes:
     def find_frame(
         self, start: int, minimum_sequence: int = 1, maximum_sequence: int | None = None
     ) -> tuple[int, Frame] | None:
-        """Return the first intact frame at or behind `start` with its offset, or None.
+        """Return the first intact frame at or after `start` with its offset, or None.
 
-        A frame counts only if its first sequence number is at least `minimum_sequence` and below `maximum_sequence`.
-        The bounds are looked at before the CRC, so a false marker costs little. A file in which many false frames lie
-        within one another is not searched to its end.
+        Its first sequence number is at least `minimum_sequence` and below `maximum_sequence`. This is checked before
+        the CRC, so a false marker costs little. Many false frames inside one another end the search.
         """
         upper_bound = MAX_SEQUENCE if maximum_sequence is None else maximum_sequence
         offset = start
@@ -131,7 +128,7 @@ class SegmentBytes:
                 continue
             found = self._window.find(FRAME_MARKER, at)
             if found < 0:
-                # One byte less: a marker may begin with the window's last one.
+                # A marker may begin with the last byte of the window.
                 offset = self._window_start + len(self._window) - 1
                 continue
             offset = self._window_start + found
@@ -153,9 +150,9 @@ class SegmentBytes:
     def frames(
         self, offset: int, sequence: int | None = None, chain_hash: bytes | None = None
     ) -> Iterator[tuple[int, Frame]]:
-        """Yield what stands from `offset` on, as long as each frame is intact and follows from the one before.
+        """Yield the frames from `offset` on, as long as each is intact and follows from the one before.
 
-        The first one comes at `sequence` behind `chain_hash` (16 bytes); None: not known, any does.
+        The first must have the number `sequence` and follow `chain_hash` (16 bytes); None: not checked.
         """
         while offset < self.num_bytes:
             frame = self.frame_at(offset)
@@ -166,9 +163,9 @@ class SegmentBytes:
             sequence, chain_hash = frame.first_sequence + frame.num_events, frame.chain_hash
 
     def ends_with_whole_frame(self, offset: int) -> bool:
-        """Whether what stands at `offset` says it is a frame that ends with the file, and its end is not zeros.
+        """Whether a header at `offset` states a frame that ends with the file, and that does not end with zeros.
 
-        A write that stopped half-way leaves less, and a machine that lost power leaves zeros.
+        An interrupted write leaves less, and a power cut leaves zeros.
         """
         declared = declared_frame(self.read(offset, FRAME_HEADER_BYTES), 0)
         if declared is None or offset + declared[0] != self.num_bytes:
@@ -189,7 +186,7 @@ class SegmentBytes:
 
 
 def num_written_bytes(segment: Path) -> int:
-    """Size of a segment as it was written, whatever its form; 0 of anything but a regular file. Raises `OSError`."""
+    """Return the bytes of a segment as written; 0 for anything but a regular file. Raises `OSError`."""
     if not is_regular_file(segment):
         return 0
     with SegmentBytes(segment) as data:

@@ -1,7 +1,7 @@
-"""One segment file's name and header block. Knows bytes and names; must not know frames.
+"""The name and the header block of a segment file. Knows bytes and names; must not know frames.
 
-File name: ``{first_sequence:020d}.kvlog``. The header block is two equal copies, one behind the other: a damaged one
-costs nothing but a report. A copy, little-endian:
+File name: ``{first_sequence:020d}.kvlog``. The header block is two equal copies: damage to one is only reported. A
+copy, little-endian:
 
 ====== ===== ======================================================================================
 offset bytes field
@@ -10,11 +10,11 @@ offset bytes field
 8      2     format version
 10     4     body length in bytes
 14     4     CRC-32C of bytes 0..13 and the body
-18     ...   body: a msgpack map of `log_id`, `first_sequence`, `previous_head_hash`, `header`
+18     ...   body: a msgpack map of `log_id`, `first_sequence`, `previous_head_hash`, `header`, `segment_number`
 ====== ===== ======================================================================================
 
-The first 18 bytes keep this layout in every format version, so an old reader can say which version it would need.
-The chain starts with the BLAKE2b-128 of one copy, which itself names the last hash of the segment before.
+The first 18 bytes are the same in every format version, so an old reader can report the version it needs. The chain
+starts with the BLAKE2b-128 of one copy, which contains the last hash of the segment before.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ ONE_COPY_DAMAGED = "one of the segment header's two copies is damaged; the other
 UNFINISHED_SUFFIX = ".unfinished"
 SEGMENT_SUFFIX = ".kvlog"
 SNAPSHOT_SUFFIX = ".snapshot"
-"""Of the file next to a segment, under its name."""
+"""Suffix of a segment's snapshot."""
 
 _MAGIC = b"KVLEDGER"
 _PREFIX = struct.Struct("<8sHII")
@@ -87,19 +87,19 @@ _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 @attrs.frozen
 class SegmentHeader:
-    """What a segment says about itself. `header` is the mapping that the log's creator gave."""
+    """A segment's header. `header` is the mapping given by the log's creator."""
 
     log_id: str
     first_sequence: int
     previous_head_hash: bytes
     header: dict[str, object]
     num_bytes: int
-    """Of the block with both copies: the offset of the first frame."""
+    """Bytes of both copies, and offset of the first frame."""
     chain_hash: bytes
     segment_number: int | None = None
-    """1 for a log's first segment; None in logs whose writer did not count."""
+    """1 for a log's first segment; None: not counted."""
     damaged_at: int | None = None
-    """The offset of a copy that is damaged, where the other one was read."""
+    """Offset of a damaged copy; None: both are intact."""
 
 
 def encode_header(
@@ -109,7 +109,7 @@ def encode_header(
     header: Mapping[str, object],
     segment_number: int | None = None,
 ) -> bytes:
-    """Return a header block. Raises `LogError` for a mapping that msgpack cannot hold."""
+    """Return a header block. Raises `LogError` if the mapping cannot be stored."""
     if "log_id" in header:
         msg = "the header mapping has a key 'log_id', which the log writes itself; use another key"
         raise LogError(msg)
@@ -133,12 +133,11 @@ def encode_header(
 
 
 def decode_header(data: bytes, name: str, *, any_copy: bool = False) -> SegmentHeader:
-    """Read the header block that `data` starts with; `name` is for messages. With `any_copy`, one intact copy will do.
+    """Decode the header block at the start of `data`; `name` is for messages. With `any_copy`, one intact copy will do.
 
     Raises:
         LogDamaged: the block is not intact; with `any_copy`, neither copy is, or the file ends within the block.
-        LogTooNew: a copy is intact and of a later format.
-
+        LogTooNew: an intact copy has a later format.
     """
     problem, at = "", 0
     while at >= 0:
@@ -162,7 +161,7 @@ def decode_header(data: bytes, name: str, *, any_copy: bool = False) -> SegmentH
 
 
 def _decode_copy(data: bytes, at: int, name: str) -> SegmentHeader | str:
-    """Read the copy at offset `at`, or say why there is none. The second one stands at an offset equal to its size."""
+    """Decode the copy at offset `at`, which is 0 or the size of a copy, or return why there is none."""
     if len(data) - at < _PREFIX.size:
         return f"{name}: {len(data) - at} bytes are too few for a segment header"
     magic, version, num_body_bytes, crc = _PREFIX.unpack_from(data, at)
@@ -209,20 +208,20 @@ def segment_name(first_sequence: int) -> str:
 
 
 def first_sequence_of(segment: Path) -> int | None:
-    """Return the sequence number that a segment's name promises, or None for a file named otherwise."""
+    """Return the sequence number in a segment's name, or None for any other name."""
     match = _NAME.fullmatch(segment.name)
     return int(match[1]) if match else None
 
 
 def segment_paths(directory: Path) -> list[Path]:
-    """Return the segments in `directory`, in order; other files there are not looked at."""
+    """Return the segments in `directory`, in order."""
     return sorted(path for path in directory.iterdir() if _NAME.fullmatch(path.name))
 
 
 def write_segment(directory: Path, first_sequence: int, block: bytes, *, durable: bool) -> Path:
-    """Make a segment that holds only its header; it appears under its name whole or not at all.
+    """Create a segment that holds only its header, whole or not at all.
 
-    Raises `OSError`; then it may be there all the same, where only the sync of the directory failed.
+    Raises `OSError`. The segment exists nevertheless if only the directory's sync failed.
     """
     segment = directory / segment_name(first_sequence)
     unfinished = segment.with_suffix(UNFINISHED_SUFFIX)

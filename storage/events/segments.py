@@ -1,9 +1,8 @@
-"""The event store on disk: a directory of append-only segment files, one writer.
+"""The event store on disk: a directory of append-only segment files with one writer.
 
-A frame is one `write(2)`, made inline, so a killed process loses nothing that it had logged. A write that fails is
-rolled back to the last good offset. The hot path is `append`; everything else may be slow. The bytes are described in
-`segment_file` and `frames`, damage and reading in `reader`. A log has one writer in its life: each start of an engine
-begins another one, so nothing is ever appended behind what a crash has left.
+`append` is the hot path: one `write(2)` per frame, made inline, so a killed process loses nothing that it had logged. A
+failed write is rolled back. `segment_file` and `frames` describe the bytes, `reader` the damage. Each engine start
+begins a new log, so nothing is appended after what a crash left.
 """
 
 from __future__ import annotations
@@ -55,18 +54,18 @@ _GAP: Final = int(FrameKind.GAP)
 
 @attrs.frozen
 class LogEnd:
-    """Where a log ends: file, offset behind the last frame, next sequence number, and the two hashes (16 bytes)."""
+    """The end of a log. `offset` is after the last frame; hashes have 16 bytes."""
 
     segment: Path
     offset: int
     next_sequence: int
     chain_hash: bytes
-    """What the next frame follows from: `head_hash`, or the hash of a newer segment's header."""
+    """Chain hash that the next frame follows: `head_hash`, or that of a newer segment's header."""
     head_hash: bytes
 
 
 class SegmentEventStore:
-    """An `EventStore` in a directory, made by `create`. `header` is the mapping given there, with `log_id` added."""
+    """An `EventStore` in a directory, made by `create`. `header` is the mapping given there, plus `log_id`."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class SegmentEventStore:
         sync_interval_ms: float,
         maintenance: Maintenance | None,
     ) -> None:
-        """Take over a locked directory whose log ends at `end`; the rest is as in `create`."""
+        """Use a locked directory whose log ends at `end`; see `create`."""
         self.directory: Final = directory
         self.header: Final = dict(header)
         self.durability: Final = durability
@@ -95,7 +94,7 @@ class SegmentEventStore:
         self._segment = end.segment
         self._first_frame_offset, self._segment_number = in_use.num_bytes, in_use.segment_number
         self._descriptor = open_for_writing(end.segment, os.O_WRONLY | os.O_APPEND)
-        # One attribute, so that one assignment commits an append: offset, next sequence, hash to chain from, head hash.
+        # One attribute, so that one assignment commits: offset, next sequence, hash to chain from, head hash.
         self._end = (end.offset, end.next_sequence, end.chain_hash, end.head_hash)
         is_synced = durability is Durability.DISK
         self._sync = GroupSync(self._descriptor, sync_interval_ms) if is_synced else None
@@ -112,16 +111,15 @@ class SegmentEventStore:
         sync_interval_ms: float = 50.0,
         maintenance: Maintenance | None = None,
     ) -> SegmentEventStore:
-        """Begin a log in `directory`, which is made if need be; `header` holds JSON values.
+        """Begin a log in `directory`, which is created if missing; `header` holds JSON values.
 
-        A segment is closed before it grows over `segment_bytes`, unless one frame alone is larger. `maintenance`
-        is started with the log, and with each new segment.
+        No segment exceeds `segment_bytes`, unless a single frame does. `maintenance` is started with the log and with
+        each new segment.
 
         Raises:
-            LogError: the directory holds a log already, or the header cannot be stored.
-            LogLocked: another writer is at work there.
-            OSError: it cannot be written there.
-
+            LogError: the directory already holds a log, or the header cannot be stored.
+            LogLocked: another writer holds the directory.
+            OSError: the directory cannot be written.
         """
         log_id = uuid.uuid4().hex
         block = encode_header(log_id, 1, NO_PREVIOUS_HASH, header, 1)
@@ -153,21 +151,21 @@ class SegmentEventStore:
 
     @property
     def next_sequence(self) -> int:
-        """The sequence number that the next appended event gets."""
+        """Sequence number of the next appended event."""
         return self._end[1]
 
     @property
     def segment(self) -> Path:
-        """The segment in use; the same object as long as it is."""
+        """The segment in use; the same object until the next segment begins."""
         return self._segment
 
     @property
     def head_hash(self) -> bytes:
-        """The chain hash of the last frame, or of the header while the log is empty."""
+        """Chain hash of the last frame, or of the header while the log is empty."""
         return self._end[3]
 
     def is_quick(self, num_payload_bytes: int) -> bool:
-        """See `EventStore.is_quick`: not where a segment has to be begun, or what has failed to be put right."""
+        """See `EventStore.is_quick`. False if a segment must begin or a rollback is pending."""
         offset = self._end[0]
         fits = offset + FRAME_HEADER_BYTES + num_payload_bytes <= self._segment_bytes
         is_right = not (self._rollback_pending or self._unused_segment is not None)
@@ -180,7 +178,7 @@ class SegmentEventStore:
         return self._append(_EVENTS, payload, num_events)
 
     def append_gap(self, num_events: int, reason: str) -> int:
-        """Append a frame that stands for events which could not be written; see `EventStore.append_gap`."""
+        """Append a gap; see `EventStore.append_gap`."""
         return self._append(_GAP, reason.encode(errors="replace"), num_events)
 
     def read(self, from_sequence: int = 1) -> Iterator[Frame]:
@@ -192,18 +190,18 @@ class SegmentEventStore:
         self._refuse_damage(reader)
 
     def note_unwritten(self, num_events: int, reason: str) -> None:
-        """Note that events wait to be written, in space that is reserved also on a full disk; see `EventStore`."""
+        """See `EventStore.note_unwritten`. The space is reserved, so this works on a full disk."""
         if not self._closed:
             self._note_end(num_events, reason)
 
     def flush(self) -> None:
-        """Return when everything appended has the store's durability."""
+        """See `EventStore.flush`."""
         self._check_open()
         if self._sync is not None:
             self._sync.sync()
 
     def close(self, expected_sequence: int | None = None) -> None:
-        """See `EventStore.close`. The log is closed also if this raises the `OSError` of the last sync."""
+        """See `EventStore.close`. The log is closed even if the last sync raises `OSError`."""
         if self._closed:
             return
         self._closed = True
@@ -238,11 +236,11 @@ class SegmentEventStore:
         try:
             num_written = os.write(self._descriptor, frame)
             while num_written < len(frame):
-                # A short write: the rest either fits after all, or says why it does not.
+                # The next write completes the frame or fails with the reason.
                 num_written += os.write(self._descriptor, frame[num_written:])
             self._end = (offset + num_written, first_sequence + num_events, frame_hash, frame_hash)
         except BaseException:
-            # Also for an interrupt between the write and its commit: the file goes back to what is committed.
+            # Also after an interrupt before the commit: cut the file back to what is committed.
             self._rollback_pending = True
             self._try_to_roll_back()
             raise
@@ -251,7 +249,7 @@ class SegmentEventStore:
         return first_sequence
 
     def _prepare(self) -> None:
-        """What an append needs only now and then."""
+        """Check and repair; most appends do not need this."""
         self._check_open()
         if self._rollback_pending:
             self._roll_back()
@@ -267,19 +265,19 @@ class SegmentEventStore:
         try:
             self._roll_back()
         except OSError:
-            return  # Still pending: the next append tries again before it writes, and opening would cut the tail.
+            return  # Still pending: the next append or `close` tries again.
 
     def _start_segment(self) -> None:
-        """Begin a new segment. Raises `OSError`, and then the old one stays in use."""
+        """Begin a new segment. Raises `OSError`; the old one then stays in use."""
         offset, next_sequence, _, head_hash = self._end
         if self._sync is not None:
-            # A crash must never find a new segment behind a torn one.
+            # A crash must never leave a new segment after a torn one.
             self._sync.sync()
         caller_header = {key: value for key, value in self.header.items() if key != "log_id"}
         number = None if self._segment_number is None else self._segment_number + 1
         block = encode_header(str(self.header["log_id"]), next_sequence, head_hash, caller_header, number)
         durable = self.durability is Durability.DISK
-        # Until the switch is made the new segment must not stay: the next frame may still fit into the old one.
+        # If this fails, the new segment must not stay: the next frame may still fit into the old one.
         self._unused_segment = self.directory / segment_name(next_sequence)
         segment = write_segment(self.directory, next_sequence, block, durable=durable)
         descriptor = open_for_writing(segment, os.O_WRONLY | os.O_APPEND)
@@ -304,7 +302,7 @@ class SegmentEventStore:
         is_closed: bool = False,
         expected_sequence: int | None = None,
     ) -> None:
-        """Note how far the log has come. It is evidence, which the log does without where it cannot be written."""
+        """Write the end record. It is only evidence, so failures are ignored."""
         _, next_sequence, _, head_hash = self._end
         recorded = self._record.recorded
         if num_unwritten is None:  # as before, less what was written since
@@ -324,7 +322,6 @@ class SegmentEventStore:
             )
 
     def _remove_unused_segment(self) -> None:
-        """Remove a segment that was made and is not used. Raises `OSError`."""
         if self._unused_segment is not None:
             self._unused_segment.unlink(missing_ok=True)
             self._unused_segment = None

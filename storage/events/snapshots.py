@@ -1,9 +1,8 @@
 """Snapshots of a log: the state right before a segment, so that reading can begin there.
 
-A snapshot lies next to its segment, as ``{first_sequence of the segment:020d}.snapshot``, and goes when that is
-retired. It is never needed, and never trusted: it counts only if its CRC holds, if the header of its segment names the
-same log, event and hash, and if the reader says that the state means today what it meant then (`fingerprint`). What the
-state is, this module must not know.
+A snapshot is the file ``{first_sequence of the segment:020d}.snapshot`` next to its segment, and is deleted with it. It
+is never needed and never trusted: it counts only if its CRC matches, if the segment's header names the same log, event
+and hash, and if its `fingerprint` is the reader's. This module must not know what the state is.
 
 The file: magic ``KVLEDGERSNAP``, CRC-32C (4 bytes, little-endian) of the rest, a msgpack map.
 """
@@ -46,34 +45,37 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @attrs.frozen
 class Snapshot:
-    """The state after the event `sequence`, the last before its segment; `chain_hash` (16 bytes) is the hash there."""
+    """The state after the event `sequence`, the last before the segment; `chain_hash` (16 bytes) is the hash there."""
 
     log_id: str
     sequence: int
     chain_hash: bytes
     fingerprint: str
-    """What must be equal for `state` to mean what it meant when it was written."""
+    """Identifies the code and configuration for which `state` is valid."""
     state: bytes
     reader: bytes
-    """What a reader of the log knows there; it says itself who can use it."""
+    """The log reader's encoded state there, with its own fingerprint."""
     totals: bytes = b""
-    """Sums over the events up to there, which no later event depends on; empty: whoever wrote it had none."""
+    """Encoded sums up to there, which no later event depends on. Empty: none."""
     format_version: int = SNAPSHOT_FORMAT_VERSION
 
 
 def segments_without_snapshot(directory: Path) -> list[Path]:
-    """The segments of a log that have none, in order; before its first nothing is known. Raises `OSError`."""
+    """Return the segments of a log that lack a snapshot, in order. Raises `OSError`.
+
+    The first segment is left out: nothing is known before it.
+    """
     return [path for path in segment_paths(directory)[1:] if not is_regular_file(path.with_suffix(SNAPSHOT_SUFFIX))]
 
 
 def write_snapshot(segment: Path, snapshot: Snapshot) -> Path:
-    """Write a snapshot next to `segment`; it appears whole or not at all. Raises `OSError`.
+    """Write a snapshot next to `segment`, whole or not at all. Raises `OSError`.
 
-    It is not synced: one that a machine failure spoils is known by its CRC, and nothing depends on it.
+    It is not synced: its CRC reveals damage, and nothing depends on it.
     """
     path = segment.with_suffix(SNAPSHOT_SUFFIX)
     body = _encode(snapshot)
-    # Two processes may make it at once, each for the engine that started it.
+    # Processes of two engines may write it at once.
     unfinished = path.with_suffix(f"{SNAPSHOT_SUFFIX}.{os.getpid()}.unfinished")
     try:
         write_file(unfinished, _MAGIC + _CRC.pack(crc32c(body)) + body, durable=False)
@@ -86,7 +88,7 @@ def write_snapshot(segment: Path, snapshot: Snapshot) -> Path:
 
 
 def load_snapshot(path: Path, *, fingerprint: str) -> Snapshot | str:
-    """Read one file; return the reason where it cannot be used. Does not compare it with the log."""
+    """Read a snapshot without comparing it with the log; return it, or why it cannot be used."""
     snapshot = _read_snapshot(path)
     if isinstance(snapshot, str):
         return snapshot
@@ -96,7 +98,7 @@ def load_snapshot(path: Path, *, fingerprint: str) -> Snapshot | str:
 
 
 def has_snapshot(segment: Path) -> bool:
-    """Whether a snapshot of `segment` is next to it, intact and of its log, whichever code made it."""
+    """Whether `segment` has an intact snapshot of its log, made by any code."""
     path = segment.with_suffix(SNAPSHOT_SUFFIX)
     snapshot = _read_snapshot(path)
     return not isinstance(snapshot, str) and not _not_of_this_log(path, snapshot, snapshot.log_id)
@@ -121,9 +123,9 @@ def _read_snapshot(path: Path) -> Snapshot | str:
 def find_snapshot(
     directory: Path, *, log_id: str, fingerprint: str, at_most: int | None = None, newest: bool = False
 ) -> tuple[Snapshot | None, list[str]]:
-    """Return the earliest usable snapshot of a log (or the newest), and why others were passed over.
+    """Return the earliest usable snapshot of a log (or the newest), and why others were skipped.
 
-    Usable: intact, of this log, of this `fingerprint`, at or before the event `at_most`, and its segment follows it.
+    Usable: intact, of this log and `fingerprint`, at or before event `at_most`, and followed by its segment.
     """
     reasons: list[str] = []
     for path in sorted(directory.glob(f"*{SNAPSHOT_SUFFIX}"), reverse=newest):
@@ -136,7 +138,7 @@ def find_snapshot(
 
 
 def usable_snapshot(path: Path, *, log_id: str, fingerprint: str) -> Snapshot | str:
-    """Read one file and compare it with the header of its segment; return the reason where it cannot be used."""
+    """Read a snapshot and compare it with its segment's header; return it, or why it cannot be used."""
     snapshot = load_snapshot(path, fingerprint=fingerprint)
     return snapshot if isinstance(snapshot, str) else _not_of_this_log(path, snapshot, log_id) or snapshot
 

@@ -1,7 +1,4 @@
-"""What every event store promises, and what it refuses.
-
-A store is opaque to what it stores: a payload is bytes. I/O trouble stays the `OSError` that the operating system gave.
-"""
+"""The interface of every event store, and its errors. Payloads are opaque bytes; I/O errors are `OSError`."""
 
 from __future__ import annotations
 
@@ -26,24 +23,24 @@ __all__ = [
 
 
 class Durability(enum.StrEnum):
-    """What a frame outlives once `append` has returned."""
+    """The failures that a frame survives once `append` has returned."""
 
     OS = "os"
-    """The process, also when it is killed. A power cut loses what the kernel had not yet written back."""
+    """The end of the process, even by SIGKILL. A power cut loses what the kernel has not written back."""
     DISK = "disk"
-    """The machine, once the next grouped `fdatasync` is through; `flush` waits for one."""
+    """A power cut, once the next grouped `fdatasync` is done; `flush` waits for one."""
 
 
 class LogError(Exception):
-    """Base of every refusal of an event store."""
+    """Base class of all errors of event stores."""
 
 
 class LogDamaged(LogError):
-    """The stored bytes are not what was written; `read_log` still shows what is intact."""
+    """The stored bytes are not what was written; `read_log` still reads what is intact."""
 
 
 class LogTooNew(LogError):
-    """The log was written in a format that this version cannot read."""
+    """This version cannot read the log's format."""
 
 
 class LogLocked(LogError):
@@ -51,11 +48,11 @@ class LogLocked(LogError):
 
 
 class AppendConflict(LogError):
-    """`expected_sequence` is not where the log ends: writer and log count differently."""
+    """The log's next sequence number is not `expected_sequence`."""
 
     @classmethod
     def at(cls, expected_sequence: int, next_sequence: int) -> AppendConflict:
-        """The log ends before `next_sequence`."""
+        """Return the error for a log that ends before `next_sequence`."""
         return cls(f"append expected sequence {expected_sequence}, the log ends before {next_sequence}")
 
 
@@ -64,58 +61,56 @@ class LogClosed(LogError):
 
 
 class EventStore(Protocol):
-    """An append-only sequence of frames with one writer. Event sequence numbers start at 1 and have no gap."""
+    """An append-only sequence of frames with one writer. Events are numbered from 1 without a gap."""
 
     @property
     def next_sequence(self) -> int:
-        """The sequence number that the next appended event gets."""
+        """Sequence number of the next appended event."""
 
     @property
     def head_hash(self) -> bytes:
-        """The chain hash (16 bytes) of the last frame, or of the log's header while the log is empty.
+        """Chain hash (16 bytes) of the last frame, or of the log's header while the log is empty.
 
-        Noted somewhere else, it is the anchor that makes a rewritten log detectable.
+        If you note it elsewhere, you can detect a rewritten log.
         """
 
     def is_quick(self, num_payload_bytes: int) -> bool:
-        """Whether to append a frame of so many bytes now is one write, and nothing that waits for a disk."""
+        """Whether appending this many payload bytes now is a single write that waits for no disk."""
 
     def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
         """Append `num_events` events as one frame, whole or not at all, and return the first one's sequence number.
 
-        `expected_sequence` is where the caller thinks that the log ends.
+        `expected_sequence` is the caller's own count.
 
         Raises:
-            ValueError: `num_events` is not positive, or the payload is larger than a frame holds.
-            AppendConflict: the log ends elsewhere than at `expected_sequence`.
+            ValueError: `num_events` is not positive, or the payload is too large for a frame.
+            AppendConflict: the log's next sequence number is not `expected_sequence`.
             LogClosed: the store was closed.
-            OSError: it could not be written; the log is as it was before.
-
+            OSError: the frame could not be written; the log is unchanged.
         """
 
     def append_gap(self, num_events: int, reason: str) -> int:
-        """Append a frame that accounts for `num_events` events that could not be written. Raises like `append`."""
+        """Append a frame for `num_events` events that could not be written. Raises like `append`."""
 
     def note_unwritten(self, num_events: int, reason: str) -> None:
-        """Note how many events from `next_sequence` on were taken and cannot be written, and why; 0: none any more.
+        """Note how many events from `next_sequence` on cannot be written, and why; 0: none any more.
 
-        For readers of a log whose writer was killed meanwhile. Never raises; a store may have no place for it.
+        For readers, in case the writer is killed. Never raises; a store may ignore it.
         """
 
     def read(self, from_sequence: int = 1) -> Iterator[Frame]:
-        """Yield the frames in order, beginning with the one that holds `from_sequence`. Works after `close`, too.
+        """Yield the frames in order from the one with `from_sequence` on, even after `close`.
 
         Raises:
             LogDamaged: the stored bytes are not what was written.
-
         """
 
     def flush(self) -> None:
-        """Return when everything appended has reached the store's durability. Raises `OSError` and `LogClosed`."""
+        """Wait until everything appended has the store's durability. Raises `OSError` and `LogClosed`."""
 
     def close(self, expected_sequence: int | None = None) -> None:
-        """Flush, and let go of the log. Closing again does nothing.
+        """Flush and release the log. Closing again does nothing.
 
-        `expected_sequence` is where the caller's own count says that the log ends. It is noted next to the log, so a
-        reader sees which events never arrived here.
+        `expected_sequence`, the number after the caller's last event, is noted next to the log. It shows a reader which
+        events never arrived here.
         """

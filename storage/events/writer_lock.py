@@ -1,4 +1,4 @@
-"""One writer per log directory: an advisory lock that the kernel drops with the process, so it is never stale."""
+"""The advisory lock of a log's one writer. The kernel releases it when the process ends."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _ATTEMPTS = 5
 _PAUSE_SECONDS = 0.002
 _MAX_DIGITS = 10
 _held: set[int] = set()
-"""Descriptors of this process. A forked child must not keep them: it may outlive the writer, and the log would seem to
-be written for ever. Closing them there does not release the writer's lock."""
+"""Lock descriptors of this process. A forked child closes them: it may outlive the writer, and the log would still seem
+to be written. This does not release the writer's lock."""
 
 
 def _close_inherited() -> None:
@@ -35,13 +35,12 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 def lock_directory(directory: Path) -> int:
-    """Lock `directory` for writing, in this process alone; return the descriptor that holds the lock until `unlock`.
+    """Lock `directory` for writing by this process; return the descriptor that holds the lock until `unlock`.
 
     Raises:
-        LogLocked: another writer holds it, named by its pid.
-        RefusedFile: the lock file is a link or no regular file.
+        LogLocked: another writer, named by its pid, holds the lock.
+        RefusedFile: the lock file is a link or not a regular file.
         OSError: the directory cannot be written, or its file system has no locks.
-
     """
     descriptor, may_write = open_for_locking(directory / LOCK_NAME)
     try:
@@ -59,7 +58,7 @@ def lock_directory(directory: Path) -> int:
 
 
 def locked(directory: Path) -> LogLocked:
-    """The error for a log that another process writes, with its pid as far as that can be read."""
+    """Return the error for a log that another process writes, with its pid if that can be read."""
     pid = "unknown"
     with contextlib.suppress(OSError):
         named = read_file(directory / LOCK_NAME).strip()
@@ -68,14 +67,14 @@ def locked(directory: Path) -> LogLocked:
 
 
 def unlock(descriptor: int) -> None:
-    """Let go of a lock; one that was let go of before is left as it is."""
+    """Release a lock, unless it is released already."""
     if descriptor in _held:
         _held.discard(descriptor)
         os.close(descriptor)
 
 
 def _name_writer(descriptor: int) -> None:
-    """Write the pid, in place, so that a full disk takes it; without room for it the writer stays unnamed."""
+    """Write the pid in place, even on a full disk; without room, the writer stays unnamed."""
     try:
         os.pwrite(descriptor, f"{os.getpid():<10}\n".encode(), 0)
     except OSError as error:
@@ -84,7 +83,7 @@ def _name_writer(descriptor: int) -> None:
 
 
 def _lock(descriptor: int) -> None:
-    """Take the lock; again, if a process that asks whether the log is being written has it for a moment."""
+    """Take the lock. Retries, because `is_being_written` of another process holds it for a moment."""
     for _ in range(_ATTEMPTS - 1):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

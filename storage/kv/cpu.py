@@ -1,12 +1,11 @@
-"""Copies between KV tensors in CPU memory and host slots, close to the speed of one contiguous copy.
+"""Copies between KV tensors in CPU memory and host slots, almost as fast as one contiguous copy.
 
-The runs of a block that lie equally far apart, as all layers of one allocation do, are one strided array, and a block
-is one assignment of numpy's from array to array: each byte is read once and written once, wherever blocks and slots
-lie. Threads share the blocks of a copy among them, as many as torch would use.
+Runs of a block at equal distances, such as all layers of one allocation, form one strided array. Copying a block is
+then one numpy assignment, which reads and writes each byte once. As many threads as torch would use share the blocks of
+a copy.
 
-numpy lets go of the interpreter lock for each assignment, so asynchronous copies run on one thread more, first come
-first served. The cores and the memory bus are shared all the same: what is won is that nobody waits, not that the
-bytes move for free.
+numpy releases the interpreter lock during each assignment, so asynchronous copies run in one more thread, in order.
+They save waiting, but still use cores and memory bandwidth.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ from kvledger.storage.kv.pool import HostPool
 __all__ = ["THREAD_NAME", "CpuCopyEngine"]
 
 THREAD_NAME = "kvledger-copy"
-"""What the name of a copying thread begins with."""
+"""Prefix of the names of copying threads."""
 
 _PART_BYTES = 1 << 20
-"""Fewer bytes are copied before another thread has woken up."""
+"""Least bytes per thread. Fewer are copied before another thread has woken up."""
 
 _Bytes = npt.NDArray[np.uint8]
 
 
 @attrs.frozen
 class _EqualRuns:
-    """Runs of one length, equally far apart on both sides: `[blocks, runs, bytes]` and `[slots, runs, bytes]`."""
+    """Runs of one length at equal distances on both sides: `[blocks, runs, bytes]` and `[slots, runs, bytes]`."""
 
     blocks: _Bytes
     slots: _Bytes
 
     def copy(self, block_ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool) -> None:
-        """Copy every pair, one assignment each."""
+        """Copy every pair with one assignment."""
         in_blocks, in_slots = self.blocks, self.slots
         if writes_slots:
             for block_id, slot in zip(block_ids, slots, strict=True):
@@ -58,20 +57,21 @@ class _EqualRuns:
 
 
 class CpuCopy(Future[CopyResult]):
-    """A copy that is done, or that a thread will do."""
+    """A copy that is done, or that a thread will finish."""
 
     def precede(self) -> None:
-        """See `PendingCopy.precede`: the CPU has no queue to put what follows in."""
+        """See `PendingCopy.precede`. It waits, because the CPU has no queue."""
         wait([self])
 
 
 class CpuCopyEngine:
-    """A `CopyEngine` for tensors in CPU memory; construction raises `PoolMismatch` and `PoolClosed`.
+    """A `CopyEngine` for tensors in CPU memory. The constructor raises `PoolMismatch` and `PoolClosed`.
 
-    Without `is_async` a copy is done when the call that starts it returns. With it, one thread does both directions, so
-    all copies finish in the order in which they were started. A process that ends without `close` finishes what was
-    started and exits: the executor's own exit hook sees to that. A pool that is closed too early fails the copies that
-    have not begun; the memory of the one that runs stays until it is over.
+    Without `is_async`, a copy is done when the call returns. With `is_async`, one thread makes all copies, so those of
+    both directions finish in the order in which they were started.
+
+    If the process ends without `close`, the executor's exit hook finishes the started copies first. If the pool is
+    closed too early, copies that have not begun fail, and the memory stays until the running copy is over.
     """
 
     def __init__(self, layout: BlockLayout, pool: HostPool, *, is_async: bool = False) -> None:
@@ -84,15 +84,15 @@ class CpuCopyEngine:
         self._thread = _threads(1) if is_async else None
 
     def start_save(self, block_ids: Sequence[int], slots: Sequence[int]) -> CpuCopy:
-        """Begin to copy blocks into slots; see `CopyEngine.start_save`."""
+        """Start to copy blocks into slots; see `CopyEngine.start_save`."""
         return self._start(block_ids, slots, writes_slots=True)
 
     def start_load(self, slots: Sequence[int], block_ids: Sequence[int]) -> CpuCopy:
-        """Begin to copy slots into blocks; see `CopyEngine.start_load`."""
+        """Start to copy slots into blocks; see `CopyEngine.start_load`."""
         return self._start(block_ids, slots, writes_slots=False)
 
     def close(self) -> None:
-        """Finish what was started, end the threads and forget the tensors."""
+        """Finish the started copies, end the threads and drop the tensors."""
         self._layout = None
         if self._thread is not None:
             self._thread.shutdown(wait=True)
@@ -121,14 +121,14 @@ class CpuCopyEngine:
 
     def _copied(self, block_ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool) -> CopyResult:
         started_ns = time.perf_counter_ns()
-        num_bytes = len(slots) * self._pool.buffer.shape[1]  # refuses where the pool was closed
+        num_bytes = len(slots) * self._pool.buffer.shape[1]  # raises if the pool is closed
         num_parts = max(1, min(self._num_threads, num_bytes // _PART_BYTES, len(slots)))
         helped = []
         for first in range(1, num_parts):
             part = block_ids[first::num_parts], slots[first::num_parts]
             try:
                 helped.append(self._helpers.submit(self._copy, *part, writes_slots=writes_slots))
-            except RuntimeError:  # the interpreter is about to exit, and no thread takes anything any more
+            except RuntimeError:  # the interpreter is exiting, and threads take no more work
                 self._copy(*part, writes_slots=writes_slots)
         self._copy(block_ids[::num_parts], slots[::num_parts], writes_slots=writes_slots)
         for part_of_it in helped:
@@ -141,13 +141,13 @@ class CpuCopyEngine:
 
 
 def _threads(number: int) -> ThreadPoolExecutor:
-    """Threads, started when they are needed, that may run on every core that this process uses.
+    """Return a pool of threads, started when needed, that may run on every core that this process uses.
 
-    A new thread is bound to what the one that starts it is bound to, and OpenMP binds that to a single core where it is
-    asked to, as by vLLM's CPU worker.
+    A new thread inherits its core binding from the thread that starts it. OpenMP may have bound that thread to a single
+    core, as vLLM's CPU worker asks it to.
     """
     cores: set[int] = set()
-    for thread in Path("/proc/self/task").glob("*"):  # none but on Linux
+    for thread in Path("/proc/self/task").glob("*"):  # exists only on Linux
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             cores |= os.sched_getaffinity(int(thread.name))
 
@@ -177,7 +177,7 @@ def _equal_runs(layout: BlockLayout, pool: HostPool) -> list[_EqualRuns]:
 
 
 def _continues(runs: Sequence[BlockRun], run: BlockRun) -> bool:
-    """Whether this run lies as far from the last of `runs` as that one from the one before it, and is like them."""
+    """Whether this run continues the series of `runs`: same size, stride, memory and distance."""
     last = runs[-1]
     return (
         run.storage.data_ptr() == last.storage.data_ptr()
@@ -191,6 +191,6 @@ def _continues(runs: Sequence[BlockRun], run: BlockRun) -> bool:
 
 
 def _over(memory: _Bytes, count: int, stride: int, offsets: Sequence[int], num_bytes: int) -> _Bytes:
-    """`[count, len(offsets), num_bytes]` of memory; the offsets are equally far apart."""
+    """Return `[count, len(offsets), num_bytes]` over `memory`. The offsets must be at equal distances."""
     step = offsets[1] - offsets[0] if len(offsets) > 1 else num_bytes
     return np.ndarray((count, len(offsets), num_bytes), np.uint8, memory, offsets[0], (stride, step, 1))

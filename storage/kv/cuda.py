@@ -1,12 +1,12 @@
-"""Copies between KV tensors in CUDA memory and host slots, ordered by streams. Nobody waits for one.
+"""Copies between KV tensors in CUDA memory and host slots, ordered by streams. The caller does not wait for a copy.
 
-Its tests need a GPU, and `make gpu-check` runs them; docs/benchmarks.md says on which GPU they have run. Which bytes go
-where (`cuda_movers`) is tested on CPU tensors, too.
+The tests of this module need a GPU; `make gpu-check` runs them, and docs/benchmarks.md says on which GPU they have run.
+`cuda_movers` is also tested on CPU tensors.
 
-A copy *in the step* is given to the caller's own stream: it begins after all that the stream was given before, and what
-the stream is given next begins after it. An *asynchronous* copy is given, by a thread, to a stream of its own for its
-direction, of low priority, behind an event of the caller's stream. A stream does one thing after the other: that is why
-copies of a direction finish in order and staging memory is not filled again before the transfer that reads it is over.
+A copy *in the step* runs on the caller's stream, in order with the caller's other work. A thread enqueues an
+*asynchronous* copy on a low-priority stream for its direction, after an event of the caller's stream. Work on a stream
+runs in order. Therefore copies in one direction finish in order, and the staging buffer is not refilled before the
+transfer that reads it is over.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ from kvledger.storage.kv.pool import HostPool
 __all__ = ["BATCHED_FROM_BYTES", "CudaCopyEngine"]
 
 BATCHED_FROM_BYTES = 256 << 10
-"""From this mean run length on the copy engines are given the runs themselves; shorter ones are gathered by a kernel.
+"""Mean run length in bytes from which copies are batched (`BatchedMover`); shorter runs are gathered by a kernel.
 
 Each run costs the copy engine a descriptor, whatever its size. Measured on an H100 (driver 580.159.04, torch 2.11,
-vLLM 0.33's `swap_blocks_batch`): with runs of 128 KiB a batched copy takes 1.30 to 1.42 times as long as one contiguous
-copy, and a gathered one 1.16 to 1.22. With runs of 320 KiB it is 1.13 to 1.15 and 1.19 to 1.22. Lengths between the two
-were not measured. `make gpu-check` measures both ways.
+vLLM 0.33's `swap_blocks_batch`), as a multiple of the time of one contiguous copy:
+
+| run length | batched | gathered |
+|---|---|---|
+| 128 KiB | 1.30 to 1.42 | 1.16 to 1.22 |
+| 320 KiB | 1.13 to 1.15 | 1.19 to 1.22 |
+
+Lengths between the two were not measured. `make gpu-check` measures both ways.
 """
 
 _Events = tuple[torch.cuda.Event, torch.cuda.Event]
@@ -39,7 +44,7 @@ _Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 @attrs.frozen
 class PendingCudaCopy:
-    """A copy between two events of a stream, once it was given to it; no events where there was nothing to copy."""
+    """A copy between two events of a stream, once it is enqueued. There are no events if there was nothing to copy."""
 
     _given: Future[_Events | None]
     _device: torch.device
@@ -56,10 +61,10 @@ class PendingCudaCopy:
         try:
             return bool(events[1].query())  # type: ignore[no-untyped-call]
         except RuntimeError:
-            return True  # CUDA reports an earlier failure here: the copy is over, and `result` says why.
+            return True  # CUDA reports an earlier failure here: the copy is over, and `result` raises the error.
 
     def precede(self) -> None:
-        """See `PendingCopy.precede`. Waits for the thread that gives copies to streams, for no copy."""
+        """See `PendingCopy.precede`. Waits until the thread has enqueued the copy, not for the copy itself."""
         wait([self._given])
         if self._given.exception() is None and (events := self._given.result()):
             torch.cuda.current_stream(self._device).wait_event(events[1])
@@ -71,26 +76,26 @@ class PendingCudaCopy:
         if events is not None:
             begun, over = events
             over.synchronize()
-            # The stream passes `begun` only when all it waited for is over: what lies between the two is the copy.
+            # The stream passes `begun` after everything it waited for, so only the copy is between the two events.
             duration_ns = round(begun.elapsed_time(over) * 1e6)
         return CopyResult(num_pages=self._num_pages, num_bytes=self._num_bytes, duration_ns=duration_ns)
 
 
 class CudaCopyEngine:
-    """A `CopyEngine` for tensors on one CUDA device; construction raises `PoolMismatch` and `PoolClosed`.
+    """A `CopyEngine` for tensors on one CUDA device. The constructor raises `PoolMismatch`.
 
-    What cannot be given to a stream has failed at once. What fails on its way is an error of the device, after which
-    CUDA refuses everything: no copy fails alone.
+    A copy that cannot be enqueued fails at once. A failure after that is an error of the device, after which CUDA
+    refuses all work, so no copy fails alone.
 
-    A pool that is not pinned works, but CUDA then waits for each transfer while it is given to the stream. Close the
-    engine before giving up the KV tensors: torch's allocator does not see that a copy still needs them.
+    A pool that is not pinned works, but enqueueing then waits for each transfer. Close the engine before you release
+    the KV tensors: torch's allocator does not know that a copy still needs them.
 
     Args:
-        layout: Where the blocks lie.
-        pool: Where the slots lie.
-        is_async: A thread and a stream for each direction; else the caller's stream.
-        batched_copy: Used for runs that are long enough, from and to a pinned pool; None: never.
-        batched_from_bytes: Mean run length that is long enough.
+        layout: The blocks.
+        pool: The slots.
+        is_async: Whether copies use a thread and a stream for each direction instead of the caller's stream.
+        batched_copy: Used for runs that are long enough if the pool is pinned; None: never.
+        batched_from_bytes: Mean run length in bytes that is long enough.
     """
 
     def __init__(
@@ -113,23 +118,23 @@ class CudaCopyEngine:
         self._last: torch.cuda.Event | None = None
         if is_async:
             for writes_slots in (True, False):
-                # Of priority 0: none is lower, and vLLM's collectives run at a higher one.
+                # Priority 0 is the lowest; vLLM's collectives have a higher one.
                 self._streams[writes_slots] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvledger-submit")
         self._movers: dict[bool, Mover] = {True: self._mover(layout, writes_slots=True)}
         self._movers[False] = self._mover(layout, writes_slots=False) if is_async else self._movers[True]
 
     def start_save(self, block_ids: Sequence[int], slots: Sequence[int]) -> PendingCudaCopy:
-        """Begin to copy blocks into slots; see `CopyEngine.start_save`."""
+        """Start to copy blocks into slots; see `CopyEngine.start_save`."""
         return self._start(block_ids, slots, writes_slots=True)
 
     def start_load(self, slots: Sequence[int], block_ids: Sequence[int]) -> PendingCudaCopy:
-        """Begin to copy slots into blocks; see `CopyEngine.start_load`."""
+        """Start to copy slots into blocks; see `CopyEngine.start_load`."""
         return self._start(block_ids, slots, writes_slots=False)
 
     def close(self) -> None:
-        """Wait for what was started, forget the tensors and give the staging memory back."""
-        # First wait, then let go: the memory goes back to an allocator that knows nothing of these streams.
+        """Wait for the started copies, then drop the tensors and the staging memory."""
+        # Wait first: the memory returns to an allocator that does not know these streams.
         self._layout = None
         if self._thread is not None:
             self._thread.shutdown(wait=True)
@@ -154,7 +159,7 @@ class CudaCopyEngine:
         elif self._thread is None:
             stream = torch.cuda.current_stream(self._device)
             if self._last is not None:
-                stream.wait_event(self._last)  # the staging memory is one, whichever stream the caller has
+                stream.wait_event(self._last)  # all streams of the caller share one staging buffer
             self._give(given, stream, ids, to, host, writes_slots=writes_slots)
         else:
             stream, before = self._streams[writes_slots], _event()
@@ -173,10 +178,10 @@ class CudaCopyEngine:
         writes_slots: bool,
         before: torch.cuda.Event | None = None,
     ) -> None:
-        """Give a copy to `stream`, after `before`, and say so in `given`."""
+        """Enqueue a copy on `stream`, after `before`, and set the result of `given`."""
         try:
             events = (_event(is_timed=True), _event(is_timed=True))
-            # torch keeps inference mode by thread, and tensors made inside it may be written only inside it.
+            # Inference mode is per thread in torch, and tensors created inside it can be written only inside it.
             with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(stream):
                 if before is not None:
                     stream.wait_event(before)
@@ -184,7 +189,7 @@ class CudaCopyEngine:
                 try:
                     self._movers[writes_slots].move(block_ids, slots, host, writes_slots=writes_slots)
                 except BaseException:
-                    # Part of it may be under way, and the caller is about to think that nothing touches its blocks.
+                    # Part of the copy may be running, and the caller will assume that nothing uses its blocks.
                     stream.synchronize()
                     raise
                 events[1].record(stream)
@@ -196,7 +201,7 @@ class CudaCopyEngine:
     def _mover(self, layout: BlockLayout, *, writes_slots: bool) -> Mover:
         if self._batched_copy is not None:
             return BatchedMover(layout, self._pool.slot_bytes, self._batched_copy)
-        # torch's allocator hands memory on in the order of the stream it was allocated on: that must be the user's.
+        # torch's allocator reuses memory in the order of the stream it was allocated on, so allocate on the using one.
         stream = self._streams.get(writes_slots) or torch.cuda.current_stream(layout.device)
         with torch.cuda.device(layout.device), torch.cuda.stream(stream):
             return StagedMover(layout, self._pool)

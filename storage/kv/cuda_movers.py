@@ -1,13 +1,13 @@
-"""How a CUDA engine gives a stream its copies: from address to address, or gathered through a device buffer.
+"""Two ways for a CUDA engine to enqueue copies: from address to address, or gathered through a device buffer.
 
-`BatchedMover` turns a call into the addresses of every run, for a function that gives them to the copy engines at
-once, so that the model keeps the cores that run kernels. `StagedMover` gathers blocks into a buffer that is laid out
-like host slots, by one kernel for all layers (`rows.py`), and each run of consecutive slots is then one contiguous
-transfer: many small transfers would cost more in launches than in bytes. Only contiguous memory crosses the bus,
-because torch stages a strided host tensor through a temporary that a non-blocking copy does not wait for.
+- `BatchedMover` computes the addresses of all runs for a function that passes them to the copy engines in one call. No
+  kernel runs, so the model keeps all cores.
+- `StagedMover` gathers blocks with one kernel for all layers (`rows.py`) into a buffer with the layout of host slots.
+  Consecutive slots are then one contiguous transfer, because launching many small transfers would cost more than their
+  bytes. Only contiguous memory crosses the bus: torch stages a strided host tensor through a temporary that a
+  non-blocking copy does not wait for.
 
-Nothing here names a stream: the caller makes one current, so that each step finds the one before it done. Works on CPU
-tensors too, slowly; that is how it is tested without a GPU.
+Both use the current stream, which orders their steps. They also work on CPU tensors, slowly, for tests without a GPU.
 """
 
 from __future__ import annotations
@@ -26,35 +26,36 @@ from kvledger.storage.kv.rows import Rows, element_of
 __all__ = ["STAGING_BYTES", "BatchedCopy", "BatchedMover", "Mover", "StagedMover"]
 
 BatchedCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
-"""`copy(sources, destinations, sizes, is_source_stable)`: give the current CUDA stream these copies, in stream order
-with what it was given before; stable sources may be read earlier. The first three are int64 addresses and sizes in
-bytes, contiguous in CPU memory and read during the call. vLLM's `_custom_ops.swap_blocks_batch` (0.32) is one: one call
-of the driver from CUDA 12.8 on, one for each run before.
+"""`copy(sources, destinations, sizes, is_source_stable)`: enqueue these copies on the current CUDA stream.
+
+They run after the stream's earlier work; stable sources may be read earlier. The first three arguments are int64
+addresses and sizes in bytes, contiguous in CPU memory and read during the call. vLLM's `_custom_ops.swap_blocks_batch`
+(0.32) is such a function: it makes one driver call from CUDA 12.8 on, and one per run before.
 """
 
 STAGING_BYTES = 16 << 20
-"""Device memory lent to staging, of each stream that gathers; at least one slot, whatever its size.
+"""Bytes of device memory for the staging buffer of each stream that gathers; the buffer has at least one slot.
 
-Small, because vLLM has measured and given away the device's memory before a connector is told of the KV tensors
-(`v1/worker/gpu_worker.py`, initialize_from_config, 0.32): nothing can count it in. Half a millisecond of a fast bus is
-still long against the calls that it takes.
+It is small because vLLM cannot account for it: it has already measured and distributed the device's memory when a
+connector gets the KV tensors (`v1/worker/gpu_worker.py`, initialize_from_config, 0.32). A fast bus needs half a
+millisecond for this much, which is still long compared to the calls.
 """
 
 
 class Mover(Protocol):
-    """Gives the current stream the copies of a whole call, destinations of which appear once."""
+    """Enqueues the copies of a call on the current stream. No destination may appear twice."""
 
     def move(self, block_ids: Sequence[int], slots: Sequence[int], host: torch.Tensor, *, writes_slots: bool) -> None:
-        """From blocks into slots, or the other way."""
+        """Copy blocks into slots if `writes_slots`, else slots into blocks."""
 
 
 class BatchedMover:
-    """Turns block ids and slots into the addresses of every run. Keeps no memory alive: its owner keeps the layout."""
+    """Passes the addresses of all runs to `copy`. Its owner must keep the layout, because it keeps no memory alive."""
 
     def __init__(self, layout: BlockLayout, slot_bytes: int, copy: BatchedCopy) -> None:
         self._copy = copy
         self._slot_bytes = slot_bytes
-        # On the CPU whatever torch's default device is: the driver reads these.
+        # On the CPU even if torch's default device is another: the driver reads these.
         self._addresses, self._strides, self._offsets, self._sizes = (
             torch.tensor(column, dtype=torch.int64, device="cpu")
             for column in zip(
@@ -63,25 +64,25 @@ class BatchedMover:
         )
 
     def move(self, block_ids: Sequence[int], slots: Sequence[int], host: torch.Tensor, *, writes_slots: bool) -> None:
-        """Give the stream every copy of the call. No order is kept among them, and none is needed."""
+        """Enqueue all copies of the call, in no particular order."""
         ids, to = (torch.tensor(list(n), dtype=torch.int64, device="cpu")[:, None] for n in (block_ids, slots))
         blocks = (self._addresses + ids * self._strides).flatten()
         places = (host.data_ptr() + to * self._slot_bytes + self._offsets).flatten()
         sources, destinations = (blocks, places) if writes_slots else (places, blocks)
-        # Nobody writes a slot that is being loaded. Blocks are what the model writes, in the order of streams.
+        # Slots are stable sources: nothing writes a slot that is being loaded. The model writes blocks in stream order.
         self._copy(sources, destinations, self._sizes.repeat(len(slots)), not writes_slots)
 
 
 @attrs.frozen
 class _Gathered:
-    """All runs of one length in one allocation, as rows of it and of the staging memory."""
+    """All runs of one length in one allocation, as rows of that allocation and of the staging buffer."""
 
     device: Rows
     staged: Rows
 
 
 class StagedMover:
-    """Gathers and scatters on the device of the layout; construct it with the stream current that it will run on."""
+    """Gathers and scatters on the layout's device. Construct it while the stream that it will use is current."""
 
     def __init__(self, layout: BlockLayout, pool: HostPool, *, staging_bytes: int = STAGING_BYTES) -> None:
         self._device = layout.device
@@ -94,7 +95,7 @@ class StagedMover:
         self._groups = [self._gathered(runs, layout.num_blocks) for runs in alike.values()]
 
     def move(self, block_ids: Sequence[int], slots: Sequence[int], host: torch.Tensor, *, writes_slots: bool) -> None:
-        """Give the current stream every copy of the call, batch after batch."""
+        """Enqueue all copies of the call on the current stream, in batches."""
         by_slot = sorted(range(len(slots)), key=slots.__getitem__)
         for start in range(0, len(by_slot), self._staged_slots):
             batch = by_slot[start : start + self._staged_slots]
@@ -118,19 +119,19 @@ class StagedMover:
                     group.device.table.index_copy_(0, of_blocks, group.staged.table.index_select(0, of_staging))
 
     def _rows(self, group: _Gathered, ids: torch.Tensor) -> torch.Tensor:
-        """Row numbers of these blocks, and of as many staged slots from the first on; `[2, rows]`, on the device."""
+        """Return the row numbers of these blocks and of as many staged slots, `[2, rows]`, on the device."""
         staged = torch.arange(len(ids), device="cpu")
         rows = torch.stack((group.device.of(ids).flatten(), group.staged.of(staged).flatten()))
         if self._device.type != "cuda":
             return rows
-        # From memory that is not pinned the CPU would wait here until the stream has come this far.
+        # From unpinned memory, the CPU would wait here until the stream reaches this copy.
         return rows.pin_memory().to(self._device, non_blocking=True)
 
     def _gathered(self, runs: Sequence[BlockRun], num_blocks: int) -> _Gathered:
         row_bytes, slot_bytes = runs[0].num_bytes, self._staging.shape[1]
         offsets, strides = [run.offset for run in runs], [run.block_stride for run in runs]
         slot_offsets, slot_strides = [run.slot_offset for run in runs], [slot_bytes] * len(runs)
-        # A device's allocations begin at addresses that every element divides.
+        # Allocations on a device begin at multiples of every element size, so the offsets suffice.
         element = element_of(row_bytes, *offsets, *strides, *slot_offsets, *slot_strides)
         staging = self._staging.view(-1)
         return _Gathered(

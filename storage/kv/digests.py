@@ -1,7 +1,7 @@
-"""Digests of pages, made where they lie: 64 bits for a block over the bytes of all its layers, or for a slot.
+"""64-bit digests of blocks, over the bytes of all layers, and of slots. They are computed where the bytes are.
 
-A block and the slot that it was copied to have equal digests. Nothing but the digests leaves the device. Equal bytes in
-another order have another digest, but nobody is kept from making two pages with one digest: they find accidents.
+A block and the slot that it was copied to have equal digests. Only the digests leave the device. Reordered bytes change
+the digest. Digests detect accidents, not attacks: they are not collision-resistant.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["PageDigests"]
 _WORD = torch.int64
 _LOW_HALF = (1 << 32) - 1
 _BLOCKS_AT_ONCE = 128
-"""So that what is worked on stays small next to the KV cache."""
+"""Blocks per batch, which keeps the working memory small compared to the KV cache."""
 _PLACE, _FIRST, _SECOND = (
     number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -26,7 +26,7 @@ _PLACE, _FIRST, _SECOND = (
 
 
 class PageDigests:
-    """Of the blocks of a layout, and of the slots of a pool."""
+    """Computes digests of the blocks of a layout and the slots of a pool."""
 
     def __init__(self, layout: BlockLayout, pool: HostPool | None = None) -> None:
         self._pool = pool
@@ -37,11 +37,15 @@ class PageDigests:
         self._weights_of_blocks = self._weights.to(layout.device)
 
     def of_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """One int64 for each block, on the device where the pages are. Reads behind what was begun on its stream."""
+        """Return one int64 per block, on the blocks' device, in order with earlier work on the current stream."""
         return _digested(self._rows, block_ids, self._weights_of_blocks)
 
     def of_slots(self, slots: Sequence[int]) -> torch.Tensor:
-        """One int64 for each slot of the pool, on the host."""
+        """Return one int64 per slot of the pool, on the host.
+
+        Raises:
+            ValueError: There is no pool.
+        """
         if self._pool is None:
             message = "these digests were made for no pool of slots; give one to PageDigests"
             raise ValueError(message)
@@ -49,10 +53,10 @@ class PageDigests:
 
 
 def _digested(runs: Sequence[torch.Tensor], ids: Sequence[int], weights: torch.Tensor) -> torch.Tensor:
-    """Of these rows of all runs.
+    """Return the digests of these rows over all runs.
 
-    A run is the sum of its words, each mixed with an odd number that its place decides: another word makes another sum,
-    and so do two that change places, but for one pair of places in 2^32. Runs are mixed one after the other.
+    A run's digest is the sum of its words, each mixed with an odd weight that depends on its place. A changed word
+    changes the sum. Two swapped words do so too, except for one pair of places in 2^32. Runs are mixed in order.
     """
     parts = []
     for first in range(0, len(ids), _BLOCKS_AT_ONCE):
@@ -62,7 +66,7 @@ def _digested(runs: Sequence[torch.Tensor], ids: Sequence[int], weights: torch.T
             words = _words(run.index_select(0, rows))
             of_places = weights[: words.shape[1]]
             words *= of_places
-            words ^= (words >> 32) & _LOW_HALF  # else a word's highest bit would be lost among others
+            words ^= (words >> 32) & _LOW_HALF  # otherwise a word's highest bit would be lost
             words *= of_places
             total = _mixed(total + words.sum(dim=1))
         parts.append(total)
@@ -75,9 +79,9 @@ def _words(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finalizer: no two words become one. Works in place."""
+    """Apply SplitMix64's finalizer, which maps different words to different words, in place."""
     for shift, multiplier in ((30, _FIRST), (27, _SECOND)):
-        words ^= (words >> shift) & ((1 << (64 - shift)) - 1)  # torch shifts the sign in
+        words ^= (words >> shift) & ((1 << (64 - shift)) - 1)  # the mask removes the sign bits that torch shifts in
         words *= multiplier
     words ^= (words >> 31) & ((1 << 33) - 1)
     return words

@@ -1,8 +1,7 @@
-"""The port that moves whole blocks between KV tensors and host slots.
+"""The interface of engines that copy whole blocks between KV tensors and host slots.
 
-A *page* here is one block over all layers, which is what a slot holds. Engines know block ids, slots and tensors; they
-must not know requests, chunks, tokens or any vLLM class. Until a copy is done, **its source must not be written and its
-destination must not be used.**
+A *page* here is one block over all layers, which is what a slot holds. Until a copy is done, **its source must not be
+written and its destination must not be used.**
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ __all__ = ["CopyEngine", "CopyResult", "PendingCopy"]
 
 @attrs.frozen
 class CopyResult:
-    """What one call moved: `num_pages` blocks over all layers, `num_bytes` in all, in `duration_ns`.
+    """Result of one call: it copied `num_pages` blocks over all layers, `num_bytes` in total, in `duration_ns`.
 
-    The duration is that of the copy itself, without what it waited for: earlier copies, or work on the device.
+    The duration does not include the wait for earlier copies or for work on the device.
     """
 
     num_pages: int
@@ -32,49 +31,53 @@ class CopyResult:
 
 
 class PendingCopy(Protocol):
-    """A copy that was started. Letting go of this object does not stop it."""
+    """A copy that was started. It continues even if you drop this object."""
 
     def done(self) -> bool:
-        """Whether `result` would return, or raise, at once. Never blocks and never raises: a failed copy is done."""
+        """Whether `result` would return or raise at once. Never blocks and never raises: a failed copy is done."""
 
     def precede(self) -> None:
-        """Let all that the device is given from now on, on the caller's current stream, come after the copy.
+        """Make all later work on the caller's current stream wait for the copy.
 
-        A device that keeps order in a queue waits there; where there is none the caller does. Never raises: what
-        stopped the copy is the result's to say.
+        On a device with a queue, the queue waits; otherwise the caller waits. Never raises: `result` raises the error
+        of a failed copy.
         """
 
     def result(self) -> CopyResult:
-        """Block until the bytes are in place. May be called again, and then returns the same.
+        """Block until the bytes are in place. Later calls return the same result.
 
         Raises:
-            Exception: Whatever stopped the copy.
+            Exception: The error that stopped the copy.
         """
 
 
 class CopyEngine(Protocol):
-    """Starts copies of whole blocks; the n-th block id goes with the n-th slot.
+    """Starts copies of whole blocks. The n-th block id belongs to the n-th slot.
 
-    A call that raises a `StorageError` (`CopyRefused`, `EngineClosed`, `PoolClosed`) has moved nothing. What fails
-    later is raised by `PendingCopy.result`. A source may be named twice, a destination may not. The lists are read
-    during the call: the caller may reuse them.
+    A call that raises a `StorageError` (`CopyRefused`, `EngineClosed`, `PoolClosed`) has copied nothing. Later failures
+    are raised by `PendingCopy.result`. A source may appear twice, a destination may not. The lists are read during the
+    call, so the caller may reuse them.
 
-    Copies of one direction finish in the order in which they were started. Between the two directions there is no
-    order: who loads a slot that is being saved waits for the save first. One engine serves one thread.
+    Copies in one direction finish in the order in which they were started. There is no order between the directions:
+    before you load a slot that is being saved, wait for the save. Use an engine from one thread only.
     """
 
     def start_save(self, block_ids: Sequence[int], slots: Sequence[int]) -> PendingCopy:
-        """Begin to copy device blocks into host slots, after all that the device was given before this call."""
+        """Start to copy device blocks into host slots, after all work given to the device before this call."""
 
     def start_load(self, slots: Sequence[int], block_ids: Sequence[int]) -> PendingCopy:
-        """Begin to copy host slots into device blocks, after all that the device was given before this call."""
+        """Start to copy host slots into device blocks, after all work given to the device before this call."""
 
     def close(self) -> None:
-        """Wait for what is pending, then let go of the tensors and the pool, closing neither. Twice is harmless."""
+        """Wait for pending copies, then drop the tensors and the pool, which stays open. Closing twice is harmless."""
 
 
 def check_pool(layout: BlockLayout, pool: HostPool) -> None:
-    """Refuse a pool whose slots are not exactly one block of the layout."""
+    """Refuse a pool whose slots do not have the size of one block of the layout.
+
+    Raises:
+        PoolMismatch: The sizes differ.
+    """
     if pool.slot_bytes != layout.block_bytes:
         raise PoolMismatch(
             f"the pool has slots of {pool.slot_bytes} bytes and a block of the layout is {layout.block_bytes} bytes; "
@@ -85,7 +88,11 @@ def check_pool(layout: BlockLayout, pool: HostPool) -> None:
 def check_pairs(
     block_ids: Sequence[int], slots: Sequence[int], *, num_blocks: int, num_slots: int, writes_slots: bool
 ) -> None:
-    """Refuse what cannot be copied, before any byte moves."""
+    """Refuse pairs that cannot be copied, before any byte is copied.
+
+    Raises:
+        CopyRefused: The lists differ in length, name unknown blocks or slots, or name a destination twice.
+    """
     if len(block_ids) != len(slots):
         raise CopyRefused(
             f"{len(block_ids)} block ids cannot be paired with {len(slots)} slots; pass one slot for each block"
@@ -115,6 +122,6 @@ def _some(values: Sequence[int], limit: int = 8) -> str:
 
 
 def consecutive_runs(slots: Sequence[int], slots_a_piece: int) -> list[tuple[int, int]]:
-    """Cut `slots` into `[start, stop)` index ranges within which each slot follows its predecessor in one piece."""
+    """Cut `slots` into index ranges `[start, stop)` of consecutive slots that lie in one piece (see `pinning.py`)."""
     starts = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1 or slots[i] % slots_a_piece == 0]
     return list(zip([0, *starts], [*starts, len(slots)], strict=True)) if slots else []

@@ -1,6 +1,6 @@
-"""Everything that `kvledger.storage.kv` refuses, and why.
+"""The errors of `kvledger.storage.kv`. All of them are raised before any byte is copied.
 
-Each message names the input, the reason and the remedy. A refusal is always raised before any byte has moved.
+Each message names the input, the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ __all__ = [
 
 
 class StorageError(Exception):
-    """Base of every refusal of this package."""
+    """Base class of this package's errors."""
 
 
 class LayoutUnsupported(StorageError):
-    """A KV tensor whose pages cannot be described, or cannot be described without guessing."""
+    """The pages of a KV tensor cannot be described, or not without guessing."""
 
 
 class PoolTooSmall(StorageError):
-    """The host memory granted does not hold a single slot, or cannot be had from the machine."""
+    """The configured host memory does not hold one slot, or the machine does not have it."""
 
     @classmethod
     def for_budget(cls, host_bytes: int, slot_bytes: int) -> PoolTooSmall:
-        """The budget is smaller than one slot."""
+        """Return the error for a budget that is smaller than one slot."""
         return cls(
             f"host_bytes={host_bytes} does not hold one slot: a slot is {slot_bytes} bytes (one block over all "
             f"layers), so at least {max(slot_bytes, 1)} bytes are needed; raise host_bytes, or offload smaller blocks"
@@ -39,19 +39,19 @@ class PoolTooSmall(StorageError):
 
 
 class MemoryNotShared(StorageError):
-    """The memory that is for several processes cannot be had in this one."""
+    """This process cannot access the memory that several processes share."""
 
 
 class PinningFailed(StorageError):
-    """CUDA would not page-lock the pool."""
+    """CUDA did not pin the pool."""
 
 
 class PoolClosed(StorageError):
-    """The pool's memory was given back."""
+    """The pool was closed."""
 
 
 class PoolMismatch(StorageError):
-    """The pool was cut for another layout."""
+    """The pool's slots do not have the size of the layout's blocks."""
 
 
 class EngineClosed(StorageError):
@@ -59,4 +59,4 @@ class EngineClosed(StorageError):
 
 
 class CopyRefused(StorageError):
-    """Blocks and slots that do not pair up, are not there, or would be written twice, the winner left to chance."""
+    """Blocks and slots do not pair up or do not exist, or a destination would be written twice."""

@@ -1,4 +1,4 @@
-"""Which engine copies, by the device that the KV tensors lie on."""
+"""Chooses the copy engine by the device of the KV tensors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["make_copy_engine"]
 def make_copy_engine(
     layout: BlockLayout, pool: HostPool, *, is_async: bool = False, batched_copy: BatchedCopy | None = None
 ) -> CopyEngine:
-    """The engine for the device that the layout's tensors lie on.
+    """Create the engine for the device of the layout's tensors.
 
     Args:
-        layout: Where the blocks lie.
-        pool: Where the slots lie.
-        is_async: Whether the caller goes on while a copy runs, which takes a thread (CPU) or a second stream (CUDA);
-            else it asks for each result before it does anything else.
-        batched_copy: How CUDA copies runs from address to address; None gathers them through staging memory.
+        layout: The blocks.
+        pool: The slots.
+        is_async: Whether the caller continues while a copy runs. The copy then uses a thread (CPU) or a stream for its
+            direction (CUDA).
+        batched_copy: Copies runs from address to address on CUDA. None gathers them through staging memory.
 
     Raises:
-        PoolMismatch: The pool's slots are not of the layout's block size.
-        LayoutUnsupported: No engine is written for that device.
+        PoolMismatch: The pool's slots do not have the size of the layout's blocks.
+        LayoutUnsupported: There is no engine for this device.
     """
     if layout.device.type == "cpu":
         return CpuCopyEngine(layout, pool, is_async=is_async)

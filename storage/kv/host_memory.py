@@ -1,10 +1,11 @@
-"""How much host memory this process can still have, and what limits it.
+"""Available host memory of this process, and its limit.
 
-The kernel kills who takes more than there is, without a word, so whoever is about to take much asks here first. Read
-are the machine's estimate (`MemAvailable` in /proc/meminfo) and the limits of the control groups that the process is
-in, each less what is used there; what the kernel can take back by itself, cached files, counts as available in both.
-What cannot be read limits nothing. Other limits (`ulimit -v`, strict overcommit) let an allocation fail, with an error
-that says so, and need no asking. This module knows bytes. It must not know what they are for.
+The kernel kills a process that exceeds the memory limit, without an error. Check here before a large allocation.
+
+kvledger reads the machine's estimate (`MemAvailable` in /proc/meminfo) and the limits of the process's control groups
+minus their usage. Cached files count as available in both, because the kernel can drop them. A limit that cannot be
+read is ignored. Other limits (`ulimit -v`, strict overcommit) make an allocation fail with an error, so they need no
+check. This module knows bytes. It must not know what they are for.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ _MAX_LEFT_BYTES = 1024**3
 
 @attrs.frozen
 class HostMemory:
-    """What can still be had."""
+    """Available memory."""
 
     num_bytes: int
     limit: str
-    """What limits it, with the figures that it was computed from."""
+    """The limit in words, with its figures."""
 
     @property
     def num_usable_bytes(self) -> int:
-        """What may be taken at once: a twentieth, at most 1 GiB, is left to everything else in the process."""
+        """Bytes that may be allocated. A twentieth, at most 1 GiB, is left for everything else in the process."""
         return self.num_bytes - min(self.num_bytes // _SHARE_LEFT, _MAX_LEFT_BYTES)
 
 
 @attrs.frozen
 class _Controller:
-    """Where a version of control groups keeps its figures (kernel documentation, cgroup-v1/memory and cgroup-v2)."""
+    """The files of one version of control groups (kernel documentation, cgroup-v1/memory and cgroup-v2)."""
 
     mount: str
     limit: str
@@ -57,15 +58,15 @@ _V2 = _Controller("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_fi
 
 
 def available_memory(root: Path | None = None) -> HostMemory | None:
-    """The tightest of all limits; None where none can be read. `root` is where /proc and /sys are looked for."""
+    """Return the memory available under the tightest limit; None if none can be read. `root` has /proc and /sys."""
     root = ROOT if root is None else root
     return min((*_of_machine(root), *_of_groups(root)), key=lambda memory: memory.num_bytes, default=None)
 
 
 def most_memory(root: Path | None = None) -> int | None:
-    """Bytes that this process could have if nobody else took any; None where nothing says it.
+    """Return the bytes that this process could have if no other process used any; None if no limit can be read.
 
-    Unlike what is available it is the same whenever it is asked for, and in every process of an engine.
+    Unlike the available memory, this does not change over time or between the processes of an engine.
     """
     root = ROOT if root is None else root
     num_kib = _fields(root / "proc/meminfo").get("MemTotal:")
@@ -74,7 +75,7 @@ def most_memory(root: Path | None = None) -> int | None:
 
 
 def refuse_unavailable(num_bytes: int) -> None:
-    """Raise `PoolTooSmall` where so much is known not to be there."""
+    """Raise `PoolTooSmall` if this much memory is known not to be available."""
     memory = available_memory()
     if memory is not None and num_bytes > memory.num_usable_bytes:
         raise PoolTooSmall(
@@ -119,7 +120,7 @@ def _groups(root: Path) -> Iterator[_Group]:
 
 
 def _hierarchy(root: Path, controller: _Controller, path: PurePosixPath) -> Iterator[_Group]:
-    """The group and all that it lies in. In a container its path may be one of the host, of which only "/" is seen."""
+    """Yield the group and its parents. In a container the path may be the host's, and then only "/" is visible."""
     for group in (path, *path.parents):
         directory = root / controller.mount / str(group).lstrip("/")
         limit, usage = _number(directory / controller.limit), _number(directory / controller.usage)
@@ -141,12 +142,12 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None for "max", and where there is none."""
+    """Return the number in a file; None for "max" or if there is no file."""
     text = _text(path).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """`name number …` of each line."""
+    """Name → number, for lines of the form `name number …`."""
     pairs = (line.split()[:2] for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}  # noqa: PLR2004 -- a pair

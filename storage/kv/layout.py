@@ -1,9 +1,9 @@
-"""Where a block's bytes lie in each layer's memory, derived from strides, never assumed.
+"""The place of a block's bytes in each layer's memory, derived from the strides of the KV tensors.
 
-A *page* is what one block id owns in one layer. In memory it is one or more contiguous byte runs (`PageSegment`), each
-of which recurs at a fixed stride from block to block. That covers K and V together or apart, NHD and HND, MLA, all
-layers of a block packed side by side, and every dtype, since only bytes are described. Pages are moved whole: some
-attention backends interleave the tokens of a block, so a row of a page means nothing by itself.
+A *page* is the memory of one block id in one layer. It consists of one or more contiguous byte runs (`PageSegment`),
+each of which recurs at a fixed stride from block to block. This covers K and V together or apart, NHD and HND, MLA, all
+layers of a block packed side by side, and every dtype, because only bytes are described. Pages are copied whole: some
+attention backends interleave the tokens of a block, so a row of a page has no meaning of its own.
 
 This module knows tensors and block ids. It must not know requests, chunks, tokens or any vLLM class.
 """
@@ -21,12 +21,12 @@ from kvledger.storage.kv.errors import LayoutUnsupported
 __all__ = ["MAX_SEGMENTS_PER_BLOCK", "BlockLayout", "LayerPages", "PageSegment", "describe_blocks", "describe_layer"]
 
 MAX_SEGMENTS_PER_BLOCK = 4096
-"""More runs than this in one layer's page mean that the wrong dimension was taken for the block dimension."""
+"""Most runs in one layer's page. More mean that the wrong dimension was taken for the block dimension."""
 
 
 @attrs.frozen
 class PageSegment:
-    """One contiguous run of a block's page: it starts at byte `offset_bytes + block_id * block_stride_bytes`."""
+    """One contiguous run of a block's page. It starts at byte `offset_bytes + block_id * block_stride_bytes`."""
 
     offset_bytes: int
     block_stride_bytes: int
@@ -37,8 +37,8 @@ class PageSegment:
 class LayerPages:
     """The pages of one layer.
 
-    `storage` is a 1-D uint8 view of the layer's whole untyped storage; it shares that memory and keeps it alive.
-    `segments` are ordered by their place in a page.
+    `storage` is a 1-D uint8 view of the layer's whole untyped storage and keeps that memory alive. `segments` are
+    ordered by their place in a page.
     """
 
     layer_name: str
@@ -48,16 +48,16 @@ class LayerPages:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes that one block owns in this layer."""
+        """Bytes of one block in this layer."""
         return sum(segment.num_bytes for segment in self.segments)
 
 
 @attrs.frozen
 class BlockRun:
-    """One contiguous run of a block: absolute address for block 0, and its place in a slot. All in bytes."""
+    """One contiguous run of a block: its address for block 0 and its offset in a slot. All numbers are in bytes."""
 
     storage: torch.Tensor = attrs.field(eq=False, repr=False)
-    """The memory it lies in, uint8 `[bytes]`."""
+    """The memory that contains the run, uint8 `[bytes]`."""
     address: int
     block_stride: int
     num_bytes: int
@@ -65,7 +65,7 @@ class BlockRun:
 
     @property
     def offset(self) -> int:
-        """Where it begins in its memory."""
+        """Offset of the run for block 0 in `storage`, in bytes."""
         return self.address - self.storage.data_ptr()
 
     def touches(self, other: BlockRun) -> bool:
@@ -79,7 +79,7 @@ class BlockRun:
 
 @attrs.frozen
 class BlockLayout:
-    """The pages of all layers; one block id addresses one page in each of them."""
+    """The pages of all layers. A block id addresses one page in each layer."""
 
     layers: tuple[LayerPages, ...]
 
@@ -90,16 +90,16 @@ class BlockLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that every layer has."""
+        """Number of blocks, the same in every layer."""
         return self.layers[0].num_blocks
 
     @property
     def device(self) -> torch.device:
-        """The one device that all layers lie on."""
+        """The device of all layers."""
         return self.layers[0].storage.device
 
     def rows(self) -> list[torch.Tensor]:
-        """Each segment of all blocks, in slot order: a view of the layer's memory, uint8 `[num_blocks, num_bytes]`."""
+        """Return a view of each segment of all blocks, in slot order, each uint8 `[num_blocks, num_bytes]`."""
         return [
             layer.storage.as_strided(
                 (self.num_blocks, segment.num_bytes), (segment.block_stride_bytes, 1), segment.offset_bytes
@@ -109,9 +109,9 @@ class BlockLayout:
         ]
 
     def runs(self) -> list[BlockRun]:
-        """The runs of a block in slot order; those that touch in memory as well as in the slot are one.
+        """Return the runs of a block in slot order. Runs that touch both in memory and in the slot are merged.
 
-        The list keeps the tensors' memory alive; addresses alone do not.
+        The list keeps the tensors' memory alive; addresses alone would not.
         """
         runs: list[BlockRun] = []
         slot_offset = 0
@@ -135,7 +135,7 @@ class BlockLayout:
 
 @attrs.frozen
 class _Dimension:
-    """One dimension of a page; `axis` is its number in the tensor, the sort key that keeps equal layouts equal."""
+    """One dimension of a page. `axis` is its number in the tensor and breaks ties, so that equal layouts stay equal."""
 
     axis: int
     size: int
@@ -148,16 +148,16 @@ def describe_layer(
     """Describe the pages of one layer's KV tensor.
 
     Args:
-        layer_name: The name the layer is registered under; used in messages.
+        layer_name: The layer's registered name, for messages.
         tensor: Any strided tensor without overlapping elements: permuted, padded, or a view into a larger allocation.
-        num_blocks: Blocks the block table may name.
-        block_dim: The dimension that counts blocks. Its size is `num_blocks`, or `num_blocks * r` where the kernel's
-            blocks are r times smaller than the block table's: then r successive kernel blocks are one page. None takes
-            the one dimension of size `num_blocks`; a caller who knows the dimension should say so.
+        num_blocks: Number of blocks, counted as in the block table.
+        block_dim: The dimension that counts blocks. Its size is `num_blocks`, or `num_blocks * r` if the kernel's
+            blocks are r times smaller than those of the block table; r consecutive kernel blocks are then one page.
+            None takes the only dimension of size `num_blocks`. Pass it if you know it.
 
     Raises:
         LayoutUnsupported: The block dimension is absent or ambiguous, elements overlap, the tensor is empty or has no
-            strided memory, or a page falls into more than `MAX_SEGMENTS_PER_BLOCK` runs.
+            strided memory, or a page has more than `MAX_SEGMENTS_PER_BLOCK` runs.
     """
     _refuse_without_memory(layer_name, tensor, num_blocks)
     block_axis = _block_axis(layer_name, tensor, num_blocks, block_dim)
@@ -172,7 +172,7 @@ def describe_layer(
     ]
     if kernel_blocks > 1:
         page.append(_Dimension(block_axis, kernel_blocks, kernel_stride_bytes))
-    # Outermost in memory first, so that segments come out in ascending order whatever the view's permutation.
+    # Outermost in memory first, so that segments are in ascending order however the view is permuted.
     page.sort(key=lambda dimension: (-dimension.stride_bytes, dimension.axis))
     blocks = _Dimension(block_axis, num_blocks, kernel_blocks * kernel_stride_bytes)
     _refuse_overlap(layer_name, tensor, [*page, blocks] if num_blocks > 1 else page, item_bytes)
@@ -190,7 +190,7 @@ def describe_layer(
             f"{block_axis} is hardly the block dimension: pass block_dim"
         )
     first_byte = int(tensor.storage_offset()) * item_bytes
-    # A dimension of size 1 may carry any stride, 0 too; with one block its stride is never used.
+    # A dimension of size 1 may have any stride, even 0. With one block its stride is never used.
     block_stride_bytes = blocks.stride_bytes if num_blocks > 1 else run_bytes
     segments = tuple(
         PageSegment(
@@ -207,10 +207,14 @@ def describe_layer(
 def describe_blocks(
     kv_caches: Mapping[str, torch.Tensor], *, num_blocks: int, block_dims: Mapping[str, int] | None = None
 ) -> BlockLayout:
-    """Describe every layer of `kv_caches`, in its order; slots hold the layers in that order too.
+    """Describe every layer of `kv_caches`. Slots hold the layers in the same order.
 
-    Layers that name exactly the same bytes (KV sharing across layers) are kept once, under the first name. Arguments
-    and refusals are those of `describe_layer`; `block_dims` gives `block_dim` by layer name where it must be said.
+    Layers with exactly the same bytes (KV sharing across layers) are kept once, under the first name. `block_dims` maps
+    layer names to the `block_dim` of `describe_layer`.
+
+    Raises:
+        LayoutUnsupported: As in `describe_layer`; or there is no layer, the layers are on several devices, or
+            `block_dims` names an unknown layer.
     """
     block_dims = block_dims or {}
     if unknown := sorted(set(block_dims) - set(kv_caches)):
@@ -277,7 +281,7 @@ def _block_axis(layer_name: str, tensor: torch.Tensor, num_blocks: int, block_di
 
 
 def _refuse_overlap(layer_name: str, tensor: torch.Tensor, dimensions: list[_Dimension], item_bytes: int) -> None:
-    """Refuse unless each dimension steps over all that the smaller-stepped ones span: then no two elements can meet."""
+    """Refuse overlapping elements: each stride must be at least the span of all dimensions with smaller strides."""
     span_bytes = item_bytes
     for dimension in sorted(dimensions, key=lambda d: d.stride_bytes):
         if dimension.stride_bytes < span_bytes:

@@ -1,7 +1,7 @@
-"""Page-locks a pool for CUDA piece by piece, so that a long start can be seen and one that fails leaves nothing behind.
+"""Pins (page-locks) a pool for CUDA piece by piece, so that a long start can log progress and undo a failure.
 
-A transfer may touch one piece only, so pieces begin at slots; and no memory page may be in two of them, so they begin
-at pages, too. It knows addresses and sizes. It must not know CUDA: whoever locks and unlocks is handed in.
+Each piece begins at a slot, because a transfer must not cross pieces, and at a memory page, because no page may be in
+two pieces. This module knows addresses and sizes. It must not know CUDA: the caller passes `lock` and `unlock`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvledger.storage.kv.errors import PinningFailed
 __all__ = ["PIECE_BYTES", "pin_in_pieces", "slots_a_piece"]
 
 PIECE_BYTES = 1 << 30
-"""Long against a call's own cost, short against what a start may take without a word."""
+"""Large enough that the cost of a call does not matter, and small enough for regular progress messages."""
 
 
 def slots_a_piece(slot_bytes: int) -> int:
-    """How many slots are locked at once: about `PIECE_BYTES`, and whole pages."""
+    """Return the number of slots per piece: about `PIECE_BYTES`, and a whole number of pages."""
     in_pages = math.lcm(slot_bytes, mmap.PAGESIZE) // slot_bytes
     return in_pages * max(1, PIECE_BYTES // (in_pages * slot_bytes))
 
@@ -33,18 +33,18 @@ def pin_in_pieces(
     unlock: Callable[[int], object],
     progress: Callable[[int, int, int], object],
 ) -> Callable[[], None]:
-    """Lock memory that begins at a page; returns what unlocks it again.
+    """Lock memory that begins at a page. Return a function that unlocks it.
 
     Args:
-        address: Where it begins.
-        num_bytes: How much there is; the last piece may be smaller.
-        piece_bytes: Whole slots and whole pages.
-        lock: Locks so many bytes from an address on; returns CUDA's error code, 0 for none.
-        unlock: Unlocks what was locked from that address on.
-        progress: Told after each piece how many bytes were locked before it, are now, and will be.
+        address: Start of the memory.
+        num_bytes: Size of the memory; the last piece may be smaller than the others.
+        piece_bytes: Size of a piece: whole slots and whole pages.
+        lock: `lock(address, num_bytes)` returns CUDA's error code, 0 for none.
+        unlock: Unlocks the piece that was locked at this address.
+        progress: Called after each piece with the bytes locked before it, the bytes locked now, and `num_bytes`.
 
     Raises:
-        PinningFailed: One of them could not be locked; none is any more.
+        PinningFailed: A piece could not be locked. All others were unlocked.
     """
     pieces = [(address + start, min(piece_bytes, num_bytes - start)) for start in range(0, num_bytes, piece_bytes)]
     locked: list[int] = []

@@ -1,7 +1,6 @@
-"""The host memory that KV blocks are kept in: one allocation, cut into equal slots.
+"""The host memory for KV blocks: one allocation, cut into equal slots.
 
-A slot holds one block over all layers. The pool knows neither which block a slot holds nor whether it is free; whoever
-hands out slots does.
+A slot holds one block over all layers. The pool knows neither which block a slot holds nor whether the slot is free.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ __all__ = ["HostPool"]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process.
 _BYTES_A_MESSAGE = 16 << 30
-"""Some seconds."""
+"""Pinning this much takes some seconds."""
 
 _messages = logging.getLogger("vllm.kvledger")
 
 
 class HostPool:
-    """`num_slots` slots of `slot_bytes` bytes each, in one allocation that `close()` gives back.
+    """`num_slots` slots of `slot_bytes` bytes each, in one allocation. `close()` releases it.
 
-    Every page of the memory is touched here, so that the start pays for it and not the first requests. Before the first
-    one is, the memory that can be had is asked for: the kernel would kill the process without a word.
+    The constructor touches every page of the memory, so that the start pays for the page faults and not the first
+    requests. It checks the available memory before, because the kernel would kill a process that takes more.
 
     Args:
         num_slots: At least 1.
-        slot_bytes: Bytes of a slot, `BlockLayout.block_bytes`.
-        pin: Page-lock the memory for CUDA. Without CUDA this asks for nothing and `is_pinned` stays False.
-        sharing: The processes that have this pool together, each with an object of this class over the same memory.
+        slot_bytes: Bytes per slot, `BlockLayout.block_bytes`.
+        pin: Pin (page-lock) the memory for CUDA. Ignored without CUDA; `is_pinned` then stays False.
+        sharing: The processes that share this pool. Each has its own object of this class over the same memory.
 
     Raises:
-        PoolTooSmall: No slot, or the machine does not have the memory.
+        PoolTooSmall: There is no room for one slot, or the machine does not have the memory.
         MemoryNotShared: See `SharedMemory`.
-        PinningFailed: CUDA is there and refused to page-lock the memory.
+        PinningFailed: CUDA did not pin the memory.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, *, pin: bool, sharing: Sharing | None = None) -> None:
@@ -50,9 +49,9 @@ class HostPool:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.slots_a_piece = slots_a_piece(slot_bytes)
-        """A transfer must not go from one slot to the next where the next one's number is a multiple of this."""
+        """Slots per pinned piece. A transfer must stay in one piece, and each multiple of this number begins one."""
         self.is_pinned = False
-        """Whether CUDA has page-locked the memory. torch 2.11's `Tensor.is_pinned` is False for registered memory."""
+        """Whether CUDA has pinned the memory. torch 2.11's `Tensor.is_pinned` is False for registered memory."""
         self._unpin: weakref.finalize[..., HostPool] | None = None
         self._shared = None if sharing is None else SharedMemory(num_slots * slot_bytes, sharing)
         memory = _own_memory(num_slots * slot_bytes) if self._shared is None else self._shared.memory
@@ -62,13 +61,13 @@ class HostPool:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """The slots, uint8 `[num_slots, slot_bytes]`; `PoolClosed` after `close()`."""
+        """The slots, uint8 `[num_slots, slot_bytes]`. Raises `PoolClosed` after `close()`."""
         if self._buffer is None:
             raise PoolClosed(f"the pool of {self.num_slots} slots was closed; make a new HostPool")
         return self._buffer
 
     def close(self) -> None:
-        """Unpin and drop the memory. Closing twice is harmless. Close the engines that use the pool first."""
+        """Unpin and release the memory. Close the engines that use the pool first. Closing twice is harmless."""
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
@@ -79,7 +78,7 @@ class HostPool:
             self._shared = None
 
     def _pin(self, buffer: torch.Tensor) -> None:
-        # torch's pin_memory() rounds up to a power of two, nearly twice the memory in the worst case: register instead.
+        # Not torch's pin_memory(): it rounds up to a power of two, so it may take nearly twice the memory.
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         unpin = pin_in_pieces(
             buffer.data_ptr(),
@@ -90,7 +89,7 @@ class HostPool:
             progress=_report,
         )
         self.is_pinned = True
-        # Holds addresses alone and runs when a forgotten pool is collected; at exit the driver cleans up.
+        # Runs if a pool is collected without `close`; it keeps only addresses. At exit the driver cleans up.
         self._unpin = weakref.finalize(self, unpin)
         self._unpin.atexit = False
 
@@ -98,7 +97,7 @@ class HostPool:
 def _own_memory(num_bytes: int) -> torch.Tensor:
     refuse_unavailable(num_bytes)
     try:
-        # From a page on, so that pieces can be page-locked.
+        # One page more, so that the pool can begin at a page, as pinning requires.
         memory = torch.zeros(num_bytes + mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
         raise PoolTooSmall(

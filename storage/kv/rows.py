@@ -1,7 +1,7 @@
 """Memory as a table of rows, so that one torch call gathers or scatters the runs of all layers of many blocks.
 
-A call of a kernel costs as much as copying many KiB: the number of calls must not grow with layers or blocks. It knows
-places and strides in bytes. It must not know blocks, slots or layers.
+A kernel call costs as much as copying many KiB, so the number of calls must not grow with layers or blocks. This module
+knows offsets and strides in bytes. It must not know blocks, slots or layers.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 __all__ = ["Rows", "element_of"]
 
 _ELEMENTS = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-"""Element types by size. torch moves their bits unchanged, and 16-byte elements up to ten times as fast as bytes."""
+"""Element types by size. torch copies their bits unchanged, 16-byte elements up to ten times as fast as bytes."""
 
 
 def element_of(*multiples: int) -> torch.dtype:
-    """The largest element whose size divides all of these."""
+    """Return the largest element type whose size divides all of these."""
     alignment = math.gcd(*multiples)
     return next(dtype for size, dtype in _ELEMENTS if alignment % size == 0)
 
 
 @attrs.frozen
 class Rows:
-    """Row r of `table` is the `row_bytes` bytes at `r * step` behind the first; rows may overlap."""
+    """Row r of `table` is the `row_bytes` bytes at offset `r * step` from the first row. Rows may overlap."""
 
     table: torch.Tensor
     first_row: torch.Tensor
@@ -42,9 +42,9 @@ class Rows:
         row_bytes: int,
         element: torch.dtype,
     ) -> Rows:
-        """The rows that begin at byte `starts[i] + index * strides[i]` of `memory`, uint8 `[n]`, for `index < count`.
+        """Return the rows that begin at byte `starts[i] + index * strides[i]` of `memory`, for `index < count`.
 
-        Only rows that are asked for by `of` are ever touched, whatever lies between them.
+        `memory` is uint8 `[n]`. Bytes between the rows that `of` returns are never touched.
         """
         low = min(starts)
         high = max(start + (count - 1) * stride for start, stride in zip(starts, strides, strict=True)) + row_bytes
@@ -60,5 +60,5 @@ class Rows:
         )
 
     def of(self, indices: torch.Tensor) -> torch.Tensor:
-        """Row numbers `[len(indices), rows of one index]`."""
+        """Return row numbers, `[len(indices), rows per index]`."""
         return indices[:, None] * self.rows_per_index + self.first_row

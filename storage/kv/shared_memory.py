@@ -1,11 +1,10 @@
-"""Host memory that the processes of one machine have together, in a file that has no name.
+"""Host memory that the processes of one machine share, in a file without a name.
 
-The first of them makes the file (`memfd_create`) and sends the others the path at which the kernel shows it while it is
-open, `/proc/PID/fd/N`; they map it from there. What has no name cannot be left behind: the memory is free when the last
-process that has it ends, however it ends, and no other engine can take it for its own. It does not lie in /dev/shm,
-whose size containers limit.
+Rank 0 creates the file (`memfd_create`) and sends its path, `/proc/PID/fd/N`, to the others, which map it. Without a
+name, the file cannot be left over: the kernel frees the memory when the last process that uses it ends, for whatever
+reason, and no other engine can mistake it for its own. It is not in /dev/shm, whose size containers limit.
 
-It knows processes and bytes, no vLLM.
+This module knows processes and bytes. It must not know vLLM.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["SharedFile", "SharedMemory", "Sharing"]
 
 @attrs.frozen
 class SharedFile:
-    """Where the first process has made it; or why there is none."""
+    """The path of the file that rank 0 has created, or the error."""
 
     path: str
     num_bytes: int
@@ -35,24 +34,24 @@ class SharedFile:
 
 @attrs.frozen
 class Sharing:
-    """The processes that have a memory together, and which of them writes what. Each has one with its own `rank`."""
+    """The processes that share a memory, and the slots that each of them writes. Each process has its own `rank`."""
 
     rank: int
     num_ranks: int
     from_first: Callable[[SharedFile | None], SharedFile]
-    """Called once by each rank, returns to all what rank 0 has called it with."""
+    """Called once by each rank. Returns to all ranks the argument of rank 0."""
 
     def writes(self, slot: int) -> bool:
-        """Whether this rank writes the slot. All of them hold the same pages, and each slot has one that writes it."""
+        """Whether this rank writes the slot. All ranks hold the same pages, and one rank writes each slot."""
         return slot % self.num_ranks == self.rank
 
 
 class SharedMemory:
-    """`num_bytes` zeroed bytes; `memory` is the same in all processes. Each touches it, so that its start pays for it.
+    """`num_bytes` zeroed bytes; `memory` is the same in all processes. Each process touches every page at its start.
 
     Raises:
-        PoolTooSmall: to the first process, where the machine does not have the memory.
-        MemoryNotShared: to another one, where the first has not made it, made another one, or does not let it in.
+        PoolTooSmall: On rank 0, if the machine does not have the memory.
+        MemoryNotShared: On another rank, if rank 0 failed or ended, made another size, or its file cannot be opened.
     """
 
     def __init__(self, num_bytes: int, sharing: Sharing) -> None:
@@ -60,7 +59,7 @@ class SharedMemory:
         self.memory = self._made(num_bytes, sharing) if sharing.rank == 0 else _joined(num_bytes, sharing)
 
     def close(self) -> None:
-        """Let nobody else in. The memory lasts as long as a tensor over it does, in any process."""
+        """Close the file to further processes. The memory lasts while any process has a tensor on it."""
         if self._close is not None:
             self._close()
 
@@ -68,8 +67,8 @@ class SharedMemory:
         try:
             refuse_unavailable(num_bytes)
             file = os.memfd_create("kvledger")
-            self._close = weakref.finalize(self, os.close, file)  # open for as long as others may come
-            os.posix_fallocate(file, 0, num_bytes)  # or the lack of a page would be a signal, at its first use
+            self._close = weakref.finalize(self, os.close, file)  # open while others may still map it
+            os.posix_fallocate(file, 0, num_bytes)  # otherwise a missing page would be a signal at first use
             memory = _mapped(file, num_bytes)
         except (StorageError, OSError) as error:
             self.close()
@@ -108,6 +107,6 @@ def _joined(num_bytes: int, sharing: Sharing) -> torch.Tensor:
 
 
 def _mapped(file: int, num_bytes: int) -> torch.Tensor:
-    # The tensor keeps the mapping. To populate it costs its start a tenth of a second a GiB, and no request a fault.
+    # The tensor keeps the mapping. Populating it takes the start 0.1 s per GiB and saves requests the page faults.
     mapping = mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     return torch.frombuffer(mapping, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What vLLM expects of a connector, as data, and a command's worth of code that holds any connector against it.
+"""The contract that vLLM expects of a connector, and the code that checks any connector against it.
 
-`obligations.py` is the contract; it needs nothing that an extra brings. Everything else drives vLLM's real scheduler.
+`obligations.py` has the contract and needs no optional dependency. Everything else drives vLLM's real scheduler.
 """

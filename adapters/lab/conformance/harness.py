@@ -1,7 +1,4 @@
-"""An engine with the connector under test: what scenarios do to it, and what is checked meanwhile.
-
-Where the connector raises, or makes the engine raise, that is a failure and the run is over.
-"""
+"""Runs an engine with the connector under test: the actions of scenarios, and checks during the run."""
 
 from __future__ import annotations
 
@@ -26,31 +23,31 @@ from kvledger.adapters.recorder import KVLedgerRecorder
 from kvledger.lifecycle import described, raise_if_unstoppable
 
 MAX_STEPS = 2000
-"""Of a run; an engine that is busy longer does not come to rest."""
+"""Most steps of a run. An engine that is still busy after them counts as stuck."""
 STEP_MS = 50
-"""Of the log's time. A minute, after which LIVENESS reports what is missing, is 1,200 steps."""
+"""Milliseconds of the log's time per step. LIVENESS reports a missing end after a minute, which is 1,200 steps."""
 _IDLE_S = 0.001
-"""In a step that computes nothing: a connector may copy in a thread of its own, which needs time."""
+"""Seconds to wait in a step that computes nothing, for threads in which a connector copies."""
 _NUM_EMPTY_STEPS = 30
-"""After the last request, for what is still on its way."""
+"""Empty steps after the last request, for pending copies."""
 
 
 @attrs.frozen
 class Failure:
-    """A rule or check that does not hold, with the evidence."""
+    """A broken rule or a failed check, with the evidence."""
 
     check: str
     detail: str
     event: int | None = None
-    """In the log, where a rule was broken."""
+    """Sequence number of the event that broke a rule; None if the harness found the failure."""
 
 
 class RunOver(Exception):
-    """Nothing more can be played: the engine is dead, or does not come to rest."""
+    """The engine is dead, or still busy after `MAX_STEPS`."""
 
 
 class Harness:
-    """Drives one engine; `asks_twice`: each lookup is repeated at once, as with a full pool."""
+    """Drives one engine. With `asks_twice` it repeats each lookup at once, as vLLM does when blocks are short."""
 
     def __init__(
         self, subject: Subject, log_dir: Path, clock: SimulatedClock, *, asks_twice: bool, **settings: Any
@@ -59,12 +56,12 @@ class Harness:
         self.met: set[Precondition] = set()
         self.remarks: list[str] = []
         self.has_lost = False
-        """Whether the connector was made to lose what it had offered."""
+        """Whether `lose` was called."""
         self._subject = subject
         self._clock = clock
         self._asks_twice = asks_twice
         self._expected: dict[str, tuple[list[int], int, int]] = {}
-        """request id -> prompt, number of outputs, weights; of those that are to end with all of them."""
+        """Request id → (prompt, number of outputs, weights), if it must end with all of its outputs."""
         self._was_reset = False
         self._is_over = False
         self.engine = SimulatedEngine(setup=subject, log_dir=str(log_dir), **{"num_blocks": 40, **settings})
@@ -75,10 +72,10 @@ class Harness:
             self.met.add(Precondition.WORKER)
         self._watch(self.engine.scheduler.connector)
 
-    # --- what a scenario may do -------------------------------------------------------------------
+    # --- actions of scenarios ---------------------------------------------------------------------
 
     def add(self, request_id: str, prompt: Sequence[int], num_outputs: int, **options: Any) -> Request:
-        """A request arrives; its outputs are known beforehand."""
+        """Add a request. Unless it is resumable, `run` compares its outputs with the right ones."""
         if not options.get("resumable"):
             self._expected[request_id] = (list(prompt), num_outputs, self.engine.model.weights)
         self.engine.outputs[request_id] = []
@@ -86,13 +83,13 @@ class Harness:
             return self.engine.add(request_id, prompt, num_outputs, **options)
 
     def abort(self, request_id: str) -> None:
-        """Its client disconnects."""
+        """Abort a request; its outputs are not compared."""
         self._expected.pop(request_id, None)
         with self.watched():
             self.engine.abort(request_id)
 
     def step(self, count: int = 1) -> None:
-        """So many engine steps, empty or not."""
+        """Run engine steps, empty or not."""
         for _ in range(count):
             self._clock.pass_ms(STEP_MS)
             with self.watched():
@@ -101,7 +98,7 @@ class Harness:
                 time.sleep(_IDLE_S)
 
     def run(self) -> None:
-        """Step until no request is left, and compare outputs."""
+        """Step until no request is left, then compare outputs."""
         for _ in range(MAX_STEPS):
             if not self.is_busy:
                 self._compare()
@@ -133,20 +130,20 @@ class Harness:
         return any(each.status is waiting for each in self.engine.scheduler.requests.values())
 
     def settle(self) -> None:
-        """Run to the end and some empty steps further, so that pending copies complete."""
+        """Run to the end, then some empty steps, for pending copies."""
         self.run()
         self.step(_NUM_EMPTY_STEPS)
 
     def forget_locally(self) -> None:
-        """Reset vLLM's own cache, not the connector's."""
+        """Reset vLLM's own cache."""
         self._reset_scheduler(running=False)
 
     def forget_locally_while_running(self) -> None:
-        """The same, preempting all running requests."""
+        """Reset vLLM's own cache and preempt all running requests."""
         self._reset_scheduler(running=True)
 
     def reset(self, *, running: bool = False) -> None:
-        """Reset both caches. Where nothing runs and the reset is done, the model has other weights from now on."""
+        """Reset both caches. If both succeed and the engine is idle, the model gets new weights."""
         answers: list[bool | None] = []
         connector: Any = self.engine.scheduler.connector
         reset_cache = connector.reset_cache
@@ -167,7 +164,7 @@ class Harness:
                 model.weights += 1
 
     def lose(self) -> None:
-        """As soon as vLLM accepts what the connector offers, that is lost; not without a function that can do it."""
+        """Call the subject's `lose`, if there is one, as soon as vLLM accepts offered tokens."""
         connector: Any = self.engine.scheduler.connector
         worker, update_state = self.engine.workers[0], connector.update_state_after_alloc
 
@@ -180,7 +177,7 @@ class Harness:
         connector.update_state_after_alloc = update_and_lose
 
     def end(self) -> None:
-        """Run to the end, and check that nothing is left."""
+        """Run to the end, and check that all blocks are free."""
         self.run()
         self._check_blocks(Check.RESTS, "while the engine has no reason to step again")
         self.step(_NUM_EMPTY_STEPS)
@@ -188,16 +185,16 @@ class Harness:
         self._check_blocks(Check.BLOCKS_RETURNED, f"after {_NUM_EMPTY_STEPS} more steps")
 
     def shut_down(self) -> None:
-        """Close both sides; the log is complete then."""
+        """Shut down both sides, which completes the log."""
         try:
             self.engine.shutdown()
         except BaseException as error:  # noqa: BLE001 -- whatever it is, it is a failure
             raise_if_unstoppable(error)
-            if not self._is_over:  # after another error it may be a consequence
+            if not self._is_over:  # after another error, this one may be a consequence
                 self.failures.append(Failure(Check.SHUTS_DOWN, f"shutdown raised {_located(error)}"))
 
     def _reset_scheduler(self, running: bool, **options: bool) -> bool:
-        """Whether it is done; vLLM may refuse with an error where blocks are held."""
+        """Reset vLLM's cache; return whether it did. vLLM may raise while blocks are held."""
         with self.watched():
             try:
                 return self.engine.scheduler.reset_prefix_cache(running, **options)
@@ -207,7 +204,7 @@ class Harness:
                 self.remarks.append("vLLM refused to reset its cache: blocks are held for a copy or a load")
                 return False
 
-    # --- what is checked ----------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------
 
     def _compare(self) -> None:
         for request_id, (prompt, num_outputs, weights) in self._expected.items():
@@ -225,7 +222,6 @@ class Harness:
             self.failures.append(Failure(check, f"{num_held} blocks are not free {when}, and no request is left"))
 
     def _watch(self, connector: Any) -> None:
-        """Wrap the hooks whose calls show more than the log."""
         lookup, build = connector.get_num_new_matched_tokens, connector.build_connector_meta
         sources = connector.get_external_cache_hit_sources
 
@@ -261,7 +257,7 @@ class Harness:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Whatever is raised is a failure and ends the run."""
+        """Turn any exception into a failure and end the run."""
         try:
             yield
         except CorruptKV as error:
@@ -280,7 +276,7 @@ class Harness:
 
 
 def _fields(scheduler_output: Any) -> dict[str, str]:
-    """The output's fields as text, without those that a connector may change or builds."""
+    """Return the output's fields as text, except those that may change."""
     left_out = {"new_block_ids_to_zero", "kv_connector_metadata", "kv_connector_block_state"}
     return {name: repr(value) for name, value in vars(scheduler_output).items() if name not in left_out}
 
@@ -292,7 +288,7 @@ def _located(error: BaseException) -> str:
 
 
 def _is_of_connector(error: BaseException) -> bool:
-    """Whether a hook of a connector raised, and not its caller."""
+    """Whether a connector's hook raised; the recorder around it does not count."""
     frame = error.__traceback__
     while frame is not None:
         caller = frame.tb_frame.f_locals.get("self")

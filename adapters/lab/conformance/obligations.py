@@ -1,8 +1,8 @@
-"""The obligations of a `KVConnectorBase_V1` towards scheduler and worker, each with what can tell that it is kept.
+"""The obligations of a `KVConnectorBase_V1`, and the rules and checks that test them.
 
-The one source of docs/contract.md and of what `kvledger conformance` reports. It must not know how anything is run.
-Paths are relative to the installed `vllm/`, 0.32: `base.py` is `distributed/kv_transfer/kv_connector/v1/base.py`,
-`scheduler.py` is `v1/core/sched/scheduler.py`.
+The source of docs/contract.md and of the report of `kvledger conformance`. It must not depend on code that runs a
+connector. Paths are relative to the installed `vllm/`, 0.32: `base.py` is
+`distributed/kv_transfer/kv_connector/v1/base.py`, `scheduler.py` is `v1/core/sched/scheduler.py`.
 """
 
 from __future__ import annotations
@@ -16,47 +16,48 @@ import attrs
 
 
 class Seen(enum.Enum):
-    """From where it can be seen whether an obligation is kept."""
+    """How you can see whether a connector keeps an obligation."""
 
     OUTSIDE = "from outside"
-    """In the hooks' calls and answers, of any connector."""
+    """The calls and answers of the hooks show it, for any connector."""
     DECODER = "with a decoder"
-    """In the metadata for the workers, where a decoder knows its class."""
+    """The metadata for the workers shows it, if kvledger has a decoder for its class."""
     CONTENT = "in the simulation"
-    """Only where it is known what the KV must be, or where the engine may be asked twice: by `kvledger conformance`."""
+    """Only `kvledger conformance` shows it: it knows the right KV, sees the engine's blocks and can repeat a call."""
     NOT_AT_ALL = "not at all"
     """Neither a log nor the simulation shows it."""
 
 
 class Check(enum.StrEnum):
-    """What the simulation checks beyond the rules of the log."""
+    """A check of the simulation, in addition to the rules of the log."""
 
     KV_RIGHT = "KV_RIGHT"
-    """No request reads KV that is not that of its tokens, and each gets the tokens that the model samples."""
+    """Every request reads the KV of its own tokens, and gets the output tokens that follow from them."""
     ENGINE_LIVES = "ENGINE_LIVES"
-    """What the connector did leads to no error in vLLM's scheduler, which asserts much of it."""
+    """The connector causes no error in vLLM's scheduler, which asserts much of the contract."""
     ENDS = "ENDS"
     """Every request ends."""
     COMES_TO_REST = "COMES_TO_REST"
-    """When no request is left, the engine sooner or later sees no reason to step again."""
+    """When no request is left, the engine stops stepping after a while."""
     BLOCKS_RETURNED = "BLOCKS_RETURNED"
-    """When the engine has come to rest, every block but the null block is free."""
+    """After the last request and some empty steps, every block except the null block is free."""
     RESTS = "RESTS"
-    """When the engine sees no reason to step again, no block waits for a copy whose end only a step can report."""
+    """When the engine stops stepping, no block is held any more. Only another step could report a copy and free its
+    blocks."""
     SHUTS_DOWN = "SHUTS_DOWN"
-    """Both sides of an idle engine are closed without an error."""
+    """Both sides of an idle engine shut down without an error."""
     LOOKUP_REPEATED = "LOOKUP_REPEATED"
-    """Asked twice in a row, a connector that knows its answer gives the same one."""
+    """Two lookups in a row get the same answer, unless the first answer is None."""
     OUTPUT_UNCHANGED = "OUTPUT_UNCHANGED"
-    """`build_connector_meta` leaves the scheduler's output as it was, but for `new_block_ids_to_zero`."""
+    """`build_connector_meta` changes no field of the scheduler's output except `new_block_ids_to_zero`."""
     HIT_SOURCES = "HIT_SOURCES"
-    """The sources of a hit add up to its tokens."""
+    """The sources of a hit add up to its number of tokens."""
     RESET_HONOURED = "RESET_HONOURED"
-    """What was stored before a reset that the connector reports as done is not loaded after it."""
+    """After a reset that the connector reports as done, nothing that was stored before the reset is loaded."""
 
 
 class Precondition(enum.StrEnum):
-    """What must have happened before an obligation can be judged; the value says so where it did not."""
+    """A condition for judging an obligation. The value is the reason if it is not met."""
 
     ALWAYS = ""
     LOOKUP = "no request was looked up"
@@ -77,23 +78,23 @@ class Obligation:
 
     name: str
     side: str
-    """The process that it concerns: scheduler, worker, or both."""
+    """Scheduler, worker or both."""
     hook: str
     text: str
     source: tuple[str, ...]
-    """Files and functions of vLLM 0.32 that say so, or act upon it."""
+    """Files and functions of vLLM 0.32 that state it or rely on it."""
     seen: Seen
     checks: tuple[str, ...] = ()
-    """Rules of the log, of the core or the recorder, and members of `Check`."""
+    """Rules of the log, and members of `Check`, that test it."""
     needs: Precondition = Precondition.ALWAYS
     scenarios: tuple[str, ...] = ()
-    """The only scenarios in which a check says something of this obligation; empty: every run."""
+    """The only scenarios that count; empty: every run."""
     incidents: tuple[str, ...] = ()
-    """Public issues in which it was broken, as owner-less repository and number."""
+    """Public issues in which a connector broke it: repository without owner, and number."""
     limit: str = ""
-    """What is not seen of it."""
+    """Cases that the checks do not see."""
     may_share_its_cause: bool = False
-    """Whether wrong KV may have another cause as well: then it is in doubt instead of broken."""
+    """Whether wrong KV may have another cause, too; the obligation is then not judged."""
 
 
 _SCHEDULER, _WORKER, _BOTH = "scheduler", "worker", "both"
@@ -518,4 +519,4 @@ _ALL: Final = (
 )
 
 OBLIGATIONS: Final[Mapping[str, Obligation]] = MappingProxyType({each.name: each for each in _ALL})
-"""By name, in the order of a request's life as far as there is one."""
+"""Name → obligation, roughly in the order of a request's life."""

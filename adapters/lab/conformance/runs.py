@@ -1,4 +1,4 @@
-"""Plays scenarios and worlds, reads the logs that they leave, and decides which obligations a connector keeps."""
+"""Plays scenarios and worlds, audits their logs, and decides which obligations a connector keeps."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _TWICE = ", each lookup asked twice"
 
 @attrs.frozen
 class Run:
-    """A scenario or a world, with the name by which it is played again."""
+    """A scenario or a world, under the name that `--only` takes."""
 
     name: str
     scenario: str
-    """The name that obligations use; empty for a world."""
+    """The scenario's name, to which obligations refer; empty for a world."""
     play: Callable[[Harness], None]
     settings: Mapping[str, Any]
     asks_twice: bool
@@ -43,13 +43,13 @@ class Run:
 
 @attrs.frozen
 class Outcome:
-    """How a run went."""
+    """The result of a run."""
 
     run: Run
     failures: tuple[Failure, ...]
     met: frozenset[Precondition]
     log: Path | None
-    """Kept where something failed."""
+    """The scheduler's log, kept if something failed."""
     remarks: tuple[str, ...]
     num_events: int
     num_steps: int
@@ -57,22 +57,22 @@ class Outcome:
 
 @attrs.frozen
 class Finding:
-    """Whether one obligation is kept."""
+    """The verdict on one obligation."""
 
     obligation: Obligation
     broken_in: tuple[tuple[Outcome, Failure], ...]
-    """The first failure of each run."""
+    """The first failure of each run that broke it."""
     reason: str
-    """Why it could not be judged; empty where it was."""
+    """Why it could not be judged; empty if it was."""
 
     @property
     def verdict(self) -> str:
-        """In one word."""
+        """Return "broken", "not judged" or "kept", for the report."""
         return "broken" if self.broken_in else "not judged" if self.reason else "kept"
 
 
 def runs(seeds: range) -> Iterator[Run]:
-    """Every scenario, twice, then the worlds; every second of these asks twice."""
+    """Yield every scenario twice, then the worlds. Every second run repeats each lookup."""
     for name, scenario in SCENARIOS.items():
         for asks_twice in (False, True):
             yield Run(name + _TWICE * asks_twice, name, scenario.play, scenario.settings, asks_twice)
@@ -81,7 +81,7 @@ def runs(seeds: range) -> Iterator[Run]:
 
 
 def world(seed: int) -> Run:
-    """The world of a seed."""
+    """Return the world of a seed."""
 
     def play(harness: Harness) -> None:
         traffic(harness, seed)
@@ -90,10 +90,10 @@ def world(seed: int) -> Run:
 
 
 def played(run: Run, subject: Subject, directory: Path) -> Outcome:
-    """Play it, and read its log.
+    """Play a run, and audit its logs.
 
     Raises:
-        Exception: the engine cannot be built with that connector.
+        Exception: the engine cannot be built with the connector.
     """
     log_dir = directory / run.name.replace(" ", "-").replace(",", "").replace("'", "")
     shutil.rmtree(log_dir, ignore_errors=True)
@@ -117,7 +117,7 @@ def played(run: Run, subject: Subject, directory: Path) -> Outcome:
     if not failures:
         shutil.rmtree(log_dir, ignore_errors=True)
     elif harness.has_lost:
-        met.add(Precondition.FAILED_LOAD)  # in whichever way it was noticed
+        met.add(Precondition.FAILED_LOAD)  # any failure after the loss shows that a load failed
     of_scheduler = next((path for path in logs if "-worker-" not in path.name), None)
     log_path = of_scheduler if failures else None
     return Outcome(
@@ -126,10 +126,10 @@ def played(run: Run, subject: Subject, directory: Path) -> Outcome:
 
 
 def built(run: Run, subject: Subject, directory: Path) -> None:
-    """Only start its engine, and stop it again.
+    """Start the engine of a run and shut it down again.
 
     Raises:
-        Exception: whatever the connector raises where it is made.
+        Exception: whatever the connector raises when it is created.
     """
     log_dir = directory / "start"
     try:
@@ -139,7 +139,6 @@ def built(run: Run, subject: Subject, directory: Path) -> None:
 
 
 def _met(events: Iterator[e.Event]) -> Iterator[Precondition]:
-    """What happened in a log that obligations need."""
     for event in events:
         if isinstance(event, e.LoadIssued):
             yield from (Precondition.LOAD, *((Precondition.ASYNC_LOAD,) if event.is_async else ()))
@@ -159,7 +158,7 @@ def _met_in(payload: object) -> Iterator[Precondition]:
 
 
 def findings(outcomes: Sequence[Outcome]) -> list[Finding]:
-    """What all runs together say of each obligation, in the order of the contract."""
+    """Judge each obligation, in the order of the contract."""
     return [_finding(obligation, outcomes) for obligation in OBLIGATIONS.values()]
 
 
@@ -195,11 +194,11 @@ def _finding(obligation: Obligation, outcomes: Sequence[Outcome]) -> Finding:
 
 
 def _kind(failure: Failure) -> tuple[str, str]:
-    """What two failures with one cause have in common: all but ids and numbers."""
+    """Return the check, and the detail without ids and numbers: they are equal if the cause is."""
     return failure.check, re.sub(r"\S*\d\S*", "#", failure.detail)
 
 
 def unassigned(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Failure]]:
-    """Failures that no obligation names: mistakes of vLLM's or of kvledger's, or a gap of the contract."""
+    """Return failures that no obligation covers: bugs of vLLM or kvledger, or gaps in the contract."""
     named = {check for obligation in OBLIGATIONS.values() for check in obligation.checks}
     return [(outcome, each) for outcome in outcomes for each in outcome.failures if each.check not in named]

@@ -1,6 +1,6 @@
-"""Short deterministic scenarios: each leads the connector into one situation that connectors have failed in.
+"""Short deterministic scenarios. Each leads the connector into a situation in which connectors have failed.
 
-Every prompt has tokens of its own, so that whatever is loaded for another one is wrong and seen to be.
+All prompts differ, so loading the KV of another prompt is detected as wrong KV.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _BLOCK = 16
 
 
 def tokens(who: int, count: int) -> list[int]:
-    """A prompt that has nothing in common with that of another number."""
+    """Return a prompt that has nothing in common with the prompts of other numbers."""
     return [(who * 131 + place * 7 + place * place % 11) % 512 for place in range(count)]
 
 
 def _stored(harness: Harness, who: int = 1, num_tokens: int = 5 * _BLOCK) -> list[int]:
-    """A prompt that was computed, and that now only the connector has."""
+    """Return a prompt that was computed, and that only the connector still has."""
     prompt = tokens(who, num_tokens)
     harness.add(f"first{who}", prompt, 3)
     harness.settle()
@@ -31,12 +31,12 @@ def _stored(harness: Harness, who: int = 1, num_tokens: int = 5 * _BLOCK) -> lis
 
 
 def plain(harness: Harness) -> None:
-    """One prompt, some tokens."""
+    """One request: a prompt of 50 tokens, and 20 output tokens."""
     harness.add("a", tokens(1, 50), 20)
 
 
 def hit(harness: Harness) -> None:
-    """A longer prompt that begins with a stored one, one that leaves its middle, and a short one."""
+    """After a prompt of 80 tokens: one that extends it, one that differs from token 40 on, and its first block."""
     prompt = _stored(harness)
     harness.add("longer", [*prompt, *tokens(2, 21)], 20)
     harness.run()
@@ -45,7 +45,7 @@ def hit(harness: Harness) -> None:
 
 
 def whole_hit(harness: Harness) -> None:
-    """The very prompt again, which is whole blocks long: its last token is left to compute."""
+    """A stored prompt again, then its first four blocks. Both are whole blocks, so the last token must be computed."""
     prompt = _stored(harness)
     harness.add("again", prompt, 5)
     harness.run()
@@ -54,7 +54,7 @@ def whole_hit(harness: Harness) -> None:
 
 
 def outputs_are_found(harness: Harness) -> None:
-    """The next prompt is the first with its answer."""
+    """A conversation: the second prompt is the first with its answer and a new question."""
     prompt = tokens(1, 40)
     harness.add("turn1", prompt, 30)
     harness.settle()
@@ -64,20 +64,20 @@ def outputs_are_found(harness: Harness) -> None:
 
 
 def shared_at_once(harness: Harness) -> None:
-    """Two with the same stored beginning in one step."""
+    """Two requests arrive together and begin with the same stored prompt."""
     prompt = _stored(harness)
     harness.add("b", [*prompt, *tokens(2, 20)], 8)
     harness.add("c", [*prompt, *tokens(3, 20)], 8)
 
 
 def in_chunks(harness: Harness) -> None:
-    """A prompt of many steps, twice."""
+    """A prompt that takes several steps to compute, then one that extends it."""
     prompt = _stored(harness, num_tokens=11 * _BLOCK + 3)
     harness.add("again", [*prompt, *tokens(2, 40)], 4)
 
 
 def preempted(harness: Harness) -> None:
-    """More tokens than the cache holds: the last request is preempted, waits, and is resumed."""
+    """More tokens than the blocks hold: the last request is preempted and resumes. Another then extends its prompt."""
     for who in range(1, 5):
         harness.add(f"r{who}", tokens(who, 3 * _BLOCK + who), 60)
     harness.run()
@@ -86,7 +86,7 @@ def preempted(harness: Harness) -> None:
 
 
 def aborted_unscheduled(harness: Harness) -> None:
-    """Before it is scheduled; another one with the same prompt stays."""
+    """A request is aborted before it is scheduled; another one with the same stored prompt stays."""
     prompt = _stored(harness)
     harness.add("gone", prompt, 5)
     harness.abort("gone")
@@ -94,7 +94,7 @@ def aborted_unscheduled(harness: Harness) -> None:
 
 
 def aborted_running(harness: Harness) -> None:
-    """While its prompt is computed, and while it decodes."""
+    """One request is aborted while its prompt is computed, one while it decodes. Then the same prompt comes again."""
     harness.add("early", tokens(1, 90), 20)
     harness.step()
     harness.abort("early")
@@ -107,7 +107,7 @@ def aborted_running(harness: Harness) -> None:
 
 
 def aborted_loading(harness: Harness) -> None:
-    """In the step in which its load begins; its blocks are written until that ends."""
+    """A request is aborted in the step in which its load begins. The load fills its blocks until it ends."""
     prompt = _stored(harness)
     harness.add("gone", [*prompt, *tokens(2, 10)], 5)
     harness.step()
@@ -117,7 +117,7 @@ def aborted_loading(harness: Harness) -> None:
 
 
 def session(harness: Harness) -> None:
-    """Two turns with another request between them, and then a request for all tokens of the session."""
+    """Two turns of a session with another request between them, then a request with all tokens of the session."""
     request = harness.add("session", tokens(1, 45), 13, resumable=True)
     harness.step(14)
     harness.add("other", tokens(2, 100), 20)
@@ -132,7 +132,7 @@ def session(harness: Harness) -> None:
 
 
 def id_again(harness: Harness) -> None:
-    """An id is used again with other tokens, after its end and at once after an abort."""
+    """An id is reused with other tokens, after its request has ended and right after an abort."""
     prompt = _stored(harness)
     harness.add("same", [*prompt, *tokens(2, 30)], 6)
     harness.run()
@@ -147,7 +147,7 @@ def id_again(harness: Harness) -> None:
 
 
 def reset_idle(harness: Harness) -> None:
-    """Twice, with no request; then the model has other weights, and the prompts come again."""
+    """Two resets while the engine is idle. Then the model has new weights, and the stored prompt comes again."""
     prompt = _stored(harness)
     harness.reset()
     harness.reset()
@@ -158,7 +158,7 @@ def reset_idle(harness: Harness) -> None:
 
 
 def reset_at_once(harness: Harness) -> None:
-    """As soon as the last request has ended: its saves may be under way."""
+    """A reset right after the last request has ended, when its saves may not be done."""
     prompt = tokens(1, 5 * _BLOCK)
     harness.add("a", prompt, 5)
     harness.run()
@@ -170,12 +170,12 @@ def reset_at_once(harness: Harness) -> None:
 
 
 def reset_running(harness: Harness) -> None:
-    """All running requests are preempted, and both caches forget; twice at once, and again some steps later."""
+    """Resets of both caches that preempt all running requests: two in a row, and one some steps later."""
     prompt = _stored(harness)
     harness.add("a", [*prompt, *tokens(2, 10)], 30)
     harness.add("b", tokens(3, 50), 30)
     harness.step(2)
-    while harness.waits_for_load and harness.is_busy:  # vLLM refuses a reset then
+    while harness.waits_for_load and harness.is_busy:  # vLLM refuses a reset during a load
         harness.step()
     harness.reset(running=True)
     harness.reset(running=True)
@@ -184,7 +184,7 @@ def reset_running(harness: Harness) -> None:
 
 
 def reset_twice(harness: Harness) -> None:
-    """Twice in a row while saves are under way and nothing is loaded."""
+    """Two resets in a row that preempt running requests. Saves are pending, loads are not."""
     harness.add("a", tokens(1, 90), 30)
     harness.add("b", tokens(3, 50), 30)
     harness.step(2)
@@ -193,7 +193,7 @@ def reset_twice(harness: Harness) -> None:
 
 
 def own_reset(harness: Harness) -> None:
-    """A reset of vLLM's own cache while requests run; the connector's is spared."""
+    """A reset of vLLM's own cache, but not the connector's, which preempts all running requests."""
     prompt = _stored(harness)
     harness.add("a", [*prompt, *tokens(2, 10)], 30)
     harness.add("b", tokens(3, 50), 30)
@@ -204,7 +204,7 @@ def own_reset(harness: Harness) -> None:
 
 
 def empty_steps(harness: Harness) -> None:
-    """Steps that schedule nothing, before the first request, between two and after the last."""
+    """Steps that schedule nothing: before the first request, between two requests, and after the last."""
     harness.step(3)
     harness.add("a", tokens(1, 50), 5)
     harness.run()
@@ -215,7 +215,7 @@ def empty_steps(harness: Harness) -> None:
 
 
 def full_cache(harness: Harness) -> None:
-    """Many prompts, one after the other, then the first again: part of it may be gone from every cache."""
+    """Fifteen prompts, then the first and the last again: caches may have evicted parts of them."""
     for who in range(1, 16):
         harness.add(f"r{who}", tokens(who, 6 * _BLOCK), 4)
         harness.step(4)
@@ -226,7 +226,7 @@ def full_cache(harness: Harness) -> None:
 
 
 def lost(harness: Harness) -> None:
-    """What was offered is lost before it is loaded; then the prompt comes once more."""
+    """The connector loses what it offered before it is loaded. Then the prompt comes again."""
     prompt = _stored(harness)
     harness.lose()
     harness.add("again", prompt, 6)
@@ -237,7 +237,7 @@ def lost(harness: Harness) -> None:
 
 @attrs.frozen
 class Scenario:
-    """What is done to an engine, and with which settings it is built."""
+    """The actions on an engine, and the settings of the engine."""
 
     play: Play
     settings: Mapping[str, Any] = {}
@@ -273,4 +273,4 @@ SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType(
         "what is stored is lost": Scenario(lost),
     }
 )
-"""By the name that a report prints and `--only` takes."""
+"""Name, as in reports and for `--only` → scenario."""

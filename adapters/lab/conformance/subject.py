@@ -1,4 +1,4 @@
-"""The connector that is examined, as the simulated engine is given it: recorded, with a worker that runs on a CPU."""
+"""The connector under test: inside a recorder, with a worker that runs on a CPU."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 _ON_CPU: Mapping[str, ConnectorSetup] = MappingProxyType(
     {"OffloadingConnector": Offloading(num_questions=2), "SimpleCPUOffloadConnector": SimpleCPU(num_questions=2)}
 )
-"""By class; their copies are under way for some steps, so that what happens meanwhile is met."""
+"""Class name → setup. Copies take several steps, so that other things happen during a copy."""
 RUN_DIR = "{run_dir}"
-"""In a string of the extra configuration: a directory that is empty when a run begins. The next run must not find what
-one leaves outside of the process."""
+"""Placeholder in the extra configuration for a directory that is empty when a run begins, so that no run finds the
+files of another."""
 _KVLEDGER = "kvledger.adapters.vllm"
 _DEFAULTS: Mapping[tuple[str | None, str], Mapping[str, Any]] = MappingProxyType(
     {
@@ -40,26 +40,26 @@ _DEFAULTS: Mapping[tuple[str | None, str], Mapping[str, Any]] = MappingProxyType
         (_KVLEDGER, "KVLedgerConnector"): {"log_dir": None, "host_bytes": 1 << 20, "chunk_size": 16},
     }
 )
-"""(module, class) → keys of its extra configuration that are set unless the caller sets them.
+"""(module, class) → default keys of its extra configuration.
 
 Without them the connector does not start (`OffloadingConnector` needs `cpu_bytes_to_use`, vLLM 0.32:
-`vllm/v1/kv_offload/cpu/spec.py`), or it stores outside of the run. The sizes hold about 100 blocks of the simulated
-model, few enough to be used up."""
+`vllm/v1/kv_offload/cpu/spec.py`), or it stores outside of the run's directory. The sizes hold about 100 blocks of the
+simulated model, few enough to fill up."""
 _RECORDER = "kvledger.adapters.recorder"
 
 
 class AbsentWorker(KVConnectorBase_V1):
-    """In the place of a worker that cannot run here: moves no byte, and reports as done whatever vLLM waits for."""
+    """Replaces a worker that cannot run here. It moves no bytes and reports all that vLLM waits for as done."""
 
     scheduler: Scheduler | None = None
-    """Whose requests wait; set when there is an engine."""
+    """The scheduler with the waiting requests; set when the engine exists."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._loading: set[str] = set()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Who waits for a load, and whose blocks are kept."""
+        """Return the loads that requests wait for, and the ended requests whose blocks are kept."""
         requests = {} if self.scheduler is None else self.scheduler.requests
         waiting = {key for key, each in requests.items() if each.status is RequestStatus.WAITING_FOR_REMOTE_KVS}
         over = {key for key, each in requests.items() if each.is_finished()}
@@ -68,49 +68,49 @@ class AbsentWorker(KVConnectorBase_V1):
         return KVConnectorTransferResults(finished_sending=over - received - waiting, finished_recving=received)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:  # noqa: ARG002
-        """Never asked: it is a worker."""
+        """Not called on a worker."""
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Never asked."""
+        """Not called on a worker."""
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ARG002
-        """Never asked."""
+        """Not called on a worker."""
         return KVConnectorMetadata()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def wait_for_save(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @attrs.frozen
 class Subject(ConnectorSetup):
-    """Any connector that vLLM can be configured with, by its name and, if it is not registered, its module."""
+    """Any connector that vLLM can load."""
 
     name: str = attrs.field(kw_only=True)
     module: str | None = None
     extra_config: dict[str, Any] = attrs.field(factory=dict)
     has_worker: bool = True
-    """Whether its worker runs; else `AbsentWorker` does."""
+    """Whether its own worker runs; otherwise `AbsentWorker` does."""
     lose: Callable[[Any, Any], object] | None = None
-    """Given its scheduler's side and its worker's, loses what it holds, so that loads that were offered fail."""
+    """Function of both sides that loses what they hold, so that offered loads fail."""
 
     @classmethod
     def named(cls, name: str, extra_config: dict[str, Any], lose: str | None = None) -> Subject:
-        """From "module:Class", or the name of a connector that vLLM registers; `lose` from "module:function".
+        """Return the subject for "module:Class" or a registered name; `lose` is "module:function".
 
-        `extra_config` is completed by what a known connector needs in order to start.
+        Known connectors get default keys in `extra_config`.
 
         Raises:
-            Exception: whatever importing it raises; vLLM does not know it, or refuses its class.
+            Exception: whatever importing it raises, or vLLM does not know it or refuses its class.
         """
         module, _, connector = name.rpartition(":")
         function = None if lose is None else pkgutil.resolve_name(lose)
@@ -133,7 +133,7 @@ class Subject(ConnectorSetup):
         return KVTransferConfig(**self._own())
 
     def kv_transfer(self, extra_config: dict[str, Any], kv_transfer: dict[str, Any]) -> dict[str, Any]:
-        """Inside of a recorder, whose log goes where `extra_config` says."""
+        """Return the configuration of a recorder around the connector."""
         has_hma = KVConnectorFactory.supports_hma_config(self._transfer())
         return {
             **self._own(),
@@ -147,13 +147,13 @@ class Subject(ConnectorSetup):
         }
 
     def make_worker(self, connector_class: Any, config: Any, kv_cache_config: Any) -> KVConnectorBase_V1:
-        """Its own, or nobody's."""
+        """Create the connector's own worker, or an `AbsentWorker`."""
         if not self.has_worker:
             return AbsentWorker(config, KVConnectorRole.WORKER, kv_cache_config)
         return super().make_worker(connector_class, config, kv_cache_config)
 
     def prepared(self, worker: KVConnectorBase_V1) -> KVConnectorBase_V1:
-        """Where a connector of vLLM's copies on a device, the copies happen on CPU tensors."""
+        """Let vLLM's own connectors copy between CPU tensors instead of on a device."""
         for connector in connectors_in(worker):
             setup = _ON_CPU.get(type(connector).__name__)
             if setup is not None:
@@ -170,12 +170,12 @@ def _in_place(value: Any, run_dir: str) -> Any:
 
 
 def connectors_in(connector: Any) -> list[Any]:
-    """A connector, what it wraps and its children, the outer ones first."""
+    """Return a connector and all connectors inside it, outer ones first."""
     own = vars(connector)
     inner = [own["wrapped"]] if "wrapped" in own else own.get("_connectors", ())
     return [connector, *(found for each in inner for found in connectors_in(each))]
 
 
 def log_directories(log_dir: Path) -> list[Path]:
-    """The logs that an engine left, the scheduler's and, where there are any, its workers'."""
+    """Return the directories of the scheduler's log and of any workers' logs."""
     return sorted({path.parent for path in log_dir.rglob("*.kvlog")})

@@ -1,4 +1,4 @@
-"""Random traffic: a seed decides the engine, who comes with which prompt, who goes away, and what is forgotten."""
+"""Random traffic. A seed decides the engine, the arrivals and their prompts, the aborts and the cache resets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CACHED_SHARE, _OTHER_SHARE, _ARRIVAL_SHARE = 0.8, 0.4, 0.3
 
 
 def settings(seed: int) -> dict[str, Any]:
-    """The engine of a world."""
+    """Return the settings of a world's engine."""
     rng = random.Random(f"engine {seed}")
     return {
         "num_blocks": rng.choice((22, 26, 34, 60)),
@@ -27,7 +27,7 @@ def settings(seed: int) -> dict[str, Any]:
 
 
 def traffic(harness: Harness, seed: int) -> None:
-    """Play one world."""
+    """Play the traffic of a world."""
     rng = random.Random(f"clients {seed}")
     shares = [[rng.randrange(512) for _ in range(rng.randint(20, 120))] for _ in range(3)]
     abort_share, forget_share = rng.choice((0.0, 0.04)), rng.choice((0.0, 0.03))

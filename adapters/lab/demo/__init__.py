@@ -1,5 +1,5 @@
-"""The demo: real vLLM on a tiny model, a preempted request that recovers, and the log that shows how.
+"""The demo: real vLLM on a tiny model preempts requests, kvledger recovers them, and the log shows how.
 
-`python -m kvledger.adapters.lab.demo` runs it. All but its `__main__` serves the end-to-end tests as well. Nothing here
-is part of the connector, and the connector knows nothing of it.
+Run it with `python -m kvledger.adapters.lab.demo`. The end-to-end tests use everything but `__main__`. The connector
+imports nothing from here.
 """

@@ -1,4 +1,4 @@
-"""`python -m kvledger.adapters.lab.demo`: the same requests without a connector and with ours, and what differs."""
+"""Serves the same requests without a connector and with kvledger, and compares the two runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DIRECTORY = Path("build/demo")
 
 
 def main() -> int:
-    """Run the demo; returns the exit code."""
+    """Run the demo and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m kvledger.adapters.lab.demo", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="where to write (default: %(default)s)")
@@ -65,7 +65,7 @@ def _run(workload: Workload, directory: Path, progress: Console) -> list[str]:
         ours, outputs = engine.counter, engine.generate(workload.prompts(), workload.max_tokens)
     (log_path,) = log_dir.iterdir()
     logged, request_to_show = _read(log_path)
-    # Flushed, so that the words stay in order where both streams go to one place.
+    # Flushed, so that the lines stay in order if both streams go to one place.
     if request_to_show:
         print("\nTimeline of a preempted request", flush=True)
         kvledger(["show", str(log_path), request_to_show])
@@ -111,7 +111,7 @@ Look further
 
 
 def _read(log_path: Path) -> tuple[Figures, str]:
-    """The figures of a log, and the preempted request that had most to lose; "" where none was preempted."""
+    """Return a log's figures and the preempted request with the most settled tokens; "" if none was preempted."""
     log = open_log(log_path)
     model = Model(log.core.tables, log.configuration)
     totals = LogTotals(model)
@@ -129,7 +129,7 @@ def _read(log_path: Path) -> tuple[Figures, str]:
 def failures_of(
     logged: Figures, measured: RecomputeCounter, *, outputs_equal: bool, verify_exit_code: int
 ) -> list[str]:
-    """Why a run with the connector shows nothing, or shows something wrong; empty when all is well."""
+    """Return why a run with the connector shows nothing, or something wrong; empty if all is well."""
     found = []
     if not logged.num_preemptions:
         found.append("nothing was preempted: the pool of KV blocks was large enough for all requests")

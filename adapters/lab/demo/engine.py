@@ -1,6 +1,6 @@
 """Starts vLLM for a workload, and generates.
 
-vLLM is imported when an engine is started: by then `ENVIRONMENT` has to be in the environment.
+vLLM is imported when an engine starts. `ENVIRONMENT` must be in the environment before that.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from kvledger.adapters.lab.demo.recompute_counter import RecomputeCounter
 from kvledger.adapters.lab.demo.workload import Workload, connector
 
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # the model is too small for two, and threads that wait for one another are slow where
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other processes want the same cores
-    "HF_HUB_OFFLINE": "1",  # the model is made here
+    "OMP_NUM_THREADS": "1",  # the model is too small for two, and threads that wait for each other are slow
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # if other processes use the same cores
+    "HF_HUB_OFFLINE": "1",  # the model is created locally
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in this process, where it can be watched
     "VLLM_NO_USAGE_STATS": "1",
-    "PYTHONHASHSEED": "0",  # vLLM draws the root of its block hashes from it: equal seeds, equal logs
+    "PYTHONHASHSEED": "0",  # vLLM derives the root of its block hashes from it: equal seeds, equal logs
 }
 
 
 def start(model: str, workload: Workload, kv_transfer_config: dict[str, Any] | None, **more: Any) -> Any:
-    """A `vllm.LLM` with the workload's sizes, and whatever `more` arguments of it."""
+    """Return a `vllm.LLM` with the workload's sizes; `more` are further arguments of it."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -37,21 +37,21 @@ def start(model: str, workload: Workload, kv_transfer_config: dict[str, Any] | N
 
 
 def sampling(max_tokens: int) -> Any:
-    """Greedy, never shorter than `max_tokens`."""
+    """Return greedy sampling parameters for exactly `max_tokens` tokens."""
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
 
 
 def request_outputs(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int, **prompt_fields: Any) -> list[Any]:
-    """What vLLM returns, one `RequestOutput` per prompt."""
+    """Return one `RequestOutput` of vLLM per prompt."""
     requests = [{"prompt_token_ids": list(prompt), **prompt_fields} for prompt in prompts]
     outputs: list[Any] = llm.generate(requests, sampling(max_tokens), use_tqdm=False)
     return outputs
 
 
 def settle(llm: Any) -> None:
-    """Step on until no copy is under way; vLLM's front end stops stepping at the last output."""
+    """Step until no copy is pending; vLLM's front end stops stepping at the last output."""
     core = llm.llm_engine.engine_core.engine_core
     for _ in range(100_000):
         if not core.scheduler.has_requests() and not core.batch_queue:
@@ -62,7 +62,7 @@ def settle(llm: Any) -> None:
 
 
 def generate(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int, **prompt_fields: Any) -> list[list[int]]:
-    """Output token ids, one list per prompt."""
+    """Return the output token ids, one list per prompt."""
     outputs = request_outputs(llm, prompts, max_tokens, **prompt_fields)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -76,7 +76,7 @@ class RunningEngine:
     log_path: Path | None
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, **prompt_fields: Any) -> list[list[int]]:
-        """See `generate`. What is saved at the end of the last request is saved, too."""
+        """Generate as the function `generate` does, then step until the last request's saves are done."""
         outputs = generate(self.llm, prompts, max_tokens, **prompt_fields)
         settle(self.llm)
         return outputs
@@ -86,7 +86,7 @@ class RunningEngine:
 def running_engine(
     model: Path, workload: Workload, log_dir: Path | None = None, *, policy: str = "recompute", **extra_config: Any
 ) -> Iterator[RunningEngine]:
-    """An engine with our connector that logs under `log_dir`, or without a connector where that is None.
+    """Yield an engine with kvledger's connector, which logs under `log_dir`; without a connector if that is None.
 
     `policy` is vLLM's `kv_load_failure_policy`.
     """
@@ -104,5 +104,5 @@ def running_engine(
         log_path = None if log_dir is None else core.scheduler.connector.scheduler_side.log.directory
         yield RunningEngine(llm, counter, log_path)
     finally:
-        llm.llm_engine.engine_core.shutdown()  # not the core's own: vLLM would repeat that when it collects the engine
+        llm.llm_engine.engine_core.shutdown()  # not core.shutdown(): vLLM repeats that when it collects the engine
         cleanup_dist_env_and_memory()

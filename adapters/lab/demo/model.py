@@ -1,4 +1,4 @@
-"""A Llama small enough to be made on the spot. Its words mean nothing; its arithmetic is the real thing."""
+"""A Llama small enough to create on the spot. Its output means nothing, but its arithmetic is real."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 VOCABULARY_SIZE = 512
 FIRST_ORDINARY_TOKEN = 3
-"""Below stand padding, beginning and end."""
+"""Lower ids are padding, beginning and end."""
 TINY: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -20,13 +20,13 @@ TINY: dict[str, Any] = {
 
 
 def make_model(directory: Path, seed: int = 0, **sizes: int) -> bool:
-    """Write weights and configuration to `directory`, unless they are there already; `sizes` are `LlamaConfig`'s.
+    """Write weights and configuration to `directory` unless they exist; `sizes` are settings of `LlamaConfig`.
 
-    The weights are drawn wider than transformers would: with its default a continuation hardly depends on what lies
-    further back, and wrong KV would go unnoticed in the outputs.
+    The weights vary more than transformers' default. With the default, output hardly depends on tokens further back, so
+    wrong KV would not change it.
 
     Returns:
-        Whether the model was made now.
+        Whether the model was created now.
     """
     if (directory / "config.json").exists():
         return False
@@ -45,7 +45,7 @@ def make_model(directory: Path, seed: int = 0, **sizes: int) -> bool:
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     try:
         LlamaForCausalLM(configuration).save_pretrained(unfinished)  # type: ignore[no-untyped-call]
-        unfinished.replace(directory)  # whole or not at all: an interrupted demo leaves no half model behind
+        unfinished.replace(directory)  # all or nothing: an interrupted demo leaves no partial model
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return True

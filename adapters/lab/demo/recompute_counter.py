@@ -1,7 +1,7 @@
-"""An independent measurement: what vLLM's own scheduler schedules a second time.
+"""Counts what vLLM's own scheduler schedules a second time, independently of kvledger.
 
-It watches `Scheduler.schedule` from outside, in the same process, and knows nothing of the connector or its log, so
-that it measures an engine with and without a connector in the same way.
+It wraps `Scheduler.schedule` in the same process and uses neither the connector nor its log. So it measures an engine
+with and without a connector in the same way.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import attrs
 
 @attrs.define
 class RecomputeCounter:
-    """Counts, over all requests, tokens that had been computed before a preemption and are scheduled again.
+    """Counts, over all requests, tokens that were computed before a preemption and are scheduled again.
 
-    Verifies: the tokens that the model's forward computes again. Does not verify: what they hold.
+    Verifies: the number of tokens that the model computes again. Does not verify: their KV.
     """
 
     num_steps: int = 0
     num_preemptions: int = 0
     num_tokens_lost: int = 0
-    """Tokens whose KV had been computed and whose blocks were taken."""
+    """Computed tokens whose blocks vLLM took."""
     num_tokens_recomputed: int = 0
     _before_preemption: dict[str, int] = attrs.field(factory=dict)
 
     def watch(self, scheduler: Any) -> None:
-        """Measure every step that `scheduler` schedules from now on."""
+        """Count in every step that `scheduler` schedules from now on."""
         schedule = scheduler.schedule
 
         def watched(*args: Any, **kwargs: Any) -> Any:

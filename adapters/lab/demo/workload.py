@@ -1,4 +1,4 @@
-"""What is asked of the engine: the same requests, with and without a connector."""
+"""The requests of the demo, the same with and without a connector."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ CONNECTOR: dict[str, str] = {
 
 
 def connector(log_dir: Path, **extra_config: Any) -> dict[str, Any]:
-    """The JSON object of `--kv-transfer-config` for a connector that writes its logs under `log_dir`.
+    """Return the JSON object of `--kv-transfer-config` for a connector that logs under `log_dir`.
 
-    Unless that says otherwise, every load is offered, also on a busy machine, where a model as small as the demo's may
-    well compute faster.
+    It offers every load unless `extra_config` sets `offer`. On a busy machine, computing with so small a model may be
+    faster than loading.
     """
     return {**CONNECTOR, "kv_connector_extra_config": {"log_dir": str(log_dir), "offer": "always", **extra_config}}
 
 
 @attrs.frozen
 class Workload:
-    """Requests and a pool of KV blocks that is too small for all of them; sizes in tokens and blocks.
+    """Requests, and a pool of KV blocks that is too small for all of them; sizes in tokens and blocks.
 
-    By default four of six requests fit when they begin to decode and three when they end, so that the newest lose their
-    blocks. Prefix caching is off: then vLLM itself keeps nothing of a preempted request, and what comes back
-    can only have come from the host pool.
+    By default four of six requests fit when they begin to decode and three when they end, so vLLM preempts the newest.
+    Prefix caching is off, so vLLM keeps nothing of a preempted request. Whatever comes back comes from the host pool.
     """
 
     seed: int = 0
@@ -50,7 +49,7 @@ class Workload:
     enable_prefix_caching: bool = False
 
     def prompts(self) -> list[list[int]]:
-        """Token ids of each prompt; equal seeds give equal prompts."""
+        """Return the token ids of each prompt; equal seeds give equal prompts."""
         chance = random.Random(self.seed)  # noqa: S311 -- repeatable, not secret
         return [
             [
@@ -61,7 +60,7 @@ class Workload:
         ]
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Arguments of `vllm.LLM`, other than the model and the connector."""
+        """Return arguments of `vllm.LLM`, except the model and the connector."""
         return {
             "block_size": self.block_size,
             "num_gpu_blocks_override": self.num_blocks,

@@ -1,7 +1,7 @@
-"""Incidents as tests: a log's observations, run again on the core or on the real connector.
+"""Incidents as tests: runs the observations of a log again, on the core or on the real connector.
 
-`kvledger repro` writes a test that imports from here. vLLM is imported by `rerun` only; tests written by hand find the
-connector without an engine in `connector.py`.
+The tests that `kvledger repro` writes import this package. Only `rerun` imports vLLM. For tests that you write
+yourself, `connector.py` has the connector without an engine.
 """
 
 from kvledger.adapters.lab.repro.outcome import HOOK_FAILED, Rerun, Trouble

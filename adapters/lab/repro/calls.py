@@ -1,7 +1,7 @@
-"""From observations back to hook calls: which of them one call of vLLM's made.
+"""Groups observations into the hook calls that recorded them.
 
-A call notices things first (keys, preemptions, rollbacks) and then records what it is about. `docs/hooks.md` has the
-table that this file reads from right to left. It knows events only.
+A call first records what it notices (keys, preemptions, rollbacks), then its main event. This is the table in
+`docs/hooks.md`, read from right to left. The module depends on events only.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _MAIN: dict[type[e.Event], str] = {
     e.StepScheduled: "build_connector_meta",
     e.RequestFinished: "request_finished",
 }
-"""What a call is about -> the hook."""
+"""Class of a call's main event → hook."""
 
 _HOOK_OF_FAILURE = {"claim": "update_state_after_alloc", "record_step": "build_connector_meta"}
-"""Names under which parts of hooks fail."""
+"""Part of a hook, as `HookFailed` names it → hook."""
 _PARTS_AT_THE_END = {
     "promised_blocks": "update_state_after_alloc",
     "update_state_after_alloc": "update_state_after_alloc",
     "build_connector_meta": "build_connector_meta",
 }
-"""Parts that come after what the call is about, so that their failure stands behind it."""
+"""Part that runs after the main event was recorded → hook. Its failure follows that event in the log."""
 
 
 _Event = TypeVar("_Event", bound=e.Event)
@@ -39,32 +39,31 @@ _Event = TypeVar("_Event", bound=e.Event)
 
 @attrs.frozen
 class HookCall:
-    """One call of a hook, and all that it observed."""
+    """One call of a hook. `main` is the event that it is about."""
 
     hook: str
     sequence: int
-    """Of what the call is about."""
+    """Sequence number of `main`."""
     request_id: str
-    """Empty where the call concerns the step."""
+    """Empty if the call is about a step."""
     main: e.Event
-    """What the call is about."""
     observed: tuple[SequencedEvent, ...]
-    """In order, `main` included, and the failure where there was one."""
+    """All in order, with `main` and with the failure if there was one."""
 
     def noticed(self, event_class: type[_Event]) -> list[_Event]:
-        """What it observed of a class."""
+        """Return the observed events of a class."""
         return [event for _, event in self.observed if isinstance(event, event_class)]
 
 
 def is_withheld(event: e.Event) -> bool:
-    """Whether the connector noted that what it decided did not leave; it will do so again by itself."""
+    """Whether the connector recorded that it did not carry out a decision. The rerun records that by itself."""
     if isinstance(event, e.TransferReported):
         return bool(event.withheld)
     return isinstance(event, e.DecisionWithheld)
 
 
 def to_vllm(event: e.EffectsDelivered) -> bool:
-    """Whether it was handed to vLLM directly, and not by way of the workers."""
+    """Whether it was delivered to vLLM directly and not through the workers."""
     return bool(event.received or event.reported)
 
 
@@ -80,7 +79,7 @@ def _continues_output(event: e.Event) -> bool:
 
 
 def hook_calls(observations: Sequence[SequencedEvent]) -> tuple[list[HookCall], list[SequencedEvent]]:
-    """The calls in order, and the observations that belong to none of them."""
+    """Return the calls in order, and the observations that belong to none."""
     grouping = _Grouping(observations)
     grouping.run()
     return grouping.calls, grouping.left_over
@@ -116,7 +115,7 @@ class _Grouping:
         elif isinstance(event, e.LogNote):
             self._noted(sequence, event)
         elif isinstance(event, e.EndRefused | e.HooksExchanged):
-            self._at += 1  # what another connector did, or what was counted; no call of ours makes it happen again
+            self._at += 1  # another connector's end, or counts; no call of kvledger's makes these again
         else:
             self._noticed.append((sequence, event))
             self._at += 1
@@ -130,7 +129,7 @@ class _Grouping:
             self._at += 1
 
     def _delivered(self, sequence: int, event: e.EffectsDelivered) -> None:
-        """Of the call that went before, where that hands over on this channel and has not done so."""
+        """Add a delivery to the call before, if that call delivers on this channel and has not done so yet."""
         hook = "update_connector_output" if to_vllm(event) else "build_connector_meta"
         last = self.calls[-1] if self.calls else None
         if last is not None and last.hook == hook and not self._noticed and not last.noticed(e.EffectsDelivered):
@@ -156,13 +155,12 @@ class _Grouping:
         self._at += num_entries
 
     def _end_of_run(self, start: int, *kinds: type[e.Event]) -> int:
-        """Where a run of such observations ends."""
         while start < len(self._entries) and isinstance(self._entries[start][1], kinds):
             start += 1
         return start
 
     def _num_preempted_by_reset(self) -> int:
-        """Preemptions that the reset itself noticed, which a following step or lookup might have noticed as well."""
+        """Return how many of the next observations the reset made, not the step or lookup after it."""
         end = self._end_of_run(self._at + 1, e.RequestPreempted, e.ChunkKeysObserved)
         run = [event for _, event in self._entries[self._at + 1 : end]]
         preempted = [event.request_id for event in run if isinstance(event, e.RequestPreempted)]
@@ -172,9 +170,12 @@ class _Grouping:
         return max((number for number, event in enumerate(run, 1) if isinstance(event, e.RequestPreempted)), default=0)
 
     def _num_in_output(self, event: e.Event) -> int:
-        """What one output of the workers holds: failed loads and what they led to, then reports, none of them twice."""
+        """Return the number of observations in one output of the workers.
+
+        An output has failed loads and their rollbacks, then reports that all differ, then steps.
+        """
         end = self._at
-        if isinstance(event, e.ExtensionNoted):  # of a recorder: one that quotes the workers comes first
+        if isinstance(event, e.ExtensionNoted):  # from a recorder: the workers' report comes first
             end += 1
             while end < len(self._entries) and _continues_output(self._entries[end][1]):
                 end += 1
@@ -198,13 +199,13 @@ class _Grouping:
             self._at += 1
         elif self._belongs_to_last_call(hook, event):
             self._add_to_last_call(sequence, event)
-        else:  # what it noticed will be noticed by the next call
+        else:  # the next call will notice again what this one noticed
             self.left_over += [entry for entry in self._noticed if isinstance(entry[1], e.HookFailed)]
             self._noticed = [entry for entry in self._noticed if not isinstance(entry[1], e.HookFailed)]
             self._leave_over(sequence, event)
 
     def _belongs_to_last_call(self, hook: str, event: e.HookFailed) -> bool:
-        """Whether it failed after it had recorded what it is about; then there is a call already."""
+        """Whether the hook failed after its main event was recorded, so that there is a call already."""
         if not self.calls or self._noticed or not self._at:
             return False
         last, before = self.calls[-1], self._entries[self._at - 1]
@@ -213,18 +214,18 @@ class _Grouping:
         is_next = bool(last.observed) and last.observed[-1] is before
         if not is_next or last.hook != hook or last.request_id != event.request_id:
             return False
-        # A step that failed to be recorded follows one that was recorded in just this way.
+        # A step that could not be recorded follows the step before. Only after LedgerCorrupt was it recorded itself.
         return event.hook != "record_step" or "LedgerCorrupt" in event.error
 
     def _is_tried_again(self, event: e.HookFailed) -> bool:
-        """The end of a request is recorded in a second attempt, by the same call."""
+        """Whether the same call records the end of the request in a second attempt."""
         follows = self._entries[self._at + 1][1] if self._at + 1 < len(self._entries) else None
         is_end = event.hook == "request_finished" and isinstance(follows, e.RequestFinished)
         return is_end and follows.request_id == event.request_id  # type: ignore[union-attr]
 
 
 def end_of_call(observations: Sequence[SequencedEvent], sequence: int) -> int:
-    """The last observation of the hook call during which this event was recorded."""
+    """Return the sequence number of the last observation in the hook call that recorded this event."""
     calls, _ = hook_calls(observations)
     ends = [call.observed[-1][0] for call in calls if call.observed[0][0] <= sequence]
     return ends[-1] if ends else sequence

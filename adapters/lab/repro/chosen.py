@@ -1,8 +1,8 @@
-"""Which connector the calls of a recorder's log are made to, and with which options: the user of the log says it.
+"""The connector and the options for running a recorder's log again, as the user of the log chooses them.
 
 A log may come from a stranger. The module and class that it names are code on the reader's machine, and an option can
-be a path, an address or the name of more code. So a rerun imports the connector that its user names, and takes from the
-log only those options that are known to be none of these. It must not know vLLM.
+be a path, an address or the name of more code. A rerun therefore runs only the connector that its user names or
+accepts, and takes only options from the log that are known to be harmless. This module does not depend on vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvledger.adapters.tools.logs.visible import shortened, visible
 
 HARMLESS_OPTIONS = frozenset(
     {
-        # kvledger's own connector (adapters/vllm/configuration.py), but for its logs and its code
+        # kvledger's own connector (adapters/vllm/configuration.py), except its logs and code
         "chunk_size",
         "host_bytes",
         "keep_for_preempted",
@@ -50,14 +50,14 @@ HARMLESS_OPTIONS = frozenset(
         "fill_std",
     }
 )
-"""Options that a rerun takes from a log: each is a number, a boolean, a size or one of `_WORDS`."""
+"""Options that a rerun takes from a log, if the value is null, a boolean, a number, a size or one of `_WORDS`."""
 _WORDS = frozenset({"always", "arc", "async", "auto", "BLHNC", "BLNHC", "lru", "sync"})
 _SIZE = re.compile(r"[0-9]{1,15}(\.[0-9]{1,6})?\s?([KMGTP]i?)?B", re.IGNORECASE)
 _MAX_NUMBER = 1 << 53
 _ROLES = ("kv_both", "kv_producer", "kv_consumer")
 _POLICIES = ("fail", "recompute")
 _MAX_DEPTH = 3
-"""Of connectors within `MultiConnector`."""
+"""Levels of connectors within `MultiConnector` that are read."""
 _MAX_NAME = 200
 _MAX_NAMED = 10
 _IN_PYTHON = ('connector="module:Class"', "run_recorded=True")
@@ -65,33 +65,33 @@ _IN_PYTHON = ('connector="module:Class"', "run_recorded=True")
 
 @attrs.frozen
 class Chosen:
-    """What the user of a recorder's log says about running it; with nothing said, nothing is run."""
+    """The user's choice for a recorder's log. Without a choice nothing runs."""
 
     connector: str = ""
-    """As "module:Class", or the name of one that vLLM registers; empty: not named."""
+    """As "module:Class", or a name that vLLM registers; empty if none was named."""
     extra_config: Mapping[str, Any] = attrs.field(factory=dict)
-    """Keys of its `kv_connector_extra_config`; they override those of the log."""
+    """Key → value of its `kv_connector_extra_config`; overrides the log."""
     run_recorded: bool = False
-    """Whether the module and class that the log names are run, with those of the children of a `MultiConnector`."""
+    """Whether to run the module and class that the log names, and those of a `MultiConnector`'s children."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is said."""
+        """Whether nothing was chosen."""
         return not (self.connector or self.extra_config or self.run_recorded)
 
     def name(self, recorded: Mapping[str, Any]) -> str:
-        """The class that is run."""
+        """Return the name of the class that runs."""
         return self.connector.rpartition(":")[2] if self.connector else name_of(recorded)
 
     def transfer(self, recorded: Mapping[str, Any], words: tuple[str, str] = _IN_PYTHON) -> dict[str, Any]:
-        """What `--kv-transfer-config` says of the connector that is run.
+        """Return the `--kv-transfer-config` of the connector that runs.
 
         Args:
-            recorded: what it said of the recorded one, from the log.
-            words: how a user names a connector, and accepts that of the log.
+            recorded: that of the recorded connector, from the log.
+            words: how a user names a connector and accepts that of the log, for the message.
 
         Raises:
-            NotRerunnable: the user has not said what is to be run.
+            NotRerunnable: the user has not chosen a connector, or has chosen two.
         """
         by_name, by_acceptance = words
         if self.connector and self.run_recorded:
@@ -111,7 +111,7 @@ class Chosen:
         return found
 
     def left_out(self, recorded: Mapping[str, Any]) -> str:
-        """The options that neither the log nor the user gives to the connector that is run, by name."""
+        """Return the names of recorded options that neither the log nor the user gives to the connector."""
         options = _mapping(recorded.get("kv_connector_extra_config"))
         taken = _options(options, accepts_code=self.run_recorded, depth=0).keys() | self.extra_config.keys()
         names = [_short(str(name)) for name in options if name not in taken]
@@ -119,13 +119,12 @@ class Chosen:
 
 
 def name_of(recorded: Mapping[str, Any]) -> str:
-    """The class that a log names, for people."""
+    """Return the class that a log names, for messages."""
     name = recorded.get("kv_connector")
     return _short(name) if isinstance(name, str) and name else "an unnamed connector"
 
 
 def _named(recorded: Mapping[str, Any]) -> str:
-    """Everything that a log wants to run, for people."""
     every = [
         f"{_short(module)}:{name_of(each)}" if isinstance(module, str) and module else name_of(each)
         for each in _connectors(recorded, 0)
@@ -149,7 +148,6 @@ def _children(options: Mapping[str, Any], depth: int) -> list[Mapping[str, Any]]
 
 
 def _transfer(recorded: Mapping[str, Any], *, accepts_code: bool, depth: int) -> dict[str, Any]:
-    """Of what a log says of a connector, what a rerun takes."""
     options = _options(_mapping(recorded.get("kv_connector_extra_config")), accepts_code=accepts_code, depth=depth)
     found: dict[str, Any] = {"kv_role": _ROLES[0], "kv_connector_extra_config": options}
     for key, allowed in (("kv_role", _ROLES), ("kv_load_failure_policy", _POLICIES)):

@@ -1,4 +1,4 @@
-"""`kvledger repro`: an incident as a test, and a log next to it."""
+"""`kvledger repro`: writes an incident as a test, and a log next to it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from kvledger.adapters.units import plural
 from kvledger.lifecycle import SequencedEvent
 
 _MAX_EVENTS = 2_000_000
-"""They are held in memory, and tried again and again."""
+"""Most events that a test may take. They are held in memory and run again many times."""
 _MAX_EVENTS_OF_A_CALL = 20_000
 _MAX_NAMED = 10
 
@@ -47,32 +47,32 @@ _OF_RECORDER: Final = "A recorder's log"
 @Parameter(name="*")
 @attrs.frozen(kw_only=True)
 class Wanted:
-    """The test that is wanted."""
+    """Options of the test."""
 
     path: Annotated[
         Path,
         Parameter(
             name=("--output", "-o"),
             metavar="FILE",
-            help="the test to write; the log that it runs again is written next to it",
+            help="test to write; the log that it repeats is written next to it",
         ),
     ] = Path("test_incident.py")
-    force: Annotated[bool, Parameter(help="replace FILE if it exists, and the log next to it")] = False
-    core: Annotated[bool, Parameter(help="drive the core alone: no vLLM, milliseconds")] = False
-    pin: Annotated[bool, Parameter(help="pin the answers that the request got, whatever went wrong")] = False
+    force: Annotated[bool, Parameter(help="replace FILE and the log next to it if they exist")] = False
+    core: Annotated[bool, Parameter(help="run only the core, without vLLM: takes milliseconds")] = False
+    pin: Annotated[bool, Parameter(help="test for the answers that the request got, whatever went wrong")] = False
     connector: Annotated[
         str,
         Parameter(
             group=_OF_RECORDER,
             metavar="MODULE:CLASS",
-            help="run this connector, or the one that vLLM registers under this name",
+            help="connector to run: a class, or a name that vLLM registers",
         ),
     ] = ""
     run_recorded: Annotated[
         bool,
         Parameter(
             group=_OF_RECORDER,
-            help="run the connector that the log names, which imports its module: only for logs that you trust",
+            help="run the connector that the log names. This imports its module: only for logs that you trust",
         ),
     ] = False
     extra_config: Annotated[
@@ -81,11 +81,11 @@ class Wanted:
             json_object,
             "JSON",
             group=_OF_RECORDER,
-            help="keys of its kv_connector_extra_config. Paths, addresses and names of code are not taken from a log",
+            help="keys of its kv_connector_extra_config; paths, addresses and names of code are not taken from the log",
         ),
     ] = attrs.field(factory=dict)
-    all: Annotated[bool, Parameter(help="keep requests that have nothing to do with it")] = False
-    no_run: Annotated[bool, Parameter(help="do not run the test after writing it")] = False
+    all: Annotated[bool, Parameter(help="keep requests that the test does not need")] = False
+    no_run: Annotated[bool, Parameter(help="write the test without running it")] = False
 
 
 def run(
@@ -157,10 +157,10 @@ def _made(
     findings: Findings,
     output: Output,
 ) -> _Written:
-    """Both files in memory, after the test was run once unless that is not wanted.
+    """Return both files, after running the test once unless the user declined that.
 
     Raises:
-        NotRerunnable: there can be no test, and why.
+        NotRerunnable: a test cannot be written; the message has the reason.
     """
     recording, events = _recorded(log, selection, incident, output)
     chosen = _chosen(recording, wanted, output)
@@ -187,10 +187,10 @@ def _made(
 
 
 def _chosen(recording: Recording, wanted: Wanted, output: Output) -> Chosen:
-    """What the user says of a recorder's log, before any code runs that the log names.
+    """Return the user's choice for a recorder's log, before any code runs that the log names.
 
     Raises:
-        NotRerunnable: it is a recorder's and nothing is said, or it is none.
+        NotRerunnable: nothing was chosen for a recorder's log, or something for a log of kvledger's own connector.
     """
     chosen = Chosen(wanted.connector, wanted.extra_config, wanted.run_recorded)
     if recording.wrapped is None:
@@ -213,7 +213,7 @@ def _chosen(recording: Recording, wanted: Wanted, output: Output) -> Chosen:
 
 @attrs.frozen
 class _Written:
-    """Both files, and what came of running the test."""
+    """Both files, and the results of the test."""
 
     about: Description
     reduced: Reduced
@@ -221,11 +221,11 @@ class _Written:
     source: bytes
     log_content: bytes
     runs: Sequence[TestRun] = ()
-    """Empty where it was not run."""
+    """Empty if not run."""
 
     @property
     def ended(self) -> Ended | None:
-        """How the test ended: of several, those of the incident count. None where it was not run."""
+        """How the incident's test ended, or without an incident that of the answers; None if it was not run."""
         of_incident = [run for run in self.runs if run.name != ANSWERS_TEST or self.about.incident is None]
         ends = {run.ended for run in of_incident}
         return next((ended for ended in (Ended.FAILED, Ended.NOT_RUN, Ended.PASSED) if ended in ends), None)
@@ -243,9 +243,9 @@ def _written(
 def _tried(
     written: _Written, path: Path, log: StoredLog, recording: Recording, events: Sequence[SequencedEvent]
 ) -> _Written:
-    """Run the test as its reader will. Where it passes without what was left out, it is written with that.
+    """Run the test as its reader will. If the reduced test passes, write the test with nothing left out.
 
-    A trial shares modules and classes with those before it, and the test does not: a memory there decides otherwise.
+    Trials of a reduction share modules and classes, whose state can change decisions. The test has its own process.
     """
     runs = _run(written, path)
     written = attrs.evolve(written, runs=runs)
@@ -270,7 +270,7 @@ def _run(written: _Written, path: Path) -> list[TestRun]:
 
 
 def _verdict(written: _Written, log: StoredLog) -> tuple[ExitCode, str]:
-    """The exit code, and in words what the test was seen to do."""
+    """Return the exit code, and a sentence about how the test ended."""
     is_pin, ended = written.about.incident is None, written.ended
     text = next((run.text for run in written.runs if run.ended is ended), "")
     if ended is None:
@@ -296,9 +296,9 @@ def _has_other_handlers(log: StoredLog) -> bool:
 
 
 def _look(log: StoredLog, selection: Selection, output: Output) -> Findings:
-    """What went wrong in the selected part."""
+    """Find the incidents in the selected part."""
     with output.progress(log, "looking for the incident"):
-        # What is behind it is read all the same, for the log's damage.
+        # later events are read too, to find damage
         events = (entry for entry in log.trusted_events() if not selection.is_over(entry[0]))
         findings = find_incidents(log.configuration, with_numbered_keys(events), selection.request_id, log.core)
     if log.begins_late or not log.num_events:
@@ -343,7 +343,7 @@ def _nothing(log: StoredLog, selection: Selection, findings: Findings) -> str:
 def _recorded(
     log: StoredLog, selection: Selection, incident: Trouble | None, output: Output
 ) -> tuple[Recording, list[SequencedEvent]]:
-    """Everything up to the end of the call in which it happened, or of the selected part."""
+    """Return everything up to the end of the incident's call, or up to the end of the selected part."""
     end = selection.last_sequence or log.trusted_sequence
     if incident is not None:
         end = min(end, incident.sequence + _MAX_EVENTS_OF_A_CALL)

@@ -1,6 +1,6 @@
-"""The scheduler's half of a real connector without an engine: one method per hook, vLLM's objects from plain values.
+"""The scheduler side of a real connector without an engine: one method per hook, with plain values.
 
-It must not know how a recording is played; see `hooks.py` for that.
+It must not depend on how a recording is played (`hooks.py`).
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ from kvledger.lifecycle.codec import EventDecoder
 from kvledger.storage.events import MemoryEventStore
 
 _SALT = "salt"
-"""For every salted request: a log does not hold salts. Requests with different salts have different chunk keys in the
-log, so their tokens differ here."""
+"""Salt of every salted request: a log has no salts. Requests with different salts have different chunk keys in the log,
+so their tokens differ here."""
 
 
 class SchedulerHalf:
-    """The hooks, the requests that they read, and the log that they write."""
+    """A connector's scheduler side, its requests and its log."""
 
     def __init__(self, configuration: LedgerConfiguration, core: Core) -> None:
         self.configuration = configuration
         self.core = core
-        """With which its log is read."""
+        """The core for reading the log."""
         self.now_ns = 0
-        """The time that the connector reads from its clock."""
+        """The connector's time, in nanoseconds."""
         self.requests: dict[str, Request] = {}
-        """By id; what the connector reads of them is set before a hook is called."""
+        """Request id → request. Set what the connector will read before you call a hook."""
         self._cache = CacheConfig(block_size=configuration.block_size)
         hash_function = get_hash_fn_by_name(self._cache.prefix_caching_hash_algo)
         init_none_hash(hash_function)
@@ -75,11 +75,11 @@ class SchedulerHalf:
         self._written: Written
 
     def _commit(self) -> None:
-        """Write what waits for a frame."""
+        """Write pending events as a frame."""
         raise NotImplementedError
 
     def take_events(self) -> list[SequencedEvent]:
-        """The events that the connector wrote since the last call; what waits for a frame is committed first."""
+        """Commit what is pending, and return the events that the connector wrote since the last call."""
         if not self._is_closed:
             self._commit()
         return self._written.take()
@@ -89,30 +89,30 @@ class SchedulerHalf:
     def on_new_request(
         self, request_id: str, token_ids: Sequence[int], *, skips_prefix_cache: bool = False, is_salted: bool = False
     ) -> None:
-        """A request with this prompt was accepted."""
+        """Create a request with this prompt and call the hook."""
         self.accept(request_id, token_ids, skips_prefix_cache=skips_prefix_cache, is_salted=is_salted)
         self.connector.on_new_request(self.requests[request_id])
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Ask what can be loaded."""
+        """Look up how many tokens can be loaded."""
         answer: tuple[int | None, bool] = self.connector.get_num_new_matched_tokens(
             self.requests[request_id], num_computed_tokens
         )
         return answer
 
     def update_state_after_alloc(self, request_id: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Give blocks: the whole flat table."""
+        """Give blocks to a request: its whole table, flat, in which the groups alternate."""
         blocks = vllm_objects.kv_cache_blocks(block_ids, len(self.configuration.windows))
         self.connector.update_state_after_alloc(self.requests[request_id], blocks, num_external_tokens)
 
     def build_connector_meta(self, step: Step) -> StepJobs:
-        """One engine step; returns its jobs."""
+        """Build the metadata of one step and return its jobs."""
         output = vllm_objects.scheduler_output(step, self.requests, len(self.configuration.windows))
         jobs: StepJobs = self.connector.build_connector_meta(output)
         return jobs
 
     def request_finished(self, request_id: str, status: str, block_ids: Sequence[int]) -> None:
-        """A request ends."""
+        """End a request."""
         request = self.requests[request_id]
         request.status = RequestStatus[status]
         groups = tables(block_ids, len(self.configuration.windows))
@@ -122,16 +122,16 @@ class SchedulerHalf:
             self.connector.request_finished(request, groups[0])
 
     def shutdown(self) -> None:
-        """The engine stops."""
+        """Shut down the connector."""
         self.connector.shutdown()
         self._is_closed = True
 
-    # --- what requests look like ---------------------------------------------------------------------
+    # --- the state of requests --------------------------------------------------------------------
 
     def accept(
         self, request_id: str, token_ids: Sequence[int], *, skips_prefix_cache: bool = False, is_salted: bool = False
     ) -> None:
-        """Let there be a request with this prompt, without a call of the connector."""
+        """Create a request without calling the connector."""
         self.requests[request_id] = Request(
             request_id=request_id,
             prompt_token_ids=list(token_ids),
@@ -143,7 +143,7 @@ class SchedulerHalf:
         )
 
     def set_tokens(self, request_id: str, first: int, token_ids: Sequence[int]) -> None:
-        """Let a request have these tokens from `first` on, and hash its blocks again from there, as vLLM does."""
+        """Replace a request's tokens from `first` on, and hash its blocks again from there as vLLM does."""
         request = self.requests[request_id]
         outputs: list[int] = request._output_token_ids  # noqa: SLF001 -- as vLLM's scheduler cuts a session
         tokens: list[int] = request._all_token_ids  # noqa: SLF001
@@ -154,7 +154,7 @@ class SchedulerHalf:
 
 
 class _Connector(KVLedgerConnector):
-    """With the scheduler's half of a log's configuration, which no configuration of vLLM has to lead to."""
+    """kvledger's connector around a given scheduler side, for any configuration that a log may have."""
 
     def __init__(self, scheduler_side: SchedulerSide) -> None:
         self._scheduler_side, self._worker_side = scheduler_side, None
@@ -162,13 +162,11 @@ class _Connector(KVLedgerConnector):
 
 
 class ConnectorUnderTest(SchedulerHalf):
-    """Of `KVLedgerConnector`.
+    """A `KVLedgerConnector` without an engine.
 
     Args:
         configuration: as in the header of a log.
-        speculates: whether the engine decodes speculatively.
-        zeroes_new_blocks: whether the worker zeroes new blocks.
-        handlers: state handlers of one's own, as "module:Class".
+        handlers: your own state handlers, as "module:Class".
     """
 
     def __init__(
@@ -181,7 +179,7 @@ class ConnectorUnderTest(SchedulerHalf):
     ) -> None:
         super().__init__(configuration, composed_core(handlers))
         self.is_log_written = True
-        """What the connector is to think of its log; it is in memory, and has everything."""
+        """Whether the connector takes its log for written. The log is in memory and always complete."""
         config = VllmConfig(cache_config=self._cache, device_config=DeviceConfig("cpu"))
         keys = ChunkKeySource(
             chunk_size=configuration.chunk_size,
@@ -206,7 +204,7 @@ class ConnectorUnderTest(SchedulerHalf):
         self.connector.scheduler_side.journal.commit()
 
     def note_reset(self) -> None:
-        """VLLM has reset its prefix cache, which the next hook notices."""
+        """Let vLLM's prefix cache be reset. The next hook notices it."""
         self.connector.scheduler_side.request_reader.note_reset()
 
     def update_connector_output(
@@ -216,10 +214,17 @@ class ConnectorUnderTest(SchedulerHalf):
         reported: Iterable[int] = (),
         steps: Iterable[e.StepReported] = (),
     ) -> None:
-        """What the workers report; the requests, by ordinal, whose end they report to vLLM; and whose output it is."""
+        """Pass on the output of the workers.
+
+        Args:
+            reports: about copies.
+            load_errors: blocks that loads did not fill.
+            reported: ordinals of the requests whose end the workers report to vLLM.
+            steps: the steps whose output this is.
+        """
         owed = self.connector.scheduler_side.journal.owed.state
         finished = {owed.ends[ordinal].request_id for ordinal in reported if ordinal in owed.to_report}
-        received = finished & self.requests.keys()  # their load failed; of the others nothing is read any more
+        received = finished & self.requests.keys()  # the load of these failed; the others have ended
         for request_id in received:
             self.requests[request_id].status = RequestStatus.WAITING_FOR_REMOTE_KVS
         of_ranks: list[JobReport] = [of_rank for report in reports for of_rank in vllm_objects.job_reports(report)]
@@ -236,18 +241,17 @@ _RECORDERS = {of.__name__: of for of in (KVLedgerRecorder, KVLedgerRecorderHMA)}
 
 
 class WrappedUnderTest(SchedulerHalf):
-    """Of a recorder around a connector, in an engine as a log describes it.
+    """A recorder around a connector, without an engine, as a log describes them.
 
     Args:
         configuration: as in the header of the log.
         wrapped: the recorder and its engine.
-        transfer: of the connector, which is imported; no part of it may come from a log that `chosen.py` does not let
-            through.
-        handlers: state handlers of one's own, as "module:Class", for a connector of kvledger's.
-        speculates: whether the engine decodes speculatively.
+        transfer: the connector's configuration. The connector is imported, so no part may come from a log that
+            `chosen.py` does not let through.
+        handlers: your own state handlers, as "module:Class", for a connector of kvledger's.
 
     Raises:
-        NotRerunnable: the connector cannot be made here.
+        NotRerunnable: the connector cannot be created here.
     """
 
     def __init__(
@@ -285,7 +289,7 @@ class WrappedUnderTest(SchedulerHalf):
                     },
                 },
             )
-            # What vLLM would refuse without devices and a second model.
+            # vLLM would refuse these without devices and a second model.
             config.scheduler_config.async_scheduling = wrapped.async_scheduling
             config.parallel_config.world_size = wrapped.num_ranks
             if speculates:
@@ -306,7 +310,7 @@ class WrappedUnderTest(SchedulerHalf):
         self._written = Written(store, EventDecoder(self.core, store.header))
 
     def _refuse_blocks(self, wrapped: Any) -> None:  # noqa: ANN401 -- any connector
-        """One that is given vLLM's own blocks keeps and frees them: there are none here.
+        """Refuse a connector that gets vLLM's own blocks and keeps and frees them: there are none here.
 
         (`kv_connector/v1/base.py`, bind_gpu_block_pool, 0.32).
         """
@@ -329,8 +333,8 @@ class WrappedUnderTest(SchedulerHalf):
 
         Args:
             reported: requests and blocks.
-            completed: today's names of the copies that they completed.
-            ends: the same requests by the connector that reported them.
+            completed: copies that they completed, by their names in this rerun.
+            ends: the same requests, by the connector that reported them.
         """
         by_all = dict.fromkeys(completed, self._num_ranks)
         output = vllm_objects.workers_output(reported, by_all, self.connector.wrapped)
@@ -339,13 +343,13 @@ class WrappedUnderTest(SchedulerHalf):
 
 
 def _kept_in_memory(transfer: Mapping[str, Any], handlers: Sequence[str]) -> dict[str, Any]:
-    """The same with kvledger's own logs in memory, unless the user says otherwise, and with these handlers.
+    """Return the configuration with these handlers, and with kvledger's logs in memory unless the user sets `log_dir`.
 
-    Each class is looked up, and refused if it is none of a connector; `MultiConnector` would call what it finds.
+    Each class is looked up and refused if it is not a connector, because `MultiConnector` would call any class.
 
     Raises:
-        ConfigurationError: it is no class of a connector, or vLLM refuses its configuration.
-        Exception: whatever importing it raises.
+        ConfigurationError: a class is not a connector, or vLLM refuses its configuration.
+        Exception: whatever importing a class raises.
     """
     found: type[Any] = wrapped_class(accepted(transfer))
     options = dict(transfer.get("kv_connector_extra_config") or {})
@@ -361,7 +365,6 @@ def _kept_in_memory(transfer: Mapping[str, Any], handlers: Sequence[str]) -> dic
 
 
 def _cache_config(configuration: LedgerConfiguration, wrapped: RecordingStarted) -> KVCacheConfig:
-    """With the blocks of the recorded engine."""
     num_blocks = max(1, wrapped.num_blocks)
     head_size = max(2, wrapped.block_bytes // configuration.block_size) // 2
     sizes: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""Runs a recording again on the core alone: observations into a `Ledger`. No vLLM, milliseconds.
+"""Runs a recording again on the core alone: gives its observations to a `Ledger`, in milliseconds, without vLLM.
 
-Sees what decisions and projections do. What the adapter makes of hook calls is run again in `hooks.py`.
+It runs decisions and projections. `hooks.py` runs the adapter, too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CoreRun(Run):
                 self._answered(made.request_id, sequence, None)
 
     def _delivered(self, recorded: e.EffectsDelivered) -> e.EffectsDelivered | None:
-        """What this ledger owes where the recorded one handed over."""
+        """Return what this ledger has to deliver when the recorded one delivered."""
         if not to_vllm(recorded):
             return effects_delivered(self._ledger.ready(Channel.WORKERS))
         ready = self._ledger.ready(Channel.VLLM)
@@ -89,7 +89,7 @@ class CoreRun(Run):
         return event
 
     def _computing_more(self, step: e.StepScheduled) -> e.StepScheduled:
-        """The step in which requests compute what they were not given."""
+        """Return the step with the tokens added that requests compute because they were not loaded."""
         advanced = []
         num_scheduled_tokens = step.num_scheduled_tokens
         starts: dict[int, int] = {}

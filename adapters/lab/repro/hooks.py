@@ -1,7 +1,7 @@
-"""Runs a recording again on the real connector: every recorded hook call is made again, with vLLM's own objects.
+"""Runs a recording again on the real connector: makes every recorded hook call, with vLLM's own objects.
 
-The connector reads more of a request than it records. What it read is worked out from what it recorded: tokens from
-chunk keys, tokens in flight from settled ones, the batch of a step from what the step says and what it need not say.
+The connector reads more of a request than it records. The rest is derived: tokens from chunk keys, tokens in flight
+from settled ones, the batch of a step from the step's event and the requests that it need not name.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvledger.adapters.lab.repro.vllm_objects import ScheduledRequest, Step
 from kvledger.lifecycle import events as e
 
 _UNRECORDED = "unrecorded request"
-"""Stands in a step for tokens of requests that the log does not know."""
+"""Request id for tokens in a step whose requests are not in the log."""
 
 
 class HookRun(Run):
-    """What any connector's hooks are called with."""
+    """Calls the hooks of any connector."""
 
     def __init__(self, recording: Recording, connector: SchedulerHalf, *, is_async: bool) -> None:
         super().__init__(recording, connector.core)
@@ -57,14 +57,13 @@ class HookRun(Run):
         return goes_on
 
     def _calls_hook(self, make: Callable[[HookCall, Any], object], call: HookCall) -> bool:
-        """Returns whether the engine goes on."""
+        """Call the hook; return whether the engine goes on."""
         raise NotImplementedError
 
     def _take(self, call: HookCall, events: Sequence[tuple[int, e.Event]]) -> None:
-        """Take what the call wrote."""
         self._outcome.take(events, call.hook, call.sequence)
 
-    # --- the hooks -------------------------------------------------------------------------------------
+    # --- hooks ------------------------------------------------------------------------------------
 
     def _arrive(self, _call: HookCall, main: e.RequestArrived) -> None:
         incarnation = self._record.arrived(main)
@@ -112,7 +111,7 @@ class HookRun(Run):
             self._live.prepare(part, settled.get(incarnation.ordinal))
             incarnation.block_ids = [*observed.get(incarnation.request_id, incarnation.block_ids), *part.new_block_ids]
             block_tables[incarnation.request_id] = incarnation.block_ids
-        for incarnation in self._record.paused(main):  # the connector still looks whether they have filled a chunk
+        for incarnation in self._record.paused(main):  # the connector still checks whether they have filled a chunk
             if self._live.incarnation(incarnation.request_id) is incarnation:
                 paused = ScheduledTokens(incarnation, self._record.num_computed_tokens(incarnation), 0, None, ())
                 self._live.prepare(paused, settled.get(incarnation.ordinal))
@@ -120,7 +119,7 @@ class HookRun(Run):
         num_unknown = main.num_scheduled_tokens - sum(part.num_scheduled_tokens for part in parts)
         if num_unknown > 0:
             parts.append(ScheduledRequest(_UNRECORDED, 0, num_unknown))
-        # A reset preempts between two steps; the next one names whom, though a lookup may have noticed it before.
+        # A reset preempts between two steps. The next step names the requests, even if a lookup noticed it before.
         preempted, ended = frozenset(self._preempted), frozenset(self._ended)
         step = Step(parts, preempted, block_tables, zeroed, ended, tuple(self._admitted))
         self._preempted, self._ended, self._admitted = set(), set(), {}
@@ -128,7 +127,7 @@ class HookRun(Run):
         self._record.stepped(main, scheduled)
 
     def _in_order(self, step: e.StepScheduled, scheduled: Sequence[ScheduledTokens]) -> list[ScheduledRequest]:
-        """As vLLM lists them: new ones, running ones, and resumed ones at either end."""
+        """Return requests in vLLM's order: new, running, resumed (model runner V2: resumed ones among the new)."""
         num_new = 0
         while num_new < len(scheduled) and scheduled[num_new].incarnation.is_admitted:
             num_new += 1
@@ -157,10 +156,9 @@ class HookRun(Run):
         return tuple(block_id for incarnation in incarnations for block_id in incarnation.block_ids)
 
     def _before_step(self) -> None:
-        """What nobody recorded comes first."""
+        """Make the calls before a step that are not in the recording."""
 
     def _output(self, call: HookCall, main: Any) -> None:  # noqa: ANN401 -- of several kinds
-        """What the workers report."""
         raise NotImplementedError
 
     def _finish(self, call: HookCall, main: e.RequestFinished) -> None:
@@ -180,7 +178,7 @@ class HookRun(Run):
         self._connector.connector.reset_cache()
 
     def _known(self, call: HookCall, num_tokens: int) -> Incarnation:
-        """The request that a call is about; one that never arrived is there all the same."""
+        """Return the request that a call is about; create it if its arrival is not in the log."""
         incarnation = self._live.incarnation(call.request_id)
         if incarnation is None:
             incarnation = self._record.arrived(e.RequestArrived(call.request_id, -call.sequence, num_tokens, 0))
@@ -189,7 +187,7 @@ class HookRun(Run):
 
 
 class LedgerRun(HookRun):
-    """On kvledger's own connector, whose engine goes on whatever happens in a hook."""
+    """Calls kvledger's own connector, whose engine goes on whatever happens in a hook."""
 
     def __init__(self, recording: Recording, handlers: Sequence[str]) -> None:
         connector = ConnectorUnderTest(
@@ -211,7 +209,7 @@ class LedgerRun(HookRun):
         return True
 
     def _take(self, call: HookCall, events: Sequence[tuple[int, e.Event]]) -> None:
-        """Tell jobs apart from recorded ones, too."""
+        """Take what the call wrote, and match its jobs and deliveries to the recorded ones."""
         super()._take(call, events)
         waiting = list(call.observed)
         recorded: dict[int, int] = {}
@@ -246,7 +244,7 @@ class LedgerRun(HookRun):
 
 
 def _recorded_sequence(event: e.Event, waiting: list[tuple[int, e.Event]], otherwise: int) -> int:
-    """The sequence number of the recorded observation that this one is again; it is taken from `waiting`."""
+    """Return the sequence number of the recorded observation that `event` repeats; remove it from `waiting`."""
     request_id = getattr(event, "request_id", "")
     for place, (sequence, recorded) in enumerate(waiting):
         if type(recorded) is type(event) and getattr(recorded, "request_id", "") == request_id:

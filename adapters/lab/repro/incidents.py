@@ -1,6 +1,6 @@
-"""What went wrong in a log, for one request or for any.
+"""Finds what went wrong in a log, for one request or for any.
 
-It knows rules and events. It must not know how a test is written of it.
+It depends on rules and events, and not on how a test is written.
 """
 
 from __future__ import annotations
@@ -20,28 +20,21 @@ class Findings:
     """All that is wrong with a log."""
 
     incidents: list[Trouble] = attrs.field(factory=list)
-    """Of the request that was asked for: the first breach of each rule."""
+    """The first breach of each rule that concerns the wanted request."""
     others: Counter[str] = attrs.field(factory=Counter)
-    """Request id -> breaches that are not its own; empty where they belong to no request."""
+    """Request id → number of other breaches; the empty id has those that belong to no request."""
     first_breaches: dict[str, int] = attrs.field(factory=dict)
-    """Rule -> the event at which anybody broke it first."""
+    """Rule → sequence number of the event at which any request broke it first."""
     is_known: bool = False
-    """Whether the request is in the log at all."""
+    """Whether the wanted request is in the log."""
     has_diverged: bool = False
-    """Whether today's code decides otherwise than the log."""
+    """Whether today's code decides differently than the log."""
 
 
 def find_incidents(
     configuration: LedgerConfiguration, events: Iterable[SequencedEvent], request_id: str | None, core: Core
 ) -> Findings:
-    """Audit a log and look for what concerns a request.
-
-    Args:
-        configuration: of the log.
-        events: all of them, or those up to where one may look.
-        request_id: whose incidents; None for anybody's.
-        core: that of the engine.
-    """
+    """Audit a log and find the breaches that concern a request; None: all."""
     watch = Watch(configuration, core)
     findings = Findings(is_known=request_id is None)
     holding: set[str] = set()
@@ -65,7 +58,7 @@ def find_incidents(
 
 
 def _concerns(request_id: str, trouble: Trouble, event: e.Event | None, holding: set[str]) -> bool:
-    """A failure of a step concerns whoever has blocks, an eviction the request it was for."""
+    """Whether a breach concerns a request. A failure in a step concerns every request that holds blocks."""
     if trouble.request_id:
         return trouble.request_id == request_id
     if isinstance(event, e.HookFailed):

@@ -1,6 +1,6 @@
-"""What came of a rerun: the events that the code under test made, audited, and during which recorded calls.
+"""The result of a rerun: the events of the code under test, audited, with the recorded calls that they belong to.
 
-It knows events and rules. It must not know how the events were brought about.
+It depends on events and rules, and not on how the events were made.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from kvledger.lifecycle.codec import CodecError, EventDecoder
 from kvledger.storage.events import EventStore
 
 HOOK_FAILED = "HOOK_FAILED"
-"""Stands for a rule: no hook raises."""
+"""Used like the name of a rule: no hook raises."""
 UNFOLDABLE = "UNFOLDABLE"
-"""Stands for a rule: every event that was written can be folded."""
+"""Used like the name of a rule: every written event can be folded."""
 NEVER_EXCUSED = frozenset({HOOK_FAILED, UNFOLDABLE, Rule.HANDLER_RAISED.value})
-"""Whatever happens, this must not."""
+"""Rules whose breach fails a test even if the test is about another rule."""
 
 
 @attrs.frozen
 class Trouble:
-    """A rule that was broken: in a log, or by the code under test in a rerun of one."""
+    """A broken rule, in a log or in a rerun of one."""
 
     rule: str
     sequence: int
-    """Of the event in the log; in a rerun, of the recorded observation during whose call it happened."""
+    """Sequence number of the event in the log; in a rerun, of the recorded observation whose call broke the rule."""
     request_id: str
-    """Empty where it belongs to no single request."""
+    """Empty if it belongs to no single request."""
     detail: str
     hook: str = ""
-    """In a rerun, the call."""
+    """The hook that was called, in a rerun."""
 
     def __str__(self) -> str:
         of = f" of {self.request_id}" if self.request_id else ""
         text = f"{self.rule} was broken{of} in {self.hook}, which makes event {self.sequence} again: {self.detail}"
-        return visible(text)  # an assertion's message reaches a terminal as it is
+        return visible(text)  # an assertion's message reaches a terminal unchanged
 
 
 class Watch:
-    """An audit that goes on where a log cannot be folded any more, by what the log says of itself.
+    """An audit that, if a log cannot be folded any more, goes on with the failures that the log itself names.
 
-    A log that broken code wrote may not fold with that code, and neither do its decisions come about again.
+    A log that buggy code wrote may not fold with that code, and its decisions may not come out the same.
     """
 
     def __init__(self, configuration: LedgerConfiguration, core: Core) -> None:
@@ -55,7 +55,7 @@ class Watch:
         self.audit = Audit(core, configuration, keeps=self._look_at)
 
     def take(self, events: Sequence[SequencedEvent]) -> list[Trouble]:
-        """What is wrong with the events of one call."""
+        """Return what is wrong with one call's events."""
         was_foldable = self.audit.unfoldable is None
         self.audit.take_frame(events)
         unfoldable = self.audit.unfoldable
@@ -75,7 +75,7 @@ class Watch:
         return self.new()
 
     def new(self) -> list[Trouble]:
-        """What the audit has found since it was last asked."""
+        """Return what the audit has found since the last call."""
         new, self._found = self._found, []
         return new
 
@@ -84,15 +84,15 @@ class Watch:
         if rule == RECORDED:  # the connector noticed it itself
             rule = HOOK_FAILED if violation.detail.startswith("hook ") else violation.detail.partition(":")[0]
         self._found.append(Trouble(rule, violation.sequence, violation.request_id, violation.detail))
-        return False  # the audit need not keep it, too
+        return False  # the audit need not keep it as well
 
 
 RECENT_BYTES = 1 << 22
-"""Of the log that a rerun writes: events are read after every call, and what was read may be forgotten."""
+"""Bytes of the log that a rerun writes. Events are read after every call, so older ones may be dropped."""
 
 
 class Written:
-    """The events that a log gets, as its reader sees them."""
+    """Reads the new events of a log, as a reader of the log sees them."""
 
     def __init__(self, store: EventStore, decoder: EventDecoder) -> None:
         self._store = store
@@ -100,10 +100,10 @@ class Written:
         self._next_sequence = 1
 
     def take(self) -> list[SequencedEvent]:
-        """Those since the last call.
+        """Return the events since the last call.
 
         Raises:
-            NotRerunnable: the recorded calls, or some of them, make the code under test write what no log may hold.
+            NotRerunnable: the recorded calls make the code under test write an event that no log may hold.
         """
         try:
             events = [
@@ -125,26 +125,26 @@ class Rerun:
 
     configuration: LedgerConfiguration
     core: Core = attrs.field(factory=Core.standard)
-    """That of the code under test."""
+    """The core of the code under test."""
     events: list[SequencedEvent] = attrs.field(factory=list, init=False)
     troubles: list[Trouble] = attrs.field(factory=list, init=False)
     left_out: list[str] = attrs.field(factory=list, init=False)
-    """What could not be run again, in words."""
+    """What could not be run again, as text."""
     other_answers: list[str] = attrs.field(factory=list, init=False)
-    """Lookups that were answered otherwise than recorded, in words."""
+    """Lookups that were answered differently than recorded, as text."""
     _watch: Watch = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._watch = Watch(self.configuration, self.core)
 
     def take(self, events: Iterable[SequencedEvent], hook: str, recorded_sequence: int) -> None:
-        """Fold what one call made."""
+        """Add and audit the events of one call."""
         made = list(events)
         self.events += made
         self._add(self._watch.take(made), hook, recorded_sequence)
 
     def finish(self, hook: str, recorded_sequence: int) -> None:
-        """No more calls: decisions that are missing are noticed now."""
+        """End the audit, which now finds missing decisions."""
         self._watch.audit.finish()
         self._add(self._watch.new(), hook, recorded_sequence)
 
@@ -152,14 +152,14 @@ class Rerun:
         self.troubles += [attrs.evolve(trouble, hook=hook, sequence=recorded_sequence) for trouble in troubles]
 
     def trouble(self, rule: str, *, besides: Collection[str] = ()) -> str:
-        """What is wrong, empty where nothing is: a breach of this rule, or one that nothing excuses.
+        """Return the breach of this rule or of one in `NEVER_EXCUSED`; empty if there is none.
 
-        Other rules are not asked for. Where the code decides otherwise than it did then, what vLLM did next was an
-        answer to something else, and may well break them.
+        Other rules are ignored. If the code decides differently now, the rest of the recording is a reaction to other
+        decisions and may break them.
 
         Args:
-            rule: that the recorded incident broke.
-            besides: of what nothing excuses, what happened in the recorded log, too.
+            rule: the rule that the incident broke.
+            besides: rules of `NEVER_EXCUSED` that the recorded log broke, too.
         """
         never = NEVER_EXCUSED.difference(besides)
         found = [trouble for trouble in self.troubles if trouble.rule == rule or trouble.rule in never]

@@ -1,7 +1,6 @@
-"""What a log says about an incident: observations, and what later ones refer to of decisions.
+"""Reads from a log what an incident needs: observations, and the facts about decisions that later ones refer to.
 
-It knows events only, those of the recorder among them. The decisions themselves are not in it: the code under test
-makes its own.
+It depends on events only, including the recorder's. It leaves out the decisions: the code under test makes its own.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ JOB_ISSUED = (e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
 
 
 class NotRerunnable(ValueError):
-    """A log, or a part of one, that cannot be run again; the message says why."""
+    """A log, or a part of one, that cannot be run again; the message has the reason."""
 
 
 class Job(NamedTuple):
@@ -53,19 +52,18 @@ class Recording:
     configuration: LedgerConfiguration
     observations: tuple[SequencedEvent, ...]
     jobs: Mapping[int, Job] = attrs.field(factory=dict)
-    """By job id. Those of the code under test differ where it decides otherwise, or where requests were left out."""
+    """Job id → why it was issued. In a rerun, ids differ if it decides differently or if requests were left out."""
     answers: Mapping[int, int | None] = attrs.field(factory=dict)
-    """Sequence number of a lookup -> tokens that were answered, None where it was to be asked again; lookups that are
-    not here got none."""
+    """Sequence number of a lookup → tokens answered; None: ask again. A lookup that is missing here got no tokens."""
     wrapped: RecordingStarted | None = None
-    """The connector that a recorder was around, and its engine; None where the log is kvledger's own."""
+    """The connector inside the recorder, and its engine; None if the log is kvledger's own."""
     copies: Mapping[str, tuple[str, bool, int]] = attrs.field(factory=dict)
-    """A wrapped connector's name for a copy that its workers completed -> (request, whether it is a load, how many of
-    these the request had before). Names differ where other requests are left out."""
+    """Name of a copy that a wrapped connector's workers completed → (request, whether it is a load, number of such
+    copies of the request before it). Names change if other requests are left out."""
 
     @property
     def speculates(self) -> bool:
-        """Whether the engine decoded speculatively: more than one token was scheduled beyond the known ones."""
+        """Whether the engine decoded speculatively: a step scheduled several tokens and went beyond the known ones."""
         return any(
             scheduled > 1 and computed + scheduled > known
             for _, event in self.observations
@@ -75,7 +73,7 @@ class Recording:
 
     @property
     def zeroes_new_blocks(self) -> bool:
-        """Whether the worker zeroed new blocks before the forward; every end says so."""
+        """Whether the worker zeroed new blocks before the forward. Every preemption and end records it."""
         return any(
             event.blocks_zeroed
             for _, event in self.observations
@@ -84,10 +82,10 @@ class Recording:
 
 
 def read_recording(path: Path) -> Recording:
-    """The recording of a log.
+    """Return the recording of a log.
 
     Raises:
-        NotRerunnable: the log is not whole.
+        NotRerunnable: the log is damaged.
         CommandFailed: it cannot be read.
     """
     log = open_log(path)
@@ -98,11 +96,11 @@ def read_recording(path: Path) -> Recording:
 
 
 _MAX_TOKENS = 1 << 23
-"""Of all requests of a recording together; each is made, in 36 bytes."""
+"""Most tokens of all requests of a recording together. Each is created, in 36 bytes."""
 
 
 def _check_tokens(events: Iterable[SequencedEvent]) -> None:
-    """Refuse a recording whose requests have more tokens than can be made; a log may say any number."""
+    """Refuse a recording with more tokens than can be created; a log may contain any number."""
     num_tokens: dict[object, int] = {}
     num_all_tokens = 0
     ordinals: dict[str, int] = {}
@@ -128,11 +126,11 @@ def _check_tokens(events: Iterable[SequencedEvent]) -> None:
 
 
 _DONE_AGAIN = (e.EffectsDelivered, e.ExtensionObserved, e.HookFailed, e.LogNote, e.TransferReported, e.ExtensionNoted)
-"""What a recorder writes of what the wrapped connector did, and of its workers where they are not quoted."""
+"""Events in which a recorder records the wrapped connector. A rerun makes them, unless they quote the workers."""
 
 
 def record(configuration: LedgerConfiguration, events: Iterable[SequencedEvent]) -> Recording:
-    """A recording of these events of a log, decisions included, in order and without a gap.
+    """Return the recording of a log's events, which include decisions and are in order and without a gap.
 
     Raises:
         NotRerunnable: a recorder's log lacks what the workers did, or the requests have too many tokens.
@@ -163,7 +161,7 @@ def record(configuration: LedgerConfiguration, events: Iterable[SequencedEvent])
             request_id, is_load = copy[0], copy[1].is_load
             copies[copy[1].job] = (request_id, is_load, counts[request_id, is_load])
             counts[request_id, is_load] += 1
-        if event.is_decision or isinstance(event, e.PagesDigested):  # what pages held cannot be made again
+        if event.is_decision or isinstance(event, e.PagesDigested):  # a rerun has no pages to hash
             continue
         if wrapped is None or not isinstance(event, _DONE_AGAIN) or _is_of_workers(sequence, event):
             observations.append((sequence, event))
@@ -173,7 +171,7 @@ def record(configuration: LedgerConfiguration, events: Iterable[SequencedEvent])
 
 
 def _is_of_workers(sequence: int, event: e.Event) -> bool:
-    """Whether a recorder's event quotes the workers, who are not made again."""
+    """Whether a recorder's event quotes the workers, which a rerun does not have."""
     if isinstance(event, e.LogNote) and event.text.startswith(CHILD):
         raise NotRerunnable(
             "the recorder stood inside of MultiConnector, whose other children's reports are in its log as well; "
@@ -189,12 +187,12 @@ def _is_of_workers(sequence: int, event: e.Event) -> bool:
 
 
 def changed(event: _Event, **fields: object) -> _Event:
-    """The event with other values in some fields."""
+    """Return the event with other values in some fields."""
     return msgspec.structs.replace(event, **fields)
 
 
 def of_jobs(report: e.TransferReported, names: Mapping[int, int]) -> e.TransferReported | None:
-    """What a report says of these jobs, by the ids that they have now; None where that is nothing."""
+    """Return the report of these jobs, under the ids that they have now; None if it has none of them."""
     pairs = zip(report.job_ids, report.num_bytes, strict=True)
     kept = [(names[job_id], num_bytes) for job_id, num_bytes in pairs if job_id in names]
     if not kept:
@@ -204,23 +202,23 @@ def of_jobs(report: e.TransferReported, names: Mapping[int, int]) -> e.TransferR
 
 
 def ended_transfers(event: e.Event) -> tuple[str, ...]:
-    """The copies of a recorded connector that an event says are completed."""
+    """Return the copies that a recorder's event reports as completed."""
     ended = _payload(event, TransfersEnded)
     return () if ended is None else ended.jobs
 
 
 def reported_by_workers(event: e.Event) -> WorkersReported | None:
-    """What an event says that the workers of a recorded connector reported; None of any other event."""
+    """Return the workers' report in a recorder's event; None for any other event."""
     return _payload(event, WorkersReported)
 
 
 def ends_of_connector(event: e.Event) -> ReportedBy | None:
-    """Which ends an event says that one connector's worker reported; None of any other event."""
+    """Return the ends that one connector's worker reported, in a recorder's event; None for any other event."""
     return _payload(event, ReportedBy)
 
 
 def transferred(event: e.Event) -> tuple[str, Transferred] | None:
-    """(request, copy) where an event is about a copy of a wrapped connector."""
+    """Return (request, copy) if the event is about a copy of a wrapped connector."""
     copy = _payload(event, Transferred)
     if copy is not None and isinstance(event, e.ExtensionObserved):
         return event.request_id, copy

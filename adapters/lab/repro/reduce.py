@@ -1,7 +1,7 @@
 """Leaves out of a recording the requests, and then the hook calls, that an incident does not need.
 
-By delta debugging: each trial runs again what is left. It must go wrong in the same words, break no other rule than the
-whole does, be answered as recorded, and be what vLLM's scheduler could have done.
+It uses delta debugging: each trial runs the rest again. The rest must fail with the same message, break no other rule
+than the whole recording does, get the recorded answers, and be possible for vLLM's scheduler.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from kvledger.lifecycle import SequencedEvent
 from kvledger.lifecycle import events as e
 
 MAX_TRIED_OBSERVATIONS = 400_000
-"""How many observations all trials together may take: some ten seconds on the core, two minutes through hooks."""
+"""Most observations of all trials together: some ten seconds on the core, two minutes through hooks."""
 _NUMBER = re.compile(r"\d+")
 _Item = TypeVar("_Item")
 
 
 @attrs.frozen
 class Reduced:
-    """What is left, and what is known about it."""
+    """The rest of a recording, and what is known about it."""
 
     events: Sequence[SequencedEvent] | None
-    """What the rerun of what is left wrote, in which it goes wrong again; None where nothing was left out."""
+    """The events that the rest wrote in a rerun, which fail again; None if the recording was not reduced."""
     recurs: bool | None
-    """Whether what is installed here goes wrong again, or answers as recorded where nothing went wrong; None: not
-    tried."""
+    """Whether the installed code fails again, or without an incident answers as recorded; None: not tried."""
     num_left_out: int = 0
-    """Requests."""
+    """Number of requests that were left out."""
     other_answers: Sequence[str] = ()
-    """What was answered otherwise than recorded, in words."""
+    """Answers that differ from the recorded ones, as text."""
 
 
 def reduce(
@@ -48,10 +47,10 @@ def reduce(
 
     Args:
         recording: up to the incident.
-        run: makes a recording's calls again.
-        rule: that was broken; empty where the answers alone must stay.
-        request_id: who stays; empty for nobody in particular.
-        leaves_out_calls: single hook calls, too.
+        run: runs a recording again.
+        rule: the broken rule; empty if only the answers must stay.
+        request_id: the request that stays; empty for none in particular.
+        leaves_out_calls: whether single hook calls are left out, too.
     """
     whole = run(recording)
     wanted = _wrong(whole, rule, request_id)
@@ -90,16 +89,17 @@ def reduce(
         calls, _ = hook_calls(best.observations)
         best = _of_calls(best, minimal(calls, lambda some: holds(_of_calls(best, some))))
     events = run(best).events
-    again = run(record(recording.configuration, events))  # as a reader of the file will see it
+    again = run(record(recording.configuration, events))  # as a reader of the file will run it
     if not {name for name, _ in _wrong(again, rule, request_id)} >= {name for name, _ in wanted}:
         return Reduced(None, recurs)
     return Reduced(events, recurs, len(others) - len(kept))
 
 
 def minimal(items: Sequence[_Item], holds: Callable[[Sequence[_Item]], bool]) -> Sequence[_Item]:
-    """A part of the items, in their order, for which something holds that holds for all; none of them can be spared.
+    """Return a part of the items, in their order, for which `holds` is true and none of which can be left out.
 
-    Zeller's ddmin without its first half: it is the complements of smaller and smaller parts that are tried.
+    `holds` must be true of all items. This is Zeller's ddmin without its first half: it only tries the complements of
+    smaller and smaller parts.
     """
     kept, size = list(items), len(items)
     while size:
@@ -115,7 +115,7 @@ def minimal(items: Sequence[_Item], holds: Callable[[Sequence[_Item]], bool]) ->
 
 
 def _wrong(outcome: Rerun, rule: str, request_id: str) -> set[tuple[str, str]]:
-    """What went wrong, in words without the names of copies and blocks."""
+    """Return (rule, detail) of each breach of the rule, without the numbers of copies and blocks."""
     return {
         (trouble.rule, _NUMBER.sub("", trouble.detail) if rule != HOOK_FAILED else trouble.detail)
         for trouble in outcome.troubles
@@ -128,9 +128,10 @@ def _arrivals(recording: Recording) -> Iterable[e.RequestArrived]:
 
 
 def restrict(recording: Recording, kept: Collection[int]) -> Recording:
-    """The recording of these requests alone, by ordinal.
+    """Return the recording of these requests alone; `kept` has their ordinals.
 
-    From their first arrival on steps stay, also where nobody is left in them: silence is counted in steps.
+    From the first arrival on, steps stay even if none of these requests is in them, because silence is counted in
+    steps.
     """
     observations: list[SequencedEvent] = []
     ordinals: dict[str, int] = {}
@@ -157,7 +158,7 @@ def restrict(recording: Recording, kept: Collection[int]) -> Recording:
 
 
 def _from_first_arrival(observations: list[SequencedEvent]) -> Iterable[SequencedEvent]:
-    """Without steps before anybody was there; those that are left count from 0, as an engine's do."""
+    """Drop what comes before the first arrival, and count steps from 0, as an engine does."""
     left = itertools.dropwhile(lambda entry: not isinstance(entry[1], e.RequestArrived), observations)
     first_step: int | None = None
     for sequence, event in left:

@@ -1,10 +1,10 @@
-"""Lets the requests that the connector reads look as they did when a recorded call read them.
+"""Gives the requests that the connector reads the state that they had when a recorded call read them.
 
-A hook reads more of a request than it records. What it read is worked out here: tokens from chunk keys, known tokens
-and tokens in flight from what was settled, the rest from what the scheduler is known to have known.
+A hook reads more of a request than it records. This module derives it: tokens from chunk keys, known tokens and tokens
+in flight from settled ones, the rest from what the scheduler must have known.
 
-A key stands for a chunk and everything before it, so the tokens of a chunk are drawn from its key: equal keys give
-equal tokens, and thus equal block hashes. The keys that come of them differ from the recorded ones, one for one.
+A key identifies a chunk and everything before it, so the tokens of a chunk are drawn from its key. Equal keys give
+equal tokens and so equal block hashes. The new keys differ from the recorded ones, but map to them one to one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvledger.lifecycle import events as e
 
 
 class LiveRequests:
-    """Writes into the requests of a connector under test."""
+    """Sets the state of the requests of a connector under test."""
 
     def __init__(self, recording: Recording, connector: SchedulerHalf, record: SchedulerModel) -> None:
         self._chunk_size = recording.configuration.chunk_size
@@ -32,33 +32,33 @@ class LiveRequests:
         self._connector = connector
         self._record = record
         self._ahead = recording.wrapped is not None
-        """Whether keys count from the first moment on: a recorder notices them later than its wrapped connector."""
+        """Whether a request has its keys from the start: a recorder notices them later than the connector inside it."""
         self._keys_of_turns = _keys_of_turns(recording)
         self._rewritten: dict[int, int] = {}
-        """Ordinal -> the first chunk whose tokens are other ones since they were last written."""
+        """Ordinal → first chunk whose tokens have changed since they were last written."""
 
     def incarnation(self, request_id: str) -> Incarnation | None:
-        """The incarnation of a request that the connector knows."""
+        """Return the life of a request that the connector knows."""
         return self._record.get(request_id) if request_id in self._requests else None
 
     def request(self, incarnation: Incarnation) -> Request:
-        """VLLM's own object."""
+        """Return vLLM's own object."""
         return self._requests[incarnation.request_id]
 
     def prompt(self, incarnation: Incarnation) -> list[int]:
-        """The tokens with which a request arrives, as the keys say that are observed later."""
+        """Return the tokens of a request that arrives, from the keys that are observed later."""
         keys = self._keys_of_turn(incarnation)
         if self._ahead:
             incarnation.keys = keys
         return token_ids(str(incarnation.ordinal), keys, range(incarnation.num_prompt_tokens), self._chunk_size)
 
     def _keys_of_turn(self, incarnation: Incarnation) -> list[bytes]:
-        """All keys that are observed of it until its next turn, as a list of its own."""
+        """Return, as a new list, all keys that are observed until the request's next turn."""
         turns = self._keys_of_turns.get(incarnation.ordinal)
         return list(turns.pop(0)) if turns else []
 
     def notice(self, call: HookCall) -> None:
-        """As when the call noticed keys and preemptions."""
+        """Apply the keys and preemptions that the call noticed."""
         for event in call.noticed(e.ChunkKeysObserved):
             incarnation = self._record.get(event.request_id)
             if incarnation is not None and not self._ahead:
@@ -70,7 +70,7 @@ class LiveRequests:
                 self._preempt(incarnation, preemption)
 
     def next_turn(self, incarnation: Incarnation, event: e.SessionContinued) -> None:
-        """As when a streaming session goes on; keys behind the cut are the new turn's, as the call has noticed them."""
+        """Continue a streaming session. Keys after the cut belong to the new turn, as the call noticed them."""
         keys = self._keys_of_turn(incarnation) if self._ahead else incarnation.keys[:]
         self._record.continued(incarnation, event, self._chunk_size)
         incarnation.keys = keys
@@ -81,7 +81,7 @@ class LiveRequests:
         self.write_tokens(incarnation, event.num_tokens)
 
     def take_back(self, rollbacks: Iterable[e.TokensRolledBack]) -> None:
-        """As when vLLM has taken back what followed a failed load."""
+        """Take back tokens, as vLLM does after a failed load."""
         rolled_back = {event.request_id: event.num_computed_tokens for event in rollbacks}
         for incarnation in self._record:
             if incarnation.request_id in rolled_back:
@@ -92,7 +92,7 @@ class LiveRequests:
                 )
 
     def prepare(self, part: ScheduledTokens, settled: e.SettledTokens | None) -> None:
-        """As when a step was built, which said so much of its settled tokens, or nothing."""
+        """Set the state for a step; `settled` is what the step recorded of settled tokens, if it did."""
         incarnation, request = part.incarnation, self.request(part.incarnation)
         request.num_computed_tokens = part.num_computed_tokens
         request.num_in_flight_tokens = self._record.num_tokens_in_flight(incarnation)
@@ -104,7 +104,7 @@ class LiveRequests:
         self.write_tokens(incarnation, estimated if part.num_tokens is None else part.num_tokens)
 
     def end(self, incarnation: Incarnation, event: e.RequestFinished) -> None:
-        """As when it ended."""
+        """Set the state at the end of a request."""
         request = self.request(incarnation)
         self.write_tokens(incarnation, event.num_tokens)
         request.num_in_flight_tokens = 0 if self._speculates else self._record.num_tokens_in_flight(incarnation)
@@ -115,7 +115,7 @@ class LiveRequests:
             request.num_computed_tokens = event.num_computed_tokens
 
     def write_tokens(self, incarnation: Incarnation, num_tokens: int) -> None:
-        """Let it have so many tokens, those of the chunks whose keys are known."""
+        """Give a request this many tokens: those of the chunks with known keys, then arbitrary ones."""
         request = self.request(incarnation)
         first = min(
             num_tokens, request.num_tokens, self._rewritten.pop(incarnation.ordinal, num_tokens) * self._chunk_size
@@ -142,7 +142,7 @@ class LiveRequests:
         self.write_tokens(incarnation, event.num_tokens)
 
     def _as_keyed(self, incarnation: Incarnation, num_tokens: int) -> int:
-        """As many tokens as agree with the chunks whose keys are known."""
+        """Limit the number of tokens to what agrees with the chunks whose keys are known."""
         if self._ahead:
             return num_tokens
         least = len(incarnation.keys) * self._chunk_size
@@ -150,7 +150,7 @@ class LiveRequests:
 
 
 def _keys_of_turns(recording: Recording) -> dict[int, list[list[bytes]]]:
-    """By ordinal, for each turn of its session the keys that were observed until the next one."""
+    """Return ordinal → for each turn of its session, the keys that were observed until the next turn."""
     ordinals: dict[str, int] = {}
     found: dict[int, list[list[bytes]]] = {}
     for _, event in recording.observations:
@@ -169,7 +169,7 @@ def _keys_of_turns(recording: Recording) -> dict[int, list[list[bytes]]]:
 
 
 def token_ids(owner: str, keys: Sequence[bytes], positions: range, chunk_size: int) -> list[int]:
-    """The tokens at these positions of a request with these keys; where no key is known, nobody else has them."""
+    """Return a request's tokens at these positions. Chunks without a known key get tokens that no other request has."""
     found: list[int] = []
     for chunk in range(positions.start // chunk_size, -(-positions.stop // chunk_size)):
         seed = b"chunk " + keys[chunk] if chunk < len(keys) else f"nobody else's {owner} {chunk}".encode()

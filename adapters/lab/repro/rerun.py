@@ -1,4 +1,4 @@
-"""Runs a recording again: on the core, or through the hooks of the connector that it is about."""
+"""Runs a recording again, on the core or through the hooks of its connector."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ def rerun(
     extra_config: Mapping[str, Any] | None = None,
     run_recorded: bool = False,
 ) -> Rerun:
-    """Make the recorded hook calls again, to kvledger's connector or to one in the place of that in a recorder.
+    """Make the recorded hook calls again, on kvledger's connector or on the one that a recorder wrapped.
 
-    Which connector a recorder's log is about is code that the log names. It is only run if the caller names it as
-    well, or accepts what the log names. Paths, addresses and further names of code are never taken from a log.
+    A recorder's log names its connector, which is code. It runs only if the caller names it, too, or accepts what the
+    log names. Paths, addresses and other names of code are never taken from a log.
 
     Args:
-        recording: what was seen, or a log with it.
-        handlers: state handlers of one's own, as "module:Class", if the engine had any.
-        connector: of a recorder's log, the connector to make the calls to: "module:Class", or the name of one that
-            vLLM registers.
+        recording: the recording, or the log that has it.
+        handlers: your own state handlers, as "module:Class", if the engine had any.
+        connector: for a recorder's log, the connector to call: "module:Class", or a name that vLLM registers.
         extra_config: keys of that connector's `kv_connector_extra_config`, which override those of the log.
-        run_recorded: import the modules and classes that a recorder's log names.
+        run_recorded: whether to import the modules and classes that a recorder's log names.
 
     Raises:
-        NotRerunnable: the log is not whole, it is a recorder's and the caller has not said which connector to run, or
-            that connector cannot be made here.
-        ModuleNotFoundError: vLLM is not here.
+        NotRerunnable: the log is damaged, the choice of a connector is missing or does not fit the log, or the
+            connector cannot be created here.
+        ModuleNotFoundError: vLLM is not installed.
     """
     require("driving the real connector", *CONNECTOR)
     from kvledger.adapters.lab.repro.hooks import LedgerRun  # noqa: PLC0415 -- vLLM is imported only if it is driven
@@ -57,6 +56,6 @@ def rerun(
 
 
 def rerun_core(recording: Recording | Path, *, handlers: Sequence[str] = ()) -> Rerun:
-    """Give the recorded observations to a new ledger; `recording` and `handlers` as of `rerun`."""
+    """Give the recorded observations to a new ledger; for `recording` and `handlers` see `rerun`."""
     recording = recording if isinstance(recording, Recording) else read_recording(recording)
     return CoreRun(recording, composed_core(handlers)).run()

@@ -1,8 +1,11 @@
-"""Makes recorded calls again, one by one, also where the code under test decides otherwise than the recorded code did.
+"""Makes recorded calls again, one by one, even if the code under test decides differently than the recorded code.
 
-The scheduler and the workers that were recorded reacted to the decisions of their time. Where today's answer is
-smaller, the scheduler loads less; reports go to the jobs that were issued for the same reason now; jobs that were
-not issued are not reported, and jobs that are new are reported as done. It knows events and a recording only.
+The recorded scheduler and workers reacted to other decisions, so the recording is adapted:
+- After a smaller answer, the scheduler loads less.
+- Reports go to the jobs that were issued for the same reason.
+- A job that is no longer issued is not reported; a new job is reported as done.
+
+It depends on events and a recording only.
 """
 
 from __future__ import annotations
@@ -30,10 +33,10 @@ class Run:
         self._overdue: list[int] = []
         self._shortfall: dict[str, int] = {}
         self._deliveries: dict[int, int] = {}
-        """Recorded `EffectsDelivered` to the workers -> the one that is now what it was; sequence numbers."""
+        """Recorded delivery to the workers → the delivery of this rerun that replaces it; sequence numbers."""
 
     def run(self) -> Rerun:
-        """All calls, then the audit's last look."""
+        """Make all calls, then finish the audit."""
         calls, left_over = hook_calls(self._recording.observations)
         self._outcome.left_out += [f"event {sequence} ({event.id})" for sequence, event in left_over]
         hook, sequence = "the start", 1
@@ -45,13 +48,13 @@ class Run:
         return self._outcome
 
     def _make(self, call: HookCall) -> bool:
-        """Make a call, and take what it wrote; returns whether the engine goes on."""
+        """Make a call and take what it wrote; return whether the engine goes on."""
         raise NotImplementedError
 
-    # --- where something else is decided ----------------------------------------------------------------
+    # --- different decisions ----------------------------------------------------------------------
 
     def _answered(self, request_id: str, sequence: int, num_external_tokens: int | None) -> None:
-        """The code under test answered the lookup that was recorded with this sequence number; None: ask again."""
+        """Note how the lookup with this recorded sequence number was answered now; None: ask again."""
         recorded = self._recording.answers.get(sequence, 0)
         if num_external_tokens != recorded:
             self._outcome.other_answers.append(
@@ -61,11 +64,11 @@ class Run:
         self._shortfall[request_id] = max(0, (recorded or 0) - (num_external_tokens or 0))
 
     def _loadable(self, event: e.BlocksAllocated) -> int:
-        """How many of the recorded external tokens the scheduler can load."""
+        """Return how many of the recorded external tokens the scheduler can load."""
         return max(0, event.num_external_tokens - self._shortfall.pop(event.request_id, 0))
 
     def _issued(self, job: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, recorded_cause: int) -> None:
-        """A job was issued, after the observation that was recorded with this sequence number."""
+        """Match a job that was issued after the observation with this recorded sequence number."""
         waiting = self._waiting.get((recorded_cause, job.request_id))
         if waiting:
             self._present[waiting.pop(0)] = job.job_id
@@ -73,19 +76,19 @@ class Run:
             self._unrecorded.append(job.job_id)
 
     def _job(self, recorded_job_id: int) -> int | None:
-        """The job that is now what that one was; None where there is none."""
+        """Return the id that a recorded job has now; None if it was not issued."""
         if recorded_job_id not in self._recording.jobs:
-            return recorded_job_id  # nobody had issued it then, either
+            return recorded_job_id  # not issued in the recording, either
         return self._present.get(recorded_job_id)
 
     def _of_present_jobs(self, report: e.TransferReported) -> e.TransferReported | None:
-        """The report of the jobs that are now what its own were; None where there are none."""
+        """Return the report with the ids that its jobs have now; None if none of them was issued."""
         present = {job_id: self._job(job_id) for job_id in report.job_ids}
         left = of_jobs(report, {job_id: now for job_id, now in present.items() if now is not None})
         return None if left is None else changed(left, moments=self._present_moments(report))
 
     def _present_moments(self, report: e.TransferReported) -> tuple[int, ...]:
-        """When the copy would begin and end now; empty if that is not known."""
+        """Return when the copy begins and ends in this rerun; empty if that is not known."""
         moments = CopyMoments.of_fields(report.moments)
         if moments is None:
             return ()
@@ -93,9 +96,9 @@ class Run:
         return CopyMoments(began, ended).as_fields() if began.delivered and ended.delivered else ()
 
     def _present_output(self, step: e.StepReported) -> e.StepReported | None:
-        """The output of the step that is now what that one was; None if there is none.
+        """Return the output of the step that replaces the recorded one; None if there is none.
 
-        Jobs that were not issued then are reported later, see `_overdue_reports`.
+        Jobs that are not in the recording are reported later, see `_overdue_reports`.
         """
         delivered = self._deliveries.get(step.delivered)
         if delivered is None:
@@ -104,7 +107,7 @@ class Run:
         return changed(step, delivered=delivered, under_way=(*under_way, *self._overdue, *self._unrecorded))
 
     def _overdue_reports(self, time_ns: int) -> list[e.TransferReported]:
-        """Reports of jobs that were not issued then: they are done one step after they were handed out."""
+        """Return reports of jobs that are not in the recording: they are done one step after they were issued."""
         ranks = range(self._recording.configuration.num_ranks)
         reports = [e.TransferReported.by(ranks, job_id, time_ns) for job_id in self._overdue]
         self._overdue, self._unrecorded = self._unrecorded, []

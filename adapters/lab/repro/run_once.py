@@ -1,8 +1,8 @@
-"""Runs a written test once, in a process of its own, and says how it ended.
+"""Runs a written test once in its own process, and returns how it ended.
 
-What is imported there has no memory of the trials that were made before, and neither has a class or a module of
-somebody's handlers. It must not know what the test is about. The process imports from where this one does: the folder
-in which the test will be is not one of the places, because a log and what lies around it may come from a stranger.
+Modules and classes of the user's handlers have no state there from earlier trials. The process imports from the same
+places as this one. The test's folder is not one of them, because a log and the files around it may come from a
+stranger. This module must not depend on what the test is about.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ class Ended(enum.StrEnum):
 
     PASSED = "passed"
     FAILED = "failed"
-    """By an assertion."""
+    """An assertion failed."""
     NOT_RUN = "not_run"
-    """Something else was raised, or the process died: nothing is known."""
+    """Something else was raised, or the process died. The result is not known."""
 
 
 @attrs.frozen
 class TestRun:
-    """One test function of a file that was run."""
+    """One test function's result."""
 
     __test__ = False  # pytest takes a class of this name for a test
 
     name: str
     ended: Ended
     text: str = ""
-    """What was raised, on one line; empty where it passed."""
+    """The exception on one line; empty if the test passed."""
 
 
 def run_once(test: Path) -> list[TestRun]:
     """Run every test function of a file."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        # What is not absolute is for a hook of this process, and would be a folder below the working directory there.
+        # A relative entry is for a hook of this process. There it would be a folder below the working directory.
         places = [place or str(Path.cwd()) for place in sys.path if not place or Path(place).is_absolute()]
         finished = subprocess.run(  # noqa: S603 -- this interpreter, and the file that was just written
             [sys.executable, "-c", _CHILD, str(test), str(result)],
@@ -71,7 +71,7 @@ def run_once(test: Path) -> list[TestRun]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """In the child: run the file, and write what came of it."""
+    """Run the file in the child process, and write the results."""
     test, result = map(Path, sys.argv[1:] if arguments is None else arguments)
     try:
         functions = {name: each for name, each in runpy.run_path(str(test)).items() if name.startswith("test_")}

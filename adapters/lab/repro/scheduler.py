@@ -1,7 +1,7 @@
-"""What vLLM's scheduler must have known about its requests, read back from what the connector observed.
+"""Reconstructs what vLLM's scheduler must have known about its requests from what the connector observed.
 
-Counts that are in no event (known tokens between two of them, tokens in flight) are estimated, and corrected by every
-event that says more. It knows events only.
+Some counts are in no event: known tokens between two events, and tokens in flight. They are estimated, and corrected by
+every event that has more. The module depends on events only.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from kvledger.lifecycle import events as e
 
 @attrs.define(eq=False)
 class Incarnation:
-    """One incarnation of a request id, as the scheduler saw it."""
+    """One life of a request id, as the scheduler sees it."""
 
     request_id: str
     ordinal: int
     num_prompt_tokens: int
     num_tokens: int
-    """Prompt and output, as last observed."""
+    """Tokens of prompt and output, as last observed."""
     keys: list[bytes] = attrs.field(factory=list)
     block_ids: list[int] = attrs.field(factory=list)
     num_preemptions: int = 0
     was_scheduled: bool = False
     is_admitted: bool = False
-    """Blocks were given, and no step has computed on them yet."""
+    """Whether blocks were given and no step has computed on them yet."""
     last_step: int = -1
     num_tokens_of_last_step: int = 0
     num_local_tokens: int = 0
-    """The local prefix hit of its last lookup."""
+    """Tokens of the local prefix hit in its last lookup."""
     num_tokens_at_start: int = 0
-    """Where its next step begins, if blocks were given since the last one: local and external tokens."""
+    """Local and external tokens, after which its next step begins if it got blocks since the last one."""
     num_missing_tokens: int = 0
-    """Fewer tokens were loaded than recorded, because the code under test answered fewer."""
+    """Tokens that were loaded in the recording and not now, because the code under test answered fewer."""
 
 
 @attrs.frozen
@@ -47,30 +47,30 @@ class ScheduledTokens:
     num_computed_tokens: int
     num_scheduled_tokens: int
     num_tokens: int | None
-    """Known tokens; None where the step does not say."""
+    """Known tokens; None if the step does not record them."""
     new_block_ids: tuple[int, ...]
 
 
 class SchedulerModel:
-    """Folds observations; asked before a hook is called, updated after."""
+    """Folds observations. Read it before you call a hook, and update it afterwards."""
 
     def __init__(self, *, is_async: bool) -> None:
         self._is_async = is_async
         self._by_id: dict[str, Incarnation] = {}
         self._by_ordinal: dict[int, Incarnation] = {}
         self._running: dict[int, Incarnation] = {}
-        """By ordinal, in the order in which vLLM lists them."""
+        """Ordinal → life, in the order in which vLLM lists running requests."""
         self._computed = ComputedTokens()
 
     def __iter__(self) -> Iterator[Incarnation]:
         return iter(self._by_id.values())
 
     def get(self, request_id: str) -> Incarnation | None:
-        """The incarnation of an id that has not ended."""
+        """Return the life of an id that has not ended."""
         return self._by_id.get(request_id)
 
     def fold(self, event: e.Event, chunk_size: int) -> None:
-        """Fold any event but a step."""
+        """Fold any event except a step."""
         if isinstance(event, e.RequestArrived):
             self.arrived(event)
             return
@@ -91,22 +91,22 @@ class SchedulerModel:
             self.finished(incarnation)
 
     def by_ordinal(self, ordinal: int) -> Incarnation | None:
-        """The incarnation with this ordinal."""
+        """Return the life with this ordinal."""
         return self._by_ordinal.get(ordinal)
 
     def arrived(self, event: e.RequestArrived) -> Incarnation:
-        """A request begins."""
+        """Begin a life."""
         incarnation = Incarnation(event.request_id, event.ordinal, event.num_prompt_tokens, event.num_prompt_tokens)
         self._by_id[event.request_id] = self._by_ordinal[event.ordinal] = incarnation
         self._computed.set(incarnation.ordinal, 0)
         return incarnation
 
     def looked_up(self, incarnation: Incarnation, event: e.LookupRequested) -> None:
-        """It was asked what can be loaded."""
+        """Record a lookup."""
         incarnation.num_tokens, incarnation.num_local_tokens = event.num_tokens, event.num_computed_tokens
 
     def preempted(self, incarnation: Incarnation, event: e.RequestPreempted) -> None:
-        """Its blocks are gone."""
+        """Record that the request lost its blocks."""
         incarnation.num_tokens = event.num_tokens
         incarnation.num_preemptions += 1
         self._computed.set(incarnation.ordinal, 0)
@@ -116,20 +116,20 @@ class SchedulerModel:
         self._running.pop(incarnation.ordinal, None)
 
     def continued(self, incarnation: Incarnation, event: e.SessionContinued, chunk_size: int) -> None:
-        """The next turn of a session."""
+        """Begin the next turn of a session."""
         self._computed.set(incarnation.ordinal, event.num_computed_tokens)
         incarnation.num_tokens, incarnation.num_prompt_tokens = event.num_tokens, event.num_prompt_tokens
         del incarnation.keys[event.num_computed_tokens // chunk_size :]
         self._running.pop(incarnation.ordinal, None)
 
     def rolled_back(self, incarnation: Incarnation, num_computed_tokens: int) -> None:
-        """Fewer tokens count as computed."""
+        """Reduce the number of computed tokens."""
         self._computed.set(incarnation.ordinal, num_computed_tokens)
 
     def allocated(self, incarnation: Incarnation, event: e.BlocksAllocated) -> None:
-        """The whole table is new."""
+        """Replace the whole table."""
         start = incarnation.num_local_tokens + event.num_external_tokens
-        # Once more where it waited for its load, without anything to load.
+        # A request that waited for its load gets blocks a second time, without anything to load.
         incarnation.num_tokens_at_start = (
             max(start, incarnation.num_tokens_at_start) if incarnation.is_admitted else start
         )
@@ -138,14 +138,14 @@ class SchedulerModel:
         self._running.pop(incarnation.ordinal, None)
 
     def finished(self, incarnation: Incarnation) -> None:
-        """It ends."""
+        """End a life."""
         self._computed.set(incarnation.ordinal, self.num_computed_tokens(incarnation))
         self._running.pop(incarnation.ordinal, None)
         if self._by_id.get(incarnation.request_id) is incarnation:
             del self._by_id[incarnation.request_id]
 
     def scheduled(self, event: e.StepScheduled) -> list[ScheduledTokens]:
-        """Everybody in a step: those that it names, in its order, then those it expects, in vLLM's order."""
+        """Return all requests of a step: those that it names, then expected ones in vLLM's order."""
         extended = dict(event.extended)
         found = []
         named = set()
@@ -163,11 +163,11 @@ class SchedulerModel:
         return found
 
     def paused(self, event: e.StepScheduled) -> list[Incarnation]:
-        """Those who were expected in the step and are not in it."""
+        """Return the requests that were expected in the step and are not in it."""
         return [incarnation for ordinal in event.paused if (incarnation := self._by_ordinal.get(ordinal)) is not None]
 
     def in_running_order(self, event: e.StepScheduled, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens]:
-        """As vLLM lists running requests; where the step says otherwise of those that it names, as the step says."""
+        """Order running requests as vLLM lists them, and those that the step names as the step does."""
         places = {ordinal: place for place, ordinal in enumerate(self._running)}
         ordered = sorted(scheduled, key=lambda part: places.get(part.incarnation.ordinal, len(places)))
         ordered = _in_order_of(ordered, [part for part in scheduled if part.num_tokens is not None])
@@ -200,17 +200,17 @@ class SchedulerModel:
             self._running.setdefault(incarnation.ordinal, incarnation)
 
     def num_computed_tokens(self, incarnation: Incarnation) -> int:
-        """Computed or in flight, after the last step."""
+        """Return the tokens that are computed or in flight after the last step."""
         return self._computed.count(incarnation.ordinal)
 
     def num_tokens_in_flight(self, incarnation: Incarnation) -> int:
-        """Tokens of the step before, where its output is not there yet."""
+        """Return the tokens of the last step if its output is not known yet."""
         if not self._is_async or incarnation.last_step != self._computed.num_steps:
             return 0
         return incarnation.num_tokens_of_last_step
 
     def num_known_tokens(self, incarnation: Incarnation) -> int:
-        """Prompt and output, where no event says: one more than computed, or as many with a step in flight."""
+        """Return the tokens of prompt and output. Without an event: computed ones plus 1, or plus 0 if asynchronous."""
         return max(
             incarnation.num_tokens,
             self.num_computed_tokens(incarnation) + (0 if self._is_async else 1) * incarnation.was_scheduled,
@@ -218,16 +218,15 @@ class SchedulerModel:
 
 
 def _in_order_of(ordered: list[ScheduledTokens], some: list[ScheduledTokens]) -> list[ScheduledTokens]:
-    """The same with these in their own order."""
     named = {part.incarnation.ordinal for part in some}
     following = iter(some)
     return [next(following) if part.incarnation.ordinal in named else part for part in ordered]
 
 
 def runs_async(observations: Sequence[tuple[int, e.Event]], chunk_size: int) -> bool:
-    """Whether steps were scheduled before the last one's output was known.
+    """Whether steps were scheduled before the output of the last one was known.
 
-    Then a step computes behind all known tokens, and a chunk is known to be settled one step after it was filled.
+    If so, a step computes after all known tokens, and a chunk is known to be settled one step after it was filled.
     """
     record = SchedulerModel(is_async=False)
     for _, event in observations:
@@ -248,9 +247,9 @@ def runs_async(observations: Sequence[tuple[int, e.Event]], chunk_size: int) -> 
 
 
 def could_be_scheduled(observations: Sequence[tuple[int, e.Event]], chunk_size: int) -> bool:
-    """Whether each call is one that vLLM could make after those before it.
+    """Whether vLLM could make each call after those before it.
 
-    Tokens come from steps and loads, blocks after a lookup. The rules of the core ask the rest.
+    Tokens must come from steps and loads, and blocks after a lookup. The rules of the core check the rest.
     """
     record = SchedulerModel(is_async=False)
     looked_up: set[int] = set()
@@ -267,7 +266,7 @@ def could_be_scheduled(observations: Sequence[tuple[int, e.Event]], chunk_size: 
 
 
 def _is_possible(record: SchedulerModel, looked_up: set[int], event: e.RequestEvent) -> bool:
-    """Whether this can happen to the request now; notes what can happen to it next."""
+    """Whether this can happen to the request now. Notes in `looked_up` what can happen next."""
     incarnation = record.get(event.request_id)
     if incarnation is None:
         return isinstance(event, e.RequestArrived)
@@ -286,7 +285,7 @@ def _is_possible(record: SchedulerModel, looked_up: set[int], event: e.RequestEv
 
 
 def _goes_on(record: SchedulerModel, ordinal: int, num_computed_tokens: int) -> bool:
-    """Whether a request can be computed from there on; where all of a prompt was loaded, the last token is again."""
+    """Whether a step can continue there. If a whole prompt was loaded, its last token is computed again."""
     incarnation = record.by_ordinal(ordinal)
     if incarnation is None or not incarnation.block_ids:
         return False

@@ -1,7 +1,7 @@
-"""Whether a written test is what it is meant to be: the imports, the log, one or two tests, and no other code.
+"""Checks that a written test has its imports, the log, one or two tests, and no other code.
 
-The texts of a test come from a log, which may come from a stranger. This is the second look at them, by Python's own
-parser; `write.py` is the first. It must not know what the texts are.
+The texts in a test come from a log, which may come from a stranger. `write.py` escapes them, and this module checks the
+result with Python's own parser. It must not depend on what the texts are.
 """
 
 from __future__ import annotations
@@ -10,17 +10,11 @@ import ast
 from collections.abc import Sequence
 
 RUN_IN_DOCSTRINGS = (">>>", "```")
-"""What begins code in a docstring, for tools that run it, such as `pytest --doctest-modules`."""
+"""Marks of code in a docstring, for tools that run it, such as `pytest --doctest-modules`."""
 
 
 def wrong_part(content: bytes, run: str, names: Sequence[str]) -> str:
-    """The first part of a test file that is not what it should be; empty if every part is.
-
-    Args:
-        content: of the file.
-        run: the function that the tests call.
-        names: of the tests.
-    """
+    """Return which part of a test file is not as it should be; empty if every part is."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -47,7 +41,7 @@ _ASSERTIONS = (
     ("assert CALL.other_answers == []",),
     ("outcome = CALL", "assert outcome.other_answers == []"),
 )
-"""What a test may do. CALL is the call of a rerun of LOG."""
+"""The bodies that a test may have. CALL is a rerun of LOG."""
 
 
 def _is_docstring(statements: Sequence[ast.stmt]) -> bool:
@@ -58,7 +52,7 @@ def _is_docstring(statements: Sequence[ast.stmt]) -> bool:
 
 
 def _is_test(test: ast.stmt, run: str) -> bool:
-    """Whether a function has no arguments and no decorators, and does what a test may do and nothing else."""
+    """Whether a function has no arguments, no decorators, and a body that a test may have."""
     if not isinstance(test, ast.FunctionDef) or not _is_docstring(test.body[:1]):
         return False
     signature = ast.parse(f"def {test.name}() -> None: ...").body[0]
@@ -70,13 +64,13 @@ def _is_test(test: ast.stmt, run: str) -> bool:
 
 
 class _Abstract(ast.NodeTransformer):
-    """Puts CALL in the place of a rerun of LOG with literals, and LITERAL in the place of arguments that are one."""
+    """Replaces a rerun of LOG with literal arguments by CALL, and other arguments that are literals by LITERAL."""
 
     def __init__(self, run: str) -> None:
         self._run = run
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Of a rerun, or of what is asked of it."""
+        """Replace a rerun, or the arguments of any other call."""
         match node:
             case ast.Call(ast.Name(name), [ast.Name("LOG")], keywords) if name == self._run:
                 if all(keyword.arg and _is_literal(keyword.value) for keyword in keywords):

@@ -1,6 +1,6 @@
-"""VLLM's own objects made from plain values, as the hooks receive them.
+"""Builds vLLM's own objects from plain values, as the hooks receive them.
 
-Read against vLLM 0.32.0, like `adapters/vllm/versions.py`.
+Checked against vLLM 0.32.0, like `adapters/vllm/versions.py`.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from kvledger.lifecycle import events as e
 
 @attrs.frozen
 class ScheduledRequest:
-    """What a step does for one request."""
+    """One request's part of a step."""
 
     request_id: str
     num_computed_tokens: int
     num_scheduled_tokens: int
     new_block_ids: tuple[int, ...] = ()
     is_new: bool = False
-    """Whether it stands among the step's new requests; model runner V2 lists resumed ones there as well."""
+    """Whether the step lists it among the new requests, as model runner V2 does with resumed ones, too."""
     is_resumed: bool = False
-    """Whether a cached one brings a table that replaces the old one (model runner V1)."""
+    """Whether it is a cached request whose table replaces the old one (model runner V1)."""
 
 
 @attrs.frozen
 class Step:
-    """What `build_connector_meta` is given."""
+    """The step that `build_connector_meta` gets."""
 
     scheduled: Sequence[ScheduledRequest] = ()
     preempted_request_ids: frozenset[str] = frozenset()
     block_tables: dict[str, Sequence[int]] = attrs.field(factory=dict)
-    """The scheduler's own table of each scheduled request."""
+    """Request id → the scheduler's own table, for each scheduled request."""
     zeroed_block_ids: tuple[int, ...] = ()
     ended_request_ids: frozenset[str] = frozenset()
-    """Since the step before."""
+    """Requests that ended since the step before."""
     admitted_request_ids: tuple[str, ...] = ()
-    """In the order in which they were given blocks; vLLM counts their tokens behind those of who ran already."""
+    """In the order in which they got blocks. vLLM counts their tokens after those of running requests."""
 
 
 def tables(block_ids: Sequence[int], num_groups: int) -> tuple[list[int], ...]:
-    """The groups' tables of a flat one."""
+    """Split a flat table, in which the groups alternate, into the tables of the groups."""
     return tuple(list(block_ids[group::num_groups]) for group in range(num_groups))
 
 
 def kv_cache_blocks(block_ids: Sequence[int], num_groups: int) -> KVCacheBlocks:
-    """What the scheduler hands over when it gives blocks."""
+    """Return the blocks as the scheduler passes them on when it allocates."""
     return KVCacheBlocks(
         tuple(
             [KVCacheBlock(block_id, is_null=not block_id) for block_id in table]
@@ -67,7 +67,7 @@ def kv_cache_blocks(block_ids: Sequence[int], num_groups: int) -> KVCacheBlocks:
 
 
 def job_reports(report: e.TransferReported) -> list[JobReport]:
-    """What each rank says, so that together they say this."""
+    """Return each rank's part of a report."""
     ranks = sorted((*report.ranks_done, *report.ranks_failed))
     return [
         JobReport(
@@ -85,7 +85,7 @@ def job_reports(report: e.TransferReported) -> list[JobReport]:
 
 
 def step_reports(steps: Iterable[e.StepReported]) -> tuple[StepReport, ...]:
-    """What each rank says of the steps whose output it sends."""
+    """Return each rank's report about the steps whose output it sends."""
     return tuple(StepReport(step.delivered, rank, step.under_way) for step in steps for rank in step.ranks)
 
 
@@ -96,7 +96,7 @@ def connector_output(
     finished_recving: set[str],
     steps: tuple[StepReport, ...] = (),
 ) -> KVConnectorOutput:
-    """What comes back of a step."""
+    """Return the workers' output of a step."""
     return KVConnectorOutput(
         finished_sending=finished_sending or None,
         finished_recving=finished_recving or None,
@@ -106,12 +106,12 @@ def connector_output(
 
 
 def workers_output(reported: WorkersReported, completed: Mapping[str, int], connector: object) -> KVConnectorOutput:
-    """What comes back of a step to a wrapped connector.
+    """Return the workers' output of a step, for a wrapped connector.
 
     Args:
         reported: requests and blocks.
-        completed: copy, as the recorder's decoders name it -> workers that have done it.
-        connector: who receives it; its children's copies go to them.
+        completed: copy, as the recorder's decoders name it → number of workers that completed it.
+        connector: the receiver; its children get their own copies.
     """
     return KVConnectorOutput(
         finished_sending=set(reported.finished_sending) or None,
@@ -123,9 +123,9 @@ def workers_output(reported: WorkersReported, completed: Mapping[str, int], conn
 
 
 def _worker_metadata(completed: Mapping[str, int], children: Sequence[object]) -> KVConnectorWorkerMetadata | None:
-    """The way back from the recorder's decoders.
+    """Return workers' metadata about copies that the recorder's decoders named.
 
-    A connector that gets the ends of its copies by `finished_sending` and `finished_recving` alone needs none of this.
+    A connector that gets the ends of its copies only by `finished_sending` and `finished_recving` needs none.
     """
     if not completed:
         return None
@@ -144,7 +144,7 @@ def _worker_metadata(completed: Mapping[str, int], children: Sequence[object]) -
 
 
 def scheduler_output(step: Step, requests: Mapping[str, Request], num_groups: int) -> SchedulerOutput:
-    """One step as the scheduler describes it."""
+    """Return one step as the scheduler describes it."""
     new = [part for part in step.scheduled if part.is_new]
     cached = [part for part in step.scheduled if not part.is_new]
     places = {request_id: place for place, request_id in enumerate(step.admitted_request_ids)}

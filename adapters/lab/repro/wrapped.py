@@ -1,7 +1,7 @@
-"""Makes the recorded calls of a wrapped connector again, to a new one with a recorder around it.
+"""Makes the recorded calls of a wrapped connector again, on a new connector inside a recorder.
 
-The recorder writes what the connector answers now, so that the log that comes of it is read and judged as the
-recorded one was. Workers are not made: what they reported is part of the recording.
+The recorder writes what the connector answers now, so the new log is read and judged as the recorded one. There are no
+workers: their reports are part of the recording.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIELDS_OF_ENDS = ("finished_sending", "finished_recving", "failed_recving")
 
 
 class WrappedRun(HookRun):
-    """Plays what vLLM and the workers did; an exception of the connector's ends it, as it ended the engine."""
+    """Plays what vLLM and the workers did. If the connector raises, the rerun ends, as the engine did."""
 
     def __init__(
         self, recording: Recording, wrapped: RecordingStarted, chosen: Chosen, handlers: Sequence[str] = ()
@@ -47,7 +47,7 @@ class WrappedRun(HookRun):
         super().__init__(recording, connector, is_async=wrapped.async_scheduling)
         self._wrapped = connector
         self._now: dict[tuple[str, bool, int], str] = {}
-        """(request, whether it is a load, how many before) -> the copy's name now."""
+        """(request, whether it is a load, number of such copies before) → the name that the copy has now."""
         self._counts: Counter[tuple[str, bool]] = Counter()
         self._arrived: set[str] = set()
 
@@ -77,7 +77,7 @@ class WrappedRun(HookRun):
 
     def _output(self, call: HookCall, main: e.Event) -> None:
         reported = reported_by_workers(main)
-        if reported is None:  # reported by itself, and not with what the workers say
+        if reported is None:  # nothing that the workers reported to the connector
             return
         if call.noticed(e.LoadErrorsObserved):
             self._live.take_back(call.noticed(e.TokensRolledBack))
@@ -87,12 +87,12 @@ class WrappedRun(HookRun):
         self._wrapped.workers_report(self._of_arrived(reported), self._completed(call), ends)
 
     def _of_arrived(self, reported: _Ends) -> _Ends:
-        """The report without requests that were left out."""
+        """Return the report without requests that were left out."""
         kept = [tuple(each for each in ids if each in self._arrived) for ids in _ends(reported)]
         return msgspec.structs.replace(reported, **dict(zip(_FIELDS_OF_ENDS, kept, strict=True)))
 
     def _completed(self, call: HookCall) -> list[str]:
-        """What the completed copies are called now; without those that are not made any more."""
+        """Return the names that the completed copies have now, without copies that are no longer made."""
         copies = self._recording.copies
         ended = [job for _, event in call.observed for job in ended_transfers(event)]
         names = [self._now.get(copies[job]) if job in copies else job for job in ended]
@@ -100,5 +100,5 @@ class WrappedRun(HookRun):
 
 
 def _ends(reported: WorkersReported | ReportedBy) -> tuple[tuple[str, ...], ...]:
-    """The ids of the requests in each of `_FIELDS_OF_ENDS`."""
+    """Return the request ids in each of `_FIELDS_OF_ENDS`."""
     return reported.finished_sending, reported.finished_recving, reported.failed_recving

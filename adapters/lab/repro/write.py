@@ -1,6 +1,6 @@
-"""An incident as two files: a short test, and the log of what was recorded, which the test runs again.
+"""Writes an incident as two files: a short test, and the log of the recording that the test runs again.
 
-The layout is the formatter's, so that the test can go into a test suite as it is.
+The test has the formatter's layout, so you can add it to a test suite as it is.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from kvledger.lifecycle.codec import encode_events
 from kvledger.storage.events import SegmentEventStore
 
 ANSWERS_TEST = "test_lookups_get_the_recorded_answers"
-"""The test of a file that asks for the answers, next to the one that asks for the incident or alone."""
+"""Name of the test that asserts the recorded answers, next to the test of the incident or alone."""
 _WIDTH = 116
 _MAX_TEXT = 1000
-"""Characters of one text in a docstring. A log may have any number of them."""
+"""Most characters of one text in a docstring. A log may have any number of them."""
 _MAX_NAME = 200
-"""Characters of one name within a text."""
+"""Most characters of one name within a text."""
 _MAX_COMMAND = 10_000
 _NO_NAME = "the_recorded_rule_holds"
-"""The name of a test of a rule that is not known here: of a later kvledger, or made up."""
+"""Name of the test of an unknown rule, which a later kvledger has or is made up."""
 _KEY = re.compile(r"\b[0-9a-f]{32}\b")
 _RUNNABLE = re.compile("|".join(f"{sign[0]}{{{len(sign)},}}" for sign in RUN_IN_DOCSTRINGS))
 _KEPT_OF_HEADER = ("vllm_version", "opened_at_unix_ns")
@@ -42,31 +42,31 @@ _KEPT_OF_HEADER = ("vllm_version", "opened_at_unix_ns")
 
 @attrs.frozen
 class Description:
-    """What the test says, and asks."""
+    """What a test asserts, and the facts for its docstring."""
 
     incident: Trouble | None
-    """None where the answers alone are asked for."""
+    """None if only the answers are asserted."""
     request_id: str
     excused: Collection[str]
-    """Of what nothing excuses, what had happened in the log by then."""
+    """Rules of `NEVER_EXCUSED` that the log had broken by then."""
     wrapped: str
-    """The connector of a recorder's log that is run; empty where the log is kvledger's own."""
+    """Class of the connector that runs for a recorder's log; empty if the log is kvledger's own."""
     chosen: Chosen
-    """Which connector is run in its place, as the user says."""
+    """The user's choice of that connector."""
     on_core: bool
-    """Whether observations are given to the core alone, instead of hook calls to the connector."""
+    """Whether the core alone gets the observations, instead of hook calls on the connector."""
     handlers: Sequence[str]
-    """State handlers that the engine had, as "module:Class"."""
+    """State handlers of the engine, as "module:Class"."""
     origin: str
-    """Which versions wrote the log."""
+    """The versions that wrote the log."""
     command: str
     remarks: Sequence[str]
 
 
 def with_numbered_keys(events: Iterable[SequencedEvent]) -> Iterator[SequencedEvent]:
-    """The events with numbers in the place of chunk keys, in the order in which they appear: equal ones for equal keys.
+    """Yield the events with numbers instead of chunk keys, in the order in which keys appear; equal keys stay equal.
 
-    A key is a hash of tokens; whoever has the salt could look for a prompt with it.
+    A key is a hash of tokens. With the salt, a reader of the test could search for a prompt.
     """
     numbers: dict[bytes, bytes] = {}
 
@@ -92,7 +92,7 @@ def log_bytes(
     header: Mapping[str, object],
     events: Iterable[SequencedEvent],
 ) -> bytes:
-    """A log of one segment; of the `header` of the recorded log it has what says when and with what it was written."""
+    """Return a log of one segment. Its header keeps when, and with which vLLM, the recorded log was opened."""
     kept = {name: header[name] for name in _KEPT_OF_HEADER if name in header}
     with tempfile.TemporaryDirectory() as folder:
         store = SegmentEventStore.create(
@@ -106,13 +106,13 @@ def log_bytes(
 
 
 def test_source(about: Description) -> bytes:
-    """The whole file; the log is to stand next to it, under its name with `.kvlog`.
+    """Return the test file. The log belongs next to it, under the same name with `.kvlog`.
 
-    Everything that `about` has may come from a log of a stranger. It reaches the file as a literal or in a docstring,
-    and what is returned was parsed to see that none of it is code.
+    Everything in `about` may come from a stranger's log. It gets into the file only as a literal or in a docstring, and
+    the file is parsed to check that none of it is code.
 
     Raises:
-        NotRerunnable: the file would not be what it is meant to be, which is a mistake in kvledger.
+        NotRerunnable: the file is not as it should be, which is a bug in kvledger.
     """
     run = "rerun_core" if about.on_core else "rerun"
     tests, names = [], []
@@ -147,7 +147,7 @@ def test_source(about: Description) -> bytes:
 
 
 def _assertion(about: Description, run: str, asked: str, name: str) -> str:
-    """What a test does: run the log again, ask the outcome, and assert that what it is asked for is empty."""
+    """Return the body of a test, which runs the log again and asserts that the requested result is empty."""
     arguments = {"handlers": tuple(about.handlers)} if about.handlers else {}
     arguments |= attrs.asdict(about.chosen, filter=lambda _, value: bool(value))
     given = ", ".join(["LOG", *(f"{key}={literal(value)}" for key, value in arguments.items())])
@@ -161,7 +161,7 @@ def _assertion(about: Description, run: str, asked: str, name: str) -> str:
 
 
 def literal(value: object, indent: int = 0) -> str:
-    """Source of a value of JSON, or of a tuple of texts, over several lines where one is too short."""
+    """Return the source of a JSON value or a tuple of texts, over several lines if one is too short."""
     if isinstance(value, str):
         return _text(value)
     if not isinstance(value, Mapping | list | tuple):
@@ -212,7 +212,7 @@ def _short(text: str) -> str:
 
 
 def _name_of(rule: str) -> str:
-    """What a test of this rule is called: only rules that are known here become names."""
+    """Return the name of a rule's test. Only rules that this kvledger has become names."""
     if rule == HOOK_FAILED:
         return "no_hook_fails"
     return f"{rule.lower()}_holds" if rule in _known_rules() else _NO_NAME
@@ -224,14 +224,14 @@ def _known_rules() -> frozenset[str]:
 
 
 def _quotable(text: str, max_length: int = _MAX_TEXT) -> str:
-    """Text that can stand in a docstring, on one line, with each character that cannot be seen as its number."""
+    """Return text for a docstring: on one line, shortened, with an escape for each invisible character."""
     text = shortened(visible(" ".join(text.split())), max_length)
     text = _RUNNABLE.sub(lambda found: "".join(f"\\u{ord(each):04x}" for each in found[0]), text)
     return text.replace("\\", "\\\\").replace('"""', "'''")
 
 
 def _sentence(text: str) -> str:
-    """As the only line of a docstring, which may begin and end with it."""
+    """Return text for a docstring of one line, which it may begin and end."""
     recorded = _quotable(f"Recorded: {text}", _WIDTH - 10).replace('"', "'")
     return recorded if recorded.endswith((".", "!", "?")) else f"{recorded}."
 

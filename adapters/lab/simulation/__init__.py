@@ -1,5 +1,5 @@
-"""An engine without a model: vLLM's real scheduler, a connector on both sides, KV that is a hash of what it should be.
+"""An engine without a model: vLLM's real scheduler, both sides of a connector, and hashes instead of KV.
 
-Runs a connector without weights and devices, for `kvledger conformance`, `kvledger repro` and kvledger's own tests.
-Nothing of vLLM is imported before a module here is.
+It runs a connector without weights and devices, for `kvledger conformance`, `kvledger repro` and kvledger's tests.
+Importing only the package does not import vLLM.
 """

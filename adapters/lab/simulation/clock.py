@@ -1,4 +1,4 @@
-"""Time in a simulation: it passes when the simulation says so."""
+"""The clock of a simulation, which decides how time passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SimulatedClock:
         self.now_ns = 1_000_000_000
 
     def __call__(self) -> int:
-        """Nanoseconds."""
+        """Return the time in nanoseconds."""
         self.now_ns += 1
         return self.now_ns
 
@@ -24,7 +24,7 @@ class SimulatedClock:
 
     @contextlib.contextmanager
     def read_by(self, connector_class: Any) -> Iterator[None]:
-        """Connectors of this class that are built inside read this clock and no other."""
+        """Let connectors of this class that are built inside read this clock."""
         real = connector_class.clock
         connector_class.clock = self
         try:

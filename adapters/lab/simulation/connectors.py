@@ -1,7 +1,7 @@
-"""How a connector is set up in the simulated engine: its configuration, and what its worker needs to run on a CPU.
+"""Sets up connectors for the simulated engine: their configuration, and workers that run on a CPU.
 
-Of vLLM's own connectors everything is vLLM's but the last call of their workers, the copy itself, which wants a CUDA
-device. In its place the same bytes are copied between CPU tensors, at once or some questions later.
+vLLM's own connectors run unchanged except for the last call of their workers, the copy, which needs a CUDA device. The
+same bytes are copied between CPU tensors instead, at once or after some queries.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ KVLEDGER_TRANSFER: Final[Mapping[str, Any]] = MappingProxyType(
 
 @attrs.frozen
 class ConnectorSetup:
-    """kvledger, with a configuration of its own and a worker that needs nothing done to it."""
+    """The setup of kvledger, whose worker runs on a CPU unchanged."""
 
     name: str = "KVLedgerConnector"
 
     def kv_transfer(self, extra_config: dict[str, Any], kv_transfer: dict[str, Any]) -> dict[str, Any] | None:
-        """The `kv_transfer_config` for a world drawn for kvledger with `extra_config`.
+        """Return the `kv_transfer_config` of a world whose kvledger has this `extra_config`.
 
-        Unless that says otherwise, every load is offered: what computing costs here is nothing that a clock can tell.
-        And each chunk is saved when it has settled, because simulated requests are shorter than a usual interval.
+        By default every load is offered, because the simulated clock does not show what computing costs. Each chunk is
+        saved when it has settled, because simulated requests are shorter than the usual interval.
         """
         extra_config = {"offer": "always", "save_interval_tokens": 0, **extra_config}
         return {**KVLEDGER_TRANSFER, **kv_transfer, "kv_connector_extra_config": extra_config}
 
     def make_worker(self, connector_class: Any, config: Any, kv_cache_config: Any) -> KVConnectorBase_V1:
-        """The worker side, as vLLM makes it."""
+        """Create the worker side, as vLLM does."""
         worker: KVConnectorBase_V1 = connector_class(config, KVConnectorRole.WORKER, kv_cache_config)
         return worker
 
     def prepared(self, worker: KVConnectorBase_V1) -> KVConnectorBase_V1:
-        """The same, before the KV caches are registered."""
+        """Prepare the worker before the KV caches are registered."""
         return worker
 
 
@@ -60,12 +60,12 @@ KVLEDGER = ConnectorSetup()
 
 
 def other_transfer(name: str, kv_transfer: Mapping[str, Any], extra_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The `kv_transfer_config` of another connector."""
+    """Return the `kv_transfer_config` of a connector other than kvledger."""
     return {"kv_connector": name, "kv_role": "kv_both", **kv_transfer, "kv_connector_extra_config": dict(extra_config)}
 
 
 class _Copy:
-    """A copy that moves no byte until it was asked so often whether it is done, or is waited for."""
+    """A copy that moves its bytes after so many queries, or when it is waited for."""
 
     def __init__(self, move: Callable[[], None], num_questions: int) -> None:
         self._move: Callable[[], None] | None = move
@@ -74,7 +74,7 @@ class _Copy:
             self.synchronize()
 
     def query(self) -> bool:
-        """Whether it is done, as a CUDA event says it."""
+        """Whether it is done, like a CUDA event's query."""
         if self._move is not None:
             self._num_questions -= 1
             if self._num_questions < 0:
@@ -82,7 +82,7 @@ class _Copy:
         return self._move is None
 
     def synchronize(self) -> None:
-        """Move the bytes now, if that has not been done."""
+        """Move the bytes now, if that has not happened yet."""
         move, self._move = self._move, None
         if move is not None:
             move()
@@ -90,20 +90,20 @@ class _Copy:
 
 @attrs.frozen
 class Offloading(ConnectorSetup):
-    """OffloadingConnector with as much host memory as kvledger, saving outputs as well as prompts."""
+    """OffloadingConnector with as much host memory as kvledger; it saves outputs as well as prompts."""
 
     name: str = "OffloadingConnector"
     num_questions: int = 0
-    """After how many a copy is done; 0: at once."""
+    """Queries after which a copy is done; 0: at once."""
 
     def kv_transfer(self, extra_config: dict[str, Any], kv_transfer: dict[str, Any]) -> dict[str, Any]:
-        """Its unit is the block. It rounds a block up to a page of memory, so it gets such a page for each slot."""
+        """Return its configuration, with one page of memory per slot: it saves blocks and rounds each up to a page."""
         num_slots = extra_config["host_bytes"] // block_bytes(BLOCK_SIZE)
         extra = {"cpu_bytes_to_use": num_slots * mmap.PAGESIZE, "offload_prompt_only": False}
         return other_transfer(self.name, kv_transfer, extra)
 
     def prepared(self, worker: KVConnectorBase_V1) -> KVConnectorBase_V1:
-        """Let the copies happen on CPU tensors."""
+        """Let it copy between CPU tensors."""
         side: Any = worker
         spec = side.connector_worker.spec
         spec.get_worker = lambda kv_caches: TensorWorker(
@@ -113,7 +113,7 @@ class Offloading(ConnectorSetup):
 
 
 class TensorWorker(OffloadingWorker):
-    """Copies pages between KV tensors and host tensors, in which the blocks of a chunk lie one behind the other."""
+    """Copies pages between KV tensors and host tensors, in which the blocks of a chunk are contiguous."""
 
     def __init__(
         self, kv_caches: CanonicalKVCaches, num_chunks: int, blocks_per_chunk: int, num_questions: int
@@ -136,20 +136,20 @@ class TensorWorker(OffloadingWorker):
         return self._copy(job_id, self._host, rows, self._device, dst_spec.block_ids)
 
     def _rows(self, chunks: Any, blocks: GPULoadStoreSpec) -> list[int]:
-        """The host rows of these blocks; with several blocks in a chunk there is one group."""
+        """Return the host rows of these blocks; with several blocks in a chunk there is one group."""
         first, size = int(blocks.block_indices[0]) % self._blocks_per_chunk, self._blocks_per_chunk
         places = range(first, first + len(blocks.block_ids)) if size > 1 else range(len(blocks.block_ids))
         return [int(chunks.block_ids[place // size]) * size + place % size for place in places]
 
     def get_finished(self) -> list[TransferResult]:
-        """The jobs since the last call."""
+        """Return the jobs that finished since the last call."""
         finished = [job_id for job_id, copy in self._jobs.items() if copy.query()]
         for job_id in finished:
             del self._jobs[job_id]
         return [TransferResult(job_id=job_id, success=True) for job_id in finished]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Until these are done."""
+        """Finish these jobs now."""
         for job_id, copy in self._jobs.items():
             if job_id in job_ids:
                 copy.synchronize()
@@ -178,15 +178,15 @@ class SimpleCPU(ConnectorSetup):
     name: str = "SimpleCPUOffloadConnector"
     is_lazy: bool = False
     num_questions: int = 0
-    """After how many a copy is done; 0: at once."""
+    """Queries after which a copy is done; 0: at once."""
 
     def kv_transfer(self, extra_config: dict[str, Any], kv_transfer: dict[str, Any]) -> dict[str, Any]:
-        """Its unit is the block."""
+        """Return its configuration. It saves blocks."""
         extra = {"cpu_bytes_to_use": extra_config["host_bytes"], "lazy_offload": self.is_lazy}
         return other_transfer(self.name, kv_transfer, extra)
 
     def prepared(self, worker: KVConnectorBase_V1) -> KVConnectorBase_V1:
-        """Let the copies happen on CPU tensors. Without a prefix cache the connector does nothing and has no worker."""
+        """Let it copy between CPU tensors. Without a prefix cache the connector does nothing and has no worker."""
         side: Any = worker
         handler = side.worker_handler
         if handler is None:
@@ -212,13 +212,12 @@ class SimpleCPU(ConnectorSetup):
 
 
 class _TensorBackend:
-    """In the place of `DmaCopyBackend`, between these tensors."""
+    """Replaces `DmaCopyBackend` and copies between these tensors."""
 
     def __init__(self, num_questions: int) -> None:
         self._num_questions = num_questions
 
     def init(self, device: dict[str, torch.Tensor], host: dict[str, torch.Tensor], *_streams: object) -> None:
-        """Learn the tensors."""
         self._device, self._host = list(device.values()), list(host.values())
 
     def launch_copy(

@@ -1,7 +1,7 @@
-"""An engine core without an engine: vLLM's real `Scheduler`, a real connector on both sides, `HashedModel` between.
+"""An engine core without an engine: vLLM's real `Scheduler`, both sides of a real connector, and `HashedModel`.
 
-It calls the hooks in the order in which vLLM 0.32 and 0.33 do (`v1/engine/core.py`, `v1/worker/gpu_model_runner.py`,
-`v1/worker/kv_connector_model_runner_mixin.py`): the connector cannot tell it from the real thing.
+It calls the hooks in the order of vLLM 0.32 and 0.33 (`v1/engine/core.py`, `v1/worker/gpu_model_runner.py`,
+`v1/worker/kv_connector_model_runner_mixin.py`), so the connector cannot see a difference.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from kvledger.adapters.vllm import KVLedgerConnector
 
 
 def kv_cache_config(num_blocks: int, block_size: int, windows: Sequence[int] = (0,)) -> KVCacheConfig:
-    """One group a window (0: full attention) over the layers of `HashedModel`, all on the same bytes."""
+    """Return one group per window (0: full attention) over the layers of `HashedModel`, all on the same bytes."""
     sizes: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.int64}
     tensors, groups = [], []
     for window, names in zip(windows, layer_names(len(windows)), strict=True):
@@ -77,9 +77,9 @@ def kv_cache_config(num_blocks: int, block_size: int, windows: Sequence[int] = (
 def allocate(
     settings: VllmConfig, specs: Mapping[str, KVCacheSpec], layout: str, num_blocks: int, num_ranks: int
 ) -> tuple[KVCacheConfig, list[KVCacheConfig], list[dict[str, torch.Tensor]]]:
-    """What vLLM makes of a model's layers, as `v1/engine/core.py` and `v1/worker/gpu_model_runner.py` do.
+    """Allocate the KV caches of a model's layers, as `v1/engine/core.py` and `v1/worker/gpu_model_runner.py` do.
 
-    Returns what the scheduler is given, what each worker is given, and the tensors that each worker registers.
+    Returns the scheduler's configuration, each worker's configuration, and the tensors that each worker registers.
     """
     settings.cache_config.kv_cache_layout = layout
     settings.cache_config.num_gpu_blocks_override = num_blocks
@@ -105,7 +105,7 @@ def vllm_config(
     long_prefill_token_threshold: int = 0,
     kv_events: bool = False,
 ) -> VllmConfig:
-    """The configuration of a vLLM that schedules for a tiny model on CPU."""
+    """Return the configuration of a vLLM that schedules for a tiny model on CPU."""
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching)
     cache.num_gpu_blocks = num_blocks
     return VllmConfig(
@@ -134,9 +134,9 @@ def vllm_config(
 
 
 class SimulatedEngine:
-    """Runs until no request is left; raises `CorruptKV` as soon as wrong KV would be read.
+    """Runs requests on the simulated model; raises `CorruptKV` as soon as wrong KV would be read.
 
-    With several ranks each has a worker and KV of its own; their outputs are put together as vLLM's executors do.
+    Each of several ranks has its own worker and KV. Their outputs are combined as in vLLM's executors.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class SimulatedEngine:
         subscriber: Any = None,
         **extra_config: Any,
     ) -> None:
-        # What happens must not depend on how long this machine's disk takes.
+        # The result must not depend on the speed of this machine's disk.
         transfer = setup.kv_transfer({"log_dir": None, "max_log_wait_ms": None, **extra_config}, kv_transfer or {})
         self.vllm_config = vllm_config(
             num_blocks=num_blocks,
@@ -177,7 +177,7 @@ class SimulatedEngine:
             long_prefill_token_threshold=long_prefill_token_threshold,
             kv_events=subscriber is not None,
         )
-        # VllmConfig turns it off where the platform has no asynchronous worker; here there is one.
+        # VllmConfig turns it off on platforms without an asynchronous worker; here there is one.
         self.vllm_config.scheduler_config.async_scheduling = async_scheduling
         parallel = self.vllm_config.parallel_config
         parallel.world_size = parallel.tensor_parallel_size = num_ranks
@@ -191,7 +191,7 @@ class SimulatedEngine:
                 self.vllm_config, specs, layout, num_blocks, num_ranks
             )
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
-        # Not `init_none_hash`, which takes PYTHONHASHSEED where it is set: a seed decides a world's keys, too.
+        # Not `init_none_hash`, which uses PYTHONHASHSEED if it is set: a seed must decide a world's keys, too.
         kv_cache_utils.NONE_HASH = BlockHash(hash_function(DEFAULT_NONE_HASH_SEED))
         self._block_hasher = get_request_block_hasher(block_size, hash_function)
         scheduler_class = AsyncScheduler if async_scheduling else Scheduler
@@ -209,21 +209,21 @@ class SimulatedEngine:
         self.models = [HashedModel(num_blocks, block_size, windows, kv_caches) for kv_caches in registered]
         self._ranks = _Ranks()
         self.workers: list[Any] = [None] * num_ranks
-        """One worker-side connector for each rank; None without a connector."""
+        """The worker-side connector of each rank; None without a connector."""
         if self.scheduler.connector is not None:
             self.workers = [self._make_worker(rank, worker_configs[rank], setup) for rank in range(num_ranks)]
             self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, num_ranks)
             self._shake_hands(self.scheduler.connector)
         self.model, self.worker = self.models[0], our_child(self.workers[0])
         self.on_output: Callable[[KVConnectorOutput], None] = lambda _output: None
-        """Sees what the workers send before the scheduler does, and may change it, as a lossy wire would."""
+        """Gets the workers' output before the scheduler does, and may change it as a lossy wire would."""
         self.before_update: Callable[[KVConnectorOutput | None], None] = lambda _output: None
-        """Called when a step has been computed, before the scheduler processes its output; there the engine core
-        handles aborts (`v1/engine/core.py`, `_process_aborts_queue`)."""
+        """Called when a step has been computed, before the scheduler processes its output. The engine core handles
+        aborts there (`v1/engine/core.py`, `_process_aborts_queue`)."""
         self.outputs: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, str] = {}
         self.may_fail: set[str] = set()
-        """Requests that hold, or wait for, what a load did not fill: those that the policy "fail" may end."""
+        """Requests that hold or wait for blocks that a load did not fill. The policy "fail" may end them."""
         self.num_steps_with_failed_loads = 0
         self.num_preemptions = 0
         self.num_steps = 0
@@ -231,14 +231,14 @@ class SimulatedEngine:
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._num_executed = 0
         self.num_steps_processed = 0
-        """Steps whose output the scheduler knows."""
+        """Steps whose output the scheduler has processed."""
         self._unfilled_in: list[dict[int, int]] = [{} for _ in range(num_ranks)]
-        """For each rank: block -> the last step in which its load failed, or that of what it was computed on."""
+        """For each rank: block → the last step in which its load failed, or a load that its KV was computed on."""
         self._max_in_flight = 2 if async_scheduling else 1
 
     @property
     def connector(self) -> KVLedgerConnector:
-        """The scheduler-side connector; of several in a `MultiConnector`, ours."""
+        """The scheduler-side connector; kvledger's child if it is a `MultiConnector`."""
         return cast("KVLedgerConnector", our_child(self.scheduler.connector))
 
     def _make_worker(self, rank: int, cache_config: KVCacheConfig, setup: ConnectorSetup) -> KVConnectorBase_V1:
@@ -252,7 +252,7 @@ class SimulatedEngine:
         return worker
 
     def _shake_hands(self, connector: KVConnectorBase_V1) -> None:
-        """Pass on what the workers hand over at start (`v1/engine/core.py`, EngineCore)."""
+        """Pass on the workers' handshake metadata, as vLLM does at start (`v1/engine/core.py`, EngineCore)."""
         found = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         metadata = {ranks: each for ranks, each in found.items() if each is not None}
         if metadata:
@@ -296,11 +296,11 @@ class SimulatedEngine:
         return request
 
     def abort(self, request_id: str) -> None:
-        """The client went away."""
+        """Abort a request, as when its client disconnects."""
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> SchedulerOutput:
-        """Schedule, execute, and process the output of the oldest step in flight when there are enough."""
+        """Schedule and execute a step; process the oldest output if enough are in flight."""
         scheduler_output = self.scheduler.schedule()
         self.num_preemptions += len(scheduler_output.preempted_req_ids or ())
         self._in_flight.append((scheduler_output, self._execute(scheduler_output)))
@@ -328,7 +328,7 @@ class SimulatedEngine:
                     self.finish_reasons[output.request_id] = str(output.finish_reason)
 
     def holders(self, block_ids: Collection[int]) -> list[str]:
-        """The requests in whose tables one of these blocks stands."""
+        """Return the requests whose tables have one of these blocks."""
         if not block_ids:
             return []
         tables = self.scheduler.kv_cache_manager.get_block_ids
@@ -344,7 +344,7 @@ class SimulatedEngine:
         return self._excused(self._unfilled_in[0])
 
     def unfilled_in(self, block_id: int) -> int:
-        """The step in which the first rank last failed to fill a block; -1 for one that never failed."""
+        """Return the step in which the first rank last failed to fill a block; -1 if it never failed."""
         return self._unfilled_in[0].get(block_id, -1)
 
     def _excused(self, unfilled_in: dict[int, int]) -> dict[int, int]:
@@ -362,13 +362,14 @@ class SimulatedEngine:
 
     @property
     def is_stranded(self) -> bool:
-        """Whether nothing will ever be scheduled again, because of vLLM's queue or reservations.
+        """Whether nothing can ever be scheduled again, because of vLLM's queue or reservations.
 
-        The first of those that hold blocks has given its own back and cannot get as many again. Either those behind
-        it, whose loads have come, are not looked at (vllm#57841, #45388: `v1/core/sched/scheduler.py`, schedule, breaks
-        at the first that does not fit). Or its own load has failed, another connector of a `MultiConnector` offers it
-        another one, and what is still reserved for the first is not free for the second (vllm#48433:
-        `_inflight_prefills`).
+        The first waiting request of those that hold blocks has freed its own and cannot get as many again. This has two
+        causes:
+        - The requests after it, whose loads are done, are not considered: `schedule` breaks at the first that does not
+          fit (vllm#57841, #45388: `v1/core/sched/scheduler.py`).
+        - Its own load failed, and another connector of a `MultiConnector` offers another load. The blocks that are
+          still reserved for the first load are not free for the second (vllm#48433: `_inflight_prefills`).
         """
         scheduler: Any = self.scheduler
         first, *behind = scheduler.kv_holding_waiting or [None]
@@ -378,7 +379,7 @@ class SimulatedEngine:
         return first in scheduler._inflight_prefills or any(request.request_id in has_come for request in behind)
 
     def run(self, max_steps: int = 5000) -> None:
-        """Step until there are no requests and nothing of the connector's is left to do."""
+        """Step until there are no requests and the connector has nothing left to do."""
         for _ in range(max_steps):
             if not self.scheduler.has_requests() and not self._in_flight:
                 return
@@ -390,7 +391,7 @@ class SimulatedEngine:
         raise AssertionError(message)
 
     def shutdown(self) -> None:
-        """Close both sides."""
+        """Shut down both sides."""
         self.scheduler.shutdown()
         for worker in self.workers:
             if worker is not None:
@@ -423,7 +424,7 @@ class SimulatedEngine:
         if scheduler_output.has_sync_kv_loads:
             worker.start_load_kv(_forward_context(model, scheduler_output))
         if scheduler_output.total_num_scheduled_tokens:
-            for name in model.kv_caches:  # where an attention layer would, before all of them instead of before each
+            for name in model.kv_caches:  # an attention layer waits for itself alone, before its own forward
                 worker.wait_for_layer_load(name)
         output = KVConnectorOutput()
         failed = worker.get_block_ids_with_load_errors()
@@ -436,10 +437,10 @@ class SimulatedEngine:
                 worker.save_kv_layer(name, layer, None)  # type: ignore[arg-type]
         if not scheduler_output.has_sync_kv_loads:
             worker.start_load_kv(_forward_context(model, scheduler_output))
-        # With a drafter the forward is followed by the drafter's, and saves by that: what they did is reported a step
-        # later. Runner V1 does so in 0.32 and 0.33 (`v1/worker/kv_connector_model_runner_mixin.py`,
-        # finalize_kv_connector), V2 in 0.33 (`v1/worker/gpu/kv_connector.py`, finalize_step), where in 0.32 it reports
-        # behind the drafter, too. Where nothing is computed there is no drafter either.
+        # With a drafter, saves follow the drafter's forward, so their results are reported one step later. Runner V1
+        # does so in 0.32 and 0.33 (`v1/worker/kv_connector_model_runner_mixin.py`, finalize_kv_connector), V2 in 0.33
+        # (`v1/worker/gpu/kv_connector.py`, finalize_step). In 0.32, V2 also reports after the drafter. A step that
+        # computes nothing runs no drafter.
         is_deferred = self._defer_finalize and bool(scheduler_output.total_num_scheduled_tokens)
         if not is_deferred:
             worker.wait_for_save()  # type: ignore[no-untyped-call]
@@ -457,26 +458,29 @@ class SimulatedEngine:
 
 
 class _Ranks:
-    """What the first rank broadcasts to the others, one after the other in this process."""
+    """Passes what the first rank broadcasts to the others, one after the other in this process."""
 
     def __init__(self) -> None:
         self._sent: Any = None
 
     def broadcast_object(self, sent: Any, src: int) -> Any:  # noqa: ARG002 -- vLLM's signature
-        """What the first rank has sent."""
+        """Return what the first rank sent."""
         self._sent = sent if self._sent is None else self._sent
         return self._sent
 
 
 def _forward_context(model: HashedModel, scheduler_output: SchedulerOutput) -> Any:
-    """As much of vLLM's as a connector reads that loads by layers (`kv_connector/v1/example_connector.py`, 0.32)."""
+    """Return the parts of vLLM's forward context that a connector reads when it loads layer by layer.
+
+    (`kv_connector/v1/example_connector.py`, 0.32).
+    """
     layers = {name: SimpleNamespace(kv_cache=layer) for name, layer in model.kv_caches.items()}
     attends = scheduler_output.total_num_scheduled_tokens > 0
     return SimpleNamespace(attn_metadata=dict.fromkeys(layers) if attends else None, no_compile_layers=layers)
 
 
 def our_child(connector: Any) -> Any:
-    """What kvledger is in a `MultiConnector`; any other connector, and one that has no kvledger, is itself."""
+    """Return kvledger's child if this is a `MultiConnector` that has one, otherwise the connector itself."""
     if not isinstance(connector, MultiConnector):
         return connector
     return next((child for child in connector.sub_connectors if isinstance(child, KVLedgerConnector)), connector)

@@ -1,17 +1,17 @@
-"""A worker whose KV is a hash of everything before it, so that wrong KV is seen and not merely wrong numbers.
+"""A model whose KV is a hash of everything before it, so that wrong KV is found when it is read.
 
-Every position's KV is the chained hash of all tokens up to it. Before a step computes anything, every position
-that the scheduler counts as computed must hold exactly that hash, in every layer. The next token is a
-function of the last hash, so that it does not matter when or how often it is computed.
+The KV of a position is the chained hash of all tokens up to it. Before a step computes anything, every position that
+the scheduler counts as computed must hold exactly that hash, in every layer. The next token is a function of the last
+hash, so it does not matter when or how often it is computed.
 
-Wrong KV is an error the moment it is read, but for one case: a block whose load failed, or what was computed on top of
-one, in a step that was scheduled before the scheduler could know of the failure. There the model does what a real one
-does: it computes on, and both the KV that it writes and the token that it samples are wrong, so that the checks of
-pages, of vLLM's prefix cache and of outputs find where they are kept or delivered.
+Reading wrong KV raises, with one exception: a block whose load failed, or KV computed on top of it, in a step that was
+scheduled before the scheduler could know of the failure. The model then computes on, as a real one does. The KV that it
+writes and the token that it samples are wrong. The checks of pages, of vLLM's prefix cache and of outputs find them if
+they are kept or delivered.
 
-With several groups of layers, as hybrid models have them, each group has a block table of its own over the same
-tensors, and writes a KV of its own. A group with a sliding window reads nothing before its window, where its table
-may name the null block or a block that belongs to another request by now.
+With several groups of layers, as in hybrid models, each group has its own block table over the same tensors, and writes
+its own KV. A group with a sliding window reads nothing before its window. There its table may have the null block, or a
+block that belongs to another request by now.
 
 Verifies: contents of all blocks a scheduled request reads, after loads and before the forward.
 Does not verify: timing, streams, and anything a device would reorder.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 NUM_LAYERS = 2
-"""Layers of one group; groups lie on the same tensors."""
+"""Layers of one group; all groups use the same tensors."""
 NULL_BLOCK = 0
 BLOCK_SIZE = 16
 """Tokens of a block, by default."""
@@ -47,12 +47,12 @@ class CorruptKV(AssertionError):
 
 
 def block_bytes(block_size: int) -> int:
-    """Bytes of one block over all layers of `HashedModel`."""
+    """Return the bytes of one block over all layers of `HashedModel`."""
     return 2 * 8 * block_size * NUM_LAYERS
 
 
 def layer_names(num_groups: int = 1) -> tuple[tuple[str, ...], ...]:
-    """The names of the layers of each group."""
+    """Return the names of the layers of each group."""
     return tuple(
         tuple(f"model.layers.{group * NUM_LAYERS + layer}.self_attn.attn" for layer in range(NUM_LAYERS))
         for group in range(num_groups)
@@ -60,31 +60,31 @@ def layer_names(num_groups: int = 1) -> tuple[tuple[str, ...], ...]:
 
 
 def marks(number: int, layer: torch.Tensor) -> torch.Tensor:
-    """What is added to a position's hash in each place that the position has in the layer of this number in a group."""
+    """Return what is added to a position's hash in each place that it has in layer `number` of a group."""
     _, num_heads, _, content = layer.shape
     return torch.arange(num_heads * content).view(num_heads, content) * (number + 1)
 
 
 class _Sequence(Expected):
-    """A request as the model knows it: its tokens and their KV, and where that lies."""
+    """A request as the model knows it: its tokens, their KV, and its block tables."""
 
     def __init__(self, num_prompt_tokens: int, tokens: list[int], block_ids: list[list[int]], weights: int) -> None:
         super().__init__(tokens, weights)
         self.num_prompt_tokens = num_prompt_tokens
         self.block_ids = block_ids
-        """One table a group."""
+        """One table per group."""
 
     def keep_outputs(self, num_output_tokens: int) -> None:
-        """Forget what was sampled by steps whose output the scheduler dropped; it will be sampled again."""
+        """Drop tokens from steps whose output the scheduler dropped; they will be sampled again."""
         del self.tokens[self.num_prompt_tokens + num_output_tokens :]
         del self.kv[len(self.tokens) :]
 
 
 class HashedModel:
-    """KV tensors and the forward pass over them. `windows` has one entry a group: tokens it sees, 0 for all.
+    """KV tensors and the forward pass over them. `windows` has the tokens that each group sees, 0 for all.
 
-    `kv_caches` are the layers of a single group, as vLLM allocates them: [blocks, heads, tokens, content] each, in
-    numbers of eight bytes. Every head and every number of the content holds something of its own.
+    `kv_caches` are the layers of a single group as vLLM allocates them, each [blocks, heads, tokens, content] of
+    numbers of eight bytes. Every head and every number of the content holds another value.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class HashedModel:
         else:
             self._layer_names = (tuple(kv_caches),)
         self.kv_caches = dict(kv_caches)
-        # The same bytes, at a tenth of the cost of indexing.
+        # NumPy views of the same bytes: indexing takes a tenth of the time.
         self._kv = {name: tensor.view(torch.int64).numpy() for name, tensor in kv_caches.items()}
         self._marks = {
             name: marks(number, kv_caches[name]).numpy()
@@ -114,11 +114,11 @@ class HashedModel:
         }
         self._sequences: dict[str, _Sequence] = {}
         self.weights = 0
-        """Where every hash begins. Other weights, other KV: whatever was cached before is wrong then."""
+        """Start of every hash. With other weights, all KV that was cached before is wrong."""
         self.num_positions_checked = 0
 
     def update_states(self, scheduler_output: SchedulerOutput) -> None:
-        """Keep block tables as a model runner does, from what the scheduler sends."""
+        """Update the block tables from the scheduler's output, as a model runner does."""
         for request_id in scheduler_output.finished_req_ids:
             self._sequences.pop(request_id, None)
         for data in scheduler_output.scheduled_new_reqs:
@@ -144,14 +144,14 @@ class HashedModel:
     def forward(
         self, scheduler_output: SchedulerOutput, excused_blocks: dict[int, int] | None = None
     ) -> tuple[list[str], list[list[int]]]:
-        """Check what is read, write what is scheduled, sample where all known tokens are computed.
+        """Check what is read, write what is scheduled, and sample if all known tokens are computed.
 
         Within a layer all requests write before any reads, so a request may read what another one writes in this step.
 
         Args:
             scheduler_output: the step.
-            excused_blocks: blocks that are wrong without the scheduler's knowing yet -> the step in which their load
-                failed. What is computed on top of them is wrong as well and is added.
+            excused_blocks: block → step in which its load failed, for blocks that are wrong before the scheduler can
+                know it. Blocks that are computed on top of them are added.
 
         Raises:
             CorruptKV: wrong KV is read from another block.
@@ -214,7 +214,7 @@ class HashedModel:
 
     def _check(self, request_id: str, sequence: _Sequence, num_computed_tokens: int) -> None:
         for group, window in enumerate(self._windows):
-            # The next token sees itself and `window - 1` before it; tokens behind it see no further back.
+            # The next token sees itself and the `window - 1` tokens before it; later tokens see no further back.
             first = max(0, num_computed_tokens - window + 1) if window else 0
             if first < num_computed_tokens:
                 self._check_group(request_id, sequence, group, first, num_computed_tokens)

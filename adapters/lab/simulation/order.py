@@ -1,7 +1,7 @@
-"""Where vLLM 0.32 iterates over a set of request ids and the order matters: the order of the ids.
+"""Lets vLLM 0.32 iterate over sets of request ids in the order of the ids, where the order matters.
 
-Which of two requests gives its blocks back first decides which blocks the next one gets. Python's order of strings in a
-set is another one in every process; with this one a seed decides a world in all of them.
+If two requests free their blocks, their order decides which blocks the next one gets. Python orders a set of strings
+differently in every process. With this order, a seed gives the same world in all of them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from vllm.v1.request import Request, RequestStatus
 
 
 class _InOrder(set[str]):
-    """A set that is iterated in order."""
+    """A set that is iterated in sorted order."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(super().__iter__()))
 
 
 def put_in_order(scheduler: Any) -> None:
-    """Frees the blocks whose copies have ended, and ends the requests whose loads have failed, in the order of ids."""
+    """Free the blocks of ended copies, and end the requests of failed loads, in the order of the ids."""
     finish_requests = scheduler.finish_requests
 
     def finish_in_order(request_ids: str | Iterable[str] | None, status: RequestStatus) -> list[Request]:
-        if isinstance(request_ids, set):  # those of update_from_output
+        if isinstance(request_ids, set):  # from update_from_output
             return [request for request_id in sorted(request_ids) for request in finish_requests(request_id, status)]
         ended: list[Request] = finish_requests(request_ids, status)
         return ended
@@ -37,7 +37,7 @@ def put_in_order(scheduler: Any) -> None:
 
     def update_and_put_in_order(output: KVConnectorOutput) -> None:
         update_connector_output(output)
-        # `_update_from_kv_xfer_finished` goes through both when it returns from here.
+        # `_update_from_kv_xfer_finished` iterates over both after this returns.
         output.finished_recving = _InOrder(output.finished_recving or ())
         output.finished_sending = _InOrder(output.finished_sending or ())
 

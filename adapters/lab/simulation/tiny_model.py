@@ -1,4 +1,4 @@
-"""A model small enough to make on the spot: a configuration for the scheduler, weights where a forward is wanted."""
+"""The configuration of a tiny model, for the scheduler."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _CONFIGURATION = {
 
 @functools.cache
 def tiny_configuration() -> Path:
-    """Return a folder with only `config.json`: enough for a scheduler, which never touches weights.
+    """Return a folder with only `config.json`, which is enough for a scheduler: it reads no weights.
 
-    Each process writes a folder of its own, which only its user can read, and removes it at exit. A fixed name in a
-    temporary folder that users share would let another user place a link there.
+    Each process writes its own folder, which only its user can read, and removes it at exit. With a fixed name in a
+    shared temporary folder, another user could place a link there.
     """
     directory = Path(tempfile.mkdtemp(prefix="kvledger-tiny-"))
     (directory / "config.json").write_text(json.dumps(_CONFIGURATION))

@@ -1,6 +1,6 @@
-"""Where vLLM 0.32 and 0.33 differ in what the simulation takes from them; for the connector see `vllm/versions.py`.
+"""Differences between vLLM 0.32 and 0.33 in what the simulation uses; for the connector see `vllm/versions.py`.
 
-It knows no engine and no model.
+It depends on no engine and no model.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 UNLIMITED_BYTES = 1 << 40
-"""Of memory: how many blocks there are is said by `num_gpu_blocks_override`."""
+"""Bytes of memory, more than needed: `num_gpu_blocks_override` decides the number of blocks."""
 
 
 def kv_cache_configs(settings: VllmConfig, specs: Mapping[str, KVCacheSpec], num_ranks: int) -> list[KVCacheConfig]:
-    """What each worker is given of the layers that all of them have.
+    """Return each worker's configuration, for layers that all workers have.
 
-    0.33 makes the groups before it profiles memory, and hands them over (`v1/engine/core.py`,
-    _initialize_kv_caches, and `v1/core/kv_cache_planning.py`); 0.32 makes them inside (`v1/core/kv_cache_utils.py`).
+    0.33 makes the groups before it profiles memory, and passes them on (`v1/engine/core.py`, _initialize_kv_caches, and
+    `v1/core/kv_cache_planning.py`). 0.32 makes them inside (`v1/core/kv_cache_utils.py`).
     """
     of_ranks, bytes_of_ranks = [dict(specs) for _ in range(num_ranks)], [UNLIMITED_BYTES] * num_ranks
     if hasattr(kv_cache_utils, "get_kv_cache_configs"):

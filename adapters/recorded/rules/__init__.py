@@ -1,7 +1,7 @@
-"""What a log of any connector is held against: the contract of vLLM's `KVConnectorBase_V1`, as far as it can be seen.
+"""Rules for a recorder's log: the contract of vLLM's `KVConnectorBase_V1`, as far as the log shows it.
 
-Rules of the core whose names stand here as well are replaced: the core's judge kvledger's own copies and slots. Each
-rule follows what it needs by itself, from the log alone.
+A rule with the name of a core rule replaces it, because the core's judge kvledger's own copies and slots. All of them
+use the log alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REPLACING = (
     StoreContiguous,
     ResumeCoversOutput,
 )
-"""Rules of the core, of a recorded connector's copies and answers."""
+"""Rules that replace those of the core, for a recorded connector's copies and answers."""
 _OWN = (LoadComplete, SavedUnderKey)
 """Rules that the core does not have."""
 RULES: Mapping[str, type[Checker]] = MappingProxyType({checker.rule: checker for checker in (*_REPLACING, *_OWN)})
@@ -71,4 +71,4 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         **{checker.rule: "" for checker in _REPLACING},
     }
 )
-"""Rule of the core -> why it cannot be checked; empty where a rule here has its name."""
+"""Rule of the core → why it cannot be checked; empty if a rule here has its name."""

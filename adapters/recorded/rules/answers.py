@@ -1,4 +1,4 @@
-"""What vLLM may be answered, as its scheduler takes it."""
+"""Answers: what vLLM's scheduler accepts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from kvledger.lifecycle.audit import Checker
 class LastToken(Checker):
     """LAST_TOKEN: loaded and locally cached tokens leave the engine something to compute.
 
-    Verifies: no answer is negative; with what is computed it is at most the tokens that are known, which is what
-    vLLM's scheduler asserts, and one less where the load precedes the step, which computes the last one
-    (`v1/core/sched/scheduler.py`, 0.32); an answer of no tokens does not promise to come asynchronously
-    (`kv_connector/v1/base.py`, get_num_new_matched_tokens).
-    Does not verify: that what was answered is there.
+    Verifies: of every answer:
+
+    - It is not negative.
+    - With the computed tokens it is at most the known tokens, as vLLM's scheduler asserts, and one less if the load
+      precedes the step, which computes the last one (`v1/core/sched/scheduler.py`, 0.32).
+    - It is not asynchronous with no tokens (`kv_connector/v1/base.py`, get_num_new_matched_tokens).
+
+    Does not verify: that the answered tokens are stored.
     """
 
     rule = "LAST_TOKEN"

@@ -1,4 +1,4 @@
-"""What a copy moves is there: saved blocks are computed, and loaded blocks are filled."""
+"""Complete copies: saved blocks are computed, and loaded blocks are filled."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from kvledger.lifecycle.audit import AuditModel, Checker, num_intact_tokens
 from kvledger.lifecycle.events import NULL_BLOCK
 
 MAX_REMEMBERED_BLOCKS = 1 << 20
-"""Blocks of ended requests whose tables are remembered; the oldest tables are forgotten first."""
+"""Number of blocks of ended requests whose tables are remembered; the oldest tables are forgotten first."""
 
 
 class _Table(msgspec.Struct, gc=False):
-    """The blocks of a request, and how many of its tokens are in them."""
+    """The blocks of a request, and the number of tokens in them."""
 
     block_ids: Sequence[int]
     num_tokens: int
     num_prompt_tokens: int
     num_shared: int = 0
-    """Blocks at the front that were there when the request got the table, where the log does not say of which tokens;
-    otherwise 0."""
+    """Blocks at the front that are older than the table, if the number of their tokens is not known; otherwise 0."""
 
 
 @attrs.frozen
@@ -45,13 +44,12 @@ class _Load:
 class ChunkComplete(RuleOfCopies):
     """CHUNK_COMPLETE: what is saved is computed, in the step of the save at the latest.
 
-    Verifies: for each save, that all tokens of each of its blocks are computed, in flight, cached or loaded then: up to
-    the last token of the block if the copy takes whole blocks or the prompt is not computed, else up to the first. For
-    a request that is preempted or has ended: by the tokens that it had computed until then, also after an error or an
-    abort in the middle of a prompt.
+    Verifies: for each save, that the tokens of its blocks are computed, in flight, cached or loaded: up to the last
+    token of each block if the copy takes whole blocks or the prompt is not computed yet, otherwise up to the first. For
+    a request that was preempted or has ended, also in the middle of its prompt, the tokens computed until then count.
     Does not verify: copies of a connector without a decoder; saves of ended requests whose blocks lie more than a
-    million blocks back, or whose id is used again; how many tokens are in the last block of a computed prompt where a
-    copy may take a part of a block (NIXL).
+    million blocks back, or whose id is in use again; how many tokens the last block of a computed prompt has, if a copy
+    may take a part of a block (NIXL).
     """
 
     rule = "CHUNK_COMPLETE"
@@ -61,9 +59,9 @@ class ChunkComplete(RuleOfCopies):
         super().__init__(model)
         self._num_groups = len(model.configuration.windows)
         self._given: dict[int, int] = {}
-        """Ordinal → tokens that were cached when the request got its blocks, or have been loaded since."""
+        """Ordinal → tokens that its last lookup found cached, or that were loaded since."""
         self._loads: dict[int, _Load] = {}
-        """By job id."""
+        """Job id → load."""
         self._failed_blocks: frozenset[int] = frozenset()
         self._lost: dict[int, _Table] = {}
         """Ordinal → table of a life that is preempted or has ended."""
@@ -73,11 +71,11 @@ class ChunkComplete(RuleOfCopies):
         self._speculates = False
 
     def begins(self, begun: Begun) -> None:
-        """Are the tokens of its blocks computed?"""
+        """Check that the tokens of its blocks are computed."""
         table = self._table_of(begun)
         if table is None:
             return
-        # In the middle of a prompt nobody can use a part of a block, and no connector copies it again.
+        # In the middle of a prompt no request can use a part of a block, and no connector copies the block again.
         size, is_whole = self.configuration.block_size, self._is_whole(begun, table)
         num_blocks = table.num_tokens // size if is_whole else -(-table.num_tokens // size)
         num_pages = max(num_blocks * self._num_groups, table.num_shared)
@@ -99,7 +97,7 @@ class ChunkComplete(RuleOfCopies):
         if not held or life is None:
             return self._lost.get(begun.ordinal)
         num_tokens = max(self.lives.num_computed_tokens(life), self._given.get(begun.ordinal, 0))
-        # A part of the last shared block is enough where parts are copied; and what came before the audit is not known.
+        # A copy of parts of blocks may take a shared block in part. Tokens from before the audit are not known.
         is_unknown = not begun.copy.is_whole or begun.ordinal not in self._given
         return _Table(held, num_tokens, life.num_prompt_tokens, max(life.num_old, 0) if is_unknown else 0)
 
@@ -111,7 +109,7 @@ class ChunkComplete(RuleOfCopies):
     def _started(self, started: payloads.RecordingStarted) -> None:
         self._speculates = started.speculates
 
-    # --- tokens that nobody had to compute ----------------------------------------------------
+    # --- cached and loaded tokens -------------------------------------------------------------
 
     @on(e.LookupRequested)
     def _asked(self, event: e.LookupRequested) -> None:
@@ -154,7 +152,7 @@ class ChunkComplete(RuleOfCopies):
         if returned.hook == "update_connector_output":
             self._failed_blocks = frozenset()
 
-    # --- tables of those who hold none --------------------------------------------------------
+    # --- tables of requests that have lost them -----------------------------------------------
 
     @on(e.RequestPreempted, e.RequestFinished)
     def _stopped(self, event: e.RequestPreempted | e.RequestFinished) -> None:
@@ -162,7 +160,7 @@ class ChunkComplete(RuleOfCopies):
         if life is None:
             return
         num_tokens = max(num_intact_tokens(event), self._given.pop(life.ordinal, 0))
-        if self._speculates and isinstance(event, e.RequestFinished):  # those in flight may be taken back, or not
+        if self._speculates and isinstance(event, e.RequestFinished):  # tokens in flight may count or not
             num_tokens = max(num_tokens, life.counted_tokens)
         table = array("I", self.tables.lost_by(life))
         if self.moment.blocks_before is not BlocksRegion.NONE or life.ordinal not in self._lost:
@@ -196,7 +194,7 @@ class ChunkComplete(RuleOfCopies):
 
 
 def num_filled(block_ids: Sequence[int], failed_blocks: frozenset[int]) -> int:
-    """How many blocks of a load come before the first one that failed; none if it is not known which one did."""
+    """Return how many blocks of a load come before the first failed one; 0 if it is not known which block failed."""
     return next((number for number, block_id in enumerate(block_ids) if block_id in failed_blocks), 0)
 
 
@@ -208,22 +206,22 @@ class _Awaited(msgspec.Struct, gc=False):
     ordinal: int
     generation: int
     block_ids: Sequence[int]
-    """In the order of the table; those of groups with a window left out."""
+    """Blocks in the order of the table, without those of groups with a window."""
     unfilled: set[int]
-    """Those of them that no copy was begun for."""
+    """Those of them for which no copy has begun."""
     is_async: bool
     place: str = ""
-    """Of the connector that loads, as in `MetadataSeen`."""
+    """Place of the connector that loads, as in `MetadataSeen`."""
 
 
 class LoadComplete(Checker):
-    """LOAD_COMPLETE: what vLLM takes for loaded, the connector has given its workers to load.
+    """LOAD_COMPLETE: the workers get a copy for everything that vLLM takes as loaded.
 
-    vLLM computes nothing of what it claimed of an answer, unless the connector reports the request or blocks of it as
-    failed (`get_block_ids_with_load_errors`, `failed_recving`; `kv_connector/v1/base.py`, 0.32).
+    vLLM does not compute the tokens that it claimed from an answer, unless the connector reports the request or its
+    blocks as failed (`get_block_ids_with_load_errors`, `failed_recving`; `kv_connector/v1/base.py`, 0.32).
 
-    Verifies: when a load ends, that a copy was begun for each block that was given for it, up to the first block that
-    is reported as failed.
+    Verifies: when a load ends, that a copy was begun for each block given for it, up to the first one reported as
+    failed.
     Does not verify: connectors, and children of a `MultiConnector`, without a decoder; groups with a window; that a
     copy was carried out (BYTES_UNCHANGED); loads that never end (LIVENESS); requests that end before their asynchronous
     load.
@@ -237,15 +235,15 @@ class LoadComplete(Checker):
         self._num_groups = len(windows)
         self._has_window = [bool(window) for window in windows]
         self._awaited: dict[int, _Awaited] = {}
-        """By job id."""
+        """Job id → load."""
         self._is_decoded: dict[str, bool] = {}
-        """Place of a connector → whether all metadata that it has handed over were decoded."""
+        """Place of a connector → whether all metadata that it handed over had a decoder."""
         self._failed_blocks: frozenset[int] = frozenset()
         self._last_step = 0
-        """Event of the last step."""
+        """Sequence number of the last step."""
 
     def begin(self) -> None:
-        """Which metadata are decoded is not known, so nothing is judged."""
+        """Judge nothing: which metadata had a decoder is not known."""
         super().begin()
         self._is_decoded[""] = False
 
@@ -303,7 +301,7 @@ class LoadComplete(Checker):
 
     @on(payloads.Called)
     def _called(self, called: payloads.Called) -> None:
-        """Judge what the last steps have read, of which the log has no report if they ended the engine."""
+        """Judge the loads of the last steps, which have no report in the log if they ended the engine."""
         if called.hook == "shutdown":
             for load in self._awaited.values():
                 if load.unfilled and not load.is_async and load.sequence < self._last_step:

@@ -1,4 +1,4 @@
-"""Which blocks a copy reads or writes, where a decoder has read that from the connector's metadata."""
+"""Blocks of copies, if a decoder reads the connector's metadata."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvledger.lifecycle.events import NULL_BLOCK
 
 
 class RuleOfTables(Checker):
-    """A rule that asks for the last block table of each life: a copy may read blocks that its request has just lost."""
+    """Base of rules that need each life's last block table: copies may read blocks that their request has just lost."""
 
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
@@ -29,7 +29,7 @@ class RuleOfTables(Checker):
         self._last.pop(event.ordinal, None)
 
     def table_of(self, copy: Transferred) -> Sequence[int] | None:
-        """The blocks of the copy's group, or of all, in token order; None where the life holds and has lost none."""
+        """Return the blocks of the copy's group, or of all, in token order; None if the life has and lost none."""
         life = self.moment.life
         table = None if life is None else self.tables.of(life.ordinal) or self._last.get(life.ordinal)
         if not table:
@@ -38,12 +38,12 @@ class RuleOfTables(Checker):
 
 
 class TableEq(RuleOfTables):
-    """TABLE_EQ: a copy's blocks stand in the request's table, in the order of the copy.
+    """TABLE_EQ: a copy's blocks are in the request's table, in the order of the copy.
 
-    Verifies: the first block where the copy says that it stands, each other one behind the one before; what is stored
-    already may be left out between them (OffloadingConnector does so, 0.32).
-    Does not verify: copies of a connector without a decoder; blocks that a window has left; that nothing else is left
-    out.
+    Verifies: the first block is at the position that the copy names, each other one after the one before. Stored blocks
+    may be left out between them (OffloadingConnector does so, 0.32).
+    Does not verify: copies of a connector without a decoder; blocks that a window has left; that no other blocks are
+    left out.
     """
 
     rule = "TABLE_EQ"
@@ -65,8 +65,7 @@ class SrcBlockOwned(RuleOfTables):
     """SRC_BLOCK_OWNED: a save reads blocks that its request holds, or has just lost.
 
     Verifies: this for each block of each save that a decoder has read.
-    Does not verify: in which place the block stands (TABLE_EQ); what it holds; saves of which the metadata does not
-    say for whom they are.
+    Does not verify: the block's position (TABLE_EQ); its content; saves whose request the metadata does not name.
     """
 
     rule = "SRC_BLOCK_OWNED"

@@ -1,4 +1,4 @@
-"""The ends that vLLM waits for: of asynchronous loads, and of what its blocks are kept for."""
+"""Ends that vLLM waits for: of asynchronous loads, and of copies for which it keeps blocks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from kvledger.lifecycle import on
 from kvledger.lifecycle.audit import AuditModel, Checker
 
 MAX_SILENT_NS = 60 * 10**9
-"""After so long something that vLLM waits for counts as forgotten."""
+"""Nanoseconds after which something that vLLM waits for counts as forgotten."""
 
 
 class RuleOfEnds(Checker):
-    """A rule about who is owed an end, by request id: vLLM knows it by nothing else."""
+    """Base of rules about ends that vLLM waits for, by request id: reports have nothing else."""
 
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self.waiting: dict[str, tuple[int, int]] = {}
-        """Request id -> event that issued an asynchronous load, and its time."""
+        """Request id → sequence number and time of the event that issued an asynchronous load."""
         self.kept: dict[str, tuple[int, int]] = {}
-        """Request id -> event that said its blocks are kept, and its time."""
+        """Request id → sequence number and time of the answer that keeps its blocks."""
 
     @on(e.LoadIssued)
     def _issued(self, event: e.LoadIssued) -> None:
@@ -35,18 +35,21 @@ class RuleOfEnds(Checker):
 
 
 class CompletionOnce(RuleOfEnds):
-    """COMPLETION_ONCE: each asynchronous load and each kept request is reported to vLLM once, and nothing else.
+    """COMPLETION_ONCE: each asynchronous load and each kept request is reported to vLLM once, and no other request is.
 
-    vLLM asserts that it knows whoever is named, and frees the blocks of who has ended
-    (`v1/core/sched/scheduler.py`, _update_from_kv_xfer_finished, 0.32).
+    vLLM asserts that it knows a reported request, and frees the blocks of an ended one (`v1/core/sched/scheduler.py`,
+    _update_from_kv_xfer_finished, 0.32).
 
-    Verifies: each id in `finished_recving` and `failed_recving` is of a request that waits for a load, each in
-    `finished_sending` of one whose blocks are kept; each of them once. A load that is reported of a request that has
-    ended frees its blocks, also those that were to be kept: nobody may name it after that. Under a `MultiConnector`:
-    the recorded child's own workers report only what it owes; if the `MultiConnector` is recorded, no child reports a
-    load that another one was chosen for, or kept blocks that it does not keep. A worker reports kept blocks once, also
-    where a `MultiConnector` waits for the end of another child that keeps them.
-    Does not verify: ends that were owed where the log does not begin at its beginning; that an end comes (LIVENESS).
+    Verifies: of reports:
+
+    - Each id in `finished_recving` and `failed_recving` is of a request that waits for a load, each in
+      `finished_sending` of one with kept blocks; each once.
+    - After the load of an ended request is reported, its kept blocks are not: vLLM has freed them.
+    - If a child of a `MultiConnector` is recorded, its workers report only ends that it has pending.
+    - If a `MultiConnector` is recorded, no child reports a load for which another one was chosen, or kept blocks that
+      it does not keep. A worker reports kept blocks once, also while the `MultiConnector` waits for another child.
+
+    Does not verify: ends from before the log or the audit began; that an end comes (LIVENESS).
     """
 
     rule = "COMPLETION_ONCE"
@@ -54,22 +57,22 @@ class CompletionOnce(RuleOfEnds):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._ended: dict[tuple[str, bool], int] = {}
-        """(request id, whether it was kept) -> event by which vLLM had it, until the id arrives again."""
+        """(request id, whether it was kept) → sequence number of the report to vLLM, until the id arrives again."""
         self._is_alone = True
         self._is_from_beginning = True
         self._chosen: dict[str, payloads.LoadChosen] = {}
         """Request id → child of a recorded `MultiConnector` that loads for it."""
         self._named: set[tuple[str, bool, int]] = set()
-        """(request id, whether of kept blocks, child) of ends that are not owed; reported once in a life."""
+        """(request id, whether of kept blocks, child) of violations; each counts once in a life."""
         self._kept_by: dict[str, frozenset[int]] = {}
-        """Request id → children of a recorded `MultiConnector` that keep its blocks, as far as the log says so."""
+        """Request id → children of a recorded `MultiConnector` that keep its blocks, if recorded."""
         self._reported_by_workers: dict[str, set[tuple[int, int]]] = {}
-        """Request id → (child, rank) of workers that have reported the end of its kept blocks, until vLLM has it."""
+        """Request id → (child, rank) of workers that reported its kept blocks, until vLLM gets the end."""
         self._reporters: dict[tuple[str, bool], dict[str, None]] = {}
-        """(request id, whether of kept blocks) → classes of the children that have reported it in this output."""
+        """(request id, whether of kept blocks) → classes of the children that reported it in this output."""
 
     def begin(self) -> None:
-        """What is owed from before is not known."""
+        """Accept ends that may have been pending before the audit."""
         self._is_alone = self._is_from_beginning = False
 
     @on(e.LogNote)
@@ -128,7 +131,7 @@ class CompletionOnce(RuleOfEnds):
         is_owed = request_id in owed or (request_id, was_kept) in self._ended or not self._is_from_beginning
         if ends.child == payloads.OWN:
             return "" if is_owed else "which it does not owe"
-        if was_kept and not is_owed:  # kvledger, if it is a child, removes it before vLLM gets it
+        if was_kept and not is_owed:  # a kvledger child removes it before vLLM gets it
             return "which no child owes"
         keepers = self._kept_by.get(request_id, frozenset()) if was_kept else frozenset()
         if keepers and ends.child not in keepers:
@@ -144,7 +147,7 @@ class CompletionOnce(RuleOfEnds):
         for request_id in sent:
             self._kept_by.pop(request_id, None)
             self._reported_by_workers.pop(request_id, None)
-        for request_id in self.kept.keys() & set(received) if self._is_alone else ():  # who has ended
+        for request_id in self.kept.keys() & set(received) if self._is_alone else ():  # requests that have ended
             del self.kept[request_id]
             self._ended[request_id, True] = self.moment.sequence
         for ids, owed, was_kept, what in (
@@ -164,10 +167,10 @@ class CompletionOnce(RuleOfEnds):
 
 
 class Liveness(RuleOfEnds):
-    """LIVENESS: what vLLM waits for comes to its end.
+    """LIVENESS: everything that vLLM waits for is reported.
 
-    Verifies: at each step, that no asynchronous load and no kept blocks have been without an end for a minute.
-    Does not verify: what was younger when the log ended; what an engine waits for that makes no steps any more.
+    Verifies: at each step, that no asynchronous load and no kept blocks have been pending for more than a minute.
+    Does not verify: what was pending for less when the log ended; an engine that makes no more steps.
     """
 
     rule = "LIVENESS"
@@ -176,7 +179,7 @@ class Liveness(RuleOfEnds):
     def _reported(self, ends: payloads.ReportedToVLLM) -> None:
         for request_id in (*ends.finished_recving, *ends.failed_recving):
             self.waiting.pop(request_id, None)
-            self.kept.pop(request_id, None)  # it has ended, and vLLM frees it now
+            self.kept.pop(request_id, None)  # it has ended, and vLLM frees the blocks now
         for request_id in ends.finished_sending:
             self.kept.pop(request_id, None)
 

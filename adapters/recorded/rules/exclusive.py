@@ -1,4 +1,4 @@
-"""Who else uses the blocks of a copy that is under way. Each is judged as far as the log shows when a copy ends."""
+"""Blocks of copies in flight, as far as the log shows when a copy ends."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from kvledger.lifecycle.events import NULL_BLOCK
 
 
 class LoadDstExclusive(RuleOfCopies):
-    """LOAD_DST_EXCLUSIVE: a load fills blocks that were given for it, and nobody else fills them.
+    """LOAD_DST_EXCLUSIVE: a load fills blocks that were given for it, and nothing else fills them.
 
-    vLLM allocates blocks for the tokens that it claims of the answer, behind those that are computed
-    (`kv_connector/v1/base.py`, get_num_new_matched_tokens and update_state_after_alloc, 0.32); what is computed may be
-    shared with requests that run.
+    vLLM allocates blocks for the tokens that it claims, after the computed ones (`kv_connector/v1/base.py`,
+    get_num_new_matched_tokens and update_state_after_alloc, 0.32). Blocks of computed tokens may be shared with running
+    requests.
 
-    Verifies: each block of a load stands in its request's table for a token that the load is to bring, each once; no
-    load under way fills it, and no other request is given it before the load has ended.
-    Does not verify: copies of a connector without a decoder; whether the forward of a step that is still computed
-    writes into a block that its request has lost, which the order of the device's streams decides.
+    Verifies: each block of a load is in its request's table for a token that the load must bring, each once. No other
+    load in flight fills it, and no other request gets it before the load has ended.
+    Does not verify: copies of a connector without a decoder; whether a step in flight writes into a block that its
+    request has lost, which depends on the order of the device's streams.
     """
 
     rule = "LOAD_DST_EXCLUSIVE"
     judges_loads = True
 
     def begins(self, begun: Begun) -> None:
-        """Are they given for it, and is it alone?"""
+        """Check that the blocks were given for the load, and that no other load fills them."""
         copy, table = begun.copy, self.tables.of(begun.ordinal)
         jobs = [job for job in self.copies.of_life(begun.ordinal) if job.is_load]
         given = {block_id for job in jobs for block_id in job.block_ids}
@@ -47,42 +47,42 @@ class LoadDstExclusive(RuleOfCopies):
                 self.broken(detail, other.sequence, request_id=begun.request_id)
 
     def step_built(self) -> None:
-        """Is a block of a load given to somebody else?"""
+        """Check that no block of a load was given to another request."""
         self.given_away(loads=True)
 
 
 class BlockReuseFenced(RuleOfCopies):
-    """BLOCK_REUSE_FENCED: nobody is given a block that a save for another request still reads.
+    """BLOCK_REUSE_FENCED: no request gets a block that a save for another request still reads.
 
     "Async saves must retain their source blocks until completion is reported to the scheduler" (wait_for_save), or the
     workers finish them before the step that fills the blocks (handle_preemptions; `kv_connector/v1/base.py`, 0.32).
 
-    Verifies: this at each step, for all blocks that it or an allocation before it gives, beyond what is shared.
-    Does not verify: copies of a connector without a decoder, or whose end is not in the log; that workers do wait where
-    the metadata says that they should.
+    Verifies: this at each step, for all blocks that it, or an allocation before it, gives, except shared ones.
+    Does not verify: copies of a connector without a decoder, or whose end is not in the log; that workers wait if the
+    metadata demands it.
     """
 
     rule = "BLOCK_REUSE_FENCED"
     judges_loads = False
 
     def step_built(self) -> None:
-        """Is a block of a save given to somebody else?"""
+        """Check that no block of a save was given to another request."""
         self.given_away(loads=False)
 
 
 class SrcBlockStable(RuleOfCopies):
     """SRC_BLOCK_STABLE: no load fills a block that a save still reads.
 
-    Verifies: this for each load as it begins, whosever the save is.
-    Does not verify: what a forward writes into the block, which is BLOCK_REUSE_FENCED where it is another request's and
-    does no harm where it is behind what is saved; copies of a connector without a decoder, or whose end is not payload.
+    Verifies: this for each load as it begins, against the saves of all requests.
+    Does not verify: what a forward writes into the block: BLOCK_REUSE_FENCED finds that of another request, and it does
+    no harm after the saved tokens; copies of a connector without a decoder, or whose end is not in the log.
     """
 
     rule = "SRC_BLOCK_STABLE"
     judges_loads = True
 
     def begins(self, begun: Begun) -> None:
-        """Does a save read there?"""
+        """Check that no save reads the load's blocks."""
         for save in self.under_way(loads=False):
             if shared := begun.block_ids & save.block_ids:
                 detail = f"load {begun.copy.job} fills block {min(shared)}, which save {save.copy.job} still reads"
@@ -90,18 +90,18 @@ class SrcBlockStable(RuleOfCopies):
 
 
 class LoadXorStores(RuleOfCopies):
-    """LOAD_XOR_STORES: a block is not saved while a load fills it: what is saved may be what was there before.
+    """LOAD_XOR_STORES: a block is not saved while a load fills it: the save might copy what was there before.
 
     Verifies: this for each save as it begins, against asynchronous loads.
     Does not verify: loads within a step, which end before what its saves read is computed; copies of a connector
-    without a decoder, or whose end is not payload.
+    without a decoder, or whose end is not in the log.
     """
 
     rule = "LOAD_XOR_STORES"
     judges_loads = False
 
     def begins(self, begun: Begun) -> None:
-        """Is a load filling what it reads?"""
+        """Check that no load fills the save's blocks."""
         for load in self.under_way(loads=True):
             if load.copy.ends_with != STEP and (shared := begun.block_ids & load.block_ids):
                 detail = f"save {begun.copy.job} reads block {min(shared)}, which load {load.copy.job} is still filling"

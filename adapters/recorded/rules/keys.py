@@ -1,4 +1,4 @@
-"""Under which keys a connector gives back what it has saved, where a decoder has read its copies."""
+"""Keys under which a connector loads what it saved, if a decoder reads its copies."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvledger.lifecycle import on
 from kvledger.lifecycle.audit import AuditModel
 
 MAX_KEYS = 1 << 20
-"""After so many different ones it is no longer known what is saved."""
+"""Number of different keys that are remembered. With more, it is not known what is saved."""
 MAX_PAGES = 1 << 16
-"""Saved pages whose digests are remembered; the oldest are forgotten first."""
+"""Number of saved pages whose digests are remembered; the oldest are forgotten first."""
 MAX_ENDED = 1 << 10
 """Ended lives whose keys are remembered: a connector may save their blocks later."""
 _IN_OWN_MEMORY = frozenset({"SimpleCPUOffloadMetadata", "OffloadingConnectorMetadata"})
-"""Metadata of connectors whose store is made empty when the engine starts."""
+"""Metadata classes of connectors whose store is empty when the engine starts."""
 _OFFLOADING_SPECS = frozenset({None, "CPUOffloadingSpec"})
 
 _Image = tuple[int, int, int, int]
@@ -28,7 +28,7 @@ _Image = tuple[int, int, int, int]
 
 
 class _Saved(NamedTuple):
-    """Who saved a page first."""
+    """The first save of a page."""
 
     key: bytes
     request_id: str
@@ -38,16 +38,16 @@ class _Saved(NamedTuple):
 class SavedUnderKey(RuleOfTables):
     """SAVED_UNDER_KEY: what a load brings was saved under the request's own keys.
 
-    A block's key stands for all tokens up to its end and for what else the KV depends on: the LoRA adapter, the media,
-    the cache salt. A connector that leaves one of them out gives a request the KV of another one.
+    A block's key covers all tokens up to its end and all else that the KV depends on: LoRA adapter, media, cache salt.
+    A connector that leaves one out gives a request the KV of another one.
 
-    Verifies: with digests, that no load brings bytes that were saved in this log under other keys, and under the
-    request's own keys by nobody. Without digests, that a connector whose store is empty when the engine starts
-    (`SimpleCPUOffloadConnector`; `OffloadingConnector` with `CPUOffloadingSpec`) loads no block that nobody has saved
+    Verifies: with digests, no load brings bytes that this log shows as saved under other keys, and never under the
+    request's own. Without digests, a connector whose store is empty when the engine starts
+    (`SimpleCPUOffloadConnector`; `OffloadingConnector` with `CPUOffloadingSpec`) loads no block that was never saved
     under its key.
-    Does not verify: without digests, connectors whose store outlives the engine or is shared; with a store of that kind
-    and equal tokens of different salts, whether the bytes were saved under the request's keys before this log began;
-    turns of a session after the first; anything in a log that does not begin at its beginning.
+    Does not verify: without digests, connectors whose store outlives the engine or is shared; with such a store and
+    equal tokens under different salts, whether the bytes were saved under the request's keys before the log; turns of a
+    session after the first; anything in a log without its beginning.
     """
 
     rule = "SAVED_UNDER_KEY"
@@ -62,21 +62,21 @@ class SavedUnderKey(RuleOfTables):
         """Ordinal → saved blocks whose keys are not known yet."""
         self._images: OrderedDict[_Image, _Saved] = OrderedDict()
         self._unsaved: dict[int, frozenset[int]] = {}
-        """Ordinal → blocks of its last load whose keys nobody had saved when it was claimed."""
+        """Ordinal → blocks of its last load whose keys had not been saved when vLLM claimed it."""
         self._ended: OrderedDict[int, tuple[str, Sequence[bytes]]] = OrderedDict()
-        """Ordinal → request id and keys."""
+        """Ordinal → request id and keys of an ended life."""
         self._last_ended: dict[str, int] = {}
-        """Request id → ordinal of its last life, if that is among the ended ones."""
+        """Request id → ordinal of its last life, if that is in `_ended`."""
         self._continued: set[int] = set()
-        """Ordinals of sessions with another turn: the keys say nothing of what was saved before it."""
+        """Ordinals of sessions with another turn, whose keys do not cover earlier saves."""
         self._has_sessions = False
-        """Whether a session had another turn; then it is not known under which keys all that is saved was saved."""
+        """Whether a session had another turn, so that some keys of saved blocks are unknown."""
         self._options: Mapping[str, Any] = {}
         self._is_in_own_memory: dict[str, bool] = {}
         """Place of a connector, as in `MetadataSeen` → whether its store was empty when the log began."""
 
     def begin(self) -> None:
-        """What was saved before is not known."""
+        """Judge nothing: what was saved before is not known."""
         self._knows_all = False
 
     @on(payloads.RecordingStarted)
@@ -114,7 +114,7 @@ class SavedUnderKey(RuleOfTables):
         if table is None:
             self._save(life.keys)
             return
-        if copy.first_block >= 0 and None in copy.places(table):  # TABLE_EQ says so; what is saved is not known
+        if copy.first_block >= 0 and None in copy.places(table):  # TABLE_EQ reports this; what is saved is not known
             self._knows_all = False
             return
         copied = frozenset(copy.block_ids)
@@ -132,7 +132,7 @@ class SavedUnderKey(RuleOfTables):
         life = self.lives.get(copied.request_id)
         ended = self._ended.get(self._last_ended.get(copied.request_id, -1))
         if life is None and ended is None:
-            self._knows_all = False  # of which tokens is not known
+            self._knows_all = False  # its tokens are not known
         for keys in (() if life is None else life.keys, () if ended is None else ended[1]):
             self._save(keys)
 
@@ -158,7 +158,7 @@ class SavedUnderKey(RuleOfTables):
         if life is None or life.ordinal != event.ordinal:
             return
         self._nameless.pop(event.ordinal, None)
-        if event.ordinal in self._continued:  # what it saved before its last turn has no key any more
+        if event.ordinal in self._continued:  # what it saved before its last turn has no key here
             self._continued.discard(event.ordinal)
             return
         self._ended[event.ordinal] = event.request_id, life.keys
@@ -178,7 +178,7 @@ class SavedUnderKey(RuleOfTables):
             return
         first, end = event.first_token // self._block_size, (event.first_token + event.num_tokens) // self._block_size
         blocks = range(first, min(end, len(life.keys)))
-        # A key stands for everything before its block. So what lies before a saved block is a hole, and no other key's.
+        # A key covers all tokens before its block, so an unsaved block before a saved one is a hole, not another key's.
         backwards = takewhile(lambda block: life.keys[block] not in self._saved, reversed(blocks))
         unsaved = frozenset(backwards)
         if unsaved:
@@ -187,13 +187,13 @@ class SavedUnderKey(RuleOfTables):
             self._unsaved.pop(event.ordinal, None)
 
     def _judge_load(self, copy: payloads.Transferred) -> None:
-        """Of a store that was empty when the log began."""
+        """Judge a load from a store that was empty when the log began."""
         life = self.moment.life
         unsaved = () if life is None else self._unsaved.get(life.ordinal, ())
         head, is_child, _ = copy.job.rpartition("/")
         if life is None or not unsaved or not self._is_in_own_memory.get(head + is_child, False):
             return
-        # A running request may have saved them, of whose output the keys are not known yet.
+        # A running request may have saved these blocks of its output, whose keys are not known yet.
         unknown = {block for blocks in self._nameless.values() for block in blocks}
         left = sorted(block for block in unsaved if block not in unknown)
         if left and not self._has_sessions:
@@ -229,7 +229,7 @@ class SavedUnderKey(RuleOfTables):
 
 
 def _spec_name(options: Mapping[str, Any], place: str) -> object:
-    """Where an OffloadingConnector at this place keeps what it saves; None: not given."""
+    """Return the `spec_name` of an OffloadingConnector at this place; None if its options have none."""
     extra = options.get("kv_connector_extra_config") or {}
     if place:
         children = extra.get("connectors") if isinstance(extra, Mapping) else None

@@ -1,4 +1,4 @@
-"""What a preempted request is answered, of what the connector has of it."""
+"""Preempted requests: what a connector offers of what it has."""
 
 from __future__ import annotations
 
@@ -12,44 +12,42 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import AuditModel, Checker, Visits
 
 MAX_KEYS = 1 << 20
-"""After so many different ones it is no longer known how much the connector can hold."""
+"""Number of different keys that are remembered. With more, the connector's capacity is not known."""
 NEVER = -1
 
 
 @attrs.frozen
 class _Held:
-    """Tokens of a request that the connector was seen to have."""
+    """Tokens of a request that the connector had."""
 
     num_tokens: int
     saved_at: int
-    """How many blocks had been saved, of everybody, when the first of these was."""
+    """Blocks of all requests that had been saved when the first of these was."""
     sequence: int
-    """The event that shows it."""
+    """Sequence number of the event that shows it."""
 
 
 @attrs.define
 class _Account:
-    """One life."""
-
     held: _Held | None = None
     is_resumed: bool = False
     has_been_offered: bool = False
-    """Since its last preemption."""
+    """Whether it was offered tokens since its last preemption."""
     num_computed_tokens: int = 0
-    """When it was last looked up."""
+    """Computed tokens at its last lookup."""
     num_tokens: int = 0
 
 
 class ResumeCoversOutput(Checker):
-    """RESUME_COVERS_OUTPUT: a preempted request is looked up with all its tokens, and is given what is there.
+    """RESUME_COVERS_OUTPUT: a preempted request is looked up with all its tokens, and is offered what is stored of it.
 
-    The second half is a matter of speed: what is there and not given is computed again.
+    Breaking the second half costs time only: tokens that could be loaded are computed again.
 
-    Verifies: the core's rule of this name; and that a resumed request is offered something where the connector had
-    offered this very request more than twice of what is computed, and since that was saved too little else was to have
-    driven it out: no more than what something that was offered later was seen to survive.
-    Does not verify: the second half for what the request itself has saved and was never offered, for nothing says when
-    that is done; where a load of it has failed; with several groups of layers; after a reset, of what was before it.
+    Verifies: the core's rule of this name. A resumed request is offered something if the connector had offered it more
+    than twice the tokens that are computed, unless more blocks were saved since than other data is known to have
+    survived, because it was offered later.
+    Does not verify: of the second half, tokens that were saved and never offered, because no event shows when they are
+    stored; requests with a failed load; several groups of layers; anything from before a reset.
     """
 
     rule = "RESUME_COVERS_OUTPUT"
@@ -64,15 +62,15 @@ class ResumeCoversOutput(Checker):
     def _forget(self) -> None:
         self._accounts: dict[int, _Account] = {}
         self._seen_at: dict[bytes, int] = {}
-        """Key of a block -> different blocks saved when somebody who has it was last looked up or saved."""
+        """Key of a block → different blocks saved when a request that has it was last looked up or saved."""
         self._saved_at: dict[bytes, int] = {}
-        """Key of a block -> blocks saved, the same ones again included, when it was last saved."""
+        """Key of a block → blocks saved, repeated ones included, when it was last saved."""
         self._num_saved_blocks = 0
         self._num_survived = 0
-        """The most different blocks that were saved after something that was offered later."""
+        """Most different blocks that were saved between the last use of a block and a later offer of it."""
 
     def visits(self) -> Visits:
-        """Those of the core's rule first."""
+        """Return those of the core's rule first."""
         return [*self._core.visits(), *super().visits()]
 
     @on(e.CacheReset)
@@ -117,11 +115,11 @@ class ResumeCoversOutput(Checker):
         if len(self._seen_at) > MAX_KEYS:
             self._knows_all = False
             self._forget()
-        # A lookup or a save may keep what it concerns from being driven out; whether it does is not known.
+        # A lookup or a save may keep its blocks from being evicted; the log does not show whether it does.
         self._seen_at.update(dict.fromkeys(keys, len(self._saved_at)))
 
     def _offered(self, account: _Account, num_tokens: int, keys: Sequence[bytes]) -> None:
-        """The connector has so many tokens of somebody."""
+        """Note that the connector has so many tokens with these keys."""
         keys = keys[: num_tokens // self._block_size]
         if keys and keys[-1] in self._seen_at:
             self._num_survived = max(self._num_survived, len(self._saved_at) - self._seen_at[keys[-1]])

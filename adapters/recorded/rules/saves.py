@@ -1,4 +1,4 @@
-"""What is saved of a request, in which order, where a decoder has read that from the connector's metadata."""
+"""What is saved of a request, in which order, if a decoder reads the connector's metadata."""
 
 from __future__ import annotations
 
@@ -13,31 +13,29 @@ from kvledger.lifecycle import on
 from kvledger.lifecycle.audit import AuditModel
 
 MAX_KEYS = 1 << 20
-"""After so many different ones it is no longer known what is stored."""
+"""Number of different keys that are remembered. With more, it is not known what is stored."""
 
 
 @attrs.define
 class _Account:
-    """What became of one life's blocks."""
-
     num_blocks: int = 0
-    """From the first on, each of which is saved, or was when somebody looked."""
+    """Blocks from the first on that are judged already."""
     nameless: list[int] = attrs.field(factory=list)
     """Places of saved blocks whose keys are not known yet."""
     hits: list[int] = attrs.field(factory=list)
-    """Tokens that each answer since the last preemption said are there."""
+    """Tokens of the hit in each answer since the last preemption."""
 
 
 class StoreContiguous(RuleOfTables):
-    """STORE_CONTIGUOUS: what is saved of a request leaves no hole, for nobody gets behind one.
+    """STORE_CONTIGUOUS: what is saved of a request leaves no hole, because a lookup finds nothing after one.
 
-    A matter of speed: right KV behind a hole is computed again by everybody, and nobody reads wrong KV.
+    Breaking it costs time only: KV after a hole is computed again.
 
-    Verifies: each block before the last one that a copy saves was saved for a request with the same tokens, was
-    loaded, or lay in a hit that was answered; once for each hole. If what lookups answered, added up, is where the copy
-    begins, the finding says that asking has moved it.
-    Does not verify: anything in a log that does not begin at its beginning, or after a copy of which the log does not
-    say of which tokens; groups with a window; whether what was stored is still there; that anything is saved at all.
+    Verifies: each block before the last one of a save was saved for a request with the same tokens, was loaded, or was
+    in a hit that was answered; once for each hole. If the hits of several answers add up to the save's beginning, the
+    finding says that lookups moved it.
+    Does not verify: anything in a log without its beginning, or after a copy whose tokens the log does not show; groups
+    with a window; whether saved blocks are still stored; that anything is saved at all.
     """
 
     rule = "STORE_CONTIGUOUS"
@@ -51,11 +49,11 @@ class StoreContiguous(RuleOfTables):
         self._group = next((group for group, window in enumerate(model.configuration.windows) if not window), None)
 
     def begin(self) -> None:
-        """What was saved before is not known."""
+        """Judge nothing: what was saved before is not known."""
         self._knows_all = False
 
     def _account(self) -> _Account:
-        """Of the event's request; one that nobody keeps, where there is none."""
+        """Return the account of the event's life; without a life, one that is thrown away."""
         return (
             _Account() if self.moment.life is None else self._accounts.setdefault(self.moment.life.ordinal, _Account())
         )
@@ -66,7 +64,7 @@ class StoreContiguous(RuleOfTables):
 
     @on(e.SessionContinued)
     def _continued(self, event: e.SessionContinued) -> None:
-        if self.moment.life is not None:  # other tokens follow
+        if self.moment.life is not None:  # the tokens after that are replaced
             account, num_blocks = self._account(), event.num_computed_tokens // self._block_size
             account.num_blocks = min(account.num_blocks, num_blocks)
             account.nameless = [place for place in account.nameless if place < num_blocks]
@@ -107,7 +105,7 @@ class StoreContiguous(RuleOfTables):
         if not copied.copy.is_load and life is not None and copied.copy.first_block >= 0:
             self._store(
                 life.keys[copied.copy.first_block :]
-            )  # its table is gone: all that may be saved counts as saved
+            )  # its table is gone: all blocks that it may save count as saved
         elif not copied.copy.is_load:
             self._knows_all = False
 
@@ -122,7 +120,7 @@ class StoreContiguous(RuleOfTables):
         if life is None or table is None:
             return
         copied = [place for place in copy.places(table) if place is not None]
-        if len(copied) < len(copy.block_ids):  # TABLE_EQ says what is wrong with it
+        if len(copied) < len(copy.block_ids):  # TABLE_EQ reports what is wrong
             copied = list(range(copy.first_block, copy.first_block + len(copy.block_ids)))
         account, keys = self._account(), life.keys
         left_out = set(range(account.num_blocks, min(len(keys), copied[-1]))).difference(copied)

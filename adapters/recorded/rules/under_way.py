@@ -1,7 +1,7 @@
-"""Which copies are under way, and which blocks are given to be filled; what the rules about both have in common.
+"""Copies in flight and blocks given to be filled: the base of the rules about both.
 
-A copy is under way from the metadata that hands it to the workers until the log has its end: by its job, by its
-request, or because its step is over (`payloads.ENDS`). One whose end no log shows is over at once.
+A copy is in flight from the metadata that hands it to the workers until its job, request or step ends in the log
+(`payloads.ENDS`). A copy whose end no log shows is over at once.
 """
 
 from __future__ import annotations
@@ -18,59 +18,59 @@ from kvledger.lifecycle.events import NULL_BLOCK
 
 
 class Begun(NamedTuple):
-    """A copy, and when and for whom it began."""
+    """A copy, and the event and life that it belongs to."""
 
     sequence: int
     request_id: str
     ordinal: int
-    """Of the life; -1 where it is nobody's who still has the blocks."""
+    """Ordinal of the life; -1 if none has the blocks any more."""
     copy: payloads.Transferred
 
     @property
     def block_ids(self) -> frozenset[int]:
-        """Without those that stand for what a window does not see."""
+        """Return the blocks, without null blocks for what a window does not see."""
         return frozenset(self.copy.block_ids) - {NULL_BLOCK}
 
 
 class RuleOfCopies(Checker):
-    """A rule about copies that begin, or about blocks that are given while copies are under way."""
+    """Base of rules about copies that begin, or blocks that are given while copies are in flight."""
 
     judges_loads: ClassVar[bool]
-    """Whether `begins` wants loads; else it wants saves."""
+    """Whether `begins` is called for loads; otherwise it is for saves."""
 
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._under_way: dict[str, list[Begun]] = {}
-        """Job -> its copies."""
+        """Job → its copies."""
         self._awaited: frozenset[str] = frozenset()
-        """Jobs that are over before this step computes anything."""
+        """Jobs that end before this step computes anything."""
         self.given: dict[int, int] = {}
-        """Block -> ordinal of the life that is to fill it from this step on."""
+        """Block → ordinal of the life that fills it from this step on."""
 
     # --- for the rules ------------------------------------------------------------------------
 
     def begins(self, begun: Begun) -> None:
-        """A copy begins; the others are under way."""
+        """Judge a copy that begins; `under_way` yields the others."""
 
     def step_built(self) -> None:
-        """All copies of the step have begun, and `given` is complete."""
+        """Judge a step: all its copies have begun, and `given` is complete."""
 
     def under_way(self, *, loads: bool) -> Iterator[Begun]:
-        """Copies of one direction."""
+        """Yield the copies in flight in one direction."""
         return (begun for begun in chain(*self._under_way.values()) if begun.copy.is_load is loads)
 
     def given_away(self, *, loads: bool) -> None:
-        """Is a block of such a copy given to somebody else?"""
+        """Report copies of one direction of which a block was given to another life."""
         for begun in self.under_way(loads=loads):
             taken = {block for block in begun.block_ids if self.given.get(block, begun.ordinal) != begun.ordinal}
-            # What one request computes in a step others may share in that very step, and save behind it.
+            # Other requests may share a block in the very step in which one computes it, and save it after that.
             taken = taken and taken.difference(self.tables.of(begun.ordinal))
             if taken:
                 what = f"load {begun.copy.job} still fills" if loads else f"save {begun.copy.job} still reads"
                 detail = f"block {min(taken)} is given away, which {what}"
                 self.broken(detail, begun.sequence, request_id=begun.request_id)
 
-    # --- what is under way --------------------------------------------------------------------
+    # --- copies in flight ---------------------------------------------------------------------
 
     @on(payloads.Transferred)
     def _copied(self, copy: payloads.Transferred) -> None:
@@ -128,7 +128,7 @@ class RuleOfCopies(Checker):
             else:
                 del self._under_way[job]
 
-    # --- what is given ------------------------------------------------------------------------
+    # --- given blocks -------------------------------------------------------------------------
 
     @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated) -> None:

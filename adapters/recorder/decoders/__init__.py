@@ -1,8 +1,7 @@
-"""Reads what connectors hand to their workers and get from them as copies of blocks; a file for each connector.
+"""Reads copies of blocks from the metadata between connectors and their workers; one file for each connector.
 
-A decoder knows the class of the metadata and nothing else of its connector. Which one is asked is decided by the name
-of that class, so none imports a connector. Of a class that no decoder knows nothing is recorded; a decoder raises
-where its class is not what it was in the version that the decoder was written for.
+A decoder is chosen by the name of the metadata's class, so none imports a connector. It raises if the class differs
+from the version that it was written for. Copies in other classes are not recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kvledger.adapters.recorder.decoders import example, lmcache_mp, nixl, offlo
 from kvledger.lifecycle import logged_request_id
 
 Copies = Iterator[tuple[str, Transferred]]
-"""(request id, copy); the id is empty where the metadata names no request, or several."""
+"""(request id, copy); the id is empty if the metadata names no request, or several."""
 COPIES: Mapping[str, Callable[[Any, int], Copies]] = MappingProxyType(
     {
         "OffloadingConnectorMetadata": offloading.copies,
@@ -36,7 +35,7 @@ _OF_A_RECORDER = frozenset({"AskedPages", "RecordedReports"})
 
 
 def copies(metadata: object, block_size: int) -> Copies:
-    """The copies that metadata hands to the workers."""
+    """Yield the copies that this metadata hands to the workers."""
     for place, part in _parts(metadata):
         decode = COPIES.get(type(part).__name__)
         for request_id, copy in () if decode is None else decode(part, block_size):
@@ -44,27 +43,27 @@ def copies(metadata: object, block_size: int) -> Copies:
 
 
 def awaited(metadata: object) -> Iterator[str]:
-    """Jobs that the workers finish before the step of this metadata computes anything."""
+    """Yield the jobs that the workers finish before the step computes anything."""
     for place, part in _parts(metadata):
         if type(part).__name__ == "OffloadingConnectorMetadata":
             yield from (_job(place, job) for job in offloading.awaited(part))
 
 
 def completed(worker_metadata: object) -> Iterator[tuple[str, int]]:
-    """(job, workers that have done it) of what workers report."""
+    """Yield (job, number of workers that have done it)."""
     for place, part in _parts(worker_metadata):
         decode = COMPLETED.get(type(part).__name__)
         yield from ((_job(place, job), count) for job, count in (() if decode is None else decode(part)))
 
 
 def unread(worker_metadata: object) -> str:
-    """The class of which nobody knows what it reports; empty where there is none."""
+    """Return the first class in the workers' metadata without a decoder; empty if there is none."""
     parts = (type(part).__name__ for _, part in _parts(worker_metadata) if part is not None)
     return next((name for name in parts if name not in COMPLETED), "")
 
 
 def seen(metadata: object) -> Iterator[MetadataSeen]:
-    """The classes of which metadata consists, and whether a decoder knows them."""
+    """Yield each class in the metadata, and whether it has a decoder."""
     for place, part in _parts(metadata):
         if part is not None:
             name = type(part).__name__
@@ -72,15 +71,14 @@ def seen(metadata: object) -> Iterator[MetadataSeen]:
 
 
 def _job(place: str, job: object) -> str:
-    """Name in the log of a job. A connector may name one after its request, whose id may be long."""
+    """Return a job's name in the log; a connector may use a request id, which may be long."""
     return logged_request_id(f"{place}{job}")
 
 
 def _parts(metadata: Any, place: str = "") -> Iterator[tuple[str, object]]:
-    """(what the jobs' names begin with, metadata of one connector), out of envelopes of a recorder inside.
+    """Yield (prefix of the jobs' names, metadata of one connector), without envelopes of a recorder.
 
-    Jobs of a `MultiConnector`'s children are named after the child's place (`kv_connector/v1/multi_connector.py`,
-    0.32).
+    The prefix is the place of a `MultiConnector`'s child (`kv_connector/v1/multi_connector.py`, 0.32).
     """
     if type(metadata).__name__ in _OF_CHILDREN:
         for number, child in enumerate(metadata.metadata):

@@ -1,6 +1,6 @@
 """NixlConnector, pull and push: blocks of each group by request (`kv_connector/v1/nixl/metadata.py`, vLLM 0.32).
 
-What another engine reads here is in no metadata: those are the blocks that an ended request keeps.
+No metadata names what another engine reads from here: the blocks that an ended request keeps.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from kvledger.adapters.recorded.payloads import REQUEST, STEP, Transferred
 
 
 def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]:
-    """What is received, copied to a host buffer within the step, and sent.
+    """Yield what is received, copied to a host buffer within the step, and sent.
 
-    With one group the blocks received begin behind those that are cached here, where the metadata counts these
+    With one group, the received blocks follow the blocks that are cached here, if the metadata counts these
     (`pull_scheduler.py`, update_state_after_alloc).
     """
     for request_id, received in metadata.reqs_to_recv.items():

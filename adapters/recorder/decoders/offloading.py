@@ -9,14 +9,14 @@ from kvledger.adapters.recorded.payloads import JOB, Transferred
 
 
 def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]:
-    """Loads and stores of a step, one copy for each group of a job that has blocks."""
+    """Yield one copy for each job and each of its groups that has blocks."""
     yield from _of(metadata.load_jobs, is_load=True)
     yield from _of(metadata.store_jobs, is_load=False)
 
 
 def _of(jobs: Mapping[int, Any], *, is_load: bool) -> Iterator[tuple[str, Transferred]]:
     for job_id, job in jobs.items():
-        spec = job.dst_spec if is_load else job.src_spec  # `GPULoadStoreSpec`: groups one after the other
+        spec = job.dst_spec if is_load else job.src_spec  # `GPULoadStoreSpec` joins the groups' blocks
         first = 0
         for group, (size, index) in enumerate(zip(spec.group_sizes, spec.block_indices, strict=True)):
             block_ids = tuple(int(block) for block in spec.block_ids[first : first + size])
@@ -26,10 +26,10 @@ def _of(jobs: Mapping[int, Any], *, is_load: bool) -> Iterator[tuple[str, Transf
 
 
 def awaited(metadata: Any) -> Iterator[str]:
-    """Workers submit and wait for these before they use any block of the step (`worker.py`, handle_preemptions)."""
+    """Yield jobs that workers wait for before they use a block of the step (`worker.py`, handle_preemptions)."""
     yield from map(str, sorted(metadata.jobs_to_flush or ()))
 
 
 def completed(worker_metadata: Any) -> Iterator[tuple[str, int]]:
-    """(job, workers that have done it) since the last report."""
+    """Yield (job, number of workers that have done it)."""
     yield from ((str(job_id), count) for job_id, count in worker_metadata.completed_jobs.items())

@@ -1,8 +1,7 @@
 """SimpleCPUOffloadConnector: one list of blocks for all loads of a step, one for all stores, over all groups.
 
-Read against `v1/simple_kv_offload/metadata.py` and `worker.py`, vLLM 0.32. It names the requests of loads, and of
-stores none. Whose a block is follows from the tables; of a store it may be no request's, because with `lazy_offload`
-the connector stores what is free and still cached.
+Read against `v1/simple_kv_offload/metadata.py` and `worker.py`, vLLM 0.32. Only loads name their requests. With
+`lazy_offload` stores take blocks that are free and still cached, which may be no request's.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from kvledger.adapters.recorded.payloads import JOB, REQUEST, Transferred
 
 
 def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]:
-    """At most a load and a store in a step."""
+    """Yield at most one load and one store of a step."""
     if metadata.load_gpu_blocks:
         loading = metadata.load_event_to_reqs.get(metadata.load_event, ())
         blocks = tuple(metadata.load_gpu_blocks)
@@ -29,5 +28,5 @@ def _copy(job: str, block_ids: tuple[int, ...], *, is_load: bool) -> Transferred
 
 
 def completed(worker_metadata: Any) -> Iterator[tuple[str, int]]:
-    """(job, workers that have done it) since the last report; loads are reported by request."""
+    """Yield (store, number of workers that have done it); loads are reported by request."""
     yield from ((f"store {event}", count) for event, count in worker_metadata.completed_store_events.items())

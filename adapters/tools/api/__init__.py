@@ -1,6 +1,6 @@
-"""Logs for Python programs. `kvledger` offers all names of this module, and imports it when one is asked for.
+"""Python API for reading logs. The package `kvledger` exports these names and imports this module on first use.
 
-It reads logs as the commands do, and prints nothing. What an event means is in `kvledger.lifecycle.events`.
+It reads logs as the commands do, and prints nothing. `kvledger.lifecycle.events` describes the events.
 """
 
 from kvledger.adapters.tools.api.errors import (

@@ -1,4 +1,4 @@
-"""What reading a log raises: one base class, and a message that names the input, the reason and the remedy."""
+"""Exceptions raised while reading a log. Each message names the input, the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from kvledger.adapters.tools.logs.visible import visible
 
 
 class Error(Exception):
-    """The base of all exceptions below."""
+    """Base class of `LogNotFound`, `LogUnreadable`, `RequestNotFound` and `RequestAmbiguous`."""
 
 
 class LogNotFound(Error):
-    """There is nothing at the path, or no log."""
+    """The path does not exist, or has no log."""
 
 
 class LogUnreadable(Error):
-    """There is a log, and it cannot be read, or lacks what the question needs."""
+    """The log exists, but cannot be read or lacks what the call needs."""
 
 
 class RequestNotFound(Error):
-    """No request has the given id, or the given part in its id."""
+    """No request has the given id, or an id with the given part."""
 
 
 class RequestAmbiguous(Error):
-    """Several requests have the given part in their ids, or several logs have the id."""
+    """Several ids have the given part, or several logs have the id."""
 
 
 _OPTIONS_AS_ARGUMENTS = {"--lenient": "lenient=True"}
-"""Option of the command that a remedy may name → the same as an argument of `open_log`."""
+"""Option that a command's remedy names → the same as an argument of `open_log`."""
 
 
 @contextlib.contextmanager
 def public_errors(path: Path) -> Iterator[None]:
-    """Raise the errors above where the tools raise their own while they read the log at `path`."""
+    """Convert errors of the tools while they read the log at `path` to the exceptions above."""
     try:
         yield
     except CommandFailed as error:

@@ -1,7 +1,7 @@
-"""A log as a Python program reads it: `open_log`, and what it returns.
+"""`open_log`, and the log and requests that it returns.
 
-Reading takes no lock, writes nothing into a log, and works while an engine writes it. For the requests of a large log
-an index is built in the user's cache folder, as `kvledger why` does.
+You can read a log while an engine writes it; reading does not change it. For requests of a large log, the API builds an
+index in the user's cache folder, like `kvledger why`.
 """
 
 from __future__ import annotations
@@ -46,17 +46,16 @@ class Request:
 
     @cached_property
     def lives(self) -> tuple[Life, ...]:
-        """From each arrival of the id to its release. Reads the log once if the request came from `Log.request`."""
+        """The id's lives, each from an arrival to its release. Reads the log once if `Log.request` made the request."""
         if self._known_lives is not None:
             return self._known_lives
         return reading.lives(self._source).get(self.request_id, ())
 
     def why(self) -> Iterator[Reason]:
-        """Why its tokens were computed: a reason for each token that was left to compute or computed again.
+        """Yield a reason for each token that was left to compute or computed again.
 
-        A request that got no blocks yet has the reasons of its last lookup. Of a life with more than 512 admissions, or
-        more than 512 steps that computed again, the first ones and the last are kept. `docs/reasons.md` explains each
-        code.
+        A life that was never admitted has those of its last lookup. If a life has more than 512 admissions, or steps
+        that computed again, the first ones and the last are kept. `docs/reasons.md` explains the codes.
 
         Raises:
             LogUnreadable: the log's header is lost, and with it the sizes of blocks and chunks.
@@ -66,35 +65,35 @@ class Request:
 
 @attrs.frozen
 class Log:
-    """One log, or all logs of a directory. Each method reads anew, start by start, the oldest first.
+    """One log, or all logs of a directory. Each method reads them again, start by start, the oldest first.
 
-    A log in which a part is damaged or missing gives what can be read. `verify` says what is wrong.
+    Of a damaged log you get what can be read; `verify` reports the damage.
     """
 
     path: Path
     starts: tuple[Start, ...] = attrs.field(repr=lambda starts: f"({', '.join(start.name for start in starts)})")
     """The engine starts, the oldest first."""
     unreadable: tuple[LogUnreadable, ...]
-    """Why logs of the directory could not be opened. They are left out."""
+    """An error for each log that could not be opened and is left out."""
     _sources: tuple[Source, ...] = attrs.field(repr=False)
 
     @property
     def header(self) -> Mapping[str, object]:
-        """What the log of the newest start says about itself; `starts` has the others'."""
+        """Header of the newest start's log, key → value. `starts` has the others."""
         return self.starts[-1].header
 
     def entries(self) -> Iterator[Entry]:
-        """Every event; of each start those of the scheduler's log, then those of its workers' logs."""
+        """Yield every event, for each start first those of the scheduler's log, then those of its workers."""
         return itertools.chain.from_iterable(source.entries() for source in self._sources)
 
     def requests(self) -> Iterator[Request]:
-        """Every request, in the order of first arrivals. Keeps a record for each life in memory."""
+        """Yield every request in the order of first arrival. Keeps a record of each life in memory."""
         for source in self._schedulers():
             for request_id, lives in reading.lives(source).items():
                 yield Request(source.start, request_id, source, lives)
 
     def request(self, request_id: str) -> Request:
-        """The request with this id, or with this part of an id, if only one has it.
+        """Return the request with this id, or with this part of an id if only one has it.
 
         Raises:
             RequestNotFound: no log has it.
@@ -119,27 +118,27 @@ class Log:
         return Request(source.start, found, source)
 
     def lookups(self) -> Iterator[Lookup]:
-        """Every answer to a lookup."""
+        """Yield every answer to a lookup."""
         return reading.lookups(self._scheduler_entries())
 
     def copies(self) -> Iterator[Copy]:
-        """Every load and save, in the order of their settlements; after them those without one."""
+        """Yield every load and save in the order in which they were settled, then those that were not."""
         return itertools.chain.from_iterable(reading.copies(source.entries()) for source in self._schedulers())
 
     def steps(self) -> Iterator[Step]:
-        """Every engine step."""
+        """Yield every engine step."""
         return reading.steps(self._scheduler_entries())
 
     def evictions(self) -> Iterator[Eviction]:
-        """Every time that chunks left the host pool for a save."""
+        """Yield every eviction of chunks from the host pool."""
         return reading.evictions(self._scheduler_entries())
 
     def violations(self) -> Iterator[Violation]:
-        """The rules that are broken, as `verify` finds them."""
+        """Yield the broken rules that `verify` finds, at most 1,000 for each log."""
         return itertools.chain.from_iterable(verified(source).violations for source in self._sources)
 
     def to_arrow(self, name: str) -> pa.Table:
-        """One table of all logs, with the columns of `docs/tables.md`. Needs `pip install 'kvledger[lake]'`.
+        """Return one table of all logs, with the columns of `docs/tables.md`. Needs `pip install 'kvledger[lake]'`.
 
         Args:
             name: `requests`, `lookups`, `copies`, `steps`, `evictions`, `reasons`, or `violations`, which verifies
@@ -160,7 +159,7 @@ class Log:
         return rows.result()
 
     def to_pandas(self, name: str) -> pd.DataFrame:
-        """The same as a DataFrame. Columns that may be null have pandas' nullable types, so integers stay exact.
+        """Return the same as a DataFrame. Columns with nulls have pandas' nullable types, so integers stay exact.
 
         Raises:
             ValueError: there is no such table.
@@ -171,11 +170,11 @@ class Log:
         return data_frame(self.to_arrow(name))
 
     def verify(self) -> Report:
-        """Check every rule on every log, and make every decision again."""
+        """Check every rule on every log, and whether today's code makes the same decisions."""
         return Report(tuple(verified(source) for source in self._sources), self.unreadable)
 
     def _schedulers(self) -> Iterable[Source]:
-        """Only these have requests."""
+        """Return the schedulers' logs: only these have requests."""
         return (source for source in self._sources if source.rank is None)
 
     def _scheduler_entries(self) -> Iterator[Entry]:
@@ -190,8 +189,8 @@ def open_log(path: str | os.PathLike[str], *, lenient: bool = False) -> Log:
         lenient: skip events of a newer kvledger instead of refusing the log.
 
     Raises:
-        LogNotFound: there is nothing, or no log.
-        LogUnreadable: none of the logs there can be read.
+        LogNotFound: the path does not exist, or has no log.
+        LogUnreadable: none of its logs can be read.
     """
     asked = Path(path)
     with public_errors(asked):
@@ -211,7 +210,7 @@ def open_log(path: str | os.PathLike[str], *, lenient: bool = False) -> Log:
 
 
 def _opened(start: EngineStart, *, lenient: bool) -> tuple[dict[Source, Mapping[str, object]], list[LogUnreadable]]:
-    """Each log of a start with its header, the scheduler's first, and why others cannot be opened."""
+    """Return log → header for a start, the scheduler's first, and an error for each log that cannot be opened."""
     opened: dict[Source, Mapping[str, object]] = {}
     failed = []
     for path in (*([] if start.scheduler is None else [start.scheduler]), *start.workers):

@@ -1,7 +1,7 @@
-"""From the events of stored logs to records. The only part of the API that knows how a log is folded.
+"""Turns the events of stored logs into records. The only module of the API that folds a log.
 
-Lives and reasons come from the folds that the commands use. A copy is paired with its reports and its settlement by its
-job id. Everything else is one event each.
+Lives and reasons come from the same folds as in the commands. A copy, its reports and its settlement have the same job
+id. Every other record is one event.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.reader import Reader
 
 _ISSUED: Mapping[type[e.Event], str] = {e.LoadIssued: "load", e.SaveIssued: "save", e.TailSaveIssued: "tail save"}
-"""Decision to copy → the copy's kind."""
+"""Decision → kind of the copy."""
 _SETTLED = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
 _COMPUTED = {"admission", "recomputed", "computed_twice"}
-"""Causes that are about tokens that were computed."""
+"""Kinds of causes about computed tokens."""
 
 
 @attrs.frozen
 class Source:
-    """One log on disk. It is opened anew for each reading, so readings do not disturb each other."""
+    """One log on disk. Each reading opens it again, so readings are independent."""
 
     path: Path
     start: str
     rank: int | None
-    """The worker that wrote it; None: the scheduler."""
+    """Rank of the worker that wrote it; None: the scheduler wrote it."""
     lenient: bool
 
     def opened(self) -> StoredLog:
-        """The log, to be read once."""
+        """Open the log for one reading."""
         with public_errors(self.path):
             return stored.open_log(self.path, lenient=self.lenient)
 
     def entries(self) -> Iterator[Entry]:
-        """Each event that can be read."""
+        """Yield each event that can be read."""
         log = self.opened()
         with public_errors(self.path):
             for batch in log.batches():
@@ -67,14 +67,14 @@ class Silence:
         return contextlib.nullcontext()
 
     def remark(self, _text: str, /) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
 
 # --- one event each -----------------------------------------------------------------------------
 
 
 def lookups(entries: Iterable[Entry]) -> Iterator[Lookup]:
-    """Each answer to a lookup."""
+    """Yield each answer to a lookup."""
     for entry in entries:
         event = entry.event
         if not isinstance(event, e.LookupAnswered | e.LookupDeferred):
@@ -101,7 +101,7 @@ def lookups(entries: Iterable[Entry]) -> Iterator[Lookup]:
 
 
 def steps(entries: Iterable[Entry]) -> Iterator[Step]:
-    """Each engine step."""
+    """Yield each engine step."""
     for entry in entries:
         event = entry.event
         if isinstance(event, e.StepScheduled):
@@ -117,7 +117,7 @@ def steps(entries: Iterable[Entry]) -> Iterator[Step]:
 
 
 def evictions(entries: Iterable[Entry]) -> Iterator[Eviction]:
-    """Each time that chunks left the pool for a save."""
+    """Yield each eviction of chunks from the host pool."""
     for entry in entries:
         event = entry.event
         if isinstance(event, e.ChunksEvicted):
@@ -137,12 +137,12 @@ def evictions(entries: Iterable[Entry]) -> Iterator[Eviction]:
 
 
 def copies(entries: Iterable[Entry]) -> Iterator[Copy]:
-    """Each copy when it is settled, and at last those of which the log does not have the end."""
+    """Yield each copy when it is settled, then those whose end is not in the log."""
     in_flight: dict[int, Copy] = {}
     for entry in entries:
         event = entry.event
         if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
-            if event.job_id in in_flight:  # in a damaged log: job ids are never used twice
+            if event.job_id in in_flight:  # only in a damaged log: each job has its own id
                 yield in_flight.pop(event.job_id)
             in_flight[event.job_id] = _issued(entry, event)
         elif isinstance(event, e.TransferReported):
@@ -206,7 +206,7 @@ def _settled(copy: Copy, entry: Entry, event: e.Event) -> Copy:
 
 
 def lives(source: Source) -> dict[str, tuple[Life, ...]]:
-    """Request id → its lives in order, of every request of a log, in the order of their first arrivals."""
+    """Return request id → lives, in the order of arrival."""
     log = source.opened()
     with public_errors(source.path):
         found: dict[str, list[Life]] = {}
@@ -233,7 +233,7 @@ def _summaries(log: StoredLog) -> list[RequestSummary]:
 
 
 def reasons(source: Source, request_id: str) -> Iterator[Reason]:
-    """Each reason of each life of a request."""
+    """Yield each reason of each life of a request."""
     log = source.opened()
     with public_errors(source.path):
         histories = read_histories(log, Selection(request_id=request_id), request_id, Silence())
@@ -250,7 +250,7 @@ def reasons(source: Source, request_id: str) -> Iterator[Reason]:
 
 
 def _about_computed_tokens(causes: list[Cause]) -> list[Cause]:
-    """Those from which reasons are taken: where tokens were computed, or else the last lookup of a waiting request."""
+    """Return the causes about computed tokens, or else the last lookup."""
     computed = [cause for cause in causes if cause.what in _COMPUTED]
     return computed or [cause for cause in causes if cause.what == "lookup"][-1:]
 

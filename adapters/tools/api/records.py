@@ -1,7 +1,7 @@
-"""What a log is made of, as a program is given it: frozen records with plain values.
+"""Frozen records with plain values that the API returns.
 
-Each record names its engine start by `start`, the name of that start's log. Times are nanoseconds since the log was
-opened; `Start.opened_at_unix_ns` makes them times of day. `sequence` is the number of an event in its log.
+`start` is the name of a record's engine start. Times are nanoseconds since the log was opened; add
+`Start.opened_at_unix_ns` for nanoseconds since 1970. `sequence` is the number of an event in its log.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from kvledger.lifecycle.events import Event
 
 @attrs.frozen(kw_only=True)
 class Start:
-    """One start of an engine, and the logs that it left."""
+    """One engine start and its logs."""
 
     name: str
-    """Name of the folder of its log. All records of this start have it."""
+    """Name of its log's folder; `start` in all of its records."""
     path: Path
-    """The scheduler's log, or the last worker's if the scheduler left none."""
+    """The scheduler's log, or the last worker's if there is none."""
     worker_paths: tuple[Path, ...]
-    """Logs of workers. Only a recorded connector has them."""
+    """Logs of its workers, which only the recorder writes."""
     header: Mapping[str, object] = attrs.field(repr=False)
-    """What the log says about itself: versions, sizes, vocabulary. Empty if no copy of it is intact."""
+    """Header of the log, key → value: versions, sizes, vocabulary. Empty if no copy of it is intact."""
     opened_at_unix_ns: int | None
-    """Nanoseconds since 1970 at which the log was opened; None: not known."""
+    """Time at which the log was opened, in nanoseconds since 1970; None: unknown."""
 
 
 @attrs.frozen(kw_only=True)
 class Entry:
-    """One event of a log, with its place and its time."""
+    """One event of a log, with its number and its time."""
 
     start: str
     rank: int | None
-    """The worker that wrote the log; None: the scheduler."""
+    """Rank of the worker that wrote the log; None: the scheduler wrote it."""
     sequence: int
     time_ns: int
-    """A decision has the time of the observation that it was made on."""
+    """A decision has the time of the observation that caused it."""
     event: Event
 
     @property
@@ -53,7 +53,7 @@ class Entry:
 
     @property
     def cause(self) -> int | None:
-        """Sequence number of the observation that a decision was made on; None of an observation."""
+        """Sequence number of the observation that caused a decision; None for an observation."""
         cause: int | None = getattr(self.event, "cause", None)
         return cause
 
@@ -63,21 +63,21 @@ class Entry:
 
 @attrs.frozen(kw_only=True)
 class Life:
-    """One life of a request id, from an arrival to its release. An id that is used again has another one."""
+    """One life of a request id, from an arrival to its release."""
 
     ordinal: int
-    """Counts arrivals; unique in a log."""
+    """Number of the arrival, unique in a log."""
     first_sequence: int
     last_sequence: int
-    """Its own events are from `first_sequence` to `last_sequence`."""
+    """Its own events lie between these two, both included."""
     arrived_ns: int
     finished_ns: int | None
-    """None if the log has no end of it."""
+    """None if it has not finished in the log."""
     num_prompt_tokens: int
     num_tokens: int
     """Tokens of prompt and output."""
     outcome: str
-    """vLLM's status at the end, or else the state in which the log leaves it. Empty if the log says neither."""
+    """vLLM's final status; if it has not finished, its last state in the log."""
     num_preemptions: int
     num_lookups: int
     num_tokens_loaded: int
@@ -87,53 +87,55 @@ class Life:
     """Failed copies, refused loads, broken rules and failed hooks."""
     is_quarantined: bool
     queued_ns: int
-    """From its arrival until its first step, or until what that step loads has arrived."""
+    """Time from its arrival until its first step, or until that step's load is done."""
     running_ns: int
-    """The waits between the turns of a session included."""
+    """Time running, including the waits between the turns of a session."""
     preempted_ns: int
-    """Without its blocks, and until what was loaded back had arrived."""
+    """Time from a preemption until its KV is loaded again, or until it computes again."""
 
 
 @attrs.frozen(kw_only=True)
 class Lookup:
-    """The scheduler asked what can be loaded for a request, and was answered."""
+    """A lookup: the scheduler asked what can be loaded for a request, and got an answer.
+
+    `deferred_for_job` and `num_deferred` are set only if the answer was to ask again. Then the hit, the offer and
+    `is_async` are None, and `miss_reason` is empty.
+    """
 
     start: str
     sequence: int
-    """Of the answer."""
+    """Sequence number of the answer."""
     time_ns: int
     request_id: str
     ordinal: int
     generation: int
     num_computed_tokens: int
-    """Tokens that vLLM's own prefix cache has."""
+    """Tokens in vLLM's own prefix cache."""
     num_tokens: int
     """Tokens of prompt and output."""
     num_hit_tokens: int | None
-    """Tokens of the prefix that can be loaded; None if the answer was to ask again."""
+    """Tokens of the prefix that can be loaded."""
     num_external_tokens: int | None
-    """Tokens that were offered; None if the answer was to ask again."""
+    """Tokens offered."""
     is_async: bool | None
-    """Whether the load runs between steps; None if the answer was to ask again."""
+    """Whether the load runs outside of the steps."""
     miss_reason: str
-    """Why the hit ends where it ends; empty if the answer was to ask again."""
+    """Why the hit ends."""
     deferred_for_job: int | None
-    """Id of the copy that is waited for if the answer was to ask again, else None."""
+    """Id of the copy that the answer waits for."""
     num_deferred: int | None
-    """How often in a row the answer was to ask again; None if it was not."""
+    """Number of such answers in a row, this one included."""
     cause: int
     """Sequence number of the question."""
 
 
 @attrs.frozen(kw_only=True)
 class Copy:
-    """A copy between blocks and the host pool, from the decision to its settlement."""
+    """A copy between blocks and the host pool. `sequence` and `time_ns` are those of the decision."""
 
     start: str
     sequence: int
-    """Of the decision."""
     time_ns: int
-    """Of the decision."""
     settled_sequence: int | None
     """None if the log does not have its end, like `settled_ns`."""
     settled_ns: int | None
@@ -144,53 +146,53 @@ class Copy:
     ordinal: int
     generation: int
     outcome: str
-    """`completed`, `failed`, `given up` (a rank never reported it), or `open`: the log does not have its end."""
+    """`completed`, `failed`, `given up` (a save that a rank did not report), or `open` (its end is not in the log)."""
     error: str
     first_token: int | None
-    """Of loads and tail saves."""
+    """None except for loads and tail saves."""
     num_tokens: int | None
-    """Of loads and tail saves."""
+    """None except for loads and tail saves."""
     chunks: tuple[int, ...]
-    """Numbers of the chunks in their request, of saves."""
+    """Numbers of the saved chunks in the request; empty except for saves."""
     block_ids: tuple[int, ...]
     slots: tuple[int, ...]
     num_pages: int
-    """Block pages that move."""
+    """Number of block pages to copy."""
     is_async: bool
-    """Whether steps go on meanwhile."""
+    """Whether steps go on during the copy."""
     before_forward: bool
-    """Whether it precedes the step's forward, because its blocks are free already."""
+    """Whether it is a save before the forward pass, because its blocks are already free."""
     ranks_done: tuple[int, ...]
     ranks_failed: tuple[int, ...]
     num_bytes: int
     """Bytes that workers reported."""
     worker_ns: int
-    """Time that workers measured, added up over their reports."""
+    """Time that workers measured, summed over their reports."""
 
 
 @attrs.frozen
 class Advance:
-    """What one step says of one request that did not just decode one more token."""
+    """One request of a step in which it did not just decode one more token."""
 
     ordinal: int
     num_computed_tokens: int
-    """Before the step."""
+    """Computed tokens before the step."""
     num_scheduled_tokens: int
     num_tokens: int
-    """Tokens of prompt and output that are known."""
+    """Known tokens of prompt and output."""
 
 
 @attrs.frozen(kw_only=True)
 class Step:
-    """One engine step. A request that decodes one token in each step is counted and not listed."""
+    """One engine step. Requests that decode one token in each step are counted but not listed."""
 
     start: str
     sequence: int
     time_ns: int
     step: int
-    """Counts the engine's steps."""
+    """Number of the step."""
     num_scheduled_tokens: int
-    """Tokens of all requests."""
+    """Scheduled tokens of all requests."""
     advanced: tuple[Advance, ...]
     paused: tuple[int, ...]
     """Ordinals of decoding requests that were not scheduled."""
@@ -198,33 +200,33 @@ class Step:
 
 @attrs.frozen(kw_only=True)
 class Eviction:
-    """Chunks left the host pool because a save needed their slots."""
+    """Chunks evicted from the host pool because a save needed their slots."""
 
     start: str
     sequence: int
     time_ns: int
     keys: tuple[bytes, ...]
-    """In the order in which they left."""
+    """In the order of eviction."""
     request_id: str
     """The request whose save needed the slots."""
     ordinal: int
     generation: int
     cause: int
-    """Sequence number of the observation that the save was decided on."""
+    """Sequence number of the observation that caused the save."""
 
 
 @attrs.frozen(kw_only=True)
 class Reason:
-    """Why neighbouring tokens of a request were left to compute, or were computed again."""
+    """Why consecutive tokens of a request were left to compute or computed again."""
 
     start: str
     request_id: str
     ordinal: int
     of: str
-    """What the tokens are of: `admission` (left to compute when blocks were given), `recomputed` (computed again after
-    a preemption), `computed_twice` (after a rollback), or `lookup` (not found, and no blocks were given since)."""
+    """What happened to the tokens: `admission` (left to compute when the request was admitted), `recomputed` (computed
+    again after a preemption), `computed_twice` (after a rollback), or `lookup` (not found; not admitted so far)."""
     sequence: int
-    """Of that event."""
+    """Sequence number of that event."""
     time_ns: int
     first_token: int
     end_token: int
@@ -237,7 +239,7 @@ class Reason:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens."""
+        """Number of tokens."""
         return self.end_token - self.first_token
 
     def __str__(self) -> str:
@@ -250,4 +252,4 @@ _OF: Mapping[str, str] = {
     "computed_twice": "computed again after a rollback",
     "lookup": "not found",
 }
-"""What tokens are of → the same in words."""
+"""`Reason.of` → the same in words."""

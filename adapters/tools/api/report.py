@@ -1,4 +1,4 @@
-"""What `Log.verify` says: the verdict on each log, what is wrong, and what was not judged."""
+"""Results of `Log.verify`: the verdict on each log, what is wrong, and what was not judged."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from kvledger.lifecycle.events import Event
 
 
 class Verdict(enum.StrEnum):
-    """The verdict on a log. On several logs it is the gravest one."""
+    """The verdict on a log; on several logs the most severe one."""
 
     SOUND = "sound"
     """As far as the log goes."""
     RULE_BROKEN = "rule_broken"
     DAMAGED = "damaged"
-    """Damaged, or unreadable."""
+    """Damaged or unreadable."""
     DIVERGED = "diverged"
-    """Today's code decides otherwise than the log says, or cannot fold it."""
+    """Today's code decides differently from the log, or cannot fold it."""
     END_MISSING = "end_missing"
-    """What is there is sound, and events are known to be missing at the end."""
+    """Sound, but events are known to be missing at the end."""
     NOTHING_CHECKED = "nothing_checked"
-    """The log holds no event, or lacks those before, or has only a worker's calls."""
+    """The log has no event, or earlier ones are missing, or it has only a worker's calls."""
     EXTENSION_STOPPED = "extension_stopped"
-    """Sound, but the rules of an extension that was stopped were not checked to the end."""
+    """Sound, but the rules of a stopped extension were not checked to the end."""
     NOT_VERIFIED = "not_verified"
-    """With `lenient`: events were skipped."""
+    """`lenient` skipped events."""
 
 
 @attrs.frozen(kw_only=True)
@@ -46,10 +46,10 @@ class Violation:
 
     start: str
     rank: int | None
-    """The worker whose log it is; None: the scheduler's."""
+    """Rank of the worker whose log it is; None: the scheduler's log."""
     sequence: int
     rule: str
-    """`docs/invariants.md` has all rules."""
+    """A name in `docs/invariants.md`."""
     request_id: str
     """Empty if it concerns no single request."""
     generation: int | None
@@ -58,7 +58,7 @@ class Violation:
     """Sequence numbers of earlier events that show the breach together with this one."""
     time_ns: int
     ordinal: int | None
-    """Of the life that it concerns; None: not known, or it concerns no single request."""
+    """Ordinal of the life that it concerns; None: unknown, or it concerns no single request."""
     cause: int
     """Sequence number of the observation at which the rule is broken."""
     finding: int
@@ -71,47 +71,47 @@ class Violation:
 
 @attrs.frozen(kw_only=True)
 class Divergence:
-    """Where today's code decides otherwise than the log."""
+    """A decision that differs between the log and today's code, or an event that today's code cannot fold."""
 
     start: str
     rank: int | None
     sequence: int
     recorded: Event | None
-    """What the log has; None: nothing."""
+    """The event in the log, if there is one."""
     decided: Event | None
-    """What is decided today; None: nothing."""
+    """The event that today's code decides, if there is one."""
     finding: int
     """Sequence number of the first event of its `Finding`."""
     error: str = ""
-    """Why `recorded` cannot be folded at all; empty: it can."""
+    """Why `recorded` cannot be folded; empty: it can."""
 
 
 @attrs.frozen(kw_only=True)
 class Damage:
-    """One place where a log is not what was written."""
+    """One damaged place of a log."""
 
     start: str
     rank: int | None
     sequence: int | None
-    """The first event concerned; None: not known."""
+    """Sequence number of the first affected event; None: unknown."""
     kind: str
-    """`docs/log-format.md` has the kinds."""
+    """A kind in `docs/log-format.md`."""
     segment: str
     offset: int
     """Bytes from the beginning of the segment."""
     num_bytes: int
-    """Bytes from there on that cannot be used."""
+    """Bytes from `offset` on that cannot be used."""
     detail: str
 
 
 @attrs.frozen(kw_only=True)
 class Finding:
-    """One cause of trouble, as far as a log can tell. `Report.findings` counts what `kvledger verify` counts."""
+    """One cause, as far as a log can show, with what follows from it. `kvledger verify` counts the same findings."""
 
     start: str
     rank: int | None
     sequence: int | None
-    """The first event; None: not known."""
+    """Sequence number of the first event; None: unknown."""
     request_id: str
     """Empty if it concerns no single request."""
     text: str
@@ -125,7 +125,7 @@ class Finding:
 
 @attrs.frozen(kw_only=True)
 class LogReport:
-    """What is wrong with one log."""
+    """Result of verifying one log."""
 
     start: str
     rank: int | None
@@ -138,23 +138,22 @@ class LogReport:
     last_event_checked: int | None
     """None if nothing could be checked, like `first_event_checked`."""
     findings: tuple[Finding, ...]
-    """What is wrong, one for each cause."""
     violations: tuple[Violation, ...]
-    """At most 1,000, the first ones."""
+    """The first 1,000 at most."""
     num_violations: Mapping[str, int]
-    """Rule → how often it is broken."""
+    """Rule → number of violations."""
     divergences: tuple[Divergence, ...]
-    """At most 1,000, the first ones."""
+    """The first 1,000 at most."""
     num_divergences: int
     damage: tuple[Damage, ...]
     not_judged: Mapping[str, str]
     """Rule → why it was not checked, or not to the end."""
     remarks: tuple[str, ...]
-    """What else the reader should know."""
+    """Remarks on the log and on what the verdict covers."""
     ended: str
     """How the log ended: `closed`, `cut_off`, `open` (a process is writing it) or `unknown`."""
     head_hash: str
-    """Chain hash of the last frame. Noted elsewhere, it shows later whether the log was rewritten."""
+    """Chain hash of the last frame. Stored elsewhere, it shows later whether the log was rewritten."""
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {self.text}"]
@@ -166,16 +165,16 @@ class LogReport:
 
 @attrs.frozen
 class Report:
-    """What is wrong with all logs that were opened."""
+    """Results of verifying all logs that were opened."""
 
     logs: tuple[LogReport, ...]
-    """Start by start, the oldest first; of each start the scheduler's log, then those of its workers."""
+    """Start by start, the oldest first; for each start the scheduler's log, then those of its workers."""
     unreadable: tuple[LogUnreadable, ...] = ()
-    """Why logs in the same directory could not be opened."""
+    """An error for each log that could not be opened."""
 
     @property
     def verdict(self) -> Verdict:
-        """The gravest one."""
+        """The most severe verdict. A log that could not be opened counts as damaged."""
         codes = [ExitCode[each.verdict.name] for each in self.logs]
         codes += [ExitCode.DAMAGED for _ in self.unreadable]
         return Verdict[gravest(codes).name]
@@ -210,7 +209,7 @@ class Report:
 
 
 def verified(source: Source) -> LogReport:
-    """Check one log, and make its decisions again."""
+    """Verify one log."""
     log = source.opened()
     with public_errors(source.path):
         verification = Verification(log, Selection())

@@ -1,8 +1,7 @@
-"""The command line: all commands, and which module runs one.
+"""Builds the command line from `COMMANDS`.
 
-A command is a module of its name with a function `run`, whose parameters are the command's arguments and the `Output`
-to write to, and which returns the exit code. cyclopts imports the module when the command is chosen. `--help` of all
-commands imports none of them, and neither the core.
+A command is the function `run` of the module with its name, or an entry point. It takes its arguments and an `Output`,
+and returns an exit code. cyclopts imports only the chosen command; `kvledger --help` imports none, nor the core.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from kvledger.adapters.tools.exit_codes import ExitCode
 
 
 def build_app() -> App:
-    """All commands; `App.meta` runs one."""
+    """Return the app with all commands; its `meta` runs one."""
     app = App(
         name="kvledger",
-        help="Reads the event logs of kvledger.",
-        help_epilogue="COMMAND --help has its exit codes and examples. KVLEDGER_LOG is the LOG where none is named.",
+        help="Read the event logs of kvledger.",
+        help_epilogue="COMMAND --help has its exit codes and examples. If LOG is left out, KVLEDGER_LOG is used.",
         help_format="plaintext",
         version=lambda: f"kvledger {version('kvledger')}",
         default_parameter=Parameter(negative=(), show_default=lambda default: str(default) if default else None),
@@ -37,7 +36,7 @@ def build_app() -> App:
     @app.meta.default
     def launch(
         *words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-        json: Annotated[bool, Parameter(help="print one JSON object a line", negative=())] = False,
+        json: Annotated[bool, Parameter(help="print one JSON object per line", negative=())] = False,
     ) -> ExitCode:
         command, bound, injected = app.parse_args(words)
         if "output" not in injected:  # help, or the version

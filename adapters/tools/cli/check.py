@@ -1,7 +1,7 @@
-"""`kvledger check`: what a configuration would do, before an engine starts.
+"""`kvledger check`: report what a configuration would do, before an engine starts.
 
-What is said of it is what the connector itself says when it starts. That needs vLLM, and is imported when it is asked
-for; nothing is loaded or allocated, and nothing is written that stays.
+It runs the connector's own checks, which need vLLM and are imported only then. It loads no weights, allocates nothing,
+and leaves nothing on disk.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 
 _OURS = "KVLedgerConnector"
 _PATH = re.compile(r"[^\s{}\[\]\"':@]{1,255}")
-"""What is shown of an argument that is no file; other texts may be a configuration with passwords."""
+"""An argument that is not a file and may be quoted. Any other text may be a configuration with passwords."""
 
 
-_AS_VLLM = "as vLLM is given it"
-_ONLY_1 = "as vLLM's; only 1 is served"
+_AS_VLLM = "as given to vLLM"
+_ONLY_1 = "as given to vLLM; only 1 is supported"
 
 
 @Parameter(name="*")
 @attrs.frozen(kw_only=True)
 class Server:
-    """The options of vLLM's server that decide what a configuration does."""
+    """Options of vLLM's server on which the effect of a configuration depends."""
 
     model: Annotated[
-        Path | None, Parameter(metavar="DIR", help="a model's directory: its config.json is read, no weights are")
+        Path | None, Parameter(metavar="DIR", help="directory of a model; its config.json is read, not its weights")
     ] = None
     block_size: Annotated[int | None, value(positive, "N", help=_AS_VLLM)] = None
-    tensor_parallel_size: Annotated[int, value(positive, "N", alias="-tp", help="as vLLM's")] = 1
-    data_parallel_size: Annotated[int, value(positive, "N", alias="-dp", help="as vLLM's")] = 1
+    tensor_parallel_size: Annotated[int, value(positive, "N", alias="-tp", help="as given to vLLM")] = 1
+    data_parallel_size: Annotated[int, value(positive, "N", alias="-dp", help="as given to vLLM")] = 1
     pipeline_parallel_size: Annotated[int, value(positive, "N", alias="-pp", help=_ONLY_1)] = 1
     decode_context_parallel_size: Annotated[int, value(positive, "N", alias="-dcp", help=_ONLY_1)] = 1
     prefill_context_parallel_size: Annotated[int, value(positive, "N", alias="-pcp", help=_ONLY_1)] = 1
@@ -59,7 +59,7 @@ class Server:
     kv_cache_dtype: Annotated[str | None, Parameter(metavar="NAME", help=f"{_AS_VLLM}, such as fp8")] = None
     enforce_eager: Annotated[bool, Parameter(help=_AS_VLLM)] = False
     prefix_caching_hash_algo: Annotated[
-        Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] | None, Parameter(help=f"{_AS_VLLM}; sha256")
+        Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] | None, Parameter(help=f"{_AS_VLLM}; default: sha256")
     ] = None
 
 
@@ -68,8 +68,8 @@ def run(
         str | None,
         Parameter(
             metavar="JSON",
-            help="the object of --kv-transfer-config, or its kv_connector_extra_config alone; or a file. vLLM is "
-            "imported to judge it, which takes seconds",
+            help="the object of --kv-transfer-config, or only its kv_connector_extra_config; as text or as a file. "
+            "Importing vLLM to check it takes seconds",
         ),
     ] = None,
     *,
@@ -77,13 +77,13 @@ def run(
     server: Server = Server(),
     output: Written,
 ) -> ExitCode:
-    """Say what each connector of kvledger in it would do."""
+    """Report what each connector of kvledger in the configuration would do."""
     if stdin is (configuration is not None):
         raise CommandFailed("give the JSON, a file with it, or - for stdin")
     transfer = _transfer(sys.stdin.read() if configuration is None else _text(configuration))
     require("kvledger check", *CONNECTOR)
-    register()  # a recorder may hold a connector of kvledger's by its name alone
-    logging.disable(logging.CRITICAL)  # what vLLM says of a configuration is not what is asked
+    register()  # a recorder may name a connector of kvledger without its module
+    logging.disable(logging.CRITICAL)  # vLLM's own messages would hide the result
     try:
         for part in _parts(transfer):
             _check(part, transfer, server, output)
@@ -117,7 +117,7 @@ def _text(given: str) -> str:
 
 
 def _transfer(text: str) -> dict[str, Any]:
-    """As vLLM is given it; where only the extra configuration is, what stands around it is added."""
+    """Return the object of `--kv-transfer-config`; complete an extra configuration alone to one."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -131,7 +131,7 @@ def _transfer(text: str) -> dict[str, Any]:
 
 
 def _parts(transfer: dict[str, Any]) -> list[KVTransferConfig]:
-    """What is kvledger's in it: itself, or children of a `MultiConnector`. Nothing is known of others."""
+    """Return kvledger's connectors in it: itself, or children of a `MultiConnector`. Others cannot be judged."""
     from kvledger.adapters.vllm.transfer import accepted, connectors
 
     every = list(connectors(accepted(transfer)))
@@ -224,14 +224,14 @@ def _planned(model: Path, settings: ConnectorSettings, transfer: dict[str, Any],
 
 
 class _Shown:
-    """One connector's part, for people or for programs."""
+    """Prints the result for one connector, as text or as JSON."""
 
     def __init__(self, output: Output, name: str) -> None:
         self._output = output
         self._name = name
 
     def settings(self, settings: LogSettings) -> None:
-        """What every key comes to."""
+        """Print every setting (JSON), or the connector and where its log goes (text)."""
         if self._output.is_json:
             from kvledger.adapters.recorder.options import recorded_options
 
@@ -244,19 +244,19 @@ class _Shown:
         self._output.field("log", _log_text(settings))
 
     def recorder(self, settings: LogSettings, wrapped: str) -> None:
-        """It keeps no KV cache: there is no more to say."""
+        """Print the settings of a recorder."""
         self.settings(settings)
         self.note(f"records {wrapped}, which is asked and answers as without it")
 
     def note(self, text: str) -> None:
-        """What is good to know."""
+        """Print a note."""
         if self._output.is_json:
             self._output.record("note", {"connector": self._name, "text": text})
         else:
             self._output.field("note", text)
 
     def keys(self, algorithm: str, why_guessable: str) -> None:
-        """How chunk keys are made, and why a reader of the log could guess prompts by them."""
+        """Print how chunk keys are made, and why they could serve to test guessed prompts."""
         if self._output.is_json:
             why = why_guessable or None
             self._output.record("keys", {"connector": self._name, "algorithm": algorithm, "guessable": why})
@@ -266,7 +266,7 @@ class _Shown:
             self._output.field("keys", f"{algorithm}, from the seed in PYTHONHASHSEED")
 
     def plan(self, planned: Plan) -> None:
-        """What comes of it with the model."""
+        """Print sizes and pools for the model, or why it is declined."""
         figures = _figures(planned)
         if self._output.is_json:
             self._output.record("plan", {"connector": self._name, "declined": planned.groups.declined, **figures})
@@ -297,7 +297,7 @@ class _Shown:
 
 
 def _figures(planned: Plan) -> dict[str, int]:
-    """Bytes, tokens and slots; of all ranks together where nothing else is said."""
+    """Return name → figure. `host_bytes` is for all pools together, `num_slots` for each."""
     configuration = planned.configuration
     num_groups = len(configuration.windows)
     return {

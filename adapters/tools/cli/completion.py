@@ -1,4 +1,4 @@
-"""`kvledger completion SHELL`: the script with which a shell completes commands, options and paths."""
+"""`kvledger completion SHELL`: print the script that lets a shell complete commands, options and paths."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`kvledger conformance`: does a connector keep what vLLM relies on? It is run; no GPU and no model is needed.
+"""`kvledger conformance`: run a connector, without a GPU or a model, and report whether it does what vLLM relies on.
 
-What runs it needs vLLM and is imported when it is asked for.
+The code that runs it needs vLLM and is imported only then.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from kvledger.adapters.lab.conformance.subject import Subject
 
 _PLACE = re.compile(r"\{run_dir\}[/A-Za-z_-]*")
-"""What is no secret in a string of the extra configuration: a place in the run's own directory."""
+"""A string of the extra configuration that is not a secret: a path in the run's own directory."""
 _STYLES = {"kept": "green", "broken": "bold red", "not judged": "yellow"}
 
 
 @Parameter(name="*")
 @attrs.frozen
 class Examined:
-    """The connector that is run, and in which runs."""
+    """The connector to run, and the runs."""
 
     connector: Annotated[
-        str, Parameter(metavar="MODULE:CLASS", help="the connector, or the name of one that vLLM registers")
+        str, Parameter(metavar="MODULE:CLASS", help="class of the connector, or a name that vLLM registers")
     ]
     extra_config: Annotated[
         dict[str, Any],
@@ -53,33 +53,33 @@ class Examined:
             help="its kv_connector_extra_config; {run_dir} in a string is a directory that is empty when a run begins",
         ),
     ] = attrs.field(factory=dict, kw_only=True)
-    seeds: Annotated[int, value(count, "N", help="how many worlds of random traffic")] = attrs.field(
+    seeds: Annotated[int, value(count, "N", help="number of worlds (runs of random traffic)")] = attrs.field(
         default=50, kw_only=True
     )
-    first: Annotated[int, value(count, "N", help="the seed of the first")] = attrs.field(default=0, kw_only=True)
+    first: Annotated[int, value(count, "N", help="seed of the first world")] = attrs.field(default=0, kw_only=True)
     lose: Annotated[
         str | None,
         Parameter(
             metavar="MODULE:FUNCTION",
-            help="called with the connector's scheduler's side and its worker's, loses what they hold: loads fail then",
+            help="function that gets the scheduler side and the worker side and deletes their KV, so that loads fail",
         ),
     ] = attrs.field(default=None, kw_only=True)
     only: Annotated[
-        str | None, Parameter(metavar="RUN", help='play this run alone: the name of a scenario, or "world 17"')
+        str | None, Parameter(metavar="RUN", help='run only this: the name of a scenario, or "world 17"')
     ] = attrs.field(default=None, kw_only=True)
     directory: Annotated[
         Path,
         Parameter(
-            name=("--output", "-o"), metavar="DIR", help="where the logs of runs are left in which something broke"
+            name=("--output", "-o"), metavar="DIR", help="directory for the logs of runs in which something broke"
         ),
     ] = attrs.field(default=Path("kvledger-conformance"), kw_only=True)
 
 
 def run(examined: Examined, *, output: Written) -> ExitCode:
-    """Play scenarios and worlds, and report each obligation."""
+    """Run scenarios and worlds, and report on each obligation."""
     require("kvledger conformance", *CONNECTOR)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    logging.disable(logging.CRITICAL)  # what a connector says of each run would hide the report
+    logging.disable(logging.CRITICAL)  # a connector's own messages would hide the report
     try:
         return _examine(examined, output)
     finally:
@@ -192,7 +192,7 @@ def _chosen(examined: Examined) -> list[Run]:
 
 
 def _subject(examined: Examined, first: Run, directory: Path) -> tuple[Subject, list[str]]:
-    """The connector with its worker, or, where that cannot be made here, without; and what is to say of that."""
+    """Return the connector, without its worker if that cannot run here, and remarks about this."""
     from kvledger.adapters.lab.conformance import runs
     from kvledger.adapters.lab.conformance.subject import Subject
     from kvledger.adapters.recorder.options import without_unrecorded
@@ -230,7 +230,7 @@ def _subject(examined: Examined, first: Run, directory: Path) -> tuple[Subject, 
 
 
 def _again(examined: Examined, run_name: str) -> str:
-    """The command that plays one run; options that may be secrets are to be filled in."""
+    """Return the command that repeats one run. The user has to fill in options that may be secrets."""
     from kvledger.adapters.recorder.options import recorded_options
 
     shown = recorded_options(examined.extra_config)

@@ -1,4 +1,4 @@
-"""`kvledger core`: what is live here, or what a log was written with: states, handlers, extensions, rules, tables."""
+"""`kvledger core`: print states, handlers, extensions, rules and tables of this installation or of a log."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kvledger.lifecycle.events import ExtensionStopped
 
 
 def run(
-    log: Annotated[Path | StreamUrl | None, value(log_argument, help="a log; default: what is installed")] = None,
+    log: Annotated[Path | StreamUrl | None, value(log_argument, help="a log; default: this installation")] = None,
     *,
-    mirror: Annotated[Path | None, Parameter(metavar="DIR", help="where the files of a stream's logs are kept")] = None,
+    mirror: Annotated[Path | None, Parameter(metavar="DIR", help="directory for the copies of a stream's logs")] = None,
     deciding: Deciding = NOTHING_CHOSEN,
     output: Written,
 ) -> ExitCode:
@@ -65,7 +65,7 @@ def run(
 
 
 def described(core: Core) -> dict[str, object]:
-    """A core as plain values."""
+    """Return a core as plain values."""
     return {
         "fingerprint": core.fingerprint(),
         "events": {event_id: event.version for event_id, event in core.events.items()},
@@ -83,7 +83,7 @@ def described(core: Core) -> dict[str, object]:
 
 
 def _stopped(log: StoredLog, output: Output) -> dict[str, int]:
-    """Extension -> event that stopped it."""
+    """Return extension → sequence number of the event that stopped it."""
     if not log.core.extensions:
         return {}
     with output.progress(log, "looking who was stopped"):
@@ -95,6 +95,6 @@ def _sub_states(core: Core) -> list[tuple[str, str]]:
 
 
 def handlers_in(fingerprint: str) -> dict[str, list[str]]:
-    """State -> its handlers as "module:Class", in the order in which they are asked, from a handler fingerprint."""
+    """Return state → its handlers as "module:Class", in the order of their calls, from a handler fingerprint."""
     states = (of_state.partition("=") for of_state in fingerprint.split())
     return {state: classes.split("+") for state, _, classes in states}

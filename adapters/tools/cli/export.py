@@ -1,4 +1,4 @@
-"""`kvledger export`: a log as a trace for Perfetto, as a page for a ticket, or as spans of OpenTelemetry."""
+"""`kvledger export`: write a log as a trace for Perfetto, an HTML page, or spans for OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.units import plural, size
 
 _SUFFIXES = frozenset({".html", ".json", ".gz"})
-"""Of names that are a file's, and no request's."""
+"""Suffixes of file names; a REQUEST with one of them was meant as the output file."""
 _Selected = list[tuple[StoredLog, Selection]]
 
 
 def run(
     reading: Reading,
     *,
-    perfetto: Annotated[bool, Parameter(help="a trace that ui.perfetto.dev opens")] = False,
-    html: Annotated[bool, Parameter(help="one page with everything in it, for a ticket")] = False,
+    perfetto: Annotated[bool, Parameter(help="write a trace for ui.perfetto.dev")] = False,
+    html: Annotated[bool, Parameter(help="write one self-contained page, for a ticket")] = False,
     otlp: Annotated[
         str | None,
         Parameter(
             metavar="TARGET",
             allow_leading_hyphen=True,
-            help="spans for OpenTelemetry: sent to http://host:4318, or written to a file as lines of JSON (- for "
-            "stdout)",
+            help="send OpenTelemetry spans to http://host:4318, or write them to a file as lines of JSON (-: stdout)",
         ),
     ] = None,
     path: Annotated[
-        Path | None, Parameter(name=("--output", "-o"), metavar="FILE", help="where to write; default: stdout")
+        Path | None, Parameter(name=("--output", "-o"), metavar="FILE", help="file to write; default: stdout")
     ] = None,
     deciding: Deciding = NOTHING_CHOSEN,
     force: Annotated[bool, Parameter(help="replace FILE if it exists")] = False,

@@ -1,4 +1,4 @@
-"""`kvledger export --otlp`: logs as spans for OpenTelemetry, sent or written. It must not know what spans say."""
+"""`kvledger export --otlp`: send or write logs as OpenTelemetry spans. Must not know the content of spans."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 
 def export_spans(name: str, reading: Reading, deciding: Deciding, output: Output, *, force: bool) -> ExitCode:
-    """Send the spans of the selected part of each log to the target `name`, or write them there.
+    """Send or write the spans of the selected part of each log to the target `name`.
 
     Raises:
-        CommandFailed: OpenTelemetry is not installed, the target cannot be used, or does not take them.
+        CommandFailed: the target cannot be used, or does not accept the spans.
+        ModuleNotFoundError: OpenTelemetry is not installed.
     """
     require("kvledger export --otlp", *OTLP)
     from kvledger.adapters.tools.export.otlp_targets import SpanEndpoint, SpanFile, is_endpoint  # noqa: PLC0415 - half a second
@@ -53,14 +54,14 @@ def export_spans(name: str, reading: Reading, deciding: Deciding, output: Output
 
 
 def coverage_of_all(logs: Sequence[tuple[StoredLog, Selection]], output: Output) -> ExitCode:
-    """Name each exported log of which nothing is known in the selected part; returns the gravest exit code."""
+    """Report each log whose selected part could not be checked; return the most severe exit code."""
     return gravest(
         output.coverage_of(log, selection, is_found=lives_in(log, selection, output)) for log, selection in logs
     )
 
 
 def _export(log: StoredLog, selection: Selection, target: SpanTarget, output: Output) -> int:
-    """How many spans it was."""
+    """Export one log, and return the number of its spans."""
     from kvledger.adapters.tools.export.otlp import LogSpans  # noqa: PLC0415
     from kvledger.adapters.tools.export.otlp_targets import Batches  # noqa: PLC0415
 

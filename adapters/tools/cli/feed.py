@@ -1,4 +1,4 @@
-"""A log as it goes on: one line for each thing that happens to a request, quiet progress left out."""
+"""Follows a log: one line for each thing that happens to a request, without quiet progress."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reader import Model
 
 _QUIET = (e.SaveIssued, e.SaveCompleted, e.PrefillAdvanced, e.PrefillCompleted, e.ChunksTainted)
-"""Decisions that alone do not deserve a line."""
+"""Decisions that get no line of their own."""
 _POLL_SECONDS = 0.2
 _STUCK_AFTER_POLLS = 25
 
 
 @attrs.frozen
 class Line:
-    """What one observation did to one request, or to all (an empty `request_id`)."""
+    """Effect of one observation on one request (`request_id` empty: on no single one)."""
 
     first_sequence: int
     time_ns: int
@@ -38,7 +38,7 @@ class Line:
 
 
 class Polls(msgspec.Struct, forbid_unknown_fields=True):
-    """Lookups of one request in a row whose answers differ only in numbers."""
+    """Consecutive lookups of one request whose answers differ only in numbers."""
 
     first_text: str
     last_text: str
@@ -57,10 +57,10 @@ class Polls(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """What a feed goes on from."""
+    """State of a feed between observations."""
 
     polls: dict[str, Polls] = {}
-    """Request id → its last lookups."""
+    """Request id → its latest lookups."""
     under_way: UnderWay | None = None
 
 
@@ -76,7 +76,7 @@ class Feed(ObservationVisitor):
         self._lines: list[Line] = []
 
     def pop_lines(self) -> list[Line]:
-        """The lines since the last call."""
+        """Return the lines since the last call."""
         lines, self._lines = self._lines, []
         return lines
 
@@ -106,7 +106,7 @@ class Feed(ObservationVisitor):
         return "; ".join(filter(None, (*parts, *describe_decisions(decisions, self._core))))
 
     def _repeats(self, request_id: str, text: str, sequence: int) -> bool:
-        """Whether a lookup only repeats the one before it: a waiting request is looked up in every step."""
+        """Whether a lookup repeats the one before. vLLM looks up a waiting request in every step."""
         polls, now_ns = self.state.polls.get(request_id), self.moment.time_ns
         if polls is not None and without_numbers(polls.last_text) == without_numbers(text):
             polls.last_text, polls.last_ns, polls.last_sequence = text, now_ns, sequence
@@ -117,7 +117,7 @@ class Feed(ObservationVisitor):
         return False
 
     def _end_polls(self, request_id: str) -> None:
-        """Add a line for the lookups that were left out, before the next line of the request."""
+        """Add a line for the repeated lookups, before the next line of the request."""
         polls = self.state.polls.pop(request_id, None)
         if polls is not None and polls.num_repeats:
             state, _ = self.paths(request_id)
@@ -127,10 +127,10 @@ class Feed(ObservationVisitor):
 
 
 def follow(log: StoredLog, output: Output) -> Iterator[Batch | None]:
-    """Yield every batch of a log after `log.start_sequence`, and then those that are appended.
+    """Yield every batch of a log after `log.start_sequence`, then those that are appended.
 
-    Yields None whenever there is nothing new. Ends when no process writes the log any more. Of a copy or a mirror that
-    is not known, so it is followed without an end.
+    Yields None after each look at the log. Ends when no process writes it; for a copy or a mirror, which does not show
+    this, never.
     """
     place, last_sequence = (log.files()[0].name, 0), log.start_sequence
     for batch in log.batches_behind(last_sequence) if last_sequence else log.batches():
@@ -138,7 +138,7 @@ def follow(log: StoredLog, output: Output) -> Iterator[Batch | None]:
         yield batch
     num_polls = 0
     while True:
-        num_new, has_ended = 0, log.has_ended()  # asked first: what was written before is read below
+        num_new, has_ended = 0, log.has_ended()  # checked first, so that everything written before is read below
         for batch in log.batches_from(*place):
             if last_sequence + 1 < batch.first_sequence:
                 batch.gap = Gap(last_sequence + 1, batch.first_sequence - 1)

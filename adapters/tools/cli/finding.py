@@ -1,4 +1,4 @@
-"""Which logs LOG means, and in which of them is the request that REQUEST means."""
+"""Finds the logs that LOG means, and the log and the request that REQUEST means."""
 
 from __future__ import annotations
 
@@ -25,12 +25,9 @@ from kvledger.storage.events.files import refused_link
 
 
 def logs_of(reading: Reading, output: Output, *, with_workers: bool = False) -> list[Path]:
-    """The logs that LOG means, engine start by engine start, the newest start last.
+    """Return the logs that LOG means, start by start, the newest last. Raises `CommandFailed` if there are none.
 
-    With `--newest` the scheduler's log of the newest start; `with_workers` puts the logs of its workers before it.
-
-    Raises:
-        CommandFailed: there is none.
+    With `--newest`, only the scheduler's log of the newest start; `with_workers` adds its workers' logs before it.
     """
     log, request = reading.log, reading.request
     if request and os.path.lexists(request):
@@ -73,9 +70,9 @@ def _newest(logs: Sequence[Path], reading: Reading, *, with_workers: bool) -> li
 def selected(
     reading: Reading, output: Output, logs: Sequence[Path] | None = None, core: Core | None = None
 ) -> Iterator[tuple[StoredLog, Selection]]:
-    """Each of the logs, opened, with what is selected of it. A request is in one of the logs.
+    """Yield each log, opened, with its selected part; with REQUEST, only the log that has it.
 
-    Without `logs` those that LOG means; without `core` with the one that the log names.
+    Default: the logs that LOG means, read with the standard core.
     """
     logs = logs_of(reading, output) if logs is None else logs
     core = core or composed_core((), ())
@@ -92,11 +89,7 @@ def selected(
 def foldable(
     reading: Reading, output: Output, logs: Sequence[Path] | None = None, core: Core | None = None
 ) -> list[tuple[StoredLog, Selection]]:
-    """The same, without the logs whose configuration is lost. If there are several logs, these are named.
-
-    Raises:
-        CommandFailed: none is left.
-    """
+    """Return the same without logs whose configuration is lost. Raises `CommandFailed` if none is left."""
     found = []
     for log, selection in selected(reading, output, logs, core):
         with output.apart_from_others(log.path):
@@ -108,7 +101,7 @@ def foldable(
 
 
 def lives_in(log: StoredLog, selection: Selection, output: Output) -> bool:
-    """Whether the selected request lived in the selected part of the log; True if none is selected."""
+    """Whether the selected request lived in the selected part of the log; True without a request."""
     if selection.request_id is None:
         return True
     index = index_for(log, output, selection.request_id)
@@ -125,11 +118,7 @@ def lives_in(log: StoredLog, selection: Selection, output: Output) -> bool:
 
 
 def selected_one(reading: Reading, output: Output, core: Core | None = None) -> tuple[StoredLog, Selection]:
-    """The one log that is meant, opened, with what is selected of it.
-
-    Raises:
-        CommandFailed: several are meant.
-    """
+    """Return the one log that the options mean, opened, with its selected part. Raises `CommandFailed` for several."""
     logs = logs_of(reading, output)
     if reading.request is None:
         logs = [one_of(logs, reading.log)]
@@ -138,16 +127,12 @@ def selected_one(reading: Reading, output: Output, core: Core | None = None) -> 
 
 
 def opened_log(path: Path, reading: Reading, core: Core) -> StoredLog:
-    """The log, opened as the options say."""
+    """Open the log with `--lenient` and `--trust-snapshots` as given."""
     return open_log(path, core, lenient=reading.lenient, trusts_snapshots=reading.trust_snapshots)
 
 
 def find_request(logs: Sequence[Path], reading: Reading, output: Output, core: Core) -> tuple[StoredLog, str]:
-    """The log that has the one request that is meant, opened, and the whole id in the log; see `one_request`.
-
-    Raises:
-        CommandFailed: none has it, or several ids or logs could be meant.
-    """
+    """Return the opened log that has the request, and the request's whole id; see `one_request`, which may raise."""
     asked = reading.request or ""
     known: list[tuple[StoredLog, dict[str, None]]] = []
     for path in logs:

@@ -1,4 +1,4 @@
-"""`kvledger show --follow`: a log line by line, as long as somebody writes it."""
+"""`kvledger show --follow`: print a log line by line while a process writes it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from kvledger.lifecycle.reader import Reader
 def show_following(
     log: StoredLog, selection: Selection, output: Output, num_last: int | None, *, is_from_end: bool
 ) -> ExitCode:
-    """Print what happens, and how the log ended once no process writes it any more.
+    """Print lines until no process writes the log, then how the log ended.
 
     Args:
         log: the opened log.
-        selection: what is printed of it.
-        output: where to.
-        num_last: how many of the lines that are in the log already are printed; None: all.
-        is_from_end: whether reading begins at the newest snapshot; a log of gigabytes is not read from its beginning.
+        selection: the part to print.
+        output: where to print it.
+        num_last: number of lines to print from the past; None: all.
+        is_from_end: whether to begin at the newest snapshot instead of reading gigabytes.
     """
     earlier: deque[Line] | None = deque(maxlen=num_last)
     model, clock = begin_model(log, at_newest_snapshot=is_from_end), Clock(log.header)
@@ -56,7 +56,7 @@ def show_following(
             continue
         _show_lines(output, earlier or (), clock)
         earlier = None
-        # A call lasts less than two looks, but where it hangs.
+        # Only a call that hangs is still in progress at two polls in a row.
         now = feed.state.under_way
         if now is not None and now == before != shown:
             shown = now
@@ -89,7 +89,7 @@ def _show_lines(output: Output, lines: Iterable[Line], clock: Clock) -> None:
 
 
 def _moment(output: Output, clock: Clock, time_ns: int, sequence: int) -> str:
-    """What a line begins with; on another day than the one before, the date is a line of its own."""
+    """Return the beginning of a line. Print the date before it if the day has changed."""
     if day := clock.new_day(time_ns):
         output.line(f"{day} (UTC)", style="dim")
     at = f"{milliseconds(time_ns):>12}  {sequence:>8}  "

@@ -1,4 +1,4 @@
-"""`kvledger ls`: the logs of a directory, the newest first, and how each ended."""
+"""`kvledger ls`: list the logs of a directory, the newest first, and how each ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(
     *,
     output: Written,
 ) -> ExitCode:
-    """List them; one that cannot be read costs the exit code."""
+    """List the logs, and return the most severe exit code."""
     glances = [glance_at(path) for path in reversed(find_logs(log))]
     if output.is_json:
         for glance in glances:
@@ -72,7 +72,7 @@ def _end_of(glance: Glance) -> HowEnded:
 
 
 def ended(glance: Glance) -> str:
-    """How a log ended, in a few words."""
+    """Return how a log ended, in a few words."""
     if glance.unreadable:
         return "unreadable"
     of_end = [] if glance.ending is None or glance.ending.missing is None else ["end missing"]

@@ -1,4 +1,4 @@
-"""The `kvledger` command: runs what the arguments say, and turns what happens into an exit code."""
+"""The `kvledger` command: runs the chosen command and returns an exit code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvledger.adapters.tools.cli.streams import guard_standard_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Nothing is raised; a traceback is printed only if it is asked for."""
+    """Run one command and return its exit code. A traceback is printed only if KVLEDGER_TRACEBACK is set."""
     guard_standard_streams()
     try:
         try:

@@ -1,7 +1,7 @@
-"""The arguments that several commands share: LOG and REQUEST, what part of a log is read, how decisions are made again.
+"""Arguments that several commands share: LOG, REQUEST, the selected part, and the code that makes decisions again.
 
-A selection limits what is shown, never what is known: the state at a moment is made from everything before it, so
-commands read from the log's beginning and show only the events that are selected.
+The selection limits only what is shown. Commands read from the log's beginning, because the state at a moment depends
+on everything before it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _EVERY_LOG: Final = (
     "a log directory, one *.kvlog file, a directory of logs (all of them), or nats://host/STREAM[/LOG_ID]"
 )
 _MOMENT: Final = (
-    "an event number, a time since the log was opened (1.5s, 1h30m), a date and time, or a time of day, the first such "
-    "in the log (UTC unless it says so)"
+    "an event number, a time since the log was opened (1.5s, 1h30m), a date and time, or a time of day (its first "
+    "occurrence in the log); UTC unless it has an offset"
 )
 
 
 def value(read: Callable[[str], Any], metavar: str | None = None, **about: Any) -> Parameter:  # noqa: ANN401 -- as Parameter
-    """An argument whose text `read` turns into a value; a `ValueError` that it raises is wrong usage."""
+    """Return an argument that `read` parses. `ValueError` means wrong usage."""
 
     def convert(_type: object, tokens: Sequence[Token]) -> Any:  # noqa: ANN401
-        return read(",".join(token.value for token in tokens))  # several only where the option may be repeated
+        return read(",".join(token.value for token in tokens))  # several only if the option is repeated
 
     return Parameter(converter=convert, metavar=metavar, n_tokens=1, accepts_keys=False, **about)
 
@@ -60,7 +60,7 @@ class Moment:
 
     @property
     def last_ns(self) -> int:
-        """Its last nanosecond: 10:30:00.101 is printed for all of that millisecond, 10:30:00 for all of that second."""
+        """Its last nanosecond: 10:30:00.101 means all of that millisecond, 10:30:00 all of that second."""
         if self.kind not in {"unix_ns", "of_day_ns"}:
             return self.value
         _, point, fraction = self.text.partition(".")
@@ -69,11 +69,7 @@ class Moment:
 
 
 def moment(text: str) -> Moment:
-    """`90211` (an event), `1.5s`, `1h30m` (since the log was opened), `2026-01-05T10:30:00Z` or `10:30:00.101` (UTC).
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """Parse `90211` (an event), `1.5s`, `1h30m`, `2026-01-05T10:30:00Z` or `10:30:00.101`. Raises `ValueError`."""
     if text.isdecimal() and int(text) > 0:
         return Moment("event", int(text), text)
     value = read_duration_ns(text)
@@ -95,22 +91,14 @@ def moment(text: str) -> Moment:
 
 
 def count(text: str) -> int:
-    """How many, from 0 on.
-
-    Raises:
-        ValueError: it is no such number.
-    """
+    """Parse a whole number from 0 on. Raises `ValueError`."""
     if not text.isdecimal():
         raise ValueError(f"{text!r} is no whole number from 0 on")
     return int(text)
 
 
 def positive(text: str) -> int:
-    """How many, from 1 on.
-
-    Raises:
-        ValueError: it is no such number.
-    """
+    """Parse a whole number from 1 on. Raises `ValueError`."""
     number = count(text)
     if not number:
         raise ValueError("0 is too few; give 1 or more")
@@ -118,11 +106,7 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A duration in seconds.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Parse a duration into seconds. Raises `ValueError`."""
     found = read_duration_ns(text)
     if found is None:
         raise ValueError(f"{text!r} is not a duration; give numbers with s, m, h, d or w, as in 30d or 1h30m")
@@ -130,11 +114,7 @@ def seconds(text: str) -> float:
 
 
 def num_bytes(text: str) -> int:
-    """A size in bytes.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Parse a size into bytes. Raises `ValueError`."""
     found = read_size(text)
     if found is None:
         raise ValueError(
@@ -144,11 +124,7 @@ def num_bytes(text: str) -> int:
 
 
 def json_object(text: str) -> dict[str, object]:
-    """An object of JSON, with numbers that JSON has. A refusal does not quote it: it may have a secret.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Parse a JSON object without NaN or infinity. Raises `ValueError` that does not quote it: it may have a secret."""
     try:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
@@ -159,7 +135,7 @@ def json_object(text: str) -> dict[str, object]:
 
 
 def _finite(text: str) -> float:
-    """The number; Python reads three that JSON does not have, and too large ones as infinite."""
+    """Return the number, if it is finite: Python also parses NaN and infinity, and overflows to infinity."""
     number = float(text)
     if not math.isfinite(number):
         message = f"{text} is no finite number"
@@ -173,21 +149,21 @@ Log = Annotated[Path | StreamUrl, value(log_argument, env_var=DEFAULT_LOG, help=
 @Parameter(name="*")
 @attrs.frozen
 class Reading:
-    """The log that is read, and what is selected of it."""
+    """The log to read, and the selected part of it."""
 
     log: Log
     request: Annotated[str | None, Parameter(help="a request id or a unique part of it")] = None
     newest: Annotated[
         bool,
-        Parameter(help="of a directory of logs, read only the newest engine start: the log of its scheduler"),
+        Parameter(help="of a directory of logs, read only the scheduler's log of the newest engine start"),
     ] = attrs.field(default=False, kw_only=True)
-    mirror: Annotated[Path | None, Parameter(metavar="DIR", help="where the files of a stream's logs are kept")] = (
+    mirror: Annotated[Path | None, Parameter(metavar="DIR", help="directory for the copies of a stream's logs")] = (
         attrs.field(default=None, kw_only=True)
     )
-    since: Annotated[Moment | None, value(moment, "MOMENT", help=f"leave out what came before: {_MOMENT}")] = (
+    since: Annotated[Moment | None, value(moment, "MOMENT", help=f"leave out everything before: {_MOMENT}")] = (
         attrs.field(default=None, kw_only=True)
     )
-    until: Annotated[Moment | None, value(moment, "MOMENT", help="leave out what came after")] = attrs.field(
+    until: Annotated[Moment | None, value(moment, "MOMENT", help="leave out everything after")] = attrs.field(
         default=None, kw_only=True
     )
     lenient: Annotated[
@@ -195,14 +171,11 @@ class Reading:
     ] = attrs.field(default=False, kw_only=True)
     trust_snapshots: Annotated[
         bool,
-        Parameter(
-            help="begin a log that has lost its beginning from a snapshot, also where other code than this has "
-            "folded it"
-        ),
+        Parameter(help="if a log's beginning is missing, begin at a snapshot even if other code made it"),
     ] = attrs.field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        """With `KVLEDGER_LOG` set, one argument that is no path is the REQUEST."""
+        """Read a single argument that is not a path as the REQUEST if `KVLEDGER_LOG` is set."""
         default = os.environ.get(DEFAULT_LOG)
         if default and self.request is None and may_be_request(self.log):
             object.__setattr__(self, "request", str(self.log))
@@ -217,29 +190,28 @@ def may_be_request(log: Path | StreamUrl) -> bool:
 @Parameter(name="*")
 @attrs.frozen(kw_only=True)
 class Deciding:
-    """The code that reads the log and decides again."""
+    """The code that reads the log and makes its decisions again."""
 
     handlers: Annotated[
         Sequence[str],
         Parameter(
             metavar="MODULE:CLASS",
-            help="decide with this state handler in the place of its state's; may be repeated. PYTHONPATH says where "
-            "it is",
+            help="use this state handler for its state; may be repeated; imported from PYTHONPATH",
         ),
     ] = ()
     extensions: Annotated[
         Sequence[str],
         Parameter(
             metavar="MODULE:CLASS",
-            help="read with this extension, also where the log was written without; may be repeated",
+            help="read with this extension, even if the log was written without it; may be repeated",
         ),
     ] = ()
 
     def core(self, *, installed: bool = False) -> Core:
-        """The core to read a log with, and to decide with; with `installed`, as a connector would have it.
+        """Return the core to read and decide with; with `installed`, including the installed extensions.
 
         Raises:
-            CommandFailed: one cannot be imported, or is no state handler.
+            CommandFailed: a class cannot be imported or used.
         """
         try:
             return composed_core(self.handlers, (*(installed_extensions() if installed else ()), *self.extensions))
@@ -251,10 +223,10 @@ NOTHING_CHOSEN: Final = Deciding()
 
 
 def selection_of(reading: Reading, log: StoredLog, output: Output, request_id: str | None = None) -> Selection:
-    """What the options select of `log`; `request_id` is the whole id that was found for the one asked for.
+    """Return the part of `log` that the options select. `request_id` is the whole id of the request.
 
     Raises:
-        CommandFailed: a time of day was given and the log does not know when it was opened, or nothing is selected.
+        CommandFailed: they select nothing, or have a date or time of day and the log has no opening time.
     """
     since, until = reading.since, reading.until
     if since is None and until is None:
@@ -273,7 +245,7 @@ def selection_of(reading: Reading, log: StoredLog, output: Output, request_id: s
             last = _last_until(log.events() if index is None else index.events_around(until_ns), until_ns)
     if last is not None and last < first:
         asked = " ".join(f"--{name} {value.text}" for name, value in (("since", since), ("until", until)) if value)
-        # Where the second moment lies before the first, no log has an event between them.
+        # If --until is before --since, no log has an event between them.
         is_reversed = since is not None and until is not None and since.kind == until.kind and until.value < since.value
         message = f"{log.path}: {asked} selects no event"
         raise CommandFailed(message, ExitCode.USAGE if is_reversed else ExitCode.NOTHING_CHECKED)
@@ -281,7 +253,7 @@ def selection_of(reading: Reading, log: StoredLog, output: Output, request_id: s
 
 
 def _since_opening_ns(asked: Moment | None, log: StoredLog, *, is_end: bool = False) -> int | None:
-    """`is_end`: its last nanosecond, not its first."""
+    """Return nanoseconds since the log was opened; with `is_end`, the last nanosecond of the moment."""
     if asked is None or asked.kind == "event":
         return None
     if asked.kind == "since_opening_ns":
@@ -295,12 +267,12 @@ def _since_opening_ns(asked: Moment | None, log: StoredLog, *, is_end: bool = Fa
     at_ns = (asked.last_ns if is_end else asked.value) - opened_at
     if asked.kind == "unix_ns":
         return at_ns
-    num_days = -(-(opened_at - asked.last_ns) // _NS_PER_DAY)  # to the first such time that the log has
+    num_days = -(-(opened_at - asked.last_ns) // _NS_PER_DAY)  # until the time of day first occurs in the log
     return at_ns + num_days * _NS_PER_DAY
 
 
 def _first_from(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
-    """The first event at or after a time."""
+    """Return the first event at or after a time."""
     for number, event in events:
         at_ns = getattr(event, "time_ns", None)
         if at_ns is not None and at_ns >= time_ns:
@@ -309,7 +281,7 @@ def _first_from(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
 
 
 def _last_until(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
-    """The last event that is not after a time, with the decisions made on it; None where that is the log's last."""
+    """Return the last event not after a time, its decisions included; None: the log's last one."""
     for number, event in events:
         at_ns = getattr(event, "time_ns", None)
         if at_ns is not None and at_ns > time_ns:

@@ -1,4 +1,4 @@
-"""How results are shown: JSON lines for programs, rich text for people, the same text without colours for pipes."""
+"""Prints results: JSON lines with `--json`, rich text on a terminal, the same text without colours into a pipe."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ from kvledger.lifecycle.audit import Judgement
 from kvledger.storage.events import HowEnded
 
 _PIPED_WIDTH = 100_000
-"""Nothing is wrapped or cut for a program that reads."""
+"""Columns of a pipe: nothing is wrapped or cut."""
 _BYTES_PER_UPDATE = 1 << 18
 _GAP = 2
-"""Columns of a terminal between two columns of a table."""
+"""Characters between two columns of a table."""
 _FOLDED = 28
-"""A cell that is wider is folded, before another column is left out."""
+"""Unused."""
 _LEAST_PROSE = 34
-"""Text is folded, but not into a narrower column."""
+"""Characters of the narrowest column into which text is folded."""
 _BELOW = 4
-"""So far is text indented that has no room behind what it belongs to."""
+"""Indent of text that has no room on the line of its name."""
 
 
 class Output:
-    """Writes to stdout, and remarks and progress to stderr; nothing that a log holds reaches a terminal unseen."""
+    """Writes results to stdout, remarks and progress to stderr. Escapes control characters."""
 
     def __init__(self, *, is_json: bool) -> None:
         self.is_json = is_json
         self.has_many_logs = False
-        """Whether the command is about several logs."""
+        """Whether the command reads several logs."""
         self.failures: list[ExitCode] = []
-        """What went wrong with some of several logs; part of the command's exit code."""
+        """Exit codes of logs that could not be read or checked."""
         self._live: Live | None = None
         is_terminal = sys.stdout.isatty()
         self._console = Console(
@@ -72,12 +72,12 @@ class Output:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether people see the output at once."""
+        """Whether stdout is a terminal."""
         return self._console.is_terminal
 
     @contextlib.contextmanager
     def screen(self) -> Iterator[None]:
-        """Use the whole terminal for `show`, and give it back as it was."""
+        """Use the whole terminal for `show`, and restore it at the end."""
         with Live(console=self._console, screen=True, auto_refresh=False) as live:
             self._live = live
             try:
@@ -86,7 +86,7 @@ class Output:
                 self._live = None
 
     def show(self, drawn: RenderableType) -> None:
-        """Print it; inside `screen`, in place of what is there."""
+        """Print it; inside `screen`, replace what is shown."""
         if self._live is None:
             self._print(drawn)
         else:
@@ -101,27 +101,27 @@ class Output:
         sys.stdout.writelines(line.rstrip() + "\n" for line in capture.get().splitlines())
 
     def record(self, type_name: str, fields: Mapping[str, object]) -> None:
-        """One JSON line."""
+        """Print one JSON line."""
         line = msgspec.json.encode({"type": type_name, **fields}, enc_hook=str)
         sys.stdout.write(visible(line.decode()) + "\n")
 
     def line(self, text: str = "", style: str = "", *, indent: int | None = None) -> None:
-        """One line for people; never interpreted as markup. Folded on a terminal, behind `indent` columns."""
+        """Print one line of text, not markup. On a terminal, wrapped lines begin after `indent` columns."""
         if indent is None:
             indent = len(text) - len(text.lstrip())
         self._folded(Text(visible(text[:indent]), style), Text(visible(text[indent:]), style))
 
     def raw(self, text: str) -> None:
-        """What a program reads: as it is."""
+        """Write text unchanged, for a program that reads it."""
         sys.stdout.write(text)
 
     def field(self, name: str, value: str, style: str = "") -> None:
-        """A name and what stands behind it, aligned with its neighbours."""
+        """Print a name and its value, aligned with other fields."""
         self._folded(Text(f"{name:<11} ", "dim"), Text(visible(value), style))
 
     def _folded(self, before: Text, text: Text) -> None:
         indent, width = before.cell_len, self._console.width
-        if width - indent < min(_LEAST_PROSE, width // 2):  # then it stands below
+        if width - indent < min(_LEAST_PROSE, width // 2):  # no room on the line
             if before.plain.strip():
                 self._console.print(before)
             before, indent = Text(" " * _BELOW), _BELOW
@@ -133,7 +133,7 @@ class Output:
     def figures(
         self, figures: Figures, *, has_own_copies: bool, num_deferrals: int | None = None, has_requests: bool = True
     ) -> None:
-        """What the cache did, a field each; of a log that holds no requests, a worker's, only the faults."""
+        """Print what the cache did; of a worker's log, which has no requests, only the faults."""
         has_faults = figures.num_violations + figures.num_hook_failures > 0
         lines = figures_in_words(figures, has_own_copies=has_own_copies, num_deferrals=num_deferrals)
         for name, text in lines.items():
@@ -153,16 +153,16 @@ class Output:
 
         Args:
             columns: name → "left" or "right".
-            rows: one text for each column.
-            hidden: columns that are left out.
-            optional: columns that are left out, in this order, on a terminal that is too narrow for all. A line below
-                the table names them.
+            rows: each has one text per column.
+            hidden: columns to leave out.
+            optional: columns to leave out, in this order, if the terminal is too narrow.
         """
         shown = {name: place for place, name in enumerate(columns) if name not in hidden}
         left_out = []
         if self._console.is_terminal:
             widths = {
-                name: max(cell_len(name), *(cell_len(row[place]) for row in rows)) for name, place in shown.items()
+                name: min(_FOLDED, max(map(cell_len, (name, *(row[place] for row in rows)))))
+                for name, place in shown.items()
             }
             for name in (name for name in optional if name in shown):
                 if sum(widths.values()) + _GAP * (len(widths) - 1) <= self._console.width:
@@ -180,13 +180,13 @@ class Output:
             self.line(f"no room for {', '.join(left_out)}: widen the terminal, or use --json", style="dim")
 
     def flush(self) -> None:
-        """Let a program that reads have what was written so far, and notice when it has gone."""
+        """Flush stdout. Raise `OutputFailed` if the program that reads it has ended."""
         sys.stdout.flush()
         notice_reader()
 
     @contextlib.contextmanager
     def apart_from_others(self, path: Path) -> Iterator[None]:
-        """A log of many that cannot be read is named, and costs the exit code; the others are shown all the same."""
+        """If there are several logs, report one that cannot be read or checked instead of raising the error."""
         try:
             yield
         except (CommandFailed, OSError) as error:
@@ -199,7 +199,7 @@ class Output:
                 self.nothing(path, str(error))
 
     def unreadable(self, path: Path, error: Exception) -> None:
-        """Name a log that cannot be read; it costs the exit code."""
+        """Report a log that cannot be read; counts as `DAMAGED` in the exit code."""
         reason = unreadable_text(error) if isinstance(error, OSError) else str(error)
         if self.is_json:
             self.record("unreadable", {"path": str(path), "reason": reason})
@@ -207,7 +207,7 @@ class Output:
         self.failures.append(ExitCode.DAMAGED)
 
     def nothing(self, path: Path, reason: str) -> None:
-        """Name a log that the command can say nothing about, and why; it costs the exit code."""
+        """Report why nothing in a log could be checked; counts as `NOTHING_CHECKED`."""
         self._nothing(path, reason)
         self.failures.append(ExitCode.NOTHING_CHECKED)
 
@@ -217,9 +217,9 @@ class Output:
         self.remark(reason)
 
     def coverage_of(self, log: StoredLog, selection: Selection, *, is_found: bool = True) -> ExitCode:
-        """Say if the state in the selected part of a log that was read is not known, so that nothing can be said of it.
+        """Report if the selected part of a log that was read could not be checked; return the exit code.
 
-        `is_found`: whether the selected request lived in that part. Returns the exit code.
+        `is_found`: whether the selected request lived in that part.
         """
         reason = readable(log, selection).why_nothing
         if not reason and not is_found:
@@ -230,21 +230,21 @@ class Output:
         return ExitCode.DAMAGED if log.damage and not log.num_events else ExitCode.NOTHING_CHECKED
 
     def remark(self, text: str) -> None:
-        """Something the reader should know that is no result; goes to stderr."""
+        """Print a message that is not a result to stderr."""
         remark(text)
 
     def damage_of(self, log: StoredLog) -> None:
-        """Remark on everything that is damaged in what was read of a log."""
+        """Report all damage found while reading a log."""
         for damage in log.damage:
             self.remark(str(damage))
 
     def waiting(self, what: str) -> contextlib.AbstractContextManager[object]:
-        """Show what is waited for, when stderr is a terminal."""
+        """Show what the command waits for, if stderr is a terminal."""
         return Console(file=sys.stderr).status(what) if sys.stderr.isatty() else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def progress(self, log: StoredLog, what: str) -> Iterator[None]:
-        """Show how much of the log is read, when stderr is a terminal."""
+        """Show how much of the log has been read, if stderr is a terminal."""
         if not sys.stderr.isatty():
             yield
             return
@@ -267,24 +267,24 @@ class Output:
 
 
 Written = Annotated[Output, Parameter(parse=False)]
-"""The output of a command: a parameter that is no argument."""
+"""The output of a command: a parameter that is not an argument of the command line."""
 
 
 def progress_in_bytes() -> Progress:
-    """A bar on stderr that is gone when it is done."""
+    """Return a progress bar on stderr that disappears when it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(file=sys.stderr), transient=True)
 
 
 def show_title(output: Output, request_id: str, clock: Clock, time_ns: int) -> None:
-    """Whose timeline follows, and from what date and time on."""
+    """Print the request of the following timeline, and when it begins."""
     at = clock.date_and_time(time_ns)
     clock.new_day(time_ns)
     output.line(f"{request_id}, {at}" if at else request_id, style="bold")
 
 
 def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
-    """Tell it, as a field of its own or as an object."""
+    """Print how the log ended."""
     ending = log.ending
     call = None if ending.how is HowEnded.CLOSED else last_under_way(log.core, log.last_events)
     if output.is_json:
@@ -308,7 +308,7 @@ def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
 
 
 def show_decisions(output: Output, judgement: Judgement, core: Core | None = None) -> None:
-    """How many decisions come out otherwise than in the log; with `core`, also the first difference in words."""
+    """Print how many decisions differ; with `core`, also the first difference."""
     different = (
         ("decisions", "made again, ", judgement.divergences),
         ("reference", "", judgement.reference_differences),
@@ -325,7 +325,7 @@ def show_decisions(output: Output, judgement: Judgement, core: Core | None = Non
 
 
 def record_divergences(output: Output, judgement: Judgement, findings: FindingList | None = None) -> None:
-    """A JSON object for each; with `findings`, also the event with which its finding begins."""
+    """Print each difference as a JSON object; with `findings`, also the first event of its finding."""
 
     def belongs(item: object) -> dict[str, object]:
         return {} if findings is None else {"finding": findings.first_sequence(item)}

@@ -1,4 +1,4 @@
-"""What a failed write to stdout or stderr raises. Apart from the streams, which must not import the core."""
+"""Exception of a failed write to stdout or stderr. Separate from `streams.py`, which must not import the core."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvledger.lifecycle import Unstoppable
 
 
 class OutputFailed(Unstoppable):
-    """Nothing can be written to stdout or stderr any more; its cause is the `OSError`."""
+    """Stdout or stderr can no longer be written; `error` is the `OSError`."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
@@ -14,5 +14,5 @@ class OutputFailed(Unstoppable):
 
     @property
     def is_reader_gone(self) -> bool:
-        """Whether it is a pipe whose reader went away, as `head` does."""
+        """Whether it is a pipe whose reader has ended, as with `| head`."""
         return isinstance(self.error, BrokenPipeError)

@@ -1,4 +1,4 @@
-"""Percentiles of any number of values in bounded memory: values are counted with their first three digits."""
+"""Percentiles of any number of values in bounded memory, from counts of values rounded to three digits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 
 @attrs.define
 class Percentiles:
-    """Of values that are not negative; count, sum and the greatest are exact, percentiles are right within 1 %."""
+    """Percentiles of non-negative values, right within 1 %. Count, sum and maximum are exact."""
 
     sum: int = 0
     max: int = 0
@@ -24,13 +24,13 @@ class Percentiles:
         self._counts[round(value, 3 - len(str(value)))] += 1
 
     def merge(self, other: Percentiles) -> None:
-        """Count what another one counted, too."""
+        """Add the counts of another."""
         self.sum += other.sum
         self.max = max(self.max, other.max)
         self._counts += other._counts
 
     def at(self, share: float) -> int:
-        """The value that `share` (0 to 1) of all values do not exceed; 0 where there are none."""
+        """Return the value that `share` (0 to 1) of all values do not exceed; 0 if there are none."""
         left = math.ceil(share * self._counts.total())
         for value in sorted(self._counts):
             left -= self._counts[value]
@@ -39,6 +39,6 @@ class Percentiles:
         return 0
 
     def summary(self) -> dict[str, int]:
-        """As a JSON object."""
+        """Return name → value: `count`, `sum`, `p50`, `p90`, `p99`, `max`."""
         percentiles = {f"p{per_cent}": self.at(per_cent / 100) for per_cent in (50, 90, 99)}
         return {"count": self._counts.total(), "sum": self.sum, **percentiles, "max": self.max}

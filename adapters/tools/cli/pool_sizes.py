@@ -1,4 +1,4 @@
-"""What `kvledger stats` says of pools of other sizes."""
+"""The part of `kvledger stats` about pools of other sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COLUMNS = {"pool": "left", "slots": "right", "tokens loaded, estimated": "right
 
 
 def show_pool_sizes(output: Output, path: str | None, estimate: Estimate) -> None:
-    """As a table and the error, or as an object."""
+    """Print the estimate as a table and its error, or as a JSON object."""
     if output.is_json:
         fields = attrs.asdict(estimate)
         output.record(

@@ -1,8 +1,8 @@
-"""`kvledger retire`: keep logs at rest to a size and an age. The only command that takes anything from a log.
+"""`kvledger retire`: keep logs that no process writes within a size and an age. No other command deletes from a log.
 
-Whole segments go, the oldest first, each recorded before it is deleted; `verify` then says what was retired, when and
-why, and that the rest follows from it. The snapshot from which the rest is read is made first, where it is missing and
-can be. A log that is being written is left to its writer.
+It deletes whole segments, the oldest first, and records each one before. `verify` then reports what was retired, when
+and why. If the snapshot from which the rest will be read is missing, `retire` tries to make it first. It does not touch
+a log that is being written: the writer has limits of its own.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ from kvledger.storage.events.segment_file import segment_paths
 def run(
     log: Annotated[Path, Parameter(env_var=DEFAULT_LOG, help="a log directory, or a directory of logs (all of them)")],
     *,
-    max_bytes: Annotated[int | None, value(num_bytes, "SIZE", help="what may stay, such as 2GiB")] = None,
-    max_age: Annotated[
-        float | None, value(seconds, "AGE", help="how long ago a segment may be written, as 30d")
+    max_bytes: Annotated[
+        int | None, value(num_bytes, "SIZE", help="delete until at most SIZE is left, such as 2GiB")
     ] = None,
-    dry_run: Annotated[bool, Parameter(help="say what would be retired, and delete nothing")] = False,
+    max_age: Annotated[
+        float | None, value(seconds, "AGE", help="delete segments last written more than AGE ago, such as 30d")
+    ] = None,
+    dry_run: Annotated[bool, Parameter(help="list what would be deleted, and delete nothing")] = False,
     output: Written,
 ) -> ExitCode:
-    """Retire, and say what."""
+    """Retire segments, and list them."""
     if max_bytes is None and max_age is None:
         raise CommandFailed("give --max-bytes, --max-age or both; without a limit everything stays")
     try:
@@ -84,15 +86,15 @@ def _retire(
 
 
 def _make_snapshots(directory_of: Callable[[Retirement], Path], plan: Callable[[], list[Retirement]]) -> None:
-    """Make the snapshots from which what stays is read, where they are missing; they count towards the limits."""
+    """Make missing snapshots from which the remaining segments are read. They count towards the limits."""
     tried: set[tuple[str, str]] = set()
     while True:
-        last = {each.log: each for each in plan()}.values()  # of each log that goes in part or altogether
+        last = {each.log: each for each in plan()}.values()  # of each log that loses segments
         lacking = [each for each in last if not each.is_rest_verifiable and (each.log, each.segment) not in tried]
         if not lacking:
             return
         for each in lacking:
             tried.add((each.log, each.segment))
-            # Without it the segment goes all the same, and its entry says what that costs.
+            # If this fails, the segment is retired anyway, and its record states that the rest is not verifiable.
             with contextlib.suppress(CommandFailed, LogError, OSError):
                 write_snapshots(open_log(directory_of(each)), each.last_sequence + 1)

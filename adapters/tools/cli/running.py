@@ -1,4 +1,4 @@
-"""Runs one command, and turns what happens into an exit code and one line on stderr."""
+"""Runs one command, and turns an error into an exit code and one line on stderr."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvledger.storage.extras import EXTRAS
 
 
 def run_command(command: Callable[..., ExitCode], bound: inspect.BoundArguments, *, is_json: bool) -> ExitCode:
-    """Run it with its arguments, and an output besides; returns its exit code, or that of one of its logs."""
+    """Run a command with its arguments and an output. Return the most severe exit code of it and its logs."""
     output = Output(is_json=is_json)
     log = bound.arguments.get("log", getattr(bound.arguments.get("reading"), "log", None))
     try:
@@ -34,9 +34,9 @@ def run_command(command: Callable[..., ExitCode], bound: inspect.BoundArguments,
 
 
 def explained(error: BaseException, log: Path | StreamUrl | None = None) -> ExitCode:
-    """Say on stderr why a command failed and what to do; returns the exit code.
+    """Print to stderr why a command failed and what to do, and return the exit code.
 
-    Raises what ends the command without an explanation; see `ended`.
+    Raises errors that end the command without an explanation; see `ended`.
     """
     raise_if_unstoppable(error)
     if isinstance(error, CycloptsError):
@@ -44,7 +44,7 @@ def explained(error: BaseException, log: Path | StreamUrl | None = None) -> Exit
         return ExitCode.USAGE
     if isinstance(error, CommandFailed | OSError):
         text = unreadable_text(error) if isinstance(error, OSError) else str(error)
-        if isinstance(log, Path):  # an address without its scheme is taken for a path
+        if isinstance(log, Path):  # an address without its scheme was parsed as a path
             text = text.replace(str(log), shown_log(log))
         default = os.environ.get(DEFAULT_LOG)
         if log is not None and default and log in {Path(default), log_argument(default)}:
@@ -66,7 +66,7 @@ def explained(error: BaseException, log: Path | StreamUrl | None = None) -> Exit
 
 
 def _usage(error: CycloptsError) -> str:
-    """What is wrong with the arguments, and the command that lists them."""
+    """Return what is wrong with the arguments, and the command that lists them."""
     names = error.argument.parameter.env_var if isinstance(error, MissingArgumentError) and error.argument else ()
     default = "".join(f" {name} in the environment stands for it." for name in names or ())
     command = " ".join(["kvledger", *(error.command_chain or ())])
@@ -80,7 +80,7 @@ def _usage(error: CycloptsError) -> str:
 
 
 def ended(error: BaseException) -> ExitCode:
-    """The exit code where nobody reads the output any more, it cannot be written, or the command was interrupted."""
+    """Return the exit code of a command that was interrupted, or whose output cannot be written or is not read."""
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     if not isinstance(error, OutputFailed):

@@ -1,7 +1,7 @@
-"""A command on several logs in several processes: each prints into a text of its own, written in the logs' order.
+"""Runs a command on several logs in several processes, and prints their outputs in the order of the logs.
 
-What is written is what one process would have written. A process that is killed costs the other logs nothing. It must
-not know what the command does.
+The output is the same as from one process. If a process is killed, the other logs are not affected. Must not know what
+the command does.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvledger.storage.events.files import num_bytes_of
 from kvledger.storage.events.segment_file import segment_paths
 
 OnLogs = Callable[[Sequence[Path], Output], list[ExitCode]]
-"""The command on some of the logs; the exit code of each that can be read."""
+"""Runs the command on some of the logs, and returns the exit code of each that can be read."""
 OnLost = Callable[[Path, str, Output], ExitCode]
-"""Reports a log whose process was killed each time that it was tried, and why; returns the log's exit code."""
+"""Reports a log whose process was killed at each try, and why; returns the exit code."""
 
 
 @attrs.frozen
 class Printed:
-    """What the command printed about one log."""
+    """Output and exit codes of the command for one log."""
 
     out: str
     err: str
@@ -40,12 +40,12 @@ class Printed:
 def side_by_side(
     command: OnLogs, logs: Sequence[Path], num_jobs: int, output: Output, *, on_lost: OnLost
 ) -> list[ExitCode]:
-    """Run it on each of the logs, on `num_jobs` of them at a time, and print everything."""
+    """Run the command on each log, `num_jobs` at a time; print the outputs, return the exit codes."""
     num_logs = len(logs)
     codes: list[ExitCode] = []
     with separate_processes(min(num_jobs, num_logs)) as others:
         begun: dict[Path, Future[Printed]] = {}
-        for path in sorted(logs, key=num_bytes, reverse=True):  # what takes longest is begun first
+        for path in sorted(logs, key=num_bytes, reverse=True):  # the longest job starts first
             begun[path] = others.submit(
                 _printed, command, path, is_json=output.is_json, is_terminal=sys.stdout.isatty()
             )
@@ -58,7 +58,7 @@ def side_by_side(
                     output.line()
                 codes.append(on_lost(path, str(lost), output))
                 continue
-            # Each text begins with the line that parts it from the one before.
+            # Each output begins with an empty line, which the first one does not need.
             sys.stdout.write(printed.out if codes else printed.out.removeprefix("\n"))
             sys.stderr.write(printed.err)
             codes += printed.codes
@@ -67,7 +67,7 @@ def side_by_side(
 
 
 def num_bytes(path: Path) -> int:
-    """The size of a log; 0 where it cannot be looked at, which whoever opens it says."""
+    """Return the bytes of a log; 0 if it cannot be read, which is reported when it is opened."""
     try:
         return sum(map(num_bytes_of, segment_paths(path) if path.is_dir() else [path]))
     except OSError:
@@ -75,7 +75,7 @@ def num_bytes(path: Path) -> int:
 
 
 class _Text(io.StringIO):
-    """What stands in for stdout, and is a terminal where that is one."""
+    """Replaces stdout, and is a terminal if stdout is one."""
 
     def __init__(self, *, is_terminal: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`kvledger ship`: copies the logs of this machine into a NATS JetStream stream, and lists what a stream holds."""
+"""`kvledger ship`: copy the logs of this machine into a NATS JetStream stream, or list the logs of a stream."""
 
 from __future__ import annotations
 
@@ -23,33 +23,35 @@ if TYPE_CHECKING:
     from kvledger.storage.events.nats import Shipper, ShippingReport
 
 
-_NEW: Final = "A stream that is missing"
+_NEW: Final = "If the stream does not exist"
 
 
 def run(
     log: Annotated[Path | None, Parameter(env_var=DEFAULT_LOG, help="a log directory, or a directory of logs")] = None,
     *,
     to: Annotated[
-        StreamUrl | None, value(StreamUrl, "URL", help="nats://host[:port][/STREAM]; tls:// insists on encryption")
+        StreamUrl | None, value(StreamUrl, "URL", help="nats://host[:port][/STREAM]; tls:// requires encryption")
     ] = None,
     list_: Annotated[
         StreamUrl | None, value(StreamUrl, "URL", name="--list", help="list the logs of a stream instead")
     ] = None,
-    follow: Annotated[bool, Parameter(help="keep shipping until stopped; include new logs")] = False,
-    label: Annotated[
-        str | None, Parameter(help="the second-last part of the subjects; default: this host's name")
-    ] = None,
-    give_up_after: Annotated[float, value(seconds, "DURATION", help="without --follow, as 90s")] = 60.0,
-    create_stream: Annotated[bool, Parameter(group=_NEW, help="make it, as the other options here say")] = False,
-    replicas: Annotated[int, value(positive, "N", group=_NEW, help="1, 3 or 5")] = 1,
-    max_age: Annotated[float, value(seconds, "DURATION", group=_NEW, help="how long to keep: 30d")] = 0.0,
-    max_bytes: Annotated[int, value(num_bytes, "SIZE", group=_NEW, help="how much to keep: 500GiB")] = 0,
+    follow: Annotated[bool, Parameter(help="keep shipping until stopped, new logs too")] = False,
+    label: Annotated[str | None, Parameter(help="second-last part of the subjects; default: this host's name")] = None,
+    give_up_after: Annotated[
+        float, value(seconds, "DURATION", help="without --follow: stop after this time without progress, such as 90s")
+    ] = 60.0,
+    create_stream: Annotated[bool, Parameter(group=_NEW, help="create it with the options below")] = False,
+    replicas: Annotated[int, value(positive, "N", group=_NEW, help="number of replicas: 1, 3 or 5")] = 1,
+    max_age: Annotated[
+        float, value(seconds, "DURATION", group=_NEW, help="age of messages to keep, such as 30d")
+    ] = 0.0,
+    max_bytes: Annotated[int, value(num_bytes, "SIZE", group=_NEW, help="size to keep, such as 500GiB")] = 0,
     discard: Annotated[
-        Literal["new", "old"], Parameter(group=_NEW, help="what a full stream drops; with new, shippers wait")
+        Literal["new", "old"], Parameter(group=_NEW, help="messages that a full stream drops; with new, shippers wait")
     ] = "new",
     output: Written,
 ) -> ExitCode:
-    """Ship, or list; who may ship is said in the environment, as for every command that reads a stream."""
+    """Ship or list logs. Credentials come from the environment, as for every command that reads a stream."""
     if to is not None and list_ is not None:
         raise CommandFailed("ship: give --to URL or --list URL, not both")
     if list_ is not None:

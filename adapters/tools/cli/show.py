@@ -1,4 +1,4 @@
-"""`kvledger show`: what is in a log, and the timeline of one request in it."""
+"""`kvledger show`: print the content of a log, or the timeline of one of its requests."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from kvledger.lifecycle.reader import Model, Reader
 
 _MAX_LISTED = 200
 _LINES_BEFORE = 10
-"""Printed by `--follow` of what has happened already."""
+"""Lines of the past that `--follow` prints first."""
 _MAX_IN_FRAME = 4096
-"""So many events are looked at for what is under way at a log's end; one hook call writes fewer."""
+"""Events at a log's end in which to look for a call in progress; one hook call writes fewer."""
 _COLUMNS = {
     "request": "left",
     "outcome": "left",
@@ -53,33 +53,33 @@ _COLUMNS = {
     "failures": "right",
 }
 _OPTIONAL = ("lookups", "saved chunks", "arrived ms", "prompt", "loaded", "failures", "UTC", "queued ms")
-"""Columns that a narrow terminal has no room for; the first goes first."""
+"""Columns to leave out on a narrow terminal, in this order."""
 _SORTS: Mapping[str, Callable[[RequestSummary], int] | None] = {
     "arrived": None,
     "took": lambda summary: summary.spent.total_ns,
     "queued": lambda summary: summary.spent.queued_ns,
 }
 _STATUS = "FINISHED_"
-"""How vLLM's names of what has ended begin."""
+"""Prefix of vLLM's names for final statuses."""
 
 
 @attrs.frozen
 class Listing:
-    """Which requests are listed."""
+    """Which requests to list, in which order."""
 
     limit: int
-    """So many, the last ones in that order; 0: all."""
+    """Number of requests to list, the last ones in this order; 0: all."""
     only_failed: bool
     sort: str
 
     def chosen(self, summaries: Sequence[RequestSummary]) -> Sequence[RequestSummary]:
-        """Those that may be listed, in order."""
+        """Return the requests to list, in order, without the limit."""
         chosen = [each for each in summaries if each.has_failed] if self.only_failed else summaries
         key = _SORTS[self.sort]
         return chosen if key is None else sorted(chosen, key=key)
 
     def said(self, num_listed: int, summaries: Sequence[RequestSummary]) -> str:
-        """What is listed, where that is not every request."""
+        """Return which requests are listed, in words; empty if every request is."""
         num_chosen = len(self.chosen(summaries))
         which = f"{num_chosen} of {plural(len(summaries), 'request')} failed" if self.only_failed else ""
         if num_listed == num_chosen:
@@ -92,29 +92,29 @@ def run(
     reading: Reading,
     *,
     follow: Annotated[
-        bool, Parameter(alias="-f", help="keep printing what happens, until no process writes the log any more")
+        bool, Parameter(alias="-f", help="keep printing new events until no process writes the log")
     ] = False,
     tail: Annotated[
         int | None,
         value(
             count,
             "N",
-            help="with --follow: begin with the last N lines; default: 10, or with --since all from that moment on",
+            help="with --follow: begin with the last N lines; default: 10, or with --since every line since then",
         ),
     ] = None,
     at: Annotated[
-        Moment | None, value(moment, "MOMENT", help="show the state at that moment, of the log or of the request")
+        Moment | None, value(moment, "MOMENT", help="show the state of the log or the request at that moment")
     ] = None,
-    limit: Annotated[int, value(count, "N", help="list the last N requests; 0: all of them")] = _MAX_LISTED,
+    limit: Annotated[int, value(count, "N", help="list the last N requests; 0: all")] = _MAX_LISTED,
     sort: Annotated[
         Literal["arrived", "took", "queued"],
-        Parameter(help="list by arrival, or by how long they took or were queued, the longest last"),
+        Parameter(help="sort by arrival, or by the time that requests took or were queued, the longest last"),
     ] = "arrived",
     failed: Annotated[
         bool,
         Parameter(
-            help="list only requests that ended in an error or were quarantined, of which a load or a save failed, or "
-            "that broke a rule or made a hook fail"
+            help="list only requests that ended in an error, were quarantined, broke a rule, or had a load, a save or "
+            "a hook fail"
         ),
     ] = False,
     output: Written,
@@ -151,7 +151,7 @@ def run(
 
 
 def _show_request(log: StoredLog, selection: Selection, request_id: str, output: Output) -> bool:
-    """Show its timeline; returns whether it has an event in the selected part."""
+    """Print the timeline of a request, and return whether it has an event in the selected part."""
     lives: list[RequestSummary] = []
 
     def ended(life: RequestSummary) -> None:
@@ -164,7 +164,7 @@ def _show_request(log: StoredLog, selection: Selection, request_id: str, output:
         reader = Reader(timelines.model, [timelines])
         with contextlib.closing(index):
             lives = list(index.summaries(selection.first_sequence, request_id))
-            for span in index.spans(request_id):  # what happened before and between makes no difference to it
+            for span in index.spans(request_id):  # events before and between do not affect it
                 events = index.events_between(span.first_sequence, span.last_sequence)
                 reader.take(events)
             index.contents.copy_counts(log)
@@ -221,7 +221,7 @@ def _show_timeline(
 
 
 def _begin(log: StoredLog, output: Output) -> Model:
-    """The model where reading begins: before the first event, or at the first snapshot."""
+    """Return the model at the log's beginning, or at the first snapshot, which is reported."""
     model = begin_model(log, None if log.header else HEADER_LOST)
     for remark in log.start_remarks:
         output.remark(remark)
@@ -258,7 +258,7 @@ def _show_log(log: StoredLog, selection: Selection, listing: Listing, output: Ou
 
 
 def _known_figures(figures: Figures | None, output: Output) -> Figures | None:
-    """The same; says why if there are none."""
+    """Return the figures; if there are none, report why."""
     if figures is None:
         output.remark(f"the totals of this log are {UNKNOWN_TOTALS}")
     return figures
@@ -273,7 +273,7 @@ def _show_summary(
     duration_ns: int,
     listing: Listing,
 ) -> None:
-    """Without figures: of a log whose configuration or totals are lost, or at no event of which the state is known."""
+    """Print the log and its requests. `figures`: None if configuration or totals are lost."""
     why_nothing = readable(log, selection).why_nothing
     figures = None if why_nothing else figures
     clock = Clock(log.header)
@@ -316,13 +316,13 @@ def _show_summary(
 
 
 def _fields(summary: RequestSummary, clock: Clock) -> dict[str, object]:
-    """Of a request, for programs."""
+    """Return the fields of a request for JSON."""
     unix = {"arrived_unix_ns": summary.arrived_ns, "finished_unix_ns": summary.finished_ns}
     return {**summary.fields(), **{name: clock.unix_ns(time_ns) for name, time_ns in unix.items()}}
 
 
 def _requests(log: StoredLog, outcomes: Counter[str], why_nothing: str) -> str:
-    """How many requests there are and what became of them, in words."""
+    """Return the number of requests and their outcomes, in words."""
     if why_nothing:
         return f"{f'{outcomes.total()} in what is left; all: ' if outcomes else ''}not known: {why_nothing}"
     if outcomes:

@@ -1,4 +1,4 @@
-"""`kvledger show --at`: the state of a log, or of one request, at one moment."""
+"""`kvledger show --at`: print the state of a log, or of one request, at one moment."""
 
 from __future__ import annotations
 

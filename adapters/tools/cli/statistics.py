@@ -1,4 +1,4 @@
-"""The figures of a log, folded in one pass and in bounded memory; several logs can be added up."""
+"""Figures of a log, counted in one pass and in bounded memory. Those of several logs can be added."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _DURATIONS = {
     "save_times": "save_time_ns",
     "recovery_times": "recovery_time_ns",
 }
-"""Field of the totals → its name here."""
+"""Kind of duration in the totals → its name here."""
 _QUEUED = "queue_time_ns"
 _PERCENTILES = (_QUEUED, *_DURATIONS.values(), "events_per_step", "bytes_per_step")
 
 
 @attrs.define
 class Statistics:
-    """What is counted. Times in nanoseconds."""
+    """Figures of one log, or of several. Times are in nanoseconds."""
 
     num_logs: int = 0
     num_events: int = 0
@@ -42,24 +42,23 @@ class Statistics:
     num_tokens_scheduled: int = 0
     num_deferrals: int = 0
     num_open_requests: int = 0
-    """At the end of what was read."""
+    """Requests open at the end of what was read."""
     duration_ns: int = 0
-    """From the first to the last moment that is counted."""
+    """Time from the first to the last counted event."""
     figures: Figures = attrs.field(factory=Figures)
     sums: Sums = attrs.field(factory=Sums)
     events: Counter[str] = attrs.field(factory=Counter)
     event_bytes: Counter[str] = attrs.field(factory=Counter)
     percentiles: dict[str, Percentiles] = attrs.field(factory=lambda: {name: Percentiles() for name in _PERCENTILES})
-    """Of these, and of what extensions count and ends in `_ns`, behind the extension's name and a slash."""
+    """Name → percentiles. Figures of extensions that end in `_ns` are named `extension/figure`."""
     of_extensions: Counter[str] = attrs.field(factory=Counter)
-    """What extensions count besides, named likewise."""
+    """`extension/figure` → sum, for all other figures of extensions."""
     top: list[tuple[int, str, int]] = attrs.field(factory=list)
-    """(tokens recomputed, request id, ordinal), the most first."""
+    """(tokens recomputed, request id, ordinal), in descending order."""
     pool: Estimate = attrs.field(factory=Estimate)
-    """What pools of other sizes would have loaded."""
 
     def add(self, other: Statistics) -> None:
-        """Count what was counted of another log, too."""
+        """Add the figures of another log."""
         for field in attrs.fields(Statistics):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if isinstance(mine, int | Counter):
@@ -74,10 +73,10 @@ class Statistics:
 
 
 class Counting(Visitor[Model]):
-    """Counts what a log says, and what the totals and the reasons add up to. `result` has it at the end.
+    """Counts the events of a log, and collects its totals and reasons. Call `result` at the end.
 
-    A reader must be given `visitors` in this order: where the selection begins, totals and reasons must not contain the
-    event at hand.
+    Give a reader `visitors` in this order, so that totals and reasons do not contain the selection's first event when
+    it begins.
     """
 
     needs = ("lives", "copies")
@@ -91,23 +90,23 @@ class Counting(Visitor[Model]):
         self._selection = selection
         self._first_ns = 0
         self._before: tuple[Sums, Figures] | None = None
-        """Of what precedes the selection; None before it begins."""
+        """Sums and figures of what precedes the selection; None before it begins."""
         self._since_step = [0, 0]
         self._has_step = False
-        """Whether the frame at hand has a step."""
+        """Whether the current frame has a step."""
         self._statistics = Statistics(num_logs=1, pool=Estimate(why_not=why_not))
 
     @property
     def visitors(self) -> tuple[Visitor[Model], ...]:
-        """This one, and those that it asks."""
+        """This visitor, and those that it uses."""
         return self, self._totals, self._accounts, *([] if self._pool_sizes is None else [self._pool_sizes])
 
     def visits(self) -> Visits:
-        """Every event."""
+        """Visit every event."""
         return [(event_class, self._take) for event_class in e.STANDARD_EVENTS.values()]
 
     def ended(self, _life: Life) -> None:
-        """The selection may begin with the event that ends it."""
+        """Begin the selection if this event is its first."""
         self._reach()
 
     def end_frame(self, batch: Batch) -> None:
@@ -124,7 +123,7 @@ class Counting(Visitor[Model]):
             self._since_step, self._has_step = [0, 0], False
 
     def result(self) -> Statistics:
-        """Everything that was counted."""
+        """Return everything that was counted."""
         result = self._statistics
         before_sums, before_figures = self._begin()
         sums, figures = self._accounts.sums(), self._totals.figures
@@ -141,14 +140,14 @@ class Counting(Visitor[Model]):
         return result
 
     def _begin(self) -> tuple[Sums, Figures]:
-        """The selection begins, unless it has: what was counted before is subtracted in the end."""
+        """Begin the selection, unless it has begun. `result` subtracts what was counted before."""
         if self._before is None:
             self._before = (self._accounts.sums(), attrs.evolve(self._totals.figures))
             self._first_ns = self.moment.time_ns
         return self._before
 
     def _reach(self) -> bool:
-        """Whether the selection contains the event at hand."""
+        """Whether the selection has begun; begins it at its first event."""
         is_inside = self.moment.sequence >= self._selection.first_sequence
         if is_inside:
             self._begin()
@@ -196,7 +195,7 @@ class Counting(Visitor[Model]):
                 self._statistics.of_extensions[name] += amount
 
     def _took(self, took: Took, request_id: str) -> None:
-        """Also count each duration that the totals count."""
+        """Add a duration of the totals to the percentiles."""
         if self._before is None:
             return
         event, wanted = self.moment.event, self._selection.request_id

@@ -1,4 +1,4 @@
-"""`kvledger stats`: what the cache did for the requests of a log, what it cost, and where the tokens went."""
+"""`kvledger stats`: sum up what the cache did for the requests of a log, what it cost, and the tokens by reason."""
 
 from __future__ import annotations
 
@@ -30,12 +30,10 @@ _COLUMNS = {"event": "left", "events": "right", "bytes": "right", "share of byte
 def run(
     reading: Reading,
     *,
-    sort: Annotated[
-        Literal["bytes", "event", "events"], Parameter(help="sort the events by this column, the largest first")
-    ] = "bytes",
+    sort: Annotated[Literal["bytes", "event", "events"], Parameter(help="sort the events by this column")] = "bytes",
     output: Written,
 ) -> ExitCode:
-    """Sum up each log, and all of them."""
+    """Sum up each log, and all of them together."""
     whole = Statistics()
     codes: list[ExitCode] = []
     for log, selection in selected(reading, output):
@@ -55,7 +53,7 @@ def run(
 
 
 def _count(log: StoredLog, selection: Selection, output: Output) -> Statistics:
-    model = Model(log.core.tables, log.configuration)  # of no snapshot: every event of the log is counted
+    model = Model(log.core.tables, log.configuration)  # without a snapshot, so that every event of the log is counted
     counting = Counting(model, log.core, selection)
     reader = Reader(model, counting.visitors)
     with output.progress(log, "counting"):
@@ -66,7 +64,7 @@ def _count(log: StoredLog, selection: Selection, output: Output) -> Statistics:
 
 
 def _incomplete(log: StoredLog, selection: Selection) -> str:
-    """What the figures leave out, in words; empty: nothing of what was selected."""
+    """Return what the figures leave out of the selection, in words; empty: nothing."""
     reason = readable(log, selection).why_nothing
     if reason:
         return f"nothing could be checked: {reason}"
@@ -76,7 +74,7 @@ def _incomplete(log: StoredLog, selection: Selection) -> str:
 
 
 def _show(output: Output, log: StoredLog | None, statistics: Statistics, sort: str, incomplete: str = "") -> None:
-    """Of one log, or of all together."""
+    """Print the figures of one log, or of all together."""
     if output.is_json:
         _show_json(output, log, statistics, sort, incomplete)
     elif log is not None and not statistics.num_events:
@@ -119,7 +117,7 @@ def _show_json(output: Output, log: StoredLog | None, statistics: Statistics, so
 
 
 def _rates(statistics: Statistics) -> dict[str, float]:
-    """Per second of the time covered; of several logs that is the sum of their times."""
+    """Return name → rate per second of the covered time, which is the sum for several logs."""
     seconds = statistics.duration_ns / _NS_PER_S
     figures = statistics.figures
     counts = {
@@ -204,7 +202,7 @@ def _show_events(output: Output, statistics: Statistics, sort: str) -> None:
 
 
 def _sorted(statistics: Statistics, sort: str) -> list[tuple[str, int]]:
-    """Event id -> bytes, in the order that was asked for."""
+    """Return (event id, bytes), sorted by the column that the user chose."""
     if sort == "event":
         return sorted(statistics.event_bytes.items())
     of = statistics.event_bytes if sort == "bytes" else statistics.events

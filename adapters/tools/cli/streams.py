@@ -1,7 +1,7 @@
-"""Standard output and error as a command needs them: whoever reads them may go away at any moment.
+"""Standard output and error for commands, whose reader may end at any moment.
 
-A write that fails raises `OutputFailed`, which is no `Exception`: what survives a fault in a log must not survive this
-and be reported as a fault of the log. It must not know what is written.
+A failed write raises `OutputFailed`. That is not an `Exception`, so code that survives errors of a log does not catch
+it and report it as one. This module must not know what is written.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def _failed(error: OSError) -> OutputFailed:
 
 
 def guard_standard_streams() -> None:
-    """Make writes to this process' stdout and stderr raise `OutputFailed`; a stream that was closed is written nowhere.
+    """Make failed writes to this process' stdout and stderr raise `OutputFailed`; discard writes to a closed stream.
 
-    Streams that somebody has put in their place are left alone.
+    Does not touch streams that other code has replaced.
     """
     if sys.stdout is None or sys.stdout is sys.__stdout__:
         sys.stdout = _guarded(sys.stdout, 1)
@@ -58,7 +58,7 @@ def _guarded(stream: TextIO | None, number: int) -> TextIO:
 
 
 def notice_reader() -> None:
-    """Raise `OutputFailed` if stdout is a pipe that nobody reads any more, also when there is nothing to write."""
+    """Raise `OutputFailed` if stdout is a pipe without a reader, even if there is nothing to write."""
     if isinstance(getattr(getattr(sys.stdout, "buffer", None), "raw", None), _Guarded):
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
@@ -67,7 +67,7 @@ def notice_reader() -> None:
 
 
 def silence_standard_streams() -> None:
-    """Let what is still buffered go nowhere, so that Python does not complain when it flushes at its exit."""
+    """Discard what is still buffered, so that Python reports no error when it flushes at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _Guarded):

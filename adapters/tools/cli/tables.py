@@ -1,4 +1,4 @@
-"""`kvledger tables`: logs as Parquet files, one for each table, for DuckDB, Polars, pandas and data lakes."""
+"""`kvledger tables`: write logs as Parquet files, one per table, for DuckDB, Polars, pandas and data lakes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ from kvledger.storage.extras import require
 
 
 def _names(text: str) -> Sequence[str]:
-    """Names of tables, separated by commas.
-
-    Raises:
-        ValueError: there is no such table.
-    """
+    """Parse names of tables, separated by commas. Raises `ValueError` if there is no such table."""
     return tuple(dict.fromkeys(table_named(name.strip()).name for name in text.split(",")))
 
 
@@ -40,7 +36,7 @@ def run(
         Parameter(
             name=("--output", "-o"),
             metavar="DIR",
-            help="the folder to write into, one TABLE.parquet for each table; it is created if it does not exist",
+            help="folder for the files, one TABLE.parquet per table; created if it does not exist",
         ),
     ] = None,
     tables: Annotated[
@@ -49,8 +45,8 @@ def run(
             _names,
             "NAME,...",
             name="--table",
-            help=f"which tables: {', '.join(TABLES)}. default: all but {VIOLATIONS}, which verifies the logs and so "
-            "takes longer than all others together",
+            help=f"tables to write: {', '.join(TABLES)}; default: all but {VIOLATIONS}, which takes longer than all "
+            "others together because it verifies the logs",
         ),
     ] = (),
     force: Annotated[bool, Parameter(help="replace files that exist")] = False,

@@ -1,4 +1,4 @@
-"""What a command writes: a file that appears whole or not at all, compressed if its name ends in `.gz`; or stdout."""
+"""Output files of commands: written completely or not at all, compressed if the name ends in `.gz`; or stdout."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 @contextlib.contextmanager
 def open_target(path: Path | None, *, overwrite: bool = False, allow_terminal: bool = False) -> Iterator[IO[bytes]]:
-    """A file to write to; `path` is replaced when the context ends well and untouched when it does not. None: stdout.
+    """Yield a file to write to; None: stdout. `path` is replaced only if the context ends without an error.
 
     Raises:
-        CommandFailed: there is something already, the folder does not exist, stdout is a terminal, …
+        CommandFailed: the file exists or cannot be written, or stdout is a terminal.
     """
     if path is None:
         if sys.stdout.isatty() and not allow_terminal:

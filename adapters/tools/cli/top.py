@@ -1,4 +1,4 @@
-"""`kvledger top`: what a running engine is doing now, from the log that it writes."""
+"""`kvledger top`: show what a running engine is doing, from the log that it writes."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from kvledger.storage.events import HowEnded
 
 _NS_PER_S = 1_000_000_000
 _SILENT_AFTER_S = 10
-"""Without an event for so long while requests are there, an engine may hang."""
+"""Seconds without an event, while requests are open, after which an engine may hang."""
 
 
 def run(
-    log: Annotated[Path, Parameter(env_var=DEFAULT_LOG, help="a log_dir, or one log; of several, the newest is shown")],
+    log: Annotated[Path, Parameter(env_var=DEFAULT_LOG, help="a log_dir, or one log; of several, the newest")],
     *,
-    interval: Annotated[float, value(seconds, "DURATION", help="time between two views, as in 500ms or 2s")] = 1.0,
+    interval: Annotated[float, value(seconds, "DURATION", help="time between two views, such as 500ms or 2s")] = 1.0,
     limit: Annotated[int, value(positive, "N", help="show the N requests that have waited longest")] = 10,
-    once: Annotated[bool, Parameter(help="print one view and end, as is done if stdout is no terminal")] = False,
+    once: Annotated[bool, Parameter(help="print one view and end; the default if stdout is not a terminal")] = False,
     output: Written,
 ) -> ExitCode:
-    """Show it until the engine has ended, or until Ctrl-C."""
+    """Show views until the engine has ended, or until Ctrl-C."""
     once = once or not (output.is_terminal or output.is_json)
     shown = _newest(log)
     try:
@@ -58,7 +58,7 @@ def run(
                 newest = _newest(log)
                 if once or newest == shown:
                     break
-                shown = newest  # the engine was started again
+                shown = newest  # the engine has restarted
         if not once and not output.is_json and view is not None:
             _show(view, output)
     except KeyboardInterrupt:
@@ -73,12 +73,12 @@ def _newest(log: Path) -> Path:
 
 @attrs.frozen
 class _View:
-    """What is shown at one moment."""
+    """Content of the view at one moment."""
 
     log: StoredLog
     overview: Overview
     silent_ns: int | None
-    """Since the last event; None if the log is not being written, or does not say when it was opened."""
+    """Nanoseconds since the last event; None if no process writes the log, or it has no opening time."""
 
 
 def _views(log: StoredLog, output: Output, interval_s: float, limit: int) -> Iterator[_View]:
@@ -130,7 +130,7 @@ def _drawn(view: _View) -> RenderableType:
 
 
 def _lines(view: _View) -> dict[str, tuple[str, str]]:
-    """Name → text and style."""
+    """Return name → (text, style)."""
     overview, log = view.overview, view.log
     num_open = overview.num_running + overview.num_waiting + overview.num_preempted
     requests = f"{overview.num_running} running, {overview.num_waiting} waiting, {overview.num_preempted} preempted"

@@ -1,4 +1,4 @@
-"""`kvledger verify`: is this log what was written, does it keep the rules, and would today's code decide the same?"""
+"""`kvledger verify`: check that a log is intact and keeps the rules, and that today's code decides the same."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from kvledger.adapters.units import plural, size
 from kvledger.lifecycle.events import Event
 
 _MAX_SHOWN = 20
-"""Of each kind for people; programs get all that is kept."""
+"""Most findings, and consequences of one, in the text; `--json` has all that are kept."""
 _OBJECTS_PER_COLLECTION = 200_000
 MIN_BYTES = 4 << 20
-"""Of logs that are verified side by side: of less, one process is done before others have started."""
+"""Smallest total size to verify in parallel; with less, one process is faster."""
 
 
 def run(
     reading: Reading,
     *,
     verbose: Annotated[bool, Parameter(alias="-v", help="list the rules that a log cannot decide, and why")] = False,
-    jobs: Annotated[int | None, value(positive, "N", help="logs at a time; default: one for each core")] = None,
+    jobs: Annotated[int | None, value(positive, "N", help="logs to verify in parallel; default: one per core")] = None,
     deciding: Deciding = NOTHING_CHOSEN,
     output: Written,
 ) -> ExitCode:
-    """Verify each log; the exit code is that of the worst."""
+    """Verify each log, and return the most severe exit code."""
     logs = logs_of(reading, output, with_workers=True)
     num_jobs = jobs or num_cores()
     verify_each = partial(_verify_each, reading=reading, deciding=deciding, verbose=verbose)
@@ -66,7 +66,7 @@ def run(
 def _verify_each(
     logs: Sequence[Path], output: Output, *, reading: Reading, deciding: Deciding, verbose: bool, follows: bool = False
 ) -> list[ExitCode]:
-    """Of each log that can be read; `follows`: what is printed of another one stands before it."""
+    """Return the exit code of each log that can be read. `follows`: whether output of another log precedes."""
     codes: list[ExitCode] = []
     for log, selection in selected(reading, output, logs, deciding.core()):
         if (codes or follows) and not output.is_json:
@@ -87,7 +87,7 @@ def _verify(log: StoredLog, selection: Selection, output: Output, *, verbose: bo
 
 
 def _show_lost(path: Path, reason: str, output: Output) -> ExitCode:
-    """Of a log that no process could verify to the end."""
+    """Report a log that no process could verify to its end."""
     remedy = "verify it alone, on a machine with more memory"
     if output.is_json:
         output.record("log", {"path": str(path), "header": None})
@@ -110,7 +110,7 @@ def _findings(log: StoredLog, selection: Selection) -> Findings:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Look for cyclic garbage seldom: an audit makes none, and what it keeps would be walked over again and again."""
+    """Collect garbage rarely: an audit makes no cycles, and each collection scans everything that it keeps."""
     thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(_OBJECTS_PER_COLLECTION)
@@ -236,11 +236,11 @@ def _show_more(output: Output, indent: str, total: int) -> None:
 
 
 def _evidence(log: StoredLog, findings: Collection[Finding]) -> dict[int, Event]:
-    """The events that show the findings, read again: keeping all events during the audit would cost memory."""
+    """Return sequence number → event of the evidence, read from the log again to save memory."""
     wanted = {sequence for finding in findings for sequence in finding.first.evidence}
     if not wanted:
         return {}
-    copy = open_log(log.path, log.core, lenient=True)  # what was refused has been refused before
+    copy = open_log(log.path, log.core, lenient=True)  # the first reading has checked the schema
     found: dict[int, Event] = {}
     for sequence, event in copy.events():
         if sequence in wanted:

@@ -1,4 +1,4 @@
-"""`kvledger why`: the chain of causes of one request, and a reason for every token that it missed or computed again."""
+"""`kvledger why`: print the causes of one request, and a reason for every token that it missed or computed again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvledger.lifecycle.reader import Spent
 
 _ARRIVED = e.RequestArrived.id
 _Chain = tuple[RequestHistory, Sequence[Cause]]
-"""Of one incarnation."""
+"""One life, and its causes."""
 
 
 def run(reading: Reading, *, output: Written) -> ExitCode:
@@ -92,7 +92,7 @@ def _advice(history: RequestHistory, log: StoredLog) -> dict[str, str]:
 
 
 def total(sums: Sums) -> dict[str, object]:
-    """The sums as a JSON object; every reason and fate that counts something is in it."""
+    """Return the sums as a JSON object, with every reason and fate that is not zero."""
     return {
         "num_admissions": sums.num_admissions,
         "num_tokens_needed": sums.num_needed,
@@ -151,7 +151,7 @@ def _show_advice(output: Output, texts: Mapping[str, str]) -> None:
 
 
 def show_total(output: Output, sums: Sums) -> None:
-    """The table of tokens by reason, and that it adds up."""
+    """Print the tokens by reason, and the equation that shows that they add up."""
     columns = {"reason": "left", "left to compute": "right", "computed again": "right", "what it means": "left"}
     found = sums_by_reason(sums)
     rows = [[reason.value, str(missed), str(again), reason.meaning] for reason, missed, again in found]

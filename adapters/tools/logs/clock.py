@@ -1,4 +1,4 @@
-"""Times of day: a log has times since it was opened, and its header says when that was. Always UTC."""
+"""Times of day, from times since a log was opened and the opening time in its header. Always UTC."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
 
 class Clock:
-    """Says what time it was, of a log whose header says when it was opened."""
+    """Converts the times of a log to times of day."""
 
     def __init__(self, header: Mapping[str, object]) -> None:
         opened_at = header.get("opened_at_unix_ns")
@@ -22,30 +22,30 @@ class Clock:
 
     @property
     def is_known(self) -> bool:
-        """Whether the header says it."""
+        """Whether the header has the opening time."""
         return self._opened_ns is not None
 
     def unix_ns(self, time_ns: int | None) -> int | None:
-        """Nanoseconds since 1970, of a time since the log was opened; None: not known."""
+        """Convert a time since the log was opened to nanoseconds since 1970; None: unknown."""
         return None if self._opened_ns is None or time_ns is None else self._opened_ns + time_ns
 
     def date_and_time(self, time_ns: int) -> str:
-        """`2026-01-05T10:30:00.101Z`, empty where it is not known."""
+        """Return for example `2026-01-05T10:30:00.101Z`; empty if unknown."""
         at_ns = self.unix_ns(time_ns)
         return "" if at_ns is None else iso(at_ns)
 
     def time_of_day(self, time_ns: int) -> str:
-        """`10:30:00.101`."""
+        """Return for example `10:30:00.101`; empty if unknown."""
         return self.date_and_time(time_ns)[11:-1]
 
     def new_day(self, time_ns: int) -> str:
-        """`2026-01-05`, where this is another day than that of the time before; asked in the order of times."""
+        """Return for example `2026-01-05` if the day differs from that of the previous call; else empty."""
         before, self._day = self._day, self.date_and_time(time_ns)[:10]
         return self._day if self._day != before else ""
 
 
 def iso(unix_ns: int) -> str:
-    """`2026-01-05T10:30:00.101Z`; what is less than a millisecond is left out."""
+    """Return for example `2026-01-05T10:30:00.101Z`, cut to milliseconds; empty if out of range."""
     try:
         at = _EPOCH + dt.timedelta(seconds=unix_ns // _NS_PER_S, milliseconds=unix_ns % _NS_PER_S // 1_000_000)
     except OverflowError:

@@ -1,6 +1,6 @@
 """Which part of a log a verdict or an answer covers, and the reason if it covers nothing.
 
-A reader must not say "sound" or "none" about events that nobody could check. It must not know a rule or a command.
+A reader must not report "sound" or "none" about events that could not be checked. It must not know a rule or a command.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvledger.storage.events import HowEnded
 
 @attrs.frozen
 class Coverage:
-    """The covered events of a log, as sequence numbers; both numbers are 0 if nothing is covered."""
+    """The covered events of a log, as sequence numbers; both are 0 if nothing is covered."""
 
     first_sequence: int = 0
     last_sequence: int = 0
     why_nothing: str = ""
-    """Reason why nothing is covered; empty: something is."""
+    """Reason why nothing is covered; empty if something is."""
     is_whole: bool = True
     """Whether every event that the log ever held is covered."""
 
@@ -35,9 +35,9 @@ class Coverage:
 
 
 class RequestPresence:
-    """Whether a request lived in the selected part: from its first event to its release. Give it each event in order.
+    """Whether a request lived in the selected part, from its first event to its release. Give it each event in order.
 
-    Most steps do not name the requests that they run, so its own events alone do not tell.
+    Its own events are not enough: most steps do not name the requests that they run.
     """
 
     def __init__(self, selection: Selection, before: Projections | None = None) -> None:
@@ -59,7 +59,7 @@ class RequestPresence:
 
 
 class ExtensionEvents:
-    """The events of extensions in what is read. Give it each event in order."""
+    """Collects the events of extensions. Give it each event in order."""
 
     def __init__(self) -> None:
         self.num_events = 0
@@ -77,9 +77,9 @@ class ExtensionEvents:
 
 
 def readable(log: StoredLog, selection: Selection) -> Coverage:
-    """The selected events of a log that was read, if the state before them is known.
+    """Return the selected events of a log that was read, if the state before them is known.
 
-    A log whose header is lost is damaged, which is said of it anyway: what it names is shown without any state.
+    A log without a readable header is reported as damaged anyway. Its events are covered and shown without state.
     """
     if not log.header and log.num_events:
         return Coverage(log.first_sequence, log.last_sequence, is_whole=False)
@@ -89,13 +89,13 @@ def readable(log: StoredLog, selection: Selection) -> Coverage:
 
 
 def checked(log: StoredLog, selection: Selection, last_foldable: int | None, *, is_present: bool) -> Coverage:
-    """The selected events of a log that rules and decisions were held against, after it was read.
+    """Return the selected events whose rules and decisions were checked, after the log was read.
 
     Args:
-        log: read with `start` called before.
-        selection: the part that was asked for.
-        last_foldable: the last event before the one that cannot be folded; None: all can be.
-        is_present: whether the selected request lived in that part; True without one.
+        log: read, with `start` called before.
+        selection: the selected part.
+        last_foldable: the event before the first one that cannot be folded; None: all can be.
+        is_present: whether the selected request lived in that part; True if none is selected.
     """
     last = log.trusted_sequence if last_foldable is None else min(last_foldable, log.trusted_sequence)
     found = _covered(log, selection, log.start_sequence + 1, last)
@@ -128,7 +128,7 @@ def _covered(log: StoredLog, selection: Selection, first: int, last: int) -> Cov
 
 
 def _why_not_known(log: StoredLog) -> str:
-    """Reason why the state is known at no event of the log; empty: it is known somewhere."""
+    """Return the reason why the state is unknown at every event; empty if it is known somewhere."""
     if not log.header:
         return "no copy of the log's header is intact, and the configuration stood there"
     if not log.num_events:

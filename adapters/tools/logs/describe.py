@@ -1,4 +1,4 @@
-"""Events in English, and their fields as JSON and as one line of text. It must not know of logs."""
+"""Events in English, and their fields as JSON and as one line of text. It must not know logs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MISS_REASONS: dict[str, str] = {
 
 
 _LONG_WAIT_NS = 100_000_000
-"""A request waits for so long only where others are served before it."""
+"""Nanoseconds from which the text mentions a wait: other requests were served first."""
 
 
 def state_change(before: str | None, after: str | None) -> str:
-    """`running`, `running → preempted`, `finished → released`; an incarnation that begins has no state before."""
+    """Return `running`, `running → preempted` or `finished → released`; a life that begins has no state before."""
     if before is None:
         return after or ""
     return before if before == after else f"{before} → {after or 'released'}"
@@ -50,13 +50,13 @@ def _lookup(answer: e.LookupAnswered) -> str:
 
 
 def lookups_in_a_row(num_times: int, duration_ns: int, waited_ns: int) -> str:
-    """What is to be added to the words of a lookup: that it was repeated, and that the request had waited for it."""
+    """Return what to add to a lookup's text: how often it was repeated, and how long the request had waited for it."""
     repeated = f" — {num_times} times in {duration(duration_ns)}" if num_times > 1 else ""
     return repeated + (f"; first asked {duration(waited_ns)} after it arrived" if waited_ns >= _LONG_WAIT_NS else "")
 
 
 def spent_text(spent: Spent, num_preemptions: int, *, has_finished: bool) -> str:
-    """`took 24.9 s: 22.8 s queued, 1.2 s running, 0.9 s preempted (twice)`."""
+    """Return for example `took 24.9 s: 22.8 s queued, 1.2 s running, 0.9 s preempted (twice)`."""
     parts = [f"{duration(spent.queued_ns)} queued", f"{duration(spent.running_ns)} running"]
     if num_preemptions:
         times = {1: "once", 2: "twice"}.get(num_preemptions, f"{num_preemptions} times")
@@ -109,9 +109,9 @@ def _allocated(event: e.BlocksAllocated) -> str:
 
 
 def figures_of_extension(event: e.ExtensionEvent, core: Core) -> Mapping[str, int]:
-    """What the event's extension counts of it, as `Extension.figures` says."""
+    """Return what the event's extension counts for it, see `Extension.figures`."""
     extension, payload = _read(event, core)
-    with suppressed():  # somebody else's code
+    with suppressed():  # an extension's code may raise
         if extension is not None and payload is not None:
             return extension.figures(payload)
     return {}
@@ -124,7 +124,7 @@ def _read(event: e.ExtensionEvent, core: Core) -> tuple[Extension | None, msgspe
 
 def _of_extension(event: e.ExtensionEvent, core: Core) -> str:
     extension, payload = _read(event, core)
-    with suppressed():  # somebody else's code; the fields say it as well
+    with suppressed():  # an extension's code may raise; then show the fields
         text = None if extension is None or payload is None else extension.words(payload)
         if text is not None:
             return text
@@ -232,7 +232,7 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
 
 
 _MAX_ADVANCED = 4
-"""Requests of a step that are named."""
+"""Requests of a step to name."""
 
 
 def _step(event: e.StepScheduled) -> str:
@@ -287,26 +287,26 @@ _MORE_WORDS: dict[type[e.Event], Callable[..., str]] = {
 
 
 def describe(event: e.Event, core: Core) -> str:
-    """An event in plain words, empty where another part of the line says it."""
+    """Return the event in words; empty if another part of the line shows it."""
     if isinstance(event, e.ExtensionObserved | e.ExtensionNoted | e.ExtensionDecided):
         return _of_extension(event, core)
     return describe_core_event(event)
 
 
 def describe_core_event(event: e.Event) -> str:
-    """The same of an event that is no extension's."""
+    """Return the same for an event that is not an extension's."""
     say = _WORDS.get(type(event))
     return "" if say is None else say(event)
 
 
 def sentence(event: e.Event, core: Core) -> str:
-    """An event in words, with those that `describe` leaves out."""
+    """Return the event in words, also those that `describe` leaves out."""
     say = _MORE_WORDS.get(type(event))
     return describe(event, core) or (event_text(event) if say is None else say(event))
 
 
 def describe_decisions(decisions: Iterable[e.Event], core: Core) -> list[str]:
-    """What was decided, one phrase each; chunks are counted."""
+    """Return one phrase for each decision, with evicted and tainted chunks added up."""
     phrases = []
     num_evicted = num_tainted = 0
     for decision in decisions:
@@ -324,7 +324,7 @@ def describe_decisions(decisions: Iterable[e.Event], core: Core) -> list[str]:
 
 
 def plain(value: object) -> object:
-    """JSON values: bytes as hex, everything that has fields or members as mappings and lists."""
+    """Convert to JSON values: bytes to hex, objects with fields to mappings, other iterables to lists."""
     if isinstance(value, msgspec.Struct):
         value = msgspec.structs.asdict(value)
     elif attrs.has(type(value)):
@@ -339,14 +339,14 @@ def plain(value: object) -> object:
 
 
 def event_fields(event: e.Event | None) -> dict[str, object] | None:
-    """An event as a JSON object: its id, its version and its fields."""
+    """Return the event as a JSON object: id, version and fields."""
     if event is None:
         return None
     return {"event": event.id, "version": event.version, **plain_fields(event)}
 
 
 def plain_fields(event: e.Event) -> dict[str, object]:
-    """The fields of an event as JSON values; of an extension's own what it says, where that can be read."""
+    """Return the event's fields as JSON values, with the payload of an extension's event decoded if possible."""
     return {name: plain(value) for name, value in _fields(event).items()}
 
 
@@ -359,18 +359,18 @@ def _fields(event: e.Event) -> dict[str, object]:
 
 
 def event_text(event: e.Event) -> str:
-    """An event in one line for people."""
+    """Return the event's id and fields in one line."""
     fields = ", ".join(f"{name}={value_text(value)}" for name, value in _fields(event).items())
     return f"{event.id}  {fields}"
 
 
 def without_numbers(text: str) -> str:
-    """What two texts have in common that differ only in numbers."""
+    """Replace all numbers by 0."""
     return re.sub(r"\d+", "0", text)
 
 
 def value_text(value: object) -> str:
-    """A field's value for people."""
+    """Return a field's value as text."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, tuple):

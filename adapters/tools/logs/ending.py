@@ -1,4 +1,4 @@
-"""How a log ended, in words and for programs."""
+"""How a log ended, in words."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SOUND = {
 
 
 def ending_text(ending: LogEnding, num_open: int | None) -> str:
-    """How a log ended, in a line; `num_open` None: nobody knows."""
+    """Describe in one line how a log ended. `num_open`: requests that had not finished; None: unknown."""
     details = "" if not ending.detail else f" ({ending.detail})"
     requests = (
         "no request was open"
@@ -37,12 +37,12 @@ def ending_text(ending: LogEnding, num_open: int | None) -> str:
 
 
 def sound_text(ending: LogEnding) -> str:
-    """What may be said of a log in which nothing is wrong."""
+    """Return the verdict for a log in which nothing is wrong."""
     return "sound, but its end is missing" if ending.missing is not None else _SOUND[ending.how]
 
 
 def under_way_text(call: UnderWay, log: StoredLog) -> str:
-    """What is under way, since when; and how long ago that was, where the log is still being written."""
+    """Describe an unfinished call and when it began; in an open log, also how long ago."""
     text = f"{call.what} since event {call.sequence} ({milliseconds(call.time_ns)} ms)"
     opened_ns = log.header.get("opened_at_unix_ns")
     if log.ending.how is not HowEnded.OPEN or not isinstance(opened_ns, int):

@@ -1,6 +1,6 @@
-"""Why the tokens of a request were computed, in English: a chain of causes in the order of the log.
+"""Explains in English why the tokens of a request were computed: a chain of causes in the order of the log.
 
-Each has its reasons; what the log does not record is called inferred.
+Each cause has its reasons. A cause that the log does not record is called inferred.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _PROVEN = frozenset(
         Reason.ROLLED_BACK,
     }
 )
-"""Their evidence is more than the lookup itself."""
+"""Reasons with more evidence than the lookup itself."""
 _WITHOUT_CHUNKS = BY_DESIGN | {Reason.RECORDED}
 _SINCE_LOOKUP = frozenset({Reason.LOAD_FAILED, Reason.NOT_DELIVERED, Reason.ROLLED_BACK, Reason.UNKNOWN})
-"""What a lookup cannot know."""
+"""Reasons that arise after a lookup."""
 _MAX_LOOKUPS = 3
-"""Lookups in a row with the same words that are told one by one."""
+"""Lookups in a row with the same words that are listed one by one."""
 _MAX_PREFIXES = 3
-"""Duplicated prefixes that are named; --json has all."""
+"""Duplicated prefixes to name; --json has all."""
 _COMPUTED_AGAIN = {"recomputed": "", "computed_twice": " after a rollback"}
 _ONLY_IF_ANY = frozenset({"still to be loaded", "from elsewhere"})
 _OF_RECORDED = {
@@ -72,7 +72,7 @@ _OF_RECORDED = {
     Reason.NEVER_OFFERED: "saved by {who}{when}, and the recorded connector has never offered them to any request",
     Reason.NOT_OFFERED: "offered to {who}{when}, and not this time; when the connector evicts is not in the log",
 }
-"""Of chunks in a recorder's log."""
+"""Reason → text, for chunks in a recorder's log."""
 _WHY_DECLINED = {
     e.POOL_FULL: "the host pool had no room",
     e.UNFILLED: "a load had failed into blocks that it relies on",
@@ -90,39 +90,39 @@ class Cause:
     time_ns: int
     text: str
     words: str = ""
-    """Of a lookup: the text without how often, how long and what it waits for."""
+    """Text of a lookup without how often, how long and what it waits for."""
     num_times: int = 1
     until_ns: int = attrs.field(default=attrs.Factory(lambda cause: cause.time_ns, takes_self=True))
-    """Later than `time_ns` where it is several lookups."""
+    """Later than `time_ns` if it is several lookups."""
     waited_ns: int = 0
-    """From the arrival to a first lookup."""
+    """Time from the arrival to a first lookup."""
     spans: tuple[Span, ...] = ()
-    """The tokens that it is about, with their reasons."""
+    """The tokens with their reasons."""
     reasons: list[str] = attrs.field(factory=list)
-    """Those worth a line, in words."""
+    """The reasons worth a line, in words."""
     evidence: tuple[int, ...] = ()
     num_blocks_held: int = 0
-    """Blocks of vLLM's KV cache that all requests held then; 0 if that is not known."""
+    """Blocks of vLLM's KV cache that all requests held then; 0 if unknown."""
     notes: list[str] = attrs.field(factory=list)
-    """What extensions add."""
+    """Lines from extensions."""
 
 
 def causes_of(history: RequestHistory, histories: Histories, log: StoredLog) -> list[Cause]:
-    """The chain of one life.
+    """Return the chain of one life.
 
     Args:
         history: of the life.
         histories: of all lives of the request, with the events that they name.
-        log: where they were read.
+        log: from which they were read.
     """
     return _Chain(history, histories, log.core, log.configuration, log.num_device_blocks).causes()
 
 
 def folded(causes: Sequence[Cause]) -> list[Cause]:
-    """The chain for people.
+    """Return the chain with less repetition, for people.
 
-    A broken rule and the quarantine that follows from it are one cause, and so are many lookups in a row whose answers
-    differ only in numbers.
+    A broken rule and the quarantine that follows from it become one cause, and so do many lookups in a row whose
+    answers differ only in numbers.
     """
     result: list[Cause] = []
     for cause in _fewer_lookups(causes):
@@ -161,14 +161,14 @@ def _one_lookup(same: Sequence[Cause]) -> Cause:
 
 
 def sums_by_reason(sums: Sums) -> list[tuple[Reason, int, int]]:
-    """Each reason that counts something, with its tokens left to compute and computed again; misses and most first."""
+    """Return each reason with its missed and its recomputed tokens: most tokens first, but those by design last."""
     missed, again = sums.misses(), sums.recomputed + sums.computed_twice
     found = [(reason, missed[reason], again[reason]) for reason in Reason if missed[reason] or again[reason]]
     return sorted(found, key=lambda row: (row[0] in BY_DESIGN, -row[2], -row[1]))
 
 
 def balance(sums: Sums) -> str:
-    """Where the tokens that requests needed came from, as an equation."""
+    """Return where the tokens that requests needed came from, as an equation."""
     parts = {
         "from vLLM's prefix cache": sums.num_retained,
         "loaded": sums.to_load[LoadFate.LOADED],
@@ -181,7 +181,7 @@ def balance(sums: Sums) -> str:
 
 
 def duplicated_text(sums: Sums) -> str:
-    """How many tokens were duplicated, and which prefixes they are of."""
+    """Describe how many tokens were duplicated, and of which prefixes."""
     prefixes = sums.duplicated.most_common(_MAX_PREFIXES)
     named = [f"{plural(count, 'token')} of the prefix that ends with chunk {key}" for key, count in prefixes]
     num_others = len(sums.duplicated) - len(prefixes)
@@ -191,7 +191,7 @@ def duplicated_text(sums: Sums) -> str:
 
 @attrs.frozen
 class _Chain:
-    """Makes the causes of one incarnation."""
+    """Makes the causes of one life."""
 
     history: RequestHistory
     histories: Histories
@@ -200,7 +200,7 @@ class _Chain:
     num_device_blocks: int
 
     def causes(self) -> list[Cause]:
-        """All of them, in the order of the log."""
+        """Return all of them, in the order of the log."""
         causes = [
             *self._happenings(),
             *(self._lookup(lookup, is_first=not place) for place, lookup in enumerate(self.history.lookups)),
@@ -208,12 +208,12 @@ class _Chain:
         ]
         causes.sort(key=lambda cause: cause.last_sequence)
         self._add_notes(causes)
-        # What has no words is said by another cause.
+        # A cause without words repeats another one.
         causes = [cause for cause in causes if cause.text or cause.notes]
         return _merged(causes, [self._recomputed(again) for again in self.history.recomputations])
 
     def _add_notes(self, causes: Sequence[Cause]) -> None:
-        """What extensions know besides."""
+        """Add what extensions know."""
         known: list[tuple[int, e.Event]] = []
         for cause in causes:
             named = self.histories.events.get(cause.last_sequence)
@@ -221,7 +221,7 @@ class _Chain:
                 continue
             known.append((named.sequence, named.event))
             for extension in self.core.extensions:
-                with suppressed():  # somebody else's code; the causes stand without it
+                with suppressed():  # an extension's code may raise; its notes are optional
                     cause.notes += extension.evidence(tuple(known), self.configuration)
 
     # --- what happened to the request -------------------------------------------------------------
@@ -253,7 +253,7 @@ class _Chain:
         return cause
 
     def _held_text(self, num_held: int) -> str:
-        """`59 of 60 blocks`; empty if one of the numbers is not known."""
+        """Return for example `59 of 60 blocks`; empty if one of the numbers is unknown."""
         total = self.num_device_blocks
         return f"{num_held} of {plural(total, 'block')}" if num_held and total else ""
 
@@ -273,7 +273,7 @@ class _Chain:
             return
         cause.evidence = (step.sequence,)
         event = step.event
-        # A request that is not listed decodes one token, so the step's sum gives how many there are.
+        # Requests that are not listed decode one token each, so the sum of the step gives their number.
         steady = event.num_scheduled_tokens - sum(scheduled for _, _, scheduled, _ in event.advanced)
         num_requests = len(event.advanced) + max(0, steady)
         ran = f"{plural(num_requests, 'request')} ran {plural(event.num_scheduled_tokens, 'token')}"
@@ -305,7 +305,7 @@ class _Chain:
     # --- lookups, admissions, steps ---------------------------------------------------------------
 
     def _lookup(self, lookup: Lookup, *, is_first: bool) -> Cause:
-        answered = self.histories.events.get(lookup.first_sequence)  # a later one may only say that it is repeated
+        answered = self.histories.events.get(lookup.first_sequence)  # a later one may only repeat it
         words = text = "asked what can be loaded" if answered is None else describe(answered.event, self.core)
         time_ns = 0 if answered is None else answered.time_ns
         until_ns = max(time_ns, self.histories.time_ns(lookup.last_sequence) or 0)
@@ -364,7 +364,7 @@ class _Chain:
 
 
 def _dated(num_tokens: int, reset_sequence: int) -> str:
-    """How many of the tokens are older than a reset of vLLM's cache."""
+    """Return how many of the tokens are older than a reset of vLLM's cache."""
     if not num_tokens:
         return ""
     return (
@@ -379,7 +379,7 @@ def _awaited_text(load: SharedLoad) -> str:
 
 
 def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]:
-    """Both in order; steps that go on computing again are one."""
+    """Return both in order, with consecutive steps that compute again as one cause."""
     result: list[Cause] = []
     for cause in sorted((*causes, *recomputed), key=lambda cause: cause.last_sequence):
         last = result[-1] if result else None
@@ -406,7 +406,7 @@ def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]
 
 
 def groups_of(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Neighbours with one reason that one and the same request or event led to."""
+    """Yield groups of neighbouring spans with one reason and the same request or event as its origin."""
     group: list[Span] = []
     for span in spans:
         if group and (group[-1].end_token != span.first_token or _whose(group[-1]) != _whose(span)):
@@ -427,7 +427,7 @@ def _whose(span: Span) -> tuple[object, ...]:
 
 
 def reason_text(spans: Sequence[Span], histories: Histories, chunk_size: int, before_ns: int | None) -> str:
-    """Why these tokens, which have one reason, were left to compute. `before_ns`: when they were missed."""
+    """Return why these tokens, which have one reason, were left to compute. `before_ns`: when they were missed."""
     first, reason = spans[0], spans[0].reason
     where = _where(first.first_token, spans[-1].end_token, None if reason in _WITHOUT_CHUNKS else chunk_size)
     facts = [span.fact for span in spans if span.fact is not None]
@@ -463,7 +463,7 @@ def _fact_text(reason: Reason, facts: Sequence[ChunkFact], histories: Histories,
     elif reason is Reason.SAVE_FAILED:
         text = f"save {fact.job_id} by {who} failed{when}: {fact.detail}"
     elif reason in {Reason.SAVING, Reason.DEFERRAL_EXHAUSTED}:
-        save = f"save {fact.job_id}" if fact.job_id != fact.sequence else "a save"  # a recorded one has no number
+        save = f"save {fact.job_id}" if fact.job_id != fact.sequence else "a save"  # a recorded save has no number
         text = f"{save} by {who}, issued{when}, was still under way"
         if reason is Reason.DEFERRAL_EXHAUSTED:
             text += ", after the scheduler had waited as often as is allowed"

@@ -1,4 +1,4 @@
-"""What a log is and what it adds up to, in English, each line by its name: for the terminal and for the page."""
+"""Properties and totals of a log as labelled lines in English, for the terminal and for the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NS_PER_S = 1_000_000_000
 
 
 def facts_of(log: StoredLog, duration_ns: int) -> dict[str, str]:
-    """Whose the log is, when it was opened, how long it goes, its sizes, and what was read of it."""
+    """Return the log's writer, opening time, duration, sizes, and how much was read."""
     facts = {"log": str(log.path), "written by": log.written_by}
     opened_at = log.header.get("opened_at_unix_ns")
     if isinstance(opened_at, int):
@@ -43,7 +43,7 @@ UNKNOWN_TOTALS = "not known: the snapshot from which the log begins has no total
 
 
 def figures_in_words(figures: Figures, *, has_own_copies: bool, num_deferrals: int | None = None) -> dict[str, str]:
-    """What the cache did. Without own copies, another connector's are not counted but for what was loaded."""
+    """Return what the cache did. Of another connector's copies only loaded tokens are counted."""
     deferred = "" if num_deferrals is None else f", {plural(num_deferrals, 'deferral')}"
     lines = {
         "lookups": f"{figures.num_lookups} answered{deferred}; {plural(figures.num_tokens_offered, 'token')} offered",

@@ -1,4 +1,4 @@
-"""The request that is meant by an id or a part of one, among the requests of one or several logs."""
+"""Finds the request that an id or a part of one means, in one or several logs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from kvledger.lifecycle import events as e
 
 _MAX_CANDIDATES = 20
 _MAX_COMPARED = 5_000
-"""Of the last requests so many are compared with one that is not known: that takes less than a second."""
+"""Most recent request ids to compare with an unknown one. Comparing so many takes less than a second."""
 
 
 class RequestUnknown(CommandFailed):
-    """No request has what was given in its id."""
+    """No request id contains the given text."""
 
 
 class RequestAmbiguous(CommandFailed):
-    """Several ids have what was given in them, or several logs have the id."""
+    """Several ids contain the given text, or several logs contain the id."""
 
 
 def one_request(known: Sequence[tuple[StoredLog, Iterable[str]]], given: str) -> tuple[StoredLog, str]:
-    """The log that has the one request whose id is the given one, or else has it as a whole, begins with it, has it.
+    """Find the one request with the given id, or with it as a whole part, as the beginning or as any part of its id.
 
-    vLLM's front ends write something before the id that a client gives, and behind it: `cmpl-chat-1-0-8f3a1c5e` has
-    `chat-1` as a whole, between hyphens. A long id is found by its hash, or by its beginning if vLLM has written
-    something before it. Returns the log and the whole id in the log.
+    The first of these rules that fits any request decides. vLLM's front ends write something before and after the id
+    that a client gives: `cmpl-chat-1-0-8f3a1c5e` contains `chat-1` as a whole, between hyphens. A long id is found by
+    its hash, or by its beginning if vLLM has written something before it.
+
+    Returns the log and the whole id in it.
 
     Args:
         known: each log with the ids of its requests, in the order of their arrival.
@@ -39,7 +41,7 @@ def one_request(known: Sequence[tuple[StoredLog, Iterable[str]]], given: str) ->
 
     Raises:
         RequestUnknown: no log has it.
-        RequestAmbiguous: several ids or logs could be meant.
+        RequestAmbiguous: several ids or logs fit.
     """
     wanted = logged_request_id(given)
     have = [(log, name) for log, names in known for name in names]
@@ -66,7 +68,7 @@ def one_request(known: Sequence[tuple[StoredLog, Iterable[str]]], given: str) ->
 
 
 def request_ids(log: StoredLog, given: str, output: Progress) -> dict[str, None]:
-    """The ids of the requests that contain what was given, or of all where none does, in the order of their arrival."""
+    """Return the ids that contain the given text, or all ids if none does, in the order of arrival."""
     part = logged_request_id(given)
     index = index_for(log, output, part)
     if index is not None:
@@ -85,7 +87,7 @@ def request_ids(log: StoredLog, given: str, output: Progress) -> dict[str, None]
 
 
 def _nearest(wanted: str, names: Sequence[str]) -> list[str]:
-    """Those that have more than half of it in one piece, the nearest first."""
+    """Return the names that share more than half of `wanted` in one piece, the nearest first."""
     matcher = difflib.SequenceMatcher(None, "", wanted, autojunk=False)
     pieces = {}
     for name in names[:_MAX_COMPARED]:

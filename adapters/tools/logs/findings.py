@@ -1,11 +1,11 @@
-"""What is wrong with a log, one finding for each cause, with what follows from it below it.
+"""The findings of a log: one for each cause, followed by the breaches that follow from it.
 
-A finding begins with a breach about one life of a request. Later breaches about the same life follow from it, and so do
-those that the same observation shows. A decision that comes out otherwise follows from the finding about its life or
-its observation; all others are one finding, because one change of the code explains them. Breaches of a rule that
-concern no request are one finding, too.
+A finding begins with a breach about one life of a request. Later breaches about the same life belong to it, and so do
+those that the same observation shows. A divergence belongs to the finding about its life or its observation. All other
+divergences are one finding, because one change of the code explains them. Breaches of a rule that concern no request
+are one finding, too.
 
-`verify`, the page and the Python API take their number of findings from here. `docs/decisions/0069` says why.
+`verify`, the page and the Python API take their number of findings from here. `docs/decisions/0069` has the reasons.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from kvledger.lifecycle.events import NO_LIFE
 
 @attrs.define
 class Breach:
-    """Something that is wrong at one event, or again and again with other numbers."""
+    """Something wrong at one event, or repeatedly with other numbers."""
 
     what: str
     detail: str
     sequence: int | None = None
-    """Of the event; None: not known."""
+    """Sequence number of the event; None: unknown."""
     time_ns: int = 0
     request_id: str = ""
     generation: int | None = None
     evidence: Sequence[int] = ()
-    """Sequence numbers of the events that show it, the first time."""
+    """Sequence numbers of the events that show it, for its first occurrence."""
     num_times: int = 1
     last_sequence: int = attrs.field(default=attrs.Factory(lambda breach: breach.sequence, takes_self=True))
     last_ns: int = attrs.field(default=attrs.Factory(lambda breach: breach.time_ns, takes_self=True))
 
     @property
     def title(self) -> str:
-        """What is wrong, where, how often, and which request it concerns."""
+        """The breach, where, how often, and for which request."""
         return f"{self._place}{self._whose}"
 
     def text_after(self, first: Breach) -> str:
-        """All of it in words, without the request if that is the one of `first`."""
+        """Return the whole text, without the request if it is that of `first`."""
         title = self._place if self._whose == first._whose else self.title
         return f"{title}: {self.detail}" if self.detail else title
 
@@ -66,7 +66,7 @@ class Breach:
 
 @attrs.frozen
 class Finding:
-    """One cause, as far as a log can tell: its breaches in the order of the log."""
+    """The breaches of one cause, as far as a log shows it, in the order of the log."""
 
     breaches: list[Breach]
 
@@ -77,7 +77,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The first breach in words."""
+        """The first breach, in words."""
         return f"{self.first.title}: {self.first.detail}" if self.first.detail else self.first.title
 
     @property
@@ -92,16 +92,16 @@ class FindingList:
 
     findings: Sequence[Finding] = ()
     num_uncollected: int = 0
-    """Breaches that are counted and were not kept, so it is not known which findings they belong to."""
+    """Breaches that were counted but not kept. Their findings are unknown."""
     _of: dict[int, Finding] = attrs.field(factory=dict)
 
     def first_sequence(self, item: object) -> int:
-        """Sequence number with which the finding of a violation or a divergence begins; it identifies the finding."""
+        """Return the sequence number that identifies the finding of a violation or divergence: its first."""
         return self._of[id(item)].first.sequence or 0
 
     @classmethod
     def of(cls, judgement: Judgement, core: Core, others: Iterable[Breach]) -> FindingList:
-        """What an audit found, and `others`, each of which is a finding of its own."""
+        """Return the findings of an audit, and `others` as one finding each."""
         folding = _Folding()
         for violation in judgement.violations:
             folding.add_violation(violation)
@@ -128,12 +128,12 @@ class FindingList:
 class _Folding:
     def __init__(self) -> None:
         self.of: dict[int, Finding] = {}
-        """By `id` of the violation or divergence."""
+        """`id` of a violation or divergence → its finding."""
         self.findings: list[Finding] = []
         self._by_life: dict[Hashable, Finding] = {}
         self._by_observation: dict[int, Finding] = {}
         self._alike: dict[tuple[int, Hashable, str, str], Breach] = {}
-        """Finding, life, what is wrong and the words for it, without numbers → the breach in which they are counted."""
+        """Finding, life, breach and its text without numbers → the breach that counts them."""
 
     def add_violation(self, violation: Violation) -> None:
         shown = [*dict.fromkeys((*violation.evidence, violation.sequence))]
@@ -152,7 +152,7 @@ class _Folding:
         self.add(divergence, breach, life, getattr(event, "cause", divergence.sequence), what)
 
     def add(self, item: object, breach: Breach, life: Hashable, observation: int, otherwise: Hashable = None) -> None:
-        """One more: about a life, shown by an observation. `otherwise`: finding that takes it if no other one does."""
+        """Add a breach about a life, shown by an observation. `otherwise`: key of the finding if no other fits."""
         finding = self._by_life.get(life) or self._by_observation.get(observation) or self._by_life.get(otherwise)
         if finding is None:
             finding = Finding([])
@@ -173,7 +173,7 @@ class _Folding:
 
 
 def difference_text(divergence: Divergence, core: Core) -> str:
-    """What the log has and what is decided today; of two equal kinds of events the fields that differ."""
+    """Return what the log has and what the code decides today; for events of one class only the fields that differ."""
     recorded, decided = divergence.recorded, divergence.decided
     if recorded is None or decided is None or type(recorded) is not type(decided):
         has, makes = ("nothing" if event is None else sentence(event, core) for event in (recorded, decided))

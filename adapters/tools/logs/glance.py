@@ -1,6 +1,6 @@
-"""What can be said of a log without folding it: header, files, the record of its end, the newest segment's frames.
+"""Describes a log without folding it, from its header, its files, its end record and its newest segment.
 
-Damage in older segments is not seen: `kvledger verify` reads them. It must not decide anything.
+In a large log it does not see damage in older segments: `kvledger verify` reads them. It must not decide anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvledger.storage.events.segment_bytes import num_written_bytes
 from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX, first_sequence_of, segment_paths
 
 _COUNTED_BYTES = 4 << 20
-"""The requests of a smaller log are counted; for those of a larger one `kvledger show` keeps an index."""
+"""Size of a log from which its requests are not counted; `kvledger show` keeps an index for them."""
 
 
 @attrs.frozen
@@ -31,28 +31,27 @@ class Glance:
     path: Path
     log_id: str = ""
     written_by: str = ""
-    """Whose it is: kvledger's version, the connector that was recorded, the worker."""
+    """kvledger's version, the recorded connector, the worker."""
     model: str = ""
     opened_at_unix_ns: int | None = None
     ended_at_unix_ns: int | None = None
-    """The time of the last event."""
+    """Time of the last event."""
     num_events: int = 0
-    """That were written; the oldest may be retired."""
+    """Events that were written; the oldest may be retired."""
     num_requests: int | None = None
-    """Requests that arrived; None: not known, because the log is large, lacks its beginning or is damaged, or a worker
-    wrote it."""
+    """Requests that arrived. None: the log is large, damaged or a worker's, or lacks its beginning."""
     nothing_checked: str = ""
-    """Reason why nothing of the log can be checked, as far as a glance tells; empty: something can."""
+    """Reason why nothing of the log can be checked, as far as a glance shows; empty if something can."""
     num_bytes: int = 0
     ending: LogEnding | None = None
     damage: tuple[str, ...] = ()
-    """Kinds, in the newest segment."""
+    """Kinds of damage in the segments that were read."""
     unreadable: str = ""
-    """Why nothing else is known."""
+    """Reason why nothing else is known."""
 
 
 def glance_at(path: Path) -> Glance:
-    """Look at a log; what cannot be read is said and not raised."""
+    """Look at a log. An unreadable log is reported in `unreadable`; nothing is raised."""
     try:
         return _glance_at(path)
     except OSError as error:
@@ -109,7 +108,7 @@ def _glance_at(path: Path) -> Glance:
 
 
 def _decoder(header: dict[str, object]) -> EventDecoder | None:
-    """For the times and the requests; None where events cannot be read here, which costs no more than those."""
+    """Return a decoder for times and requests; None if events cannot be decoded here. Then only these are missing."""
     try:
         return EventDecoder(Core.standard().reading(header, available_extensions()), header, lenient=True)
     except (CodecError, CoreError):

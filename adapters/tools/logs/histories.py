@@ -1,6 +1,6 @@
 """The history of one request, and the events that it names.
 
-From the index of the log where there is one, else by reading the log twice: which events it names is known at its end.
+They come from the log's index. Without one the log is read twice, because the history is known only at its end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvledger.lifecycle.reader import Reader
 
 @attrs.frozen
 class NamedEvent:
-    """An event that a history names. `time_ns` since the log was opened; a decision has that of its cause."""
+    """An event that a history names. `time_ns`: since the log was opened; for a decision, the time of its cause."""
 
     sequence: int
     event: e.Event
@@ -31,21 +31,21 @@ class NamedEvent:
 
 @attrs.frozen
 class Histories:
-    """Of all incarnations of one request id, with what they name."""
+    """Histories of all lives of one request id, with the events that they name."""
 
     of_incarnations: Sequence[RequestHistory]
     events: Mapping[int, NamedEvent]
     names: Mapping[int, str]
-    """Ordinal -> request id, at least of the requests that got blocks when this one lost its own."""
+    """Ordinal → request id, at least of the requests that got blocks when this one lost its own."""
 
     def time_ns(self, sequence: int) -> int | None:
-        """When an event happened, if the log has it."""
+        """Return the time of an event; None if it is not named."""
         named = self.events.get(sequence)
         return None if named is None else named.time_ns
 
 
 def read_histories(log: StoredLog, selection: Selection, request_id: str, output: Progress) -> Histories:
-    """Those of a request, to the selection's end. What came before its beginning counts, too."""
+    """Return those of a request up to the selection's end. Events before the selection's beginning count, too."""
     index = index_for(log, output, request_id) if selection.last_sequence is None else None
     if index is not None:
         with contextlib.closing(index):
@@ -65,7 +65,7 @@ def read_histories(log: StoredLog, selection: Selection, request_id: str, output
     with output.progress(log, "finding the events"):
         for batch in log.batches(max(named.numbers, default=0)):
             named.take(batch)
-    log.damage[:] = damage  # the second reading ended before what is damaged behind the last event that is named
+    log.damage[:] = damage  # the second reading ended early and did not see all damage
     return Histories(histories, named.events, named.names)
 
 
@@ -80,15 +80,15 @@ def _from_index(index: LogIndex, request_id: str) -> Histories:
 
 @attrs.frozen
 class NamedEvents:
-    """Collects the events with these numbers; give it every batch."""
+    """Collects the events with these numbers. Give it every batch."""
 
     numbers: Collection[int]
     events: dict[int, NamedEvent] = attrs.field(factory=dict)
     names: dict[int, str] = attrs.field(factory=dict)
-    """Ordinal -> request id."""
+    """Ordinal → request id."""
 
     def take(self, batch: Batch) -> None:
-        """Take up the next batch of the log."""
+        """Take the next batch of the log."""
         for sequence, event, time_ns in batch.timed():
             if sequence in self.numbers:
                 self.events[sequence] = NamedEvent(sequence, event, time_ns)
@@ -97,7 +97,7 @@ class NamedEvents:
 
 
 def named_by(histories: Iterable[RequestHistory]) -> set[int]:
-    """The numbers of all events that the histories name."""
+    """Return the sequence numbers of all events that the histories name."""
     named: set[int] = set()
     for history in histories:
         named.update(history.moments)

@@ -1,8 +1,8 @@
-"""An index over one log: where each request lives in it, and what became of it.
+"""An index of one log: where each request is in it, and what became of it.
 
-Built by one pass, and continued when the log has grown and when its oldest segments were retired. It is kept outside of
-the log in the user's cache folder: whoever deletes it, or has one of an older version, pays another pass. It must not
-judge a log, and of requests that began before what is left of the log it says nothing.
+One pass builds it, and later passes continue it when the log has grown or its oldest segments were retired. It is a
+file in the user's cache folder. If it is missing or has another format, it is built again. It must not judge a log, and
+it does not have requests that began before the log's first segment.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kvledger.storage.events.files import open_for_reading
 
 _Cell = TypeVar("_Cell")
 INDEX_FROM_BYTES = 32 << 20
-"""A smaller log is read in about a second."""
+"""Size from which a log gets an index. A smaller log is read in about a second."""
 
 
 @attrs.frozen
 class Span:
-    """The events of one life of a request: its own lie between these two, both included.
+    """The events of one life: its own are between these two, both included.
 
-    To the end of the log, if the life has not ended: a step that only decodes one more token names no request.
+    A life that has not ended extends to the end of the log: a step that only decodes one more token names no request.
     """
 
     ordinal: int
@@ -52,9 +52,9 @@ class LogIndex:
         """Open the index at `path`.
 
         Raises:
-            sqlite3.Error: it is no index.
+            sqlite3.Error: it is not an index.
             Undecodable: likewise.
-            OSError: it cannot be read, or is no regular file.
+            OSError: it cannot be read, or is not a regular file.
         """
         os.close(open_for_reading(path))  # SQLite would follow a link and wait for a pipe
         self._connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
@@ -68,21 +68,21 @@ class LogIndex:
             raise
 
         self._first_sequence = left[0].first_sequence if left else self.contents.first_sequence
-        """Of the events that the log still has."""
+        """First event that the log still has."""
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._connection.close()
 
     def has_ended(self, part: str) -> bool:
-        """Whether there are requests that have this in their ids, and the end of each is in the index."""
+        """Whether request ids contain this text, and the index has the end of all of them."""
         ((num_lives, num_ended),) = self._rows(
             "SELECT count(*), sum(has_ended) FROM lives WHERE instr(request_id, ?)", part
         )
         return bool(num_lives) and bool(num_lives == num_ended)
 
     def lacks_beginning(self, part: str) -> bool:
-        """Whether a request that has this in its id has events in the log, and its arrival was retired since."""
+        """Whether a request whose id contains this text has events in the log, but its arrival was retired."""
         ((is_any,),) = self._rows(
             "SELECT EXISTS (SELECT 1 FROM lives WHERE instr(request_id, ?) AND first_sequence < ? AND "
             "(last_sequence >= ? OR NOT has_ended))",
@@ -93,7 +93,7 @@ class LogIndex:
         return bool(is_any)
 
     def request_ids(self, part: str) -> list[str]:
-        """The ids of requests that have this in them, in the order of their first arrival."""
+        """Return the request ids that contain this text, in the order of their first arrival."""
         rows = self._rows(
             "SELECT request_id FROM lives WHERE instr(request_id, ?) AND (last_sequence >= ? OR NOT has_ended) "
             "GROUP BY request_id ORDER BY min(ordinal)",
@@ -103,7 +103,7 @@ class LogIndex:
         return [self._typed(request_id, str) for (request_id,) in rows]
 
     def summaries(self, since_sequence: int = 1, request_id: str | None = None) -> Iterator[RequestSummary]:
-        """The lives that began in the log and had not ended before `since_sequence`, in the order of arrival.
+        """Yield the lives that began in the log and had not ended before `since_sequence`, in the order of arrival.
 
         `request_id`: only those of this id.
         """
@@ -123,7 +123,7 @@ class LogIndex:
             raise self._damaged(error) from error
 
     def spans(self, request_id: str) -> list[Span]:
-        """The lives of an id, in order."""
+        """Return the lives of an id, in order."""
         rows = self._rows(
             "SELECT ordinal, first_sequence, last_sequence, has_ended FROM lives WHERE request_id = ? "
             "AND first_sequence >= ? ORDER BY first_sequence",
@@ -137,12 +137,12 @@ class LogIndex:
         return spans
 
     def request_of(self, ordinal: int) -> str:
-        """The id of the life with that ordinal, empty where it is not known."""
+        """Return the id of the life with this ordinal; empty if unknown."""
         row = next(self._rows("SELECT request_id FROM lives WHERE ordinal = ?", ordinal), None)
         return "" if row is None else str(row[0])
 
     def histories(self, request_id: str) -> list[RequestHistory]:
-        """The histories of an id's lives, in the order in which they ended."""
+        """Return the histories of an id's lives, in the order in which they ended."""
         rows = self._rows(
             "SELECT story FROM stories WHERE request_id = ? AND last_sequence >= ? ORDER BY rowid",
             request_id,
@@ -154,7 +154,7 @@ class LogIndex:
             raise self._damaged(error) from error
 
     def events_between(self, first_sequence: int, last_sequence: int) -> Iterator[tuple[int, e.Event]]:
-        """Every event from `first_sequence` to `last_sequence`, read from the log at once from there."""
+        """Yield the events from `first_sequence` to `last_sequence`. Reading begins near the first one."""
         for batch in self._batches_from("first_sequence", first_sequence):
             for sequence, event in batch.numbered():
                 if sequence > last_sequence:
@@ -163,7 +163,7 @@ class LogIndex:
                     yield sequence, event
 
     def named(self, sequences: Iterable[int]) -> Iterator[tuple[int, e.Event, int]]:
-        """The events with these numbers, in order, each with its time; reads little besides them."""
+        """Yield the events with these numbers, in order, with their times. Reads few others."""
         wanted = sorted(sequences, reverse=True)
         while wanted:
             num_read, first = 0, wanted[-1]
@@ -180,7 +180,7 @@ class LogIndex:
                 wanted.pop()  # it is not in the log
 
     def events_around(self, time_ns: int) -> Iterator[tuple[int, e.Event]]:
-        """Every event from a place on that has all of `time_ns` (since the log was opened) and later behind it."""
+        """Yield the events from a place that precedes all events at `time_ns` (since the log was opened) or later."""
         for batch in self._batches_from("time_ns", time_ns - 1):
             yield from batch.numbered()
 
@@ -197,7 +197,7 @@ class LogIndex:
         return self._log.batches_from(segment, offset)
 
     def _rows(self, query: str, *values: object) -> Iterator[tuple[Any, ...]]:
-        """What a query finds.
+        """Yield the rows of a query.
 
         Raises:
             CommandFailed: the index is damaged.
@@ -219,11 +219,10 @@ class LogIndex:
 
 
 def index_for(log: StoredLog, output: Progress, request: str | None = None) -> LogIndex | None:
-    """The index of a log that is large enough to need one, built if need be; None where reading is quick.
+    """Return the index of a log, built if need be; None if the log is small or has no usable index, so read the log.
 
-    For a question about one `request` (its id or a part of it) an index of the log as it was earlier will do, if it
-    has the end of each request that has this in its id: a log that is being written has no index of its own for long.
-    An index that cannot be written is no reason to answer nothing: then the log is read.
+    A log that is being written outgrows its index at once. For one `request` (its id or a part of it) an older index is
+    therefore enough, if it has the end of every request whose id contains this.
     """
     if log.is_smaller_than(INDEX_FROM_BYTES) or not log.header:
         return None
@@ -237,7 +236,7 @@ def index_for(log: StoredLog, output: Progress, request: str | None = None) -> L
 
 
 def _built(log: StoredLog, output: Progress) -> LogIndex | None:
-    """The index of the log as it is now; None, with a remark, where none can be kept."""
+    """Return the index of the log as it is now; None, with a remark, if none can be kept."""
     try:
         what = "bringing the index up to date" if earlier_contents(log) is not None else "building an index, once"
         with output.progress(log, what):
@@ -248,7 +247,7 @@ def _built(log: StoredLog, output: Progress) -> LogIndex | None:
 
 
 def open_index(log: StoredLog, request: str | None = None) -> LogIndex | None:
-    """The index of the log as it is now, if there is one, or one that knows all of a request; see `index_for`."""
+    """Return an existing index of the log as it is now, or one that has all of a request; see `index_for`."""
     try:
         index = LogIndex(index_path(log), log)
     except (sqlite3.Error, ValueError, OSError):
@@ -263,7 +262,7 @@ def open_index(log: StoredLog, request: str | None = None) -> LogIndex | None:
 
 
 def build_index(log: StoredLog) -> LogIndex:
-    """Make the index of the log as it is now, from its earlier one where that can be continued.
+    """Build the index of the log as it is now, continuing an earlier one if possible.
 
     Raises:
         OSError: the index cannot be written.

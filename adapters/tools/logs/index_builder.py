@@ -1,7 +1,7 @@
-"""Writes the index of a log: all of it in one pass, or what was appended since an earlier one.
+"""Writes the index of a log in one pass, or adds what was appended since an earlier index.
 
-An earlier index is continued where nothing is missing in the log and what follows is what its chain promised; else
-the log is read from its beginning. It must not answer anything.
+An earlier index is continued if the log has no missing events and the next frame follows its chain hash. Otherwise the
+log is read from its beginning. It must not answer anything.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def write_index(log: StoredLog) -> None:
 
 
 def earlier_contents(log: StoredLog) -> Contents | None:
-    """What the index of the log as it was earlier says, if there is one that may be continued."""
+    """Return the contents of an earlier index of the log; None if there is none that can be continued."""
     try:
         os.close(open_for_reading(index_path(log)))
         with _opened(f"{index_path(log).absolute().as_uri()}?mode=ro") as connection:
@@ -82,7 +82,7 @@ def earlier_contents(log: StoredLog) -> Contents | None:
 
 
 def _continue(log: StoredLog, contents: Contents, earlier: Path, unfinished: str) -> bool:
-    """Copy an earlier index and add what came since; False where that cannot be."""
+    """Copy an earlier index and add what came since. Return False if that is not possible."""
     try:
         with os.fdopen(open_for_reading(earlier), "rb") as source, Path(unfinished).open("wb") as target:
             shutil.copyfileobj(source, target)
@@ -105,7 +105,7 @@ def _opened(path: str) -> Iterator[sqlite3.Connection]:
 
 
 class _Builder:
-    """Reads a log and writes as it goes; holds only the requests that are not released."""
+    """Reads a log and writes its index. Holds only the requests that are not released."""
 
     def __init__(
         self,
@@ -122,13 +122,13 @@ class _Builder:
             self._model = begin_model(log)
             self._totals = begin_totals(log, self._model)
             self._accounts = begin_accounts(log, self._model, on_end=self._write_story)
-        else:  # which has the state of all of them
+        else:  # its memory has the state of all of them
             self._model = Model(log.core.tables, log.configuration)
             self._totals = LogTotals(self._model, is_complete=earlier.figures is not None)
             self._accounts = Accounts(self._model, on_end=self._write_story, keeps_histories=True)
         self._segments = list(() if earlier is None else earlier.segments_left(log))
         self._counts = (0, 0, 0) if earlier is None else (earlier.num_bytes, earlier.num_frames, earlier.num_events)
-        """Bytes, frames and events before the batch at hand."""
+        """Bytes, frames and events before the current batch."""
         visitors = Requests(self._model, self._write), self._totals, self._accounts
         self._reader = Reader(self._model, visitors)
         if memory is not None:
@@ -141,7 +141,7 @@ class _Builder:
         self._finish(extent)
 
     def go_on(self) -> bool:
-        """Read what came since the earlier index; False where that is not whole, so that all must be read."""
+        """Read what came since the earlier index. Return False if events are missing, so that all must be read."""
         earlier, log = self._earlier, self._log
         if earlier is None:
             return False
@@ -185,7 +185,7 @@ class _Builder:
         self._connection.execute("INSERT INTO log VALUES (?)", (msgspec.msgpack.encode(self._contents(extent)),))
 
     def _remember(self) -> None:
-        """Before what is open is written as if it were over."""
+        """Store the state. Call this before `finish`, which ends the open requests."""
         self._memory.reader = self._reader.capture(self._log.core.fingerprint())
         self._connection.execute("INSERT INTO memory VALUES (?)", (packed(self._memory),))
 

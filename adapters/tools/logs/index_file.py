@@ -1,4 +1,4 @@
-"""Where the index of a log is kept, and what it says about the log as a whole. It must not know requests or events."""
+"""Where the index of a log is kept, and what it contains about the whole log. It must not know requests or events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvledger.storage.events.retirements import read_retirements, retired_betwee
 from kvledger.storage.events.segment_bytes import num_written_bytes
 
 INDEX_FORMAT = 21
-"""Grows with every change of what is in an index; another one is built anew."""
+"""Version of the format. Increase it with every change of an index's contents: others are built again."""
 
 SCHEMA = """
 CREATE TABLE log (contents BLOB NOT NULL);
@@ -43,12 +43,12 @@ _Value = TypeVar("_Value")
 
 
 def packed(value: object) -> bytes:
-    """A value for the index; what it looks like may change with every version."""
+    """Encode a value for the index. The format may change with every version."""
     return zlib.compress(msgspec.msgpack.encode(value), 1)
 
 
 def unpacked(stored: bytes, value_type: type[_Value]) -> _Value:
-    """The other way round.
+    """Decode a value that `packed` returned.
 
     Raises:
         zlib.error: it is something else.
@@ -59,7 +59,7 @@ def unpacked(stored: bytes, value_type: type[_Value]) -> _Value:
 
 @attrs.frozen
 class SegmentStart:
-    """A segment that was read, its first event, and what an index had counted before it."""
+    """A segment that was read, its first event, and the counts before it."""
 
     name: str
     first_sequence: int
@@ -70,16 +70,16 @@ class SegmentStart:
 
 @attrs.frozen
 class Contents:
-    """What an index says about the log as a whole, as it was when the index was built."""
+    """What an index contains about the whole log, as it was when the index was built."""
 
     index_format: int
     folded_by: str
-    """Which code has made it, see `folded_by`."""
+    """The code that made it, see the function `folded_by`."""
     log_id: str
     extent: tuple[str, int]
-    """The last segment, and its size in bytes, as it was written."""
+    """The last segment, and its size in bytes as written."""
     segments: tuple[SegmentStart, ...]
-    """Those that were read, but for some that were retired since."""
+    """Segments that were read, without some that were retired since."""
     head_hash: str
     num_bytes: int
     num_frames: int
@@ -93,7 +93,7 @@ class Contents:
     damage: tuple[Damage, ...]
 
     def is_of(self, log: StoredLog) -> bool:
-        """Whether it is of this log, and made by this code."""
+        """Whether it is of this log and made by this code."""
         return (self.index_format, self.folded_by, self.log_id) == (INDEX_FORMAT, folded_by(log), log_id_of(log))
 
     def describes(self, log: StoredLog) -> bool:
@@ -101,7 +101,7 @@ class Contents:
         return self.is_of(log) and self.extent == extent_of(log) and self._has_segments_of(log)
 
     def describes_beginning(self, log: StoredLog) -> bool:
-        """Whether it is of this log as it was earlier: appended to since, and perhaps its oldest segments retired."""
+        """Whether it is of this log as it was before events were appended, and perhaps its oldest segments retired."""
         last, num_bytes = self.extent
         files = {file.name: file for file in log.files()}
         if not self.is_of(log) or last not in files or not self._has_segments_of(log):
@@ -109,7 +109,7 @@ class Contents:
         return num_written_bytes(files[last]) >= num_bytes
 
     def _has_segments_of(self, log: StoredLog) -> bool:
-        """Whether what was read is still there, or is recorded as retired."""
+        """Whether the segments that were read still exist, or are recorded as retired."""
         names = [file.name for file in log.files()]
         left = self.segments_left(log)
         if not left:
@@ -123,12 +123,12 @@ class Contents:
         return self.is_whole and retired_between(retirements, log.header.get("log_id"), first, first_left) is not None
 
     def segments_left(self, log: StoredLog) -> tuple[SegmentStart, ...]:
-        """Those that were read, from the log's first segment on."""
+        """Return the segments that were read, from the log's present first one on."""
         first = log.files()[0].name
         return tuple(itertools.dropwhile(lambda segment: segment.name != first, self.segments))
 
     def copy_counts(self, log: StoredLog) -> None:
-        """Give the opened log the counts and the damage that a reading of it would have."""
+        """Set the counts and the damage of the opened log as reading it would."""
         left = self.segments_left(log)
         first = left[0] if left else SegmentStart("", self.first_sequence, 0, 0, 0)
         log.num_events = self.num_events - first.num_events
@@ -145,26 +145,26 @@ class Contents:
 
 
 class IndexMemory(msgspec.Struct, forbid_unknown_fields=True):
-    """What whoever built an index knew at its end, so that it is continued where the log has grown, not built anew.
+    """State at the end of an index, with which it is continued when the log has grown.
 
-    Plain values, of which nothing is checked but their types: an index may be false, it can make nothing else happen.
+    Plain values. Only their types are checked: a forged index can make answers wrong, nothing else.
     """
 
     reader: bytes = b""
-    """What the reader knows, the requests that are not over, the totals and the reasons: see `Reader.capture`."""
+    """State of the reader, of the open requests, the totals and the reasons, see `Reader.capture`."""
     num_batches: int = 0
     time_ns: int = 0
     """The latest time before the last place at which reading can begin."""
 
 
 def folded_by(log: StoredLog) -> str:
-    """The code that reads the log, and what it finds in it; and whether it begins with what other code has folded."""
+    """Return hashes of the code that reads the log and indexes it, and whether snapshots of other code are trusted."""
     code = [hash_of_reader(), *map(hash_of_package, (__name__, reasons.__name__)), hash_of_module(figures.__name__)]
     return f"{dict(log.core.code)} {' '.join(code)}{' and others' * log.trusts_snapshots}"
 
 
 def index_path(log: StoredLog) -> Path:
-    """Where the log's index is kept: below `XDG_CACHE_HOME`, or ~/.cache."""
+    """Return where the log's index is kept: below `XDG_CACHE_HOME`, or ~/.cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     # Two copies of a log have one id, and may end at different places.
     place = hashlib.blake2b(os.fsencode(log.path.absolute()), digest_size=4).hexdigest()
@@ -172,12 +172,12 @@ def index_path(log: StoredLog) -> Path:
 
 
 def extent_of(log: StoredLog) -> tuple[str, int]:
-    """The last segment and its size: what changes when a log is appended to."""
+    """Return the last segment and its size, which change when a log is appended to."""
     last = log.files()[-1]
     return last.name, num_written_bytes(last)
 
 
 def log_id_of(log: StoredLog) -> str:
-    """The log's identity, as far as it may stand in a file name."""
+    """Return the log's id, or "unknown" if it is not fit for a file name."""
     log_id = log.header.get("log_id")
     return log_id if isinstance(log_id, str) and log_id.isalnum() else "unknown"

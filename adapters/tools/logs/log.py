@@ -1,4 +1,4 @@
-"""From a path to events: finds the log, decodes its frames, and keeps account of all that is damaged or lost.
+"""From a path to events: opens the log, decodes its frames, and records all damage and loss.
 
 The only module above the event store that knows frames and segments.
 """
@@ -56,11 +56,11 @@ class Gap:
     first_sequence: int
     last_sequence: int
     is_in_snapshot: bool = False
-    """Whether the state from which folding begins already holds what is missing."""
+    """Whether the state from which folding begins contains the missing events."""
 
     @property
     def is_beginning(self) -> bool:
-        """Whether the log's oldest events are missing: most often they were retired, or are in another segment."""
+        """Whether the log's oldest events are missing, mostly because they were retired or are in another segment."""
         return self.first_sequence == 1
 
     def __str__(self) -> str:
@@ -77,9 +77,9 @@ class Batch:
     offset: int
     end_offset: int
     chain_hash: bytes
-    """Of the frame."""
+    """Chain hash of the frame."""
     gap: Gap | None = None
-    """What is missing before it; None also where reading began in the midst of the log."""
+    """Missing events before it; None also if reading began in the middle of the log."""
 
     @property
     def events(self) -> Sequence[Event]:
@@ -88,23 +88,23 @@ class Batch:
 
     @property
     def last_sequence(self) -> int:
-        """Of the last event of the frame."""
+        """Sequence number of the frame's last event."""
         return self.first_sequence + self.decoded.num_events - 1
 
     def up_to(self, sequence: int) -> Batch:
-        """The same without the events behind that one."""
+        """Return the same batch without the events after `sequence`."""
         events = [event for at, event in self.numbered() if at <= sequence]
         skipped = tuple(place for place in self.decoded.skipped if self.first_sequence + place <= sequence)
         return attrs.evolve(self, decoded=DecodedFrame(events, skipped))
 
     def numbered(self) -> Iterator[SequencedEvent]:
-        """The events with their numbers."""
+        """Yield the events with their sequence numbers."""
         return self.decoded.numbered(self.first_sequence)
 
     def timed(self) -> Iterator[tuple[int, Event, int]]:
-        """The same with times in nanoseconds since the log was opened.
+        """Yield the events with their numbers, and times in nanoseconds since the log was opened.
 
-        A decision has the time of the observation that it was made on, which stands before it in the frame.
+        A decision has the time of the observation on which it was made, which precedes it in the frame.
         """
         times = (getattr(event, "time_ns", None) for event in self.events)
         time_ns: int = next((time for time in times if time is not None), 0)
@@ -115,53 +115,52 @@ class Batch:
 
 @attrs.define
 class StoredLog:
-    """An opened log. `damage` and the counters are filled while events are read; each reading starts anew."""
+    """An opened log. Reading events fills `damage` and the counters; each reading resets them."""
 
     path: Path
     core: Core
-    """What it is read with."""
     header: Mapping[str, object]
-    """Empty where no copy of it is intact: then events are decoded as this version writes them."""
+    """Empty if no copy of it is intact. Events are then decoded as this version writes them."""
     _configuration: LedgerConfiguration | None
     trusts_snapshots: bool = attrs.field(default=False, kw_only=True)
-    """Whether one is used that other code has folded."""
+    """Whether to use a snapshot that other code computed."""
     damage: list[Damage] = attrs.field(factory=list, init=False)
-    """Also `lost_events` (the writer could not write them, as the log says), `undecodable` (an intact frame that is not
-    what the header promises, or a payload that its extension cannot decode), `miscounted` (it holds another number of
-    events than it says).
-    """
+    """Damage that the event store reports, and of these kinds: `lost_events` (the log records that the writer could not
+    write them), `undecodable` (an intact frame that does not match the header, or a payload that its extension cannot
+    decode), `miscounted` (a frame with another number of events than it states)."""
     num_bytes: int = attrs.field(default=0, init=False)
     num_frames: int = attrs.field(default=0, init=False)
     num_events: int = attrs.field(default=0, init=False)
     first_sequence: int = attrs.field(default=0, init=False)
     last_sequence: int = attrs.field(default=0, init=False)
     trusted_sequence: int = attrs.field(default=0, init=False)
-    """The last event up to which none is missing, counted from the first of the log or from `start_sequence`."""
+    """The last event before the first missing one, counted from the log's first event or from `start_sequence`."""
     start_sequence: int = attrs.field(default=0, init=False)
-    """The event behind which the log can be folded, see `start`; 0: from its first."""
+    """The event after which the log can be folded, see `start`; 0: from its first event."""
     start_remarks: list[str] = attrs.field(factory=list, init=False)
-    """Why snapshots were passed over."""
+    """Why snapshots were not used."""
     start_totals: bytes = attrs.field(default=b"", init=False)
-    """What the snapshot has of them from which reading begins."""
+    """Totals in the snapshot from which reading begins."""
     ending: LogEnding = attrs.field(default=_NOT_READ, init=False)
-    """How the log ended; known after a reading that came to its end."""
+    """How the log ended. Known after a reading to the end."""
     last_events: Sequence[SequencedEvent] = attrs.field(default=(), init=False)
-    """Those of the last frame that was read."""
+    """Events of the last frame of a reading."""
     on_bytes: BytesRead | None = attrs.field(default=None, init=False)
-    """Told the number of bytes of each frame, for whoever shows progress."""
+    """Called with the number of bytes of each frame, to show progress."""
     _decoder: EventDecoder = attrs.field(alias="decoder")
     _reader: LogReader = attrs.field(alias="reader")
     _was_open: bool = attrs.field(init=False)
-    """Whether somebody was writing the log when reading began: what came to its end since, came too late to be read."""
+    """Whether the log was being written when reading began. Events appended since may not have been read."""
 
     def start(self, *, newest: bool = False) -> Start | None:
-        """Return the state from which the log is folded, or None if that is its beginning.
+        """Return the state from which to fold the log; None: from its beginning.
 
-        If the oldest segments were retired, that is the earliest snapshot that fits the log and today's state, and was
-        made by this code or is trusted all the same. From here on, `is_trusted` is about what follows `start_sequence`.
+        If the oldest segments were retired, this is the earliest snapshot that fits the log and the format of the
+        state. This code must have made it, unless snapshots are trusted. Afterwards `is_trusted` is about events after
+        `start_sequence`.
 
         Args:
-            newest: take the newest such snapshot, also of a log that has its beginning.
+            newest: take the newest such snapshot, even if the log has its beginning.
         """
         self.start_sequence, self.start_remarks, self.start_totals = 0, [], b""
         has_beginning = self._reader.first_sequence in {None, 1}
@@ -189,18 +188,18 @@ class StoredLog:
         return start
 
     def totals(self, projections: Projections) -> Totals:
-        """Totals that count what `projections` fold from here on. To be asked for after `start`, before the first fold.
+        """Return totals that count what `projections` fold from here on. Call it after `start`, before the first fold.
 
-        They are not complete if folding begins at a snapshot that has none.
+        They are incomplete if folding begins at a snapshot without totals.
         """
         return Totals.continued(projections, self.start_totals) if self.start_sequence else Totals(projections)
 
     @property
     def configuration(self) -> LedgerConfiguration:
-        """The sizes and choices of the engine that wrote the log, without which nothing in it can be folded.
+        """Sizes and choices of the engine that wrote the log, needed to fold anything in it.
 
         Raises:
-            CommandFailed: they stood in a header of which no copy is intact.
+            CommandFailed: no copy of the header, which has them, is intact.
         """
         if self._configuration is None:
             raise CommandFailed(
@@ -213,7 +212,7 @@ class StoredLog:
 
     @property
     def worker_rank(self) -> int | None:
-        """Of a worker's log; None of a scheduler's."""
+        """Rank of the worker that wrote the log; None if the scheduler did."""
         rank = self.header.get("worker_rank")
         return rank if isinstance(rank, int) else None
 
@@ -225,7 +224,7 @@ class StoredLog:
 
     @property
     def written_by(self) -> str:
-        """The versions that wrote the log, and whose it is where it is not the scheduler's."""
+        """The versions that wrote the log, and the worker or the recorded connector if there is one."""
         header, rank = self.header, self.worker_rank
         text = f"kvledger {header.get('kvledger_version', 'unknown')}, vLLM {header.get('vllm_version', 'unknown')}"
         recorded = f", recording {header['connector']}" if header.get("connector") else ""
@@ -233,33 +232,33 @@ class StoredLog:
 
     @property
     def decides_elsewhere(self) -> bool:
-        """Whether another connector saves and loads: what kvledger would count of its own copies is not in the log."""
+        """Whether another connector saves and loads, so that the log has no copies of kvledger's own."""
         return any(extension.declaration().replaces for extension in self.core.extensions)
 
     @property
     def other_code_remarks(self) -> list[str]:
-        """That what was decided is decided again by other code, which is no divergence by itself."""
+        """Remark that other code makes the decisions again."""
         other = self.core.other_code(self.header) if self.header else ""
         return [f"decided again by other code ({other}); a divergence may come from that"] if other else []
 
     @property
     def skipped(self) -> Mapping[str, int]:
-        """Event id -> how many were skipped because this version does not know them; only with `lenient`."""
+        """Event id → number of skipped events that this version does not know; only with `lenient`."""
         return self._decoder.num_skipped
 
     @property
     def begins_late(self) -> bool:
-        """Whether the first event is not in the log: a later segment alone, or a log whose oldest were retired."""
+        """Whether the first event is not in the log: a later segment alone, or the oldest segments were retired."""
         return self.first_sequence > 1
 
     @property
     def retired(self) -> Sequence[Retirement]:
-        """Segments that are gone and recorded as retired, which is no damage; known after reading."""
+        """Segments that were retired and are recorded as such, which is no damage. Known after reading."""
         return self._reader.retired
 
     @property
     def head_hash(self) -> str:
-        """The chain hash (hex) of the last frame read; noted elsewhere, it makes a rewritten log detectable."""
+        """Chain hash (hex) of the last frame read. Keep it elsewhere to detect a rewritten log."""
         return "" if self._reader.head_hash is None else self._reader.head_hash.hex()
 
     @_was_open.default
@@ -267,7 +266,7 @@ class StoredLog:
         return is_being_written(self.path)
 
     def judge_ending(self, last_sequence: int, head_hash: str) -> LogEnding:
-        """Judge how the log ended, whose last event and chain hash (hex; empty: not known) an earlier reading found."""
+        """Judge how the log ended, from the last event and chain hash (hex; empty: unknown) of an earlier reading."""
         if not self.path.is_dir():
             self.ending = _NOT_ALL
         else:
@@ -276,45 +275,45 @@ class StoredLog:
         return self.ending
 
     def has_ended(self) -> bool:
-        """Whether nobody writes the log any more, as far as its record says; a copy or a mirror may still grow."""
+        """Whether no process writes the log any more, by its end record. False for a copy or mirror: it may grow."""
         if is_being_written(self.path):
             return False
         ending = judge_ending(self.path, self.header.get("log_id"), 0, None, was_open=False)
         return ending.how is not HowEnded.UNKNOWN
 
     def look_at_end(self) -> LogEnding:
-        """Judge how the log ended, and read no more than its last segment for it."""
+        """Judge how the log ended, reading only its last segment."""
         self.ending = read_ending(self.path) if self.path.is_dir() else _NOT_ALL
         return self.ending
 
     def files(self) -> list[Path]:
-        """The log's segments now, in order."""
+        """Return the log's present segments, in order."""
         return segment_paths(self.path) if self.path.is_dir() else [self.path]
 
     def has_more_than(self, segment: str, offset: int) -> bool:
-        """Whether there are bytes behind that place."""
+        """Whether there are bytes after this place."""
         last = self.files()[-1]
         return last.name > segment or num_written_bytes(last) > offset
 
     def total_bytes(self) -> int:
-        """Bytes of the log's segments now, as they were written: what a reading takes."""
+        """Return the bytes of the log's present segments, as written: what a reading takes."""
         return sum(map(num_written_bytes, self.files()))
 
     def is_smaller_than(self, num_bytes: int) -> bool:
-        """Whether a reading takes less than `num_bytes`; looks at no more files than it takes to tell."""
+        """Whether the log has fewer than `num_bytes` bytes. Looks at no more files than needed."""
         return all(total < num_bytes for total in accumulate(map(num_written_bytes, self.files())))
 
     def events(self, until: int | None = None) -> Iterator[SequencedEvent]:
-        """Every event that can be read, in order, up to the event `until`."""
+        """Yield every readable event in order, up to the event `until`."""
         for batch in self.batches(until):
             yield from batch.numbered()
 
     def batches(self, until: int | None = None) -> Iterator[Batch]:
-        """The same, with the place of each frame, and with what is missing before it."""
+        """Yield the same as batches, with the place of each frame and what is missing before it."""
         return _up_to(until, self._intact())
 
     def batches_so_far(self, until: int | None = None) -> Iterator[Batch]:
-        """The batches up to where the log ends now. Reading a log that is being written therefore comes to an end."""
+        """Yield the batches up to the log's present end, so that reading ends although the log is being written."""
         newest = self.files()[-1]
         end = newest.name, num_written_bytes(newest)
         last: Batch | None = None
@@ -329,20 +328,20 @@ class StoredLog:
                 return
 
     def batches_behind(self, sequence: int, head_hash: str = "") -> Iterator[Batch]:
-        """The batches behind an event up to which an earlier reading found nothing missing. Counts these alone.
+        """Yield the batches after an event up to which an earlier reading found nothing missing. Counts only these.
 
         Args:
             sequence: the number of that event, the last of its frame.
-            head_hash: the chain hash (hex) of that frame, where the next one follows from it; empty: a segment begins
+            head_hash: chain hash (hex) of that frame, from which the next one must follow; empty: a segment begins
                 there, whose header was compared.
 
         Raises:
-            LogError: what stands behind it in the log does not follow from it.
+            LogError: the next frame does not follow from it.
         """
         return self._intact(behind=sequence, head_hash=head_hash)
 
     def batches_from(self, segment: str, offset: int) -> Iterator[Batch]:
-        """The batches from a place on that an earlier reading gave, as far as they can be read. Reports no damage."""
+        """Yield the readable batches from a place that an earlier reading gave. Reports no damage."""
         for frame, name, at in frames_from(self.path, segment, offset):
             if frame.kind is FrameKind.EVENTS:
                 try:
@@ -354,22 +353,22 @@ class StoredLog:
                 yield Batch(frame.first_sequence, decoded, name, at, at + frame_bytes(frame), frame.chain_hash)
 
     def trusted_events(self) -> Iterator[SequencedEvent]:
-        """The events from the log's first to the last before any is missing; reads (and checks) the rest too.
+        """Yield the events up to the first missing one; reads (and checks) the rest, too.
 
-        What comes after a gap cannot be folded: the state it starts from is not known.
+        Events after a gap cannot be folded, because the state before them is unknown.
         """
         for events in self.trusted_frames():
             yield from events
 
     def trusted_frames(self) -> Iterator[Iterable[SequencedEvent]]:
-        """The same, one frame's events at a time."""
+        """Yield the same, one frame's events at a time."""
         for batch in self.batches():
             if self.is_trusted:
                 yield batch.numbered()
 
     @property
     def is_trusted(self) -> bool:
-        """Whether what was just read can be folded: nothing is missing between it and the log's first or a snapshot."""
+        """Whether the last batch can be folded: no event is missing before it, from the log's first or the snapshot."""
         return self.start_sequence < self.last_sequence <= self.trusted_sequence
 
     def _intact(self, *, behind: int = 0, head_hash: str = "") -> Iterator[Batch]:
@@ -424,7 +423,7 @@ class StoredLog:
             self.damage.append(Damage("chain_broken", place.name, offset, sequence, detail, 0))
 
     def _check_payloads(self, frame: Frame, decoded: DecodedFrame) -> None:
-        """Report what an extension that is here cannot decode of its own events; the rest of the frame is sound."""
+        """Report extension events that an installed extension cannot decode. The rest of the frame is sound."""
         if not self.core.extensions:
             return
         for sequence, event in decoded.numbered(frame.first_sequence):
@@ -471,8 +470,8 @@ def open_log(
 ) -> StoredLog:
     """Open the log at `path`, which `sources.find_logs` has found, to be read with `core`; default: the standard one.
 
-    With `lenient`, events that this version does not know are skipped and counted; with `trusts_snapshots`, what other
-    code has folded is used where the log has lost its beginning.
+    With `lenient`, events that this version does not know are skipped and counted. With `trusts_snapshots`, snapshots
+    that other code computed are used if the log has lost its beginning.
 
     Raises:
         CommandFailed: it cannot be read, is no kvledger log, was written by a newer version, or is a symbolic link,
@@ -506,7 +505,7 @@ def open_log(
 
 
 def _without_header(path: Path, core: Core, reader: LogReader, *, lenient: bool) -> StoredLog:
-    """A log of which no copy of a header is intact: its events, where they are encoded as today's are."""
+    """Open a log without an intact header: its events, if they are encoded as this version encodes them."""
     decoder = EventDecoder(core, vocabulary_header(core), lenient=lenient)
     why = "it holds no intact event"
     for frame in reader:
@@ -530,7 +529,7 @@ _NUMBERS_OF_HEADER: Mapping[str, tuple[int, int]] = {
     "process_id": (0, MAX_INT64),
     "worker_rank": (0, MAX_INT64),
 }
-"""Key of a header → its least and its largest value."""
+"""Key of a header → its smallest and its largest value."""
 
 
 def _check_numbers(header: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""An observation with everything that was decided upon it: what a log is made of, and what a reader is shown as one."""
+"""An observation with all decisions on it, the unit that logs consist of and that tools show."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvledger.lifecycle.reader import Life, Model, Visitor, Visits
 
 @attrs.frozen
 class Observation:
-    """An observed event, and the decisions upon it."""
+    """An observed event, and the decisions on it."""
 
     sequence: int
     event: e.Event
@@ -21,12 +21,12 @@ class Observation:
 
     @property
     def last_sequence(self) -> int:
-        """Of its last decision."""
+        """Sequence number of its last decision, or its own."""
         return self.decisions[-1][0] if self.decisions else self.sequence
 
 
 class ObservationVisitor(Visitor[Model]):
-    """Is shown each observation of the log once everything is decided. Decisions without their observation are not."""
+    """Called with each observation once its decisions are complete. Skips decisions without an observation."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
@@ -36,29 +36,29 @@ class ObservationVisitor(Visitor[Model]):
 
     @abstractmethod
     def observed(self, observation: Observation) -> None:
-        """Look at an observation. The model contains it, and what was decided upon it."""
+        """Handle an observation. The model contains it and its decisions."""
 
     def visits(self) -> Visits:
-        """Every event."""
+        """Return a visit for every event."""
         return [(event_class, self._gather) for event_class in e.STANDARD_EVENTS.values()]
 
     def ended(self, life: Life) -> None:
-        """Its last observation is still to be shown."""
+        """Keep the life until its last observation was handled."""
         self._over[life.request_id] = life
 
     def decided(self) -> None:
-        """Show the observation."""
+        """Pass on the observation."""
         observation, self._observation = self._observation, None
         if observation is not None:
             self.observed(observation)
         self._over.clear()
 
     def life_of(self, request_id: str) -> Life | None:
-        """The present life of the id, or the one that ended at this observation."""
+        """Return the id's present life, or the one that ended at this observation."""
         return self.model.lives.get(request_id) or self._over.get(request_id)
 
     def paths(self, request_id: str) -> tuple[str | None, str | None]:
-        """State and sub-state of a request before the observation and after it; None where it had none or is over."""
+        """Return a request's state and sub-state before and after the observation; None if it had none or has ended."""
         life, lives = self.life_of(request_id), self.model.lives
         if life is None:
             return None, None

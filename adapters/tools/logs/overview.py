@@ -1,4 +1,4 @@
-"""What an engine is doing at one moment of its log: requests by state, blocks, copies, hit rate, the worst requests."""
+"""The engine at one moment of its log: requests by state, blocks, copies, hit rate, the worst requests."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ class Overview:
     num_running: int
     num_waiting: int
     num_preempted: int
-    """Preempted and not running again yet."""
+    """Preempted requests that are not running again yet."""
     num_finished: int
-    """All requests that have finished, those from before a snapshot left out."""
+    """Requests that have finished, without those before a snapshot."""
     num_blocks_held: int | None
     """Distinct blocks of vLLM's KV cache that requests hold; None if a group of layers has a window."""
     num_loads: int
-    """In flight."""
+    """Loads in flight."""
     num_saves: int
     oldest_copy_ns: int | None
     """When the oldest copy in flight was issued; None: there is none."""
     num_tokens_queried: int
-    """At admissions, beyond vLLM's own prefix hit, since the log was opened."""
+    """Tokens of admissions beyond vLLM's own prefix hit, since the log was opened."""
     num_tokens_hit: int
     num_recently_queried: int
-    """The same in the last minute, or since reading began."""
+    """The same since the newest overview that is a minute old, or since the first one."""
     num_recently_hit: int
     num_violations: int
     num_hook_failures: int
     last_fault: str
     """The last broken rule or failed hook, in words; empty: none was read."""
     worst: tuple[BadRequest, ...]
-    """Those that have waited longest, the longest first."""
+    """The requests that have waited longest, the longest first."""
 
 
 class Overviews(Visitor[Model]):
@@ -68,7 +68,7 @@ class Overviews(Visitor[Model]):
 
     Args:
         model: of the reader.
-        totals: count what the same reader reads; they come before this visitor.
+        totals: count what the same reader reads. They come before this visitor.
     """
 
     needs = ("lives", "tables", "copies")
@@ -90,7 +90,7 @@ class Overviews(Visitor[Model]):
         self._last_fault = f"{describe_core_event(event)} (event {self.moment.sequence})"
 
     def now(self, num_worst: int) -> Overview:
-        """The engine now, with at most so many requests."""
+        """Return the engine now, with at most `num_worst` requests."""
         model, figures = self.model, self._totals.figures
         states: Counter[RequestState] = Counter(life.state for life in model.lives)
         copies = [copy for _, copy in model.copies]

@@ -1,4 +1,4 @@
-"""Processes for work on several cores, none of which outlives the one that started them. It knows no log."""
+"""Processes for work on several cores. They end with the process that started them. It must not know logs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _Result = TypeVar("_Result")
 
 
 def num_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Processes:
-    """Up to `number` of them, started when they are needed; what they are given and return must be plain data."""
+    """Up to `number` processes, started when needed. Arguments and results must be plain data."""
 
     def __init__(self, number: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -36,11 +36,11 @@ class Processes:
     def submit(
         self, function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> Future[_Result]:
-        """Have it called in one of the processes, in the order of submission.
+        """Call the function in one of the processes, in the order of submission.
 
-        The future raises `BrokenExecutor` where that process was killed.
+        The future raises `BrokenExecutor` if that process was killed.
         """
-        # A Ctrl-C at the terminal is for this process: one that has just been started would print a traceback.
+        # Only this process handles Ctrl-C. A child that has just started would print a traceback.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             with without_working_directory():
@@ -56,13 +56,13 @@ class Processes:
 
 
 class ProcessLost(Exception):
-    """The process that made a call was killed or could not be started, each time that it was tried."""
+    """The process of a call was killed, or could not be started, at every try."""
 
 
 class SeparateProcesses:
-    """Up to `number` calls at a time, each in a process that makes no other call meanwhile.
+    """Makes up to `number` calls at a time, each in a process that makes no other call meanwhile.
 
-    If the process of a call is killed, the other calls go on, and the call is made once more in a new process.
+    If the process of a call is killed, the other calls continue, and the call is made once more in a new process.
     """
 
     def __init__(self, number: int, *, num_tries: int = 2) -> None:
@@ -76,9 +76,9 @@ class SeparateProcesses:
     def submit(
         self, function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> Future[_Result]:
-        """Have it called, in the order of submission.
+        """Call the function, in the order of submission.
 
-        The future raises `ProcessLost` if the process of each try was killed, else what the call raises.
+        The future raises `ProcessLost` if every try failed, else what the call raises.
         """
         return self._threads.submit(self._tried, partial(function, *args, **kwargs))
 
@@ -97,7 +97,7 @@ class SeparateProcesses:
             try:
                 own = self._one()
                 future = own.submit(call)
-            except OSError as error:  # no process more may be started
+            except OSError as error:  # no further process can be started
                 reason = f"no process could be started ({error.strerror or error})"
                 continue
             try:
@@ -125,7 +125,7 @@ class SeparateProcesses:
 
 @contextmanager
 def separate_processes(number: int) -> Iterator[SeparateProcesses]:
-    """That many, until the context is left."""
+    """Provide this many processes until the context ends."""
     started = SeparateProcesses(number)
     try:
         yield started
@@ -134,7 +134,7 @@ def separate_processes(number: int) -> Iterator[SeparateProcesses]:
 
 
 def _end_with(reader: Connection) -> None:
-    """End this process when the pipe's other end is closed, which the death of the process that has it does, too."""
+    """End this process when the other end of the pipe is closed, also by the death of its owner."""
 
     def wait() -> None:
         reader.poll(None)

@@ -1,4 +1,4 @@
-"""Progress callbacks of long readings: a terminal, a page, nobody."""
+"""Progress callbacks of long readings, for a terminal, a page, or no output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Progress(Protocol):
     """What a reader of logs reports besides its results."""
 
     def progress(self, log: StoredLog, what: str, /) -> AbstractContextManager[None]:
-        """Show how much of the log is read while the context lasts; `what` is being done."""
+        """Show how much of the log is read while the context lasts. `what` describes the work."""
 
     def remark(self, text: str, /) -> None:
-        """Something that is no result and should be known."""
+        """Report something that is not a result."""

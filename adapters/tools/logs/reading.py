@@ -1,4 +1,4 @@
-"""Where the reader begins in a stored log, and what it is given of it: for every tool, so that all read it alike."""
+"""Where a reader begins in a stored log, and which events it gets, alike for all tools."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle.reader import Model, Reader
 
 HEADER_LOST = LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
-"""To read a log without its header: lives and their states are known, and nothing of chunks and slots."""
+"""For a log without its header: lives and their states are known, but not chunks and slots."""
 
 
 def begin_model(
     log: StoredLog, configuration: LedgerConfiguration | None = None, *, at_newest_snapshot: bool = False
 ) -> Model:
-    """The model before the first event that `take_batch` gives a reader.
+    """Return the model before the first event that `take_batch` gives a reader.
 
-    If the oldest segments of the log were retired, it holds what the first usable snapshot holds. Without one, reading
-    begins as behind a gap. Call it before the batches are read: they begin at `log.start_sequence`.
+    If the oldest segments of the log were retired, it contains the state of the first usable snapshot. Without one,
+    reading begins as after a gap. Call it before the batches are read: they begin at `log.start_sequence`.
 
     Args:
         log: the opened log.
-        configuration: that of the log by default.
-        at_newest_snapshot: begin at the newest usable snapshot, if there is one; the caller reads the batches after
-            `log.start_sequence` only.
+        configuration: default: that of the log.
+        at_newest_snapshot: begin at the newest usable snapshot, if there is one. The caller then reads only the batches
+            after `log.start_sequence`.
 
     Raises:
         CommandFailed: the log has lost its header, and no configuration is given.
@@ -40,9 +40,9 @@ def begin_model(
 
 
 def begin_totals(log: StoredLog, model: Model) -> LogTotals:
-    """Totals that count what a reader with this model is given, on top of what the snapshot holds from which it begins.
+    """Return totals for a reader with this model, continued from the snapshot from which it begins.
 
-    They are not complete if the snapshot has none. Call it after `begin_model`.
+    They are incomplete if the snapshot has none. Call it after `begin_model`.
     """
     state = decoded(log.start_totals) if log.start_sequence else None
     return LogTotals(model, state, is_complete=state is not None or not log.start_sequence)
@@ -55,9 +55,9 @@ def begin_accounts(
     request_id: str | None = None,
     on_end: Callable[[RequestHistory], None] | None = None,
 ) -> Accounts:
-    """Accounts with histories of what a reader with this model is given; call it after `begin_model`.
+    """Return accounts with histories for a reader with this model. Call it after `begin_model`.
 
-    If reading begins at a snapshot, the accounts do not have what happened to chunks before.
+    If reading begins at a snapshot, the accounts lack the earlier history of chunks.
     """
     accounts = Accounts(model, request_id=request_id, on_end=on_end, keeps_histories=True)
     if log.start_sequence:
@@ -66,7 +66,7 @@ def begin_accounts(
 
 
 def take_batch(reader: Reader, log: StoredLog, batch: Batch) -> None:
-    """Give a reader the batch that was just read; not what the snapshot contains already from which it began."""
+    """Give a reader the batch that was just read and the gap before it, except what its snapshot contains."""
     gap = batch.gap
     if gap is not None and not gap.is_in_snapshot:
         reader.lost(gap.first_sequence, gap.last_sequence)

@@ -17,33 +17,33 @@ class RequestSummary(msgspec.Struct, forbid_unknown_fields=True):
     ordinal: int
     first_sequence: int
     last_sequence: int
-    """Its own events lie between these two, both included."""
+    """Its own events are between these two, both included."""
     arrived_ns: int
     num_prompt_tokens: int
     num_tokens: int
     outcome: str = ""
-    """vLLM's status at the end, or the state in which the log leaves it."""
+    """vLLM's status at the end, or its last state in the log."""
     finished_ns: int | None = None
     num_preemptions: int = 0
     num_lookups: int = 0
     num_tokens_loaded: int = 0
     num_chunks_saved: int = 0
-    """By complete jobs, like the tokens."""
+    """Chunks of completed saves."""
     num_failures: int = 0
-    """Failed jobs, loads that were refused, broken rules and failed hooks."""
+    """Failed copies, refused loads, broken rules and failed hooks."""
     is_quarantined: bool = False
     spent: Spent = Spent()
-    """Until it finished, or until the log's end."""
+    """Time until it finished, or until the end of the log."""
 
     def fields(self) -> dict[str, object]:
-        """Name → value, those of `spent` included."""
+        """Name → value, including those of `spent`."""
         fields = msgspec.structs.asdict(self)
         del fields["spent"]
         return {**fields, **msgspec.structs.asdict(self.spent)}
 
     @property
     def has_failed(self) -> bool:
-        """Whether something went wrong with it: it failed, or something of it did. An abort is its client's choice."""
+        """Whether it, or something for it, failed. An abort is not a failure: the client chose it."""
         return self.num_failures > 0 or self.is_quarantined or self.outcome == "FINISHED_ERROR"
 
 
@@ -57,16 +57,16 @@ _COUNTED = frozenset(
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """The requests that are not over."""
+    """The requests that have not ended."""
 
     summaries: dict[int, RequestSummary] = {}
-    """By ordinal, in the order of arrival."""
+    """Ordinal → summary, in the order of arrival."""
 
 
 class Requests(Visitor[Model]):
-    """Summarizes the requests that arrive; `on_end` is given each when it is over, and the others at the log's end.
+    """Summarizes the requests that arrive. Calls `on_end` with each when it ends, and with the others at the log's end.
 
-    A request is over when it is released, or when its id is used again.
+    A request ends when it is released, or when its id is used again.
     """
 
     needs = ("lives", "copies")
@@ -78,7 +78,7 @@ class Requests(Visitor[Model]):
         self._on_end = on_end
 
     def visits(self) -> Visits:
-        """Whatever names a request, and reports."""
+        """Return visits for events that name a request, and for reports."""
         naming = [each for each in e.STANDARD_EVENTS.values() if "request_id" in e.field_names(each)]
         return [
             (e.RequestArrived, self._arrived),
@@ -87,11 +87,11 @@ class Requests(Visitor[Model]):
         ]
 
     def ended(self, life: Life) -> None:
-        """Hand out its summary."""
+        """Pass on its summary."""
         self._hand_out(life)
 
     def finish(self) -> None:
-        """Hand out those that are not over."""
+        """Pass on the summaries of requests that have not ended."""
         for life in self.model.lives:
             self._hand_out(life)
 

@@ -1,6 +1,6 @@
-"""The part of a log that was asked for.
+"""The selected part of a log.
 
-It limits what is shown, never what is known: the state at an event is made from everything before it.
+It limits what is shown. What is known at an event comes from everything before it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class Selection:
 
     first_sequence: int = 1
     last_sequence: int | None = None
-    """The last event that is selected; None: up to the end."""
+    """The last selected event; None: up to the end."""
     request_id: str | None = None
-    """Speak of this request only."""
+    """Select only this request."""
 
     @property
     def is_everything(self) -> bool:
@@ -26,11 +26,11 @@ class Selection:
         return self.first_sequence == 1 and self.last_sequence is None and self.request_id is None
 
     def holds(self, sequence: int) -> bool:
-        """Whether the event with this number is selected, as far as time goes."""
+        """Whether the event with this number is in the selected range."""
         return self.first_sequence <= sequence and not self.is_over(sequence)
 
     def is_over(self, sequence: int) -> bool:
-        """Whether the event with this number is behind the selected part: nothing more needs to be read."""
+        """Whether the event with this number is after the selected range, so that no more need be read."""
         return self.last_sequence is not None and sequence > self.last_sequence
 
     def holds_request(self, request_id: str) -> bool:
@@ -38,9 +38,9 @@ class Selection:
         return self.request_id is None or not request_id or request_id == self.request_id
 
     def concerns(self, sequence: int, request_id: str) -> bool:
-        """Whether a finding at that event about that request (empty: about none) is selected."""
+        """Whether a finding at this event about this request (empty: about none) is selected."""
         return self.holds(sequence) and self.holds_request(request_id)
 
     def concerns_violation(self, violation: Violation) -> bool:
-        """Whether that finding is selected."""
+        """Whether this violation is selected."""
         return self.concerns(violation.sequence, violation.request_id)

@@ -1,6 +1,7 @@
 """Makes the snapshots of a log: the state before each segment, folded from the log itself.
 
-For whoever writes a log, in a process beside it, and for whoever has one that lacks some. It must not know an engine.
+A log's writer runs this in another process, and `kvledger retire` for a log that lacks some. It must not know an
+engine.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
 
     With `first_sequence`, only next to the segment that begins with that event.
 
-    Reads from the last snapshot before the first of these, or from the log's beginning; also a log that is being
-    written. One that is there is left as it is.
+    Reads from the last snapshot before the first of these segments, or from the log's beginning. The log may be in use
+    by its writer. Existing snapshots are not changed.
 
     Raises:
-        CommandFailed: the state there cannot be known. What lies before that has its snapshots.
+        CommandFailed: the state there is unknown. Snapshots before that are written.
         OSError: one cannot be written.
     """
     begins = ((first_sequence_of(segment) or 1, segment) for segment in segments_without_snapshot(log.path))
@@ -37,7 +38,7 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
     if not log.header:
         raise CommandFailed(f"{log.path}: no copy of its header is intact, so nothing can be folded", ExitCode.DAMAGED)
     other_code = log.core.other_code(log.header)
-    if other_code:  # whoever trusts a snapshot trusts the code that wrote the log
+    if other_code:  # a user who trusts a snapshot trusts the code that wrote the log
         raise CommandFailed(
             f"{log.path}: a snapshot is made by the code that wrote the log, here is other: {other_code}"
         )
@@ -88,7 +89,7 @@ def _fold(folds: StartFolds, log: StoredLog, batch: Batch) -> None:
 
 
 def _hash_before(segment: Path) -> bytes:
-    """The chain hash (16 bytes) that a segment follows from. Raises `CommandFailed`."""
+    """Return the chain hash (16 bytes) that a segment follows. Raises `CommandFailed`."""
     try:
         return read_header(segment, any_copy=True).previous_head_hash
     except LogError as error:

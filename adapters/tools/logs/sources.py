@@ -1,7 +1,7 @@
 """From the LOG argument to the logs it means: one log, one segment of it, all logs of a directory or of a stream.
 
-Every engine start writes a log directory of its own below `log_dir`, so a directory of logs is what an operator has.
-Which logs belong to one start, and which start is the newest, is decided here for all commands.
+Every engine start writes a log directory below `log_dir`. This module decides for all commands which logs belong to one
+start, and which start is the newest.
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ _DATA_PARALLEL = re.compile(r"_dp\d+$")
 
 @attrs.frozen
 class EngineStart:
-    """The logs that one engine start has left: the scheduler's, and those of its workers.
+    """The logs of one engine start: the scheduler's, and those of its workers.
 
-    Only the recorder's workers write logs. A start that failed before the scheduler opened its log has only those.
+    Only the recorder's workers write logs. If a start failed before the scheduler opened its log, it has only those.
     """
 
     scheduler: Path | None
     workers: tuple[Path, ...]
-    """In the order of their opening."""
+    """In the order in which they were opened."""
     opened_at: int
-    """When the scheduler's log was opened, or else the first of the others, in nanoseconds since 1970."""
+    """When the scheduler's log, or else the first of the others, was opened, in nanoseconds since 1970."""
     engine_id: str = ""
-    """vLLM's, with `_dpN` at its end for an engine of several with data parallelism; empty: the log does not say it."""
+    """vLLM's engine id, with `_dpN` at its end for one of several engines with data parallelism; empty: not in the
+    log."""
     connector: str = ""
-    """The recorded one; empty: kvledger's own."""
+    """The recorded connector; empty: kvledger's own."""
 
     @property
     def logs(self) -> list[Path]:
-        """All of them, the scheduler's last."""
+        """All logs, the scheduler's last."""
         return [*self.workers, *([] if self.scheduler is None else [self.scheduler])]
 
     @property
     def main(self) -> Path:
-        """The scheduler's log, or the last of the workers' where there is none."""
+        """The scheduler's log, or the last of the workers' if there is none."""
         return self.logs[-1]
 
 
@@ -82,11 +83,11 @@ def find_logs(
     newest: bool = False,
     on_remark: Callable[[str], None] = remark,
 ) -> list[Path]:
-    """The logs that `path` means: itself, or those in the directory, start by start, a start's scheduler log last.
+    """Return the logs that `path` means: itself, or those in the directory, by start, a start's scheduler log last.
 
-    The URL of a stream means its logs, of which a mirror is made first (in the directory `mirror`); with `newest` only
-    of the newest start, since that takes time. If `path` is a link, the paths returned are below what it leads to.
-    `on_remark` is given what the reader should know besides; by default it goes to stderr.
+    The logs of a stream are first mirrored into the directory `mirror`. This takes time; with `newest` only those of
+    the newest start are. If `path` is a link, the returned paths are below its target. `on_remark` gets remarks for the
+    user; default: stderr.
 
     Raises:
         CommandFailed: there is none.
@@ -103,7 +104,7 @@ def find_logs(
     path = _without_link(path)
     if not path.is_dir() or segment_paths(path) or _has_traces(path, on_remark):
         return [path]
-    # A link is listed, so that it is not left out silently: `open_log` refuses it.
+    # Keep links, so that `open_log` refuses them and the user notices.
     links = [link for link in links_in(path) if link.name != RETIREMENTS_NAME]
     logs = [*(child for child in directories_in(path) if _may_be_log(child)), *links]
     if not logs:
@@ -113,7 +114,7 @@ def find_logs(
 
 
 def _has_traces(directory: Path, on_remark: Callable[[str], None]) -> bool:
-    """Whether a directory was a log whose segments are gone. A record that is no file costs the logs in it nothing."""
+    """Whether the directory was a log whose segments are gone. If the record of that is not a file, report it."""
     try:
         return bool(traces_of_log(directory))
     except RefusedFile as error:
@@ -122,7 +123,7 @@ def _has_traces(directory: Path, on_remark: Callable[[str], None]) -> bool:
 
 
 def _without_link(path: Path) -> Path:
-    """What a path leads to that a user gave, which may be a link. A link that is found in a directory is refused.
+    """Resolve a path that a user gave, which may be a link. Links found in a directory are refused.
 
     Raises:
         CommandFailed: it leads to something without a name, such as the pipe of a shell's `<(…)`.
@@ -139,7 +140,7 @@ def _by_start(logs: Sequence[Path]) -> list[Path]:
 
 
 def engine_starts(logs: Iterable[Path]) -> list[EngineStart]:
-    """The engine starts of which these are the logs, the newest last. A log that cannot be read is one of its own."""
+    """Return the engine starts of these logs, the newest last. An unreadable log is a start of its own."""
     found = [_looked_at(path) for path in logs]
     schedulers = [log for log in found if log.rank is None]
     workers = sorted((log for log in found if log.rank is not None), key=_order)
@@ -150,7 +151,7 @@ def engine_starts(logs: Iterable[Path]) -> list[EngineStart]:
         assigned.update(paths)
         starts.append(EngineStart(scheduler.path, paths, scheduler.opened_at, *scheduler.engine))
     left: dict[tuple[str, str], list[_Log]] = {}
-    for log in workers:  # the rest: of starts that failed, or whose scheduler's log is gone
+    for log in workers:  # of starts that failed, or whose scheduler's log is gone
         if log.path in assigned:
             continue
         group = left.setdefault(log.engine, [])
@@ -163,7 +164,7 @@ def engine_starts(logs: Iterable[Path]) -> list[EngineStart]:
 
 
 def start_of(log: Path) -> EngineStart:
-    """The engine start that wrote this log, as far as its logs lie in the same directory."""
+    """Return the engine start that wrote this log, with its logs in the same directory."""
     siblings = [path for path in directories_in(log.parent) if path != log]
     return next(start for start in engine_starts([log, *siblings]) if log in start.logs)
 
@@ -176,9 +177,9 @@ def workers_of(scheduler: Path) -> dict[int, Path]:
 
 
 def started_with(start: EngineStart, starts: Sequence[EngineStart]) -> list[EngineStart]:
-    """The other starts that belong to the same start of a server: engines of data parallelism, children of a connector.
+    """Return the other starts of the same start of a server: engines of data parallelism, children of a connector.
 
-    They share vLLM's engine id, but for the `_dpN` that tells engines of data parallelism apart (vLLM 0.32:
+    They share vLLM's engine id except for `_dpN`, which distinguishes engines of data parallelism (vLLM 0.32:
     `vllm/v1/engine/core.py`).
     """
     if not start.engine_id:
@@ -197,7 +198,7 @@ def started_with(start: EngineStart, starts: Sequence[EngineStart]) -> list[Engi
 
 
 def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
-    """The log that `asked` means for a command that reads one: the scheduler's log of the only engine start there.
+    """Return the log that `asked` means for a command that reads one: the scheduler's log of the only engine start.
 
     Raises:
         CommandFailed: there are several starts.
@@ -216,10 +217,10 @@ def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
 
 
 def _assigned(schedulers: Iterable[_Log], workers: Iterable[_Log]) -> Iterator[tuple[_Log, list[_Log]]]:
-    """Each scheduler's log with the logs of its workers: at most one of each rank, and no log twice.
+    """Yield each scheduler's log with the logs of its workers: at most one of each rank, and no log twice.
 
-    The engine id and the connector have to be equal. An id that was configured serves every start: a worker belongs to
-    the scheduler of its own process, or else to the first one that was opened after it.
+    Engine id and connector must be equal. A configured id is the same at every start: then a worker belongs to the
+    scheduler of its own process, or else to the first one that was opened after it.
     """
     schedulers = list(schedulers)
     pairs = []
@@ -249,18 +250,18 @@ def _order(log: _Log) -> tuple[int, str]:
 
 
 def _may_be_log(path: Path) -> bool:
-    """Whether a directory is a log, was one whose segments are gone, or cannot be looked at: opening it says why."""
+    """Whether a directory is a log, was one whose segments are gone, or cannot be read. Opening it reports why."""
     try:
         return bool(segment_paths(path) or traces_of_log(path))
     except FileNotFoundError:
-        return False  # it vanished since its name was read: the last segment was retired
+        return False  # its last segment was retired since its name was read
     except OSError:
         return True
 
 
 def _looked_at(log: Path) -> _Log:
     if log.is_symlink():
-        return _Log(log, 0, {})  # never the newest
+        return _Log(log, 0, {})  # so that it is never the newest
     try:
         header = read_log(log).header
         opened_at = header.get("opened_at_unix_ns")

@@ -1,6 +1,6 @@
-"""Logs of a stream for the reading commands: a mirror on disk is brought up to date, and read like any log.
+"""Logs of a stream for the reading commands: they are mirrored to disk and read like any log.
 
-The NATS client is imported only here and in `ship`, and only when a stream is asked for.
+Only this module and `ship` import the NATS client, and only for a stream.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _URL: Final = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
 
 @attrs.frozen
 class StreamUrl:
-    """A stream's URL as it was given, or another one. `str()` leaves out credentials."""
+    """A URL given in place of a path. `str()` leaves out credentials."""
 
     text: str = attrs.field(repr=False)
 
@@ -43,22 +43,22 @@ class StreamUrl:
 
 
 def log_argument(text: str) -> Path | StreamUrl:
-    """A LOG argument: a path, or a URL (of which a path would lose a slash)."""
+    """Return a LOG argument as a path, or as a URL (in which a path would lose a slash)."""
     return StreamUrl(text) if _URL.match(text) else Path(text)
 
 
 def shown_log(log: Path | StreamUrl | str) -> str:
-    """A LOG argument for messages: what is no file may be an address with credentials."""
+    """Return a LOG argument for messages. If it is not a file, it may be an address with credentials."""
     if isinstance(log, StreamUrl) or os.path.lexists(log):
         return str(log)
     return without_credentials(str(log), is_address=True)
 
 
 def parse_address(url: StreamUrl) -> StreamAddress:
-    """Read a stream's URL.
+    """Parse a stream's URL.
 
     Raises:
-        CommandFailed: it is none, or the NATS client is not installed.
+        CommandFailed: it is not one, or the NATS client is not installed.
     """
     if not url.text.startswith(_SCHEMES):
         message = f"{url}: not an address of logs; give a path, or nats://host/STREAM[/LOG_ID]"
@@ -70,10 +70,10 @@ def parse_address(url: StreamUrl) -> StreamAddress:
 
 
 def mirrored_logs(url: StreamUrl, directory: Path | None, *, newest: bool) -> list[Path]:
-    """Bring the mirror of the URL's log, or of all its logs or the newest, up to date; return the log directories.
+    """Update the mirror of the URL's logs, or of those of the newest start; return the log directories.
 
     Raises:
-        CommandFailed: that did not work.
+        CommandFailed: that failed.
     """
     address = parse_address(url)
     from kvledger.storage.events.nats import mirror  # noqa: PLC0415
@@ -90,7 +90,7 @@ def mirrored_logs(url: StreamUrl, directory: Path | None, *, newest: bool) -> li
 
 
 def keep_mirrored(url: StreamUrl, directory: Path | None, *, newest: bool) -> None:
-    """Bring the mirror up to date again and again in a thread of its own, for a command that follows a log."""
+    """Update the mirror every second in a thread, for a command that follows a log."""
     address = parse_address(url)
     from kvledger.storage.events.nats import mirror  # noqa: PLC0415
 
@@ -107,7 +107,7 @@ def keep_mirrored(url: StreamUrl, directory: Path | None, *, newest: bool) -> No
 
 @contextlib.contextmanager
 def stream_errors() -> Iterator[None]:
-    """Turn what a stream can run into into `CommandFailed`."""
+    """Turn errors of a stream into `CommandFailed`."""
     from kvledger.storage.events.nats import StreamRefused, StreamUnavailable  # noqa: PLC0415
 
     try:

@@ -1,6 +1,6 @@
-"""The timeline of a request as groups of events: an observation with all that was decided on it, in words.
+"""The timeline of a request as groups of events: an observation with all decisions on it, in words.
 
-Steps in which a request only computes and saves are gathered into one group, and so are equal lookups.
+Steps in which a request only computes and saves become one group, and so do equal lookups.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reader import Copy, Life, Model
 
 _QUIET_DECISIONS = (e.SaveIssued, e.PrefillAdvanced, e.PrefillCompleted)
-"""Decisions on a step that do not deserve a line of their own."""
+"""Decisions on a step that get no line of their own."""
 _ABOUT_ALL = (e.StepScheduled, e.TransferReported, e.CacheReset, e.LogNote)
 """Observations that name no request and may concern several."""
 _NO_ANSWER = "asked what can be loaded; the log has no answer"
@@ -40,19 +40,19 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
     generation: int | None
     texts: list[str] = []
     num_moments: int = 1
-    """How many observations are in it."""
+    """Observations in it."""
     first_token: int = 0
     num_tokens: int = 0
     num_blocks: int = 0
     num_chunks_to_save: int = 0
-    """By saves that were issued here; how each came out is told where it was reported."""
+    """Chunks of saves that were issued here. Their results are shown where they were reported."""
     num_bytes: int = 0
     duration_ns: int = 0
-    """Time that transfers took, added up over their reports."""
+    """Time that copies took, added up over their reports."""
     num_broken: int = 0
     """Rules that were broken here."""
     waited_ns: int = 0
-    """From the arrival to a first lookup."""
+    """Time from the arrival to a first lookup."""
 
     @property
     def text(self) -> str:
@@ -75,12 +75,12 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """What timelines go on from."""
+    """State from which timelines continue."""
 
     groups: dict[str, list[Group]]
     """Request id → its groups so far."""
     lost: Group | None = None
-    """Where events were missing last."""
+    """The group of the last missing events."""
 
 
 @attrs.frozen
@@ -99,14 +99,14 @@ class _Seen:
 
     @property
     def decisions(self) -> list[e.Event]:
-        """Those that concern the request."""
+        """Decisions that concern the request."""
         return [event for _, event in self.observation.decisions]
 
 
 class Timelines(ObservationVisitor):
     """Keeps the groups of some request ids, through all their lives.
 
-    What is shown of a life follows from its own events and from steps. So the events before it arrived may be left out.
+    A life needs only its own events and steps, so events before its arrival may be left out.
     """
 
     needs = ("lives", "tables", "copies")
@@ -118,7 +118,7 @@ class Timelines(ObservationVisitor):
         self._core = core
 
     def lost(self, first_sequence: int, last_sequence: int) -> None:
-        """Say that events are missing here; of a request that is not there now, where it comes."""
+        """Add a group about the missing events; for a request without a present life, before its first group."""
         now_ns, text = self.moment.time_ns, str(Gap(first_sequence, last_sequence))
         self.state.lost = Group("lost", first_sequence, last_sequence, now_ns, now_ns, None, None, None, [text])
         for request_id, groups in self.state.groups.items():
@@ -136,7 +136,7 @@ class Timelines(ObservationVisitor):
             chosen.update(request_id for request_id in every if self.life_of(request_id) is not None)
         for request_id in chosen:
             life, groups = self.life_of(request_id), every[request_id]
-            if not groups and self.state.lost is not None:  # where its id may have been used before
+            if not groups and self.state.lost is not None:  # its id may have been used in the missing events
                 groups.append(self.state.lost)
             is_over = self.model.lives.get(request_id) is None
             own = Observation(observation.sequence, events[0], _concerning(observation, request_id, life))
@@ -156,7 +156,7 @@ class Timelines(ObservationVisitor):
             self._add_decisions(seen)
 
     def _add_decisions(self, seen: _Seen) -> None:
-        """Upon what concerns others."""
+        """Add decisions about the request on an observation about others."""
         if seen.decisions:
             self._add(seen, seen.decisions[0].id, "")
 
@@ -181,7 +181,7 @@ class Timelines(ObservationVisitor):
         group.texts += describe_decisions(loud, self._core)
 
     def _continued(self, what: str, seen: _Seen) -> Group | None:
-        """The last group, if this step only goes on with it."""
+        """Return the last group, extended by this step, if the step only continues it."""
         last = seen.groups[-1] if seen.groups else None
         if last is None or last.what != what or last.state_after != seen.state_before:
             return None
@@ -193,7 +193,7 @@ class Timelines(ObservationVisitor):
         return last
 
     def _reported(self, request_id: str) -> list[Copy]:
-        """The copies of the request that the report at hand is about."""
+        """Return the request's copies in the current report."""
         copies = [reported.job for reported in self.model.copies.reported]
         return [copy for copy in copies if copy is not None and copy.request_id == request_id]
 
@@ -227,7 +227,7 @@ class Timelines(ObservationVisitor):
             group.num_blocks = len(event.block_ids)
 
     def _add_lookup(self, seen: _Seen) -> None:
-        """Another connector's answer has an event of its own, after the question's; then the two are one."""
+        """Add a lookup. Another connector's answer is an event after the question; the two become one group."""
         groups = seen.groups
         asked = groups.pop() if groups and groups[-1].texts == [_NO_ANSWER] else None
         before = groups[-1] if groups else None
@@ -268,7 +268,7 @@ class Timelines(ObservationVisitor):
         return group
 
     def _text(self, seen: _Seen) -> str:
-        """The observation in words."""
+        """Return the observation in words."""
         event = seen.observation.event
         text = describe(event, self._core)
         if not text and not isinstance(event, e.LookupRequested | e.ExtensionObserved):
@@ -284,7 +284,7 @@ class Timelines(ObservationVisitor):
 
 
 def begin_timelines(log: StoredLog, request_ids: Iterable[str]) -> Timelines:
-    """Timelines of a log that is to be read from its beginning, or from its first snapshot."""
+    """Return timelines of a log that will be read from its beginning or from its first snapshot."""
     timelines = Timelines(begin_model(log), log.core, request_ids)
     if log.start_sequence:
         timelines.lost(1, log.start_sequence)
@@ -292,7 +292,7 @@ def begin_timelines(log: StoredLog, request_ids: Iterable[str]) -> Timelines:
 
 
 def _concerning(observation: Observation, request_id: str, life: Life | None) -> list[SequencedEvent]:
-    """The decisions that concern this request."""
+    """Return the decisions that concern this request."""
     found: list[SequencedEvent] = []
     for sequence, event in observation.decisions:
         if isinstance(event, e.ExtensionStopped):

@@ -1,4 +1,4 @@
-"""The totals of a log, counted while it is read: what the connector counted live, from the same events."""
+"""The totals of a log, counted while reading: what the connector counted live, from the same events."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _NEED_MORE = (
     *(e.LoadIssued, e.SaveCompleted, e.TransferReported),
 )
 _SAY_ALL = tuple(event_class for event_class in ADDS if event_class not in _NEED_MORE)
-"""What they add follows from the events alone."""
+"""Events that are sufficient to know what they add."""
 
 
 class LogTotals(Visitor[Model]):
-    """Adds what each event says, as the model knows the request, the answer and the copy that it is about.
+    """Adds each event to the totals, with the request, the answer and the copy that the model knows for it.
 
     A refused observation is not counted.
 
     Args:
         model: of the reader.
         state: the totals so far; default: none.
-        is_complete: False if events before the first that is read are missing in `state`.
-        on_took: called with each duration that is added, and the id of the request that recovered; of a report, empty.
+        is_complete: False if `state` lacks events before the first that is read.
+        on_took: called with each duration that is added, and the id of the recovered request; empty for a report.
     """
 
     needs = ("lives", "copies", "answers")
@@ -46,7 +46,7 @@ class LogTotals(Visitor[Model]):
 
     @property
     def figures(self) -> Figures:
-        """The sums of what was counted."""
+        """The sums so far."""
         return self.state.figures
 
     @property
@@ -55,7 +55,7 @@ class LogTotals(Visitor[Model]):
         return self.state.figures if self._is_complete else None
 
     def lost(self, _first_sequence: int, _last_sequence: int) -> None:
-        """Events are missing here: requests that were on their way back may have come back since."""
+        """Forget recoveries in progress: they may have ended in the missing events."""
         self.state.returning.clear()
         self.state.preempted_ns.clear()
 
@@ -96,7 +96,7 @@ class LogTotals(Visitor[Model]):
                 self._tell(add_row(self.state, event, row, life, claimed), life.request_id)
 
     def _claimed(self, request_id: str) -> e.LookupAnswered | None:
-        """The answer that the request's last allocation claimed."""
+        """Return the answer that the request's last allocation claimed."""
         allocation = self.model.answers.allocation(request_id)
         return None if allocation is None or allocation.answer is None else allocation.answer.event
 
@@ -111,8 +111,5 @@ class LogTotals(Visitor[Model]):
 
 
 def _counted(life: Life | None) -> Life | None:
-    """The life, if it is one of which everything is counted.
-
-    One whose arrival is not in the log is not. The reasons leave it out, too.
-    """
+    """Return the life, unless its arrival is not in the log. The reasons leave such a life out, too."""
     return life if life is not None and life.has_known_beginning else None

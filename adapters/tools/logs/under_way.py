@@ -1,4 +1,4 @@
-"""What is under way where a log ends, as extensions see it from its events. It must not know what any event means."""
+"""What is in progress at the end of a log, as extensions derive it from their events. It must not know any event."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from kvledger.lifecycle import events as e
 
 @attrs.frozen
 class UnderWay:
-    """Something that has begun and, as far as the log goes, has not ended."""
+    """Something that has begun and, as far as the log shows, not ended."""
 
     what: str
-    """In plain words."""
     sequence: int
-    """Of the event since which it is under way."""
+    """The event at which it began."""
     time_ns: int
-    """When that was, since the log was opened."""
+    """Time of that event since the log was opened."""
 
 
 def under_way(core: Core, event: e.Event, sequence: int, before: UnderWay | None) -> UnderWay | None:
-    """What is under way behind an event, where something was before it."""
+    """Return what is in progress after an event, given what was before it."""
     for extension in core.extensions:
-        with suppressed():  # somebody else's code
+        with suppressed():  # an extension's code may raise
             what = extension.under_way(event)
             if what is not None:
                 return UnderWay(what, sequence, getattr(event, "time_ns", 0)) if what else None
@@ -33,7 +32,7 @@ def under_way(core: Core, event: e.Event, sequence: int, before: UnderWay | None
 
 
 def last_under_way(core: Core, events: Iterable[SequencedEvent]) -> UnderWay | None:
-    """What is under way behind the last of these events."""
+    """Return what is in progress after the last of these events."""
     found = None
     for sequence, event in events:
         found = under_way(core, event, sequence, found)

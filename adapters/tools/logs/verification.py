@@ -1,6 +1,6 @@
-"""The audit of a stored log: all that is wrong with the selected part of it, and what could not be judged.
+"""The audit of a stored log: everything wrong in the selected part, and what could not be judged.
 
-For the terminal and for the page, which read the log themselves. It must not know how either shows it.
+Callers read the log and pass in its batches. This module must not know how they show the result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvledger.lifecycle.events import ExtensionStopped
 from kvledger.storage.events import Damage, HowEnded, Retirement
 
 _NO_CONFIGURATION = LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
-"""For the audit of a log whose configuration is lost: it is given no event."""
+"""For the audit of a log whose configuration is lost. That audit gets no event."""
 _HEADER_LOST = (
     "no copy of the log's header is intact, and the configuration stood there: events were decoded as this version "
     "writes them, and neither rules nor decisions can be judged"
@@ -34,9 +34,9 @@ _HEADER_LOST = (
 
 
 class Verification:
-    """Holds the rules against the selected part of a log, from its first event or its first snapshot to the first gap.
+    """Checks the rules on the selected part of a log, from its first event or first snapshot to the first gap.
 
-    Begin one before the log is read, and give it every batch up to the end of the selection.
+    Create it before the log is read, and give it every batch up to the end of the selection.
     """
 
     def __init__(self, log: StoredLog, selection: Selection) -> None:
@@ -51,7 +51,7 @@ class Verification:
         self._of_extensions = ExtensionEvents()
 
     def take(self, batch: Batch) -> None:
-        """Take up the batch that was just read. It cannot be judged if events before it are missing."""
+        """Take the batch that was just read. It is not judged if events before it are missing."""
         if not self._log.header or not self._log.is_trusted:
             return
         events = list(batch.numbered())
@@ -62,9 +62,9 @@ class Verification:
             self._calls.take(events)
 
     def findings(self) -> Findings:
-        """All of them, when the log has been read."""
+        """Return all findings. Call it when the log has been read."""
         if not self._selection.is_over(self._log.last_sequence):
-            # Else a decision that the next event would show to be missing is still part of what was asked for.
+            # If the log continues after the selection, its last observation may have decisions that were not read.
             self.audit.finish()
         end_state = EndState.of(self.audit.projections)
         return Findings.of(
@@ -80,16 +80,16 @@ class Verification:
 
 @attrs.frozen
 class EndState:
-    """What is reported of the state that the log folds to."""
+    """What is reported of the log's final state."""
 
     num_open_requests: int | None
-    """That had arrived and not finished; None: nobody knows, because events before the end are missing."""
+    """Requests that had arrived and not finished; None: unknown, because events before the end are missing."""
     stopped_at: Mapping[str, int]
     """Extension → the event that stopped it."""
 
     @classmethod
     def of(cls, projections: Projections) -> EndState:
-        """Of these."""
+        """Return it for these projections."""
         stopped_at = dict(projections.extensions.state.stopped)
         num_open = sum(record.state is not RequestState.FINISHED for record in projections.tracker)
         return cls(num_open, stopped_at)
@@ -97,17 +97,17 @@ class EndState:
 
 @attrs.frozen
 class StoppedExtension:
-    """An extension whose code raised while the log was written, so that it took no part from there on."""
+    """An extension whose code raised while the log was written, and that was stopped from there on."""
 
     extension: str
     version: int | None
-    """None: not known, since the event is not in the part that was read."""
+    """None: unknown, because the event is not in the part that was read."""
     sequence: int
-    """Of the event that stopped it."""
+    """The event that stopped it."""
     where: str
-    """The part of it that raised; empty: not known."""
+    """Part of it that raised; empty: unknown."""
     error: str
-    """The class and the line of what was raised; empty: not known."""
+    """Class and message of what was raised; empty: unknown."""
     rules: Sequence[str]
     """Its rules, which were not checked from there on."""
 
@@ -129,19 +129,19 @@ def _rules(rules: Sequence[str]) -> str:
 
 @attrs.frozen
 class Findings:
-    """What is wrong with the selected part of a log."""
+    """What is wrong in the selected part of a log."""
 
     judgement: Judgement
     end_state: EndState
     damage: tuple[Damage, ...]
     remarks: tuple[str, ...]
     of_workers: tuple[str, ...]
-    """Where a worker failed or stayed; no fault of the log."""
+    """Where a worker failed or stayed; not a fault of the log."""
     exit_code: ExitCode
     checked: Coverage
-    """The events that the verdict covers."""
+    """Events that the verdict covers."""
     verdict: str
-    """The verdict in words, with the part that it covers if that is not the whole log."""
+    """The verdict in words, with the covered part if that is not the whole log."""
     stopped: Sequence[StoppedExtension] = ()
     listed: FindingList = attrs.field(factory=FindingList)
     """What is wrong, one finding for each cause."""
@@ -158,7 +158,7 @@ class Findings:
         *,
         is_present: bool,
     ) -> Findings:
-        """Those of a log that was read to its end, and judged; of a worker's log, with the calls that it made.
+        """Return the findings of a log that was read to its end and judged; for a worker's log, with its calls.
 
         `is_present`: whether the selected request lived in the selected part.
         """
@@ -188,7 +188,7 @@ class Findings:
             end_state = attrs.evolve(end_state, num_open_requests=None)
         verdict = _verdict(log, selection, judgement, exit_code, covered)
         of_workers = _of_workers(log, calls)
-        # The failed call of a worker is a broken rule of its own log already.
+        # In a worker's log, its failed call is a broken rule already.
         troubles = () if log.worker_rank is not None and judgement.num_violations else of_workers
         others = [
             *(Breach(each, "") for each in troubles),
@@ -210,7 +210,7 @@ def _stopped(log: StoredLog, end_state: EndState, stops: Mapping[int, ExtensionS
 
 
 def _lacks_scheduler(log: StoredLog) -> bool:
-    """Whether this is a worker's log, and the log of its engine's scheduler, which has the requests, is elsewhere."""
+    """Whether this is a worker's log whose scheduler's log, which has the requests, is not in the same directory."""
     return log.worker_rank is not None and log.path.is_dir() and start_of(log.path).scheduler is None
 
 
@@ -244,7 +244,7 @@ def _verdict(log: StoredLog, selection: Selection, judgement: Judgement, exit_co
 
 
 def _of_workers(log: StoredLog, calls: WorkerCalls | None) -> tuple[str, ...]:
-    """What went wrong in workers: in the one whose log this is, or in those with logs in the same directory."""
+    """Return what went wrong in workers: the one that wrote this log, or those with logs in the same directory."""
     if calls is None:
         return tuple(f"worker {rank} {trouble}" for rank, trouble in troubles_of_workers(log).items())
     trouble = calls.trouble(is_over=log.ending.how is not HowEnded.OPEN)
@@ -307,7 +307,7 @@ def _remarks(
 
 
 def _retired(retired: Sequence[Retirement]) -> list[str]:
-    """Which events of a log were retired, when and why; one remark for each reason in a row."""
+    """Return which events were retired, when and why: one remark for consecutive segments with one reason."""
     remarks = []
     for reason, run in itertools.groupby(retired, key=lambda each: each.reason):
         segments = list(run)
@@ -325,7 +325,7 @@ def _retired(retired: Sequence[Retirement]) -> list[str]:
 
 
 def _not_judged(log: StoredLog, judgement: Judgement, num_events: int, named: Collection[str]) -> Iterator[str]:
-    """What could not be judged of extensions, but for the rules that are `named` already."""
+    """Yield what could not be judged of extensions, without the rules that are `named` already."""
     for extension in log.core.absent:
         yield _absence(extension, judgement, num_events)
     for rule, reason in judgement.not_judged.items():

@@ -1,6 +1,6 @@
-"""Text from logs in which every character can be seen, and remarks on stderr made of it.
+"""Text from logs with every character visible, and remarks on stderr.
 
-A client chooses its request's id, and errors, paths and headers hold anything: a terminal must not obey them.
+Clients choose request ids, and errors, paths and headers contain anything: a terminal must not interpret them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def visible(text: str) -> str:
-    r"""The text with each character that cannot be seen as `\u001b`, the way that JSON has it."""
+    r"""Replace each invisible character by an escape such as `\u001b`, as in JSON."""
     if text.isprintable():
         return text
     return "".join(_number(each) if unicodedata.category(each) in _UNSEEN else each for each in text)
@@ -29,10 +29,10 @@ def _number(character: str) -> str:
 
 
 def shortened(text: str, max_length: int) -> str:
-    """The text with at most so many characters; one that is longer ends with three dots."""
+    """Cut the text to `max_length` characters; a cut text ends with three dots."""
     return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
 def remark(text: str) -> None:
-    """Write one line to stderr that is no result; addresses in it lose their credentials."""
+    """Write one line to stderr that is not a result, with credentials removed from addresses."""
     sys.stderr.write(f"kvledger: {visible(without_credentials(text))}\n")

@@ -1,6 +1,6 @@
-"""The logs of workers next to a scheduler's: which are its own, and in which hook a worker failed or stayed.
+"""The workers' logs next to a scheduler's: which belong to it, and in which hook a worker failed or stayed.
 
-A worker writes each call before it makes it, so the last event says where one that hangs or is killed was.
+A worker writes each call before it makes it. The last event therefore shows where a worker hangs or was killed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from kvledger.storage.events.segment_file import segment_paths
 
 @attrs.define
 class WorkerCalls:
-    """Folds a worker's log into what it was doing at the end."""
+    """Finds in a worker's log what the worker was doing at the end."""
 
     called: Called | None = None
-    """And has not returned."""
+    """Call that has not returned."""
     failed: e.HookFailed | None = None
-    """The first failure of the last step in which one was."""
+    """First failure of the last step with one."""
     last: Called | None = None
     sequence: int = 0
-    """The event that says the most about the end."""
+    """The event that shows the most about the end."""
 
     def take(self, events: Iterable[SequencedEvent]) -> None:
-        """What comes next."""
+        """Take the next events."""
         for sequence, event in events:
             if isinstance(event, e.HookFailed):
                 if self.failed is None:
@@ -45,7 +45,7 @@ class WorkerCalls:
     def _take_payload(self, sequence: int, payload: object) -> None:
         if isinstance(payload, Called):
             if self.failed is not None and self.last is not None and payload.step > self.last.step:
-                self.failed = None  # the worker has lived on
+                self.failed = None  # the worker survived the failure
             self.called = payload
             if self.failed is None:
                 self.last, self.sequence = payload, sequence
@@ -53,7 +53,7 @@ class WorkerCalls:
             self.called = None
 
     def trouble(self, *, is_over: bool) -> str:
-        """Where it failed, or where it is; empty where there is nothing to say of a log that `is_over` or not."""
+        """Return where it failed or where it is; empty if neither. `is_over`: whether the log has ended."""
         called = self.called if self.failed is None else self.last
         if called is None:
             return ""
@@ -66,14 +66,14 @@ class WorkerCalls:
 
 
 def logs_of_workers(log: StoredLog) -> dict[int, Path]:
-    """The logs of a scheduler's workers by rank, where they lie in the same directory."""
+    """Rank → log of a scheduler's worker, if it is in the same directory."""
     if not log.header.get("engine_id") or log.worker_rank is not None or not log.path.is_dir():
         return {}
     return workers_of(log.path)
 
 
 def troubles_of_workers(log: StoredLog) -> dict[int, str]:
-    """Of each rank whose last hook failed or did not return: where, and in which log."""
+    """Rank → where its last hook failed or did not return, and in which log."""
     troubles = {}
     for rank, path in logs_of_workers(log).items():
         trouble = _trouble_in(path)
@@ -86,7 +86,7 @@ def _trouble_in(path: Path) -> str:
     is_over = not is_being_written(path)
     calls = WorkerCalls()
     try:
-        for segment in segment_paths(path)[-2:]:  # the last may hold nothing yet
+        for segment in segment_paths(path)[-2:]:  # the last segment may be empty
             calls.take(open_log(segment).events())
     except (CommandFailed, OSError) as error:
         return f"its log cannot be read ({error})"

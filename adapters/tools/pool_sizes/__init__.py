@@ -1,4 +1,4 @@
-"""How many tokens host pools of other sizes would have loaded, estimated from a log while it is read once."""
+"""Estimates from one reading of a log how many tokens host pools of other sizes would have loaded."""
 
 from kvledger.adapters.tools.pool_sizes.estimate import FACTORS, Estimate, PoolSize
 from kvledger.adapters.tools.pool_sizes.lru_stack import LruStack

@@ -1,11 +1,11 @@
-"""What is estimated: for each size of the pool the tokens that it would have loaded."""
+"""The estimate: for each pool size, the tokens that it would have loaded."""
 
 from __future__ import annotations
 
 import attrs
 
 FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0)
-"""The sizes, as multiples of the pool's own."""
+"""Pool sizes, as multiples of the pool's own."""
 _NAMES = {0.5: "half", 1.0: "as it was", 2.0: "twice", 4.0: "4 times", 10.0: "10 times"}
 
 _SMALL = 0.0005
@@ -13,41 +13,41 @@ _SMALL = 0.0005
 
 @attrs.frozen
 class PoolSize:
-    """A pool of another size, or of its own."""
+    """A pool of this or another size."""
 
     factor: float
     num_slots: int | None
-    """None: of logs with pools of different sizes."""
+    """None: for several logs with pools of different sizes."""
     num_tokens_loaded: int
-    """Estimated."""
+    """Tokens, estimated."""
 
     @property
     def name(self) -> str:
-        """In a table; empty for a size that only the curve and programs are told."""
+        """Name in a table; empty for a size that only the curve and programs get."""
         return _NAMES.get(self.factor, "")
 
 
 @attrs.frozen
 class Estimate:
-    """Of one log or of several."""
+    """The estimate for one log or several."""
 
     sizes: tuple[PoolSize, ...] = ()
     """Ascending; empty if nothing is estimated."""
     num_tokens_asked: int = 0
-    """Tokens of whole chunks that admitted requests needed and vLLM did not have: what an endless pool would have to
-    load if it had held them all from the beginning."""
+    """Tokens of whole chunks that admitted requests needed and vLLM did not have: the loads of an infinite pool that
+    has held all chunks from the beginning."""
     num_tokens_loaded: int = 0
-    """What was loaded in fact."""
+    """Tokens that were really loaded."""
     one_of: int = 1
-    """One chunk of so many was followed; 1: all, so that nothing is sampled."""
+    """One chunk of so many was followed; 1: all chunks."""
     why_not: str = ""
-    """Why there is none; empty if there is one, or of no log."""
+    """Reason why nothing is estimated; empty if something is, or for no log."""
     note: str = ""
-    """What it leaves out; empty: nothing."""
+    """What the estimate leaves out; empty: nothing."""
 
     @property
     def error(self) -> float | None:
-        """By which share the estimate for the pool's own size is above what was loaded; None if nothing was."""
+        """Relative error of the estimate for the pool's own size, positive if too high; None if nothing was loaded."""
         own = next((size for size in self.sizes if size.factor == 1), None)
         if own is None or not self.num_tokens_loaded:
             return None
@@ -55,7 +55,7 @@ class Estimate:
 
     @property
     def comparison(self) -> str:
-        """In a sentence, what was loaded, and how far the estimate for the pool's own size is from it."""
+        """The loaded tokens, and the error of the estimate for the pool's own size, in a sentence."""
         loaded, error = f"{self.num_tokens_loaded} of {self.num_tokens_asked} tokens were loaded", self.error
         if error is None:
             text = f"{loaded}, so the error of the estimate is not known"
@@ -67,7 +67,7 @@ class Estimate:
         return text if self.one_of == 1 else f"{text}; one of {self.one_of} chunks was followed"
 
     def with_other(self, other: Estimate) -> Estimate:
-        """Of both together. If only one of them has an estimate, that one, with a note."""
+        """Return the estimate for both. If only one of them has an estimate, return that one, with a note."""
         if not self.sizes and not self.why_not:
             return other
         if not self.sizes or not other.sizes:

@@ -1,11 +1,10 @@
-"""The order in which chunks were last used: how large a pool must be for a chunk to be still in it.
+"""The order in which chunks were last used, which shows how large a pool must be to still hold a chunk.
 
-One pass answers for pools of every size, because an LRU pool holds the chunks that a smaller one holds, and more (R. L.
-Mattson and others, "Evaluation techniques for storage hierarchies", 1970). Only some chunks are kept, chosen by a hash
-of their keys, so that memory is bounded (C. Waldspurger and others, "Efficient MRC construction with SHARDS", FAST
-2015).
+One pass is enough for pools of every size, because an LRU pool holds all chunks that a smaller one holds (R. L. Mattson
+and others, "Evaluation techniques for storage hierarchies", 1970). To limit memory, only a sample of the chunks is
+kept, chosen by a hash of their keys (C. Waldspurger and others, "Efficient MRC construction with SHARDS", FAST 2015).
 
-It knows nothing of events.
+This module must not know events.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from typing import NamedTuple
 from zlib import crc32
 
 MAX_KEYS = 65_536
-"""Keys that are kept at most by default: about 12 MB."""
+"""Default limit of kept keys: about 12 MB."""
 _MAX_MASK = (1 << 24) - 1
-"""Beyond that the keys were chosen to have the same hash."""
+"""Largest mask. If even its sample is too large, the keys were made to have equal hashes."""
 _MIN_TREE = 1024
 
 
 class Run(NamedTuple):
-    """Keys of a prefix, one after the other, that were last used together."""
+    """Consecutive keys of a prefix that were last used together."""
 
     num_above: int
     """Kept keys that were used later than all of these."""
@@ -34,21 +33,21 @@ class Run(NamedTuple):
 class LruStack:
     """Kept keys in the order of their last use.
 
-    Every use is of a whole prefix. Its keys become the youngest, the first of them the youngest of all, as in
-    kvledger's pool. Keys of a prefix that were last used together lie next to one another, so each use has one number.
+    Every use is of a whole prefix. Its keys become the youngest, and its first key the youngest of all, as in
+    kvledger's pool. Keys of a prefix that were last used together are neighbours, so each use has one number.
 
     Args:
-        capacity: chunks of the largest pool that is asked about. What has sunk below that is forgotten.
-        max_keys: keys that are kept at most.
+        capacity: chunks of the largest pool of interest. Chunks below that are forgotten.
+        max_keys: limit of kept keys.
     """
 
     def __init__(self, capacity: int, max_keys: int = MAX_KEYS) -> None:
         self._capacity = capacity
         self._max_keys = max_keys
         self.mask = 0
-        """A key belongs to the sample if its hash has none of these bits. The mask grows and never shrinks."""
+        """A key is in the sample if its hash has none of these bits. The mask grows and never shrinks."""
         self._use_of: dict[bytes, int] = {}
-        """Kept key → number of the last use."""
+        """Kept key → number of its last use."""
         self._num_uses = 0
         self._tree = [0] * _MIN_TREE
         """Fenwick tree: number of a use → keys that were not used since."""
@@ -65,25 +64,25 @@ class LruStack:
         return self.mask + 1
 
     def kept_places(self, keys: Sequence[bytes]) -> Sequence[int]:
-        """Which of the keys belong to the sample."""
+        """Return the places of the keys that are in the sample."""
         mask = self.mask
         if not mask:
             return range(len(keys))
         return [place for place, hash_of_key in enumerate(map(crc32, keys)) if not hash_of_key & mask]
 
     def runs(self, keys: Iterable[bytes]) -> Iterator[Run]:
-        """Where the keys of a prefix are, from the first one to the last before one that is missing."""
+        """Yield the runs of a prefix's keys, up to the first missing key."""
         for number, run in groupby(map(self._use_of.get, keys)):
             if number is None:
                 return
             yield Run(len(self._use_of) - self._num_until(number), sum(1 for _ in run))
 
     def use(self, keys: Iterable[bytes], new: Iterable[bytes] = ()) -> None:
-        """Make those keys of a prefix the youngest that are kept already, and those that are new.
+        """Make the kept and the new keys of a prefix the youngest.
 
         Args:
-            keys: of the prefix, in its order, those that belong to the sample.
-            new: keys that are added if they are among these.
+            keys: of the prefix, in its order, those in the sample.
+            new: keys to add if they are among `keys`.
         """
         if self._num_uses + 1 == len(self._tree):
             self._renumber()
@@ -106,21 +105,21 @@ class LruStack:
             self._make_room()
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Take keys out: they are in no pool any more."""
+        """Remove keys, because no pool has them any more."""
         for key in keys:
             number = self._use_of.pop(key, None)
             if number is not None:
                 self._add(number, -1)
 
     def clear(self) -> None:
-        """Take out all keys."""
+        """Remove all keys."""
         self._use_of.clear()
         self._renumber()
 
     # --- room ------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Forget what no pool holds; if that is not enough, keep half of the keys, as often as needed."""
+        """Forget what no pool holds. If that is not enough, halve the sample as often as needed."""
         self._renumber()
         while 4 * len(self._use_of) > 3 * self._max_keys:
             if self.mask >= _MAX_MASK:
@@ -131,7 +130,7 @@ class LruStack:
         self._renumber()
 
     def _renumber(self) -> None:
-        """Number the uses anew, without those below the largest pool."""
+        """Number the uses again, without those below the largest pool."""
         counts = Counter(self._use_of.values())
         num_above, first_kept = 0, 0
         for number in sorted(counts, reverse=True):
@@ -155,7 +154,7 @@ class LruStack:
             number += number & -number
 
     def _num_until(self, number: int) -> int:
-        """Keys whose last use has this number or a lower one."""
+        """Return the number of keys whose last use has this number or a lower one."""
         tree, count = self._tree, 0
         while number:
             count += tree[number]

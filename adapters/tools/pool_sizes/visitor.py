@@ -1,12 +1,10 @@
-"""The tokens that pools of other sizes would have loaded: a visitor of the reader that follows which chunks were asked.
+"""A visitor of the reader that estimates the tokens that pools of other sizes would have loaded.
 
 A prefix is used when its request is admitted, when a save of it is completed, and when the request is preempted or
-ends. Each use makes all chunks of the prefix the youngest, so a chunk is never younger than the one before it. The
-chunks that a pool of some size would have held are therefore the first ones of a prefix, up to the chunk that has sunk
-below that size.
+ends. Each use makes all chunks of the prefix the youngest, so no chunk is younger than the one before it. A pool of
+some size would therefore have held the first chunks of a prefix, up to the first that is too old for that size.
 
-It does not model what a different pool changes besides: the order in which requests are admitted, and what is in
-vLLM's prefix cache.
+It does not model other effects of a different pool: the order of admissions, and the contents of vLLM's prefix cache.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ from kvledger.lifecycle.events import MissReason
 from kvledger.lifecycle.reader import Life, Model, Visitor
 
 _NOT_ASKED = frozenset({MissReason.QUARANTINED, MissReason.LOAD_FAILED, MissReason.SLOWER, MissReason.RECORDED})
-"""Why a request is offered nothing, whatever is in the pool."""
+"""Reasons why a request is offered nothing, whatever is in the pool."""
 
 
 @attrs.define
 class _Sample:
-    """Those chunks of a prompt that belong to the sample."""
+    """The chunks of a prompt that are in the sample."""
 
     chain: Sequence[bytes]
-    """All keys of the prompt, a list that only grows."""
+    """All keys of the prompt; the list only grows."""
     mask: int
     num_seen: int = 0
     """Keys of the chain that were looked at."""
@@ -42,7 +40,7 @@ class _Sample:
 
 
 def of_log(model: Model, core: Core, selection: Selection) -> tuple[PoolSizes | None, str]:
-    """The visitor for the selected part of a log, or None and the reason why nothing is estimated."""
+    """Return the visitor for the selected part of a log, or None and the reason why nothing is estimated."""
     why_not = _why_not(model.configuration, core, selection)
     return (None, why_not) if why_not else (PoolSizes(model, first_sequence=selection.first_sequence), "")
 
@@ -60,12 +58,12 @@ def _why_not(configuration: LedgerConfiguration, core: Core, selection: Selectio
 
 
 class PoolSizes(Visitor[Model]):
-    """Counts what each size would have loaded for the requests that were admitted from `first_sequence` on.
+    """Counts what each size would have loaded for requests that were admitted from `first_sequence` on.
 
     Args:
         model: of the reader.
-        first_sequence: admissions and loads before this event are followed and not counted.
-        max_keys: keys that are kept at most.
+        first_sequence: earlier admissions and loads are followed and not counted.
+        max_keys: limit of kept keys.
     """
 
     needs = ("lives", "copies", "answers")
@@ -85,12 +83,12 @@ class PoolSizes(Visitor[Model]):
         self._lost_at = 0
         self._num_asked = self._num_loaded = self._num_certain = 0
         self._num_sampled = 0
-        """Tokens asked of sampled chunks, times `one_of`."""
+        """Needed tokens in sampled chunks, times `one_of`."""
         self._num_found = [0] * len(FACTORS)
-        """Of these, for each size, the tokens that it would have held."""
+        """For each size, the part of these tokens that it would have held."""
 
     def estimate(self) -> Estimate:
-        """What was estimated until now."""
+        """Return the estimate so far."""
         num_unsure = self._num_asked - self._num_certain
         scale = num_unsure / self._num_sampled if self._num_sampled else 0.0
         sizes = tuple(
@@ -101,12 +99,12 @@ class PoolSizes(Visitor[Model]):
         return Estimate(sizes, self._num_asked, self._num_loaded, self._stack.one_of, note=note)
 
     def lost(self, _first_sequence: int, last_sequence: int) -> None:
-        """What is in the pool is not known any more."""
+        """Forget the contents of the pool, which are unknown now."""
         self._lost_at = last_sequence + 1
         self._forget_all()
 
     def ended(self, life: Life) -> None:
-        """Its keys are not needed any more."""
+        """Forget the life's keys."""
         self._samples.pop(life.request_id, None)
         self._kept_for.discard(life.request_id)
 
@@ -130,7 +128,7 @@ class PoolSizes(Visitor[Model]):
     def _count(self, life: Life, sample: _Sample, answer: e.LookupAnswered, num_claimed: int) -> None:
         begin, end = answer.num_computed_tokens, self._end_of_load(life, answer)
         num_claimed = max(0, min(num_claimed, answer.num_external_tokens))
-        # A tail comes back with every size, and so does what is kept for a preempted request.
+        # A pool of any size returns a tail, and what is kept for a preempted request.
         is_kept = life.request_id in self._kept_for
         num_certain = num_claimed if is_kept else max(0, begin + num_claimed - max(begin, end))
         begin += num_certain if is_kept else 0
@@ -153,7 +151,7 @@ class PoolSizes(Visitor[Model]):
                 self._num_found[place] += weight * ((num_held - first) * size - missing)
 
     def _end_of_load(self, life: Life, answer: e.LookupAnswered) -> int:
-        """Where a load would end at the latest if everything were in the pool."""
+        """Return where a load would end at the latest if everything were in the pool."""
         configuration = self._configuration
         if answer.miss_reason in _NOT_ASKED or answer.num_computed_tokens % configuration.block_size:
             return 0
@@ -184,7 +182,7 @@ class PoolSizes(Visitor[Model]):
 
     @on(e.SaveDeclined)
     def _declined(self, event: e.SaveDeclined) -> None:
-        """A larger pool would have had room for them."""
+        """Add the chunks, because a larger pool would have had room."""
         life = self.model.lives.of(event.ordinal)
         if life is not None and event.reason == e.POOL_FULL:
             end = event.first_chunk + event.num_chunks
@@ -221,7 +219,7 @@ class PoolSizes(Visitor[Model]):
         return self._grown(sample)
 
     def _grown(self, sample: _Sample) -> _Sample:
-        """The sample, with keys that were observed since, and without those that do not belong to it any more."""
+        """Return the sample with newly observed keys and without those that are no longer in it."""
         stack, chain = self._stack, sample.chain
         if sample.mask != stack.mask:
             kept = stack.kept_places(sample.keys)
@@ -237,7 +235,7 @@ class PoolSizes(Visitor[Model]):
 
 
 def _num_held(runs: Iterable[tuple[int, int]], capacity: int) -> int:
-    """How many keys of these runs, from the first on, a pool of so many kept keys holds."""
+    """Return how many keys of these runs, from the first on, a pool for `capacity` kept keys holds."""
     num_held = 0
     for num_above, num_keys in runs:
         num_fitting = min(num_keys, capacity - num_above)

@@ -1,7 +1,7 @@
-"""Why tokens were missed and computed again: every one of them has exactly one reason, and the reasons add up.
+"""Gives every missed and every recomputed token exactly one reason. The reasons add up to the totals of the log.
 
-A visitor of the reader counts them, apart from the totals: what it says is compared with those. It reads no clock and
-does no I/O; whoever shows a history looks up the times. `docs/reasons.md` defines what is counted.
+A visitor of the reader counts them without using the totals, so that tests can compare both. It reads no clock and does
+no I/O. `docs/reasons.md` defines what is counted.
 """
 
 from kvledger.adapters.tools.reasons.accounts import Accounts

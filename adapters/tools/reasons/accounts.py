@@ -1,7 +1,7 @@
 """The accounts: a visitor of the reader that gives every missed and every recomputed token its reason.
 
-For all requests, or for one of them. It depends on few events besides a request's own: those that saved, evicted or
-tainted the same chunks, and what happened to all.
+The account of a request depends only on its own events, on events about the same chunks, and on events about all
+requests.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kvledger.lifecycle.reader import Life, Model, Visitor, Visits, marked
 
 
 class Accounts(Visitor[Model]):
-    """Keeps an account for each life of a request, and what became of each chunk.
+    """Keeps an account for each life of a request, and the history of each chunk.
 
     Args:
         model: of the reader.
-        request_id: the one request whose accounts are kept; None for all of them.
-        on_end: called with each life of a request when it is over; `histories` has the others.
-        keeps_histories: whether histories hold more than sums.
+        request_id: the only request whose accounts are kept; None for all requests.
+        on_end: called with each life when it ends; `histories` has the others.
+        keeps_histories: whether histories contain more than sums.
     """
 
     needs = ("lives", "tables", "copies")
@@ -59,19 +59,19 @@ class Accounts(Visitor[Model]):
             self,
             *([Moments(memory)] if keeps_histories else []),
         )
-        for life, account in memory.lives():  # of a snapshot
+        for life, account in memory.lives():  # from a snapshot
             account.is_computing = life.blocks is not BlocksRegion.NONE
 
     def index(self) -> None:
-        """Find everything in the state that is there now."""
+        """Use the restored state."""
         self._memory.use(self.state)
 
     def visits(self) -> Visits:
-        """Those of each part."""
+        """Return the visits of all parts."""
         return [(kind, visit) for part in self._parts for kind, visit in marked(part) if issubclass(kind, e.Event)]
 
     def sums(self) -> Sums:
-        """The sums so far, with what is still undecided as such."""
+        """Return the sums so far, with undecided tokens in fates of their own."""
         sums = self._admissions.undecided()
         sums.add(self.state.ended)
         for account in self.state.accounts.values():
@@ -80,11 +80,11 @@ class Accounts(Visitor[Model]):
 
     @property
     def histories(self) -> list[RequestHistory]:
-        """Of the lives that are not over."""
+        """Histories of the lives that have not ended."""
         return [self._history(life, account) for life, account in self._memory.lives()]
 
     def lost(self, _first_sequence: int, _last_sequence: int) -> None:
-        """What is remembered of chunks cannot be relied upon, and offers may have been claimed."""
+        """Forget the chunks and count open offers as lost: the missing events may have changed both."""
         self._memory.chunks.forget()
         self.state.recorded.forget()
         self.state.is_blind = True
@@ -94,7 +94,7 @@ class Accounts(Visitor[Model]):
             account.tail, account.is_computing = None, was_computing
 
     def ended(self, life: Life) -> None:
-        """Close its account."""
+        """Close the account of the life."""
         self._recorded.forget(life.ordinal)
         account = self._memory.account(life)
         if account is None:

@@ -1,4 +1,4 @@
-"""From lookups to admissions: what was offered, claimed, loaded, and what was left to compute."""
+"""From lookups to admissions: what was offered, claimed and loaded, and what was left to compute."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Admissions:
         self._explainer = explainer
 
     def undecided(self, of: tuple[Life, Account] | None = None) -> Sums:
-        """What is pending and under way, of one life or of all."""
+        """Return the sums of pending offers and unfinished loads, of one life or of all."""
         state, sums = self._memory.state, Sums()
         for account in state.accounts.values() if of is None else (of[1],):
             if account.answer is not None:
@@ -41,26 +41,26 @@ class Admissions:
         return sums
 
     def load_for(self, admission: Admission) -> Load | None:
-        """The admission's load, if it has not been reported."""
+        """Return the admission's load; None once it has been reported."""
         return self._memory.state.loads.get(admission.job_id) if admission.job_id else None
 
     @staticmethod
     def note_not_loaded(account: Account, admission: Admission, load: Load, evidence: tuple[int, ...]) -> None:
-        """The load brought nothing. What it should have brought has not been computed, unless that is known already."""
+        """Note that the load brought nothing, and, the first time, that its tokens have not been computed."""
         first, end = load.first_token, load.first_token + load.num_tokens
         if not admission.not_loaded and admission is account.admission:
             account.never_computed = first, end
         admission.not_loaded = _claimed(admission, Span(first, end, Reason.LOAD_FAILED, evidence))
 
     def leave(self, account: Account, fate: OfferFate = OfferFate.WITHDRAWN) -> None:
-        """The request waits no more, and computes no more."""
+        """Note that the request no longer waits or computes."""
         self._settle_answer(account, fate)
         self.give_up_undelivered(account)
         account.admission, account.is_computing = None, False
         account.allocated_without_answer = 0
 
     def end(self, life: Life) -> None:
-        """The life is over; its loads may still be reported."""
+        """Detach the loads of a life that has ended; they may still be reported."""
         for load in self._loads_of(life):
             load.ordinal = NEVER
 
@@ -101,7 +101,7 @@ class Admissions:
     @on(e.DecisionWithheld)
     def _withheld(self, event: e.DecisionWithheld) -> None:
         account = self._memory.present(event.request_id)
-        if account is not None and not event.rule:  # a broken rule has a quarantine, which says more
+        if account is not None and not event.rule:  # a broken rule has a quarantine, which proves more
             account.withheld = self._moment.sequence
 
     def _settle_answer(self, account: Account, fate: OfferFate) -> None:
@@ -110,7 +110,7 @@ class Admissions:
             account.answer = None
 
     def _note_lookup(self, life: Life, account: Account, event: e.LookupAnswered | e.LookupDeferred) -> None:
-        """Keep it in the history, with its reasons; a waiting request is asked about at every step, mostly in vain."""
+        """Add a lookup to the history, with its reasons. A repeated one only increases a count."""
         before, account.last_lookup = account.last_lookup, event
         history, sequence = account.history, self._moment.sequence
         if history is None:
@@ -126,7 +126,10 @@ class Admissions:
         history.keep(history.lookups, lookup)
 
     def _awaited(self, life: Life, event: e.LookupDeferred) -> SharedLoad | None:
-        """The load for which a lookup is deferred; None if it brings other tokens: one load may go on at a time."""
+        """Return the load for which a lookup is deferred; None if that load brings other tokens.
+
+        In a model with windows, a lookup waits for such a load too, because only one load runs at a time.
+        """
         copy = self._model.copies.get(event.job_id)
         if copy is None or not copy.is_load:
             return None
@@ -145,7 +148,7 @@ class Admissions:
             account.undelivered, account.undelivered_sequence = event.num_external_tokens, sequence
         answer, account.answer = account.answer, None
         if answer is None:
-            # The second phase of an asynchronous load and the next turn of a session are no admissions.
+            # The second allocation of an asynchronous load and the next turn of a session are not admissions.
             if not account.is_computing and account.admission is None:
                 account.allocated_without_answer = sequence
             return
@@ -167,7 +170,7 @@ class Admissions:
         self._admit(life, account, sequence, answer.sequence, num_retained, num_claimed, joined((left, *spans)))
 
     def admit_without_answer(self, life: Life, account: Account, first_token: int, num_tokens: int) -> Admission:
-        """A step starts a request about which no lookup is in the log."""
+        """Admit a request that a step starts although the log has no lookup of it."""
         reason = Reason.NO_LOOKUP
         if self._memory.state.is_blind:
             reason = Reason.UNKNOWN
@@ -212,9 +215,9 @@ class Admissions:
         return admission
 
     def _date(self, admission: Admission, life: Life, account: Account) -> None:
-        """Count what was computed before a reset of vLLM's prefix cache that spared the connector.
+        """Count tokens that were computed before a reset of vLLM's prefix cache that spared the connector.
 
-        That is what is claimed, and what vLLM's prefix cache has because another request loaded it.
+        They are claimed, or in vLLM's prefix cache because another request loaded them.
         """
         size, chunks = self._chunk_size, self._memory.chunks
         if chunks.was_any_loaded_since_reset:
@@ -241,7 +244,7 @@ class Admissions:
 
     @staticmethod
     def start_late(account: Account, admission: Admission, first_token: int) -> None:
-        """The first step starts behind what was admitted: somebody else had brought these tokens."""
+        """Count tokens as from elsewhere if the first step starts after the retained and claimed tokens."""
         covered = admission.num_retained + admission.num_claimed
         first_token = min(first_token, admission.num_tokens)
         if first_token <= covered:
@@ -284,7 +287,7 @@ class Admissions:
             self._count_duplicated(life, account, copy, event)
 
     def _count_duplicated(self, life: Life, account: Account, copy: Copy, event: e.LoadIssued) -> None:
-        """Note the load in flight that brings most of the same tokens, if there is one."""
+        """Count the tokens that another load in flight loads too. If there are several, use the one with the most."""
         copies = self._model.copies
         others = [other for job_id in sorted(copies.loads) if (other := copies.get(job_id)) and other is not copy]
         shared = (
@@ -302,7 +305,7 @@ class Admissions:
             account.admission.duplicated = most
 
     def _shared(self, life: Life, load: Copy, first_token: int, end_token: int) -> SharedLoad | None:
-        """What a load brings of the tokens from `first_token` to `end_token` of a life, if it brings any of them."""
+        """Return which tokens of the life in this range a load brings; None if it brings none."""
         keys = life.keys
         brought = zip(load.chunks, load.keys, strict=False)
         shared = [chunk for chunk, key in brought if chunk < len(keys) and keys[chunk] == key]
@@ -341,7 +344,7 @@ class Admissions:
             self._prove(loaded, admission, evidence)
 
     def _settle(self, load: Load, fate: LoadFate) -> Account | None:
-        """Count what became of a load; returns its account, unless its life is over and its history is complete."""
+        """Count the fate of a load. Return its account, or None if its life has ended and its history is complete."""
         account = self._memory.account(self._model.lives.of(load.ordinal))
         sums = self._memory.state.ended if account is None else account.sums
         sums.to_load[fate] += load.num_tokens
@@ -354,7 +357,7 @@ class Admissions:
 
     @staticmethod
     def _prove(account: Account, admission: Admission | None, evidence: tuple[int, ...]) -> None:
-        """The scheduler took tokens back before the failure was reported; that is the better proof."""
+        """Use the reported failure as proof for tokens that the scheduler took back before the report."""
         supposed, account.taken_back = account.taken_back, evidence
         if admission is not None:
             admission.spans = joined(
@@ -363,7 +366,7 @@ class Admissions:
             )
 
     def give_up_undelivered(self, account: Account) -> None:
-        """Tokens were claimed and no load came of it."""
+        """Count claimed tokens for which no load was issued."""
         num_tokens, account.undelivered = account.undelivered, 0
         if not num_tokens:
             return
@@ -379,22 +382,19 @@ class Admissions:
 
 
 def _known(life: Life, first_token: int, end_token: int, chunk_size: int) -> range:
-    """The chunks with these tokens whose keys are known.
-
-    A log may count far more tokens than it has keys for.
-    """
+    """Return the chunks of these tokens whose keys are known. A log may count far more tokens than it has keys for."""
     return range(max(0, first_token // chunk_size), min(-(-end_token // chunk_size), len(life.keys)))
 
 
 def _claimed(admission: Admission, span: Span) -> _Spans:
-    """What no load brought of the claimed tokens, with the tokens of `span`."""
+    """Return the claimed tokens that no load brought, including the tokens of `span`."""
     first, end = admission.num_retained, admission.num_retained + admission.num_claimed
     clipped = attrs.evolve(span, first_token=max(first, span.first_token), end_token=min(end, span.end_token))
     return replaced(admission.not_loaded, clipped) if clipped.num_tokens > 0 else admission.not_loaded
 
 
 def _admission_of(account: Account, load: Load) -> Admission | None:
-    """The one that a load is for, as long as it is kept."""
+    """Return the admission that a load is for, if it is kept."""
     entries = [account.admission] if account.history is None else account.history.admissions
     return next((entry for entry in reversed(entries) if entry is not None and entry.sequence == load.admission), None)
 
@@ -403,7 +403,7 @@ _ANSWER = attrgetter(*(name for name in e.LookupAnswered.__match_args__ if name 
 
 
 def is_same_answer(before: e.Event | None, event: e.LookupAnswered | e.LookupDeferred) -> bool:
-    """Whether only time passed between two lookups."""
+    """Whether a lookup only repeats the one before it."""
     if isinstance(event, e.LookupDeferred):
         return isinstance(before, e.LookupDeferred) and event.job_id == before.job_id
     return isinstance(before, e.LookupAnswered) and bool(_ANSWER(before) == _ANSWER(event))

@@ -1,6 +1,6 @@
-"""What an operator could change so that fewer tokens are computed, by the reason for which they were.
+"""What an operator can change so that fewer tokens are computed, by reason.
 
-It is for logs of kvledger's own connector: its settings are named, and a recorded connector has others.
+For logs of kvledger's own connector only, because it names kvledger's settings.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _FEWER_PREEMPTIONS = (
     "and a larger `--gpu-memory-utilization` gives them more blocks"
 )
 _BY_RESETS: Final = frozenset({Reason.RESET, Reason.STALE})
-"""Of what was preempted by a reset of vLLM's cache, and not for want of blocks."""
+"""Reasons of tokens preempted by a reset of vLLM's cache and not for lack of blocks."""
 _LEAST_SHARE: Final = 10
-"""Per cent of the tokens that were computed; a reason of fewer tokens has no advice."""
+"""Least share of the computed tokens, in percent, for which a reason gets advice."""
 
 
 def advice(sums: Sums, configuration: LedgerConfiguration, num_preemptions: int) -> dict[str, str]:
-    """A reason, or `PREEMPTED`, -> what could be changed about it; the reason with the most tokens first."""
-    computed = sums.misses() + sums.computed_twice  # what is recomputed was missed at the admission before
+    """Reason, or `PREEMPTED` → what to change, the reason with the most tokens first."""
+    computed = sums.misses() + sums.computed_twice  # recomputed tokens were missed at the admission before
     least = computed.total() * _LEAST_SHARE / 100
     texts = dict(_BY_REASON)
     if configuration.chunk_size > configuration.block_size:

@@ -1,4 +1,4 @@
-"""From the events of all requests to the history of chunks, and to that of a preempted request's tail."""
+"""From the events of all requests to the history of chunks and to that of a preempted request's tail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ChunkEvents:
 
     @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished) -> None:
-        """Of the chunks that a request did not compute, nobody need know."""
+        """Forget the keys of chunks that the request did not compute."""
         life = self._moment.life
         if life is not None:
             beyond = life.keys[max(0, num_intact_tokens(event)) // self._chunk_size :]
@@ -50,7 +50,7 @@ class ChunkEvents:
         if isinstance(event, e.SaveFailed):
             status, error = ChunkStatus.SAVE_FAILED, event.error
         save, sequence = self._model.copies.current, self._moment.sequence
-        # What is saved after a reset stays lost to it.
+        # A chunk that is saved after a reset stays lost to the reset.
         if save is not None and (status is ChunkStatus.SAVE_FAILED or save.epoch == self._model.copies.epoch):
             self._memory.chunks.save_settled(save.keys, event.job_id, status, sequence, event.cause, error)
         account = self._memory.decided(event)
@@ -90,7 +90,7 @@ class ChunkEvents:
     def _progressed(self, event: e.PrefillAdvanced | e.PrefillCompleted) -> None:
         account = self._memory.decided(event)
         if account is not None:
-            account.tail = None  # it has been used
+            account.tail = None  # a step has used it
 
     @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset) -> None:

@@ -1,4 +1,4 @@
-"""From steps and rollbacks to the tokens that are computed again, each with the reason it has from its admission."""
+"""From steps and rollbacks to the tokens that are computed again, with the reasons that their admission gave them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvledger.lifecycle.reader import Life
 
 
 class Computing:
-    """Called with what requests compute. Only counts in steps are used; steady decoding computes nothing again."""
+    """Called with what requests compute. Reads only the counts in steps: steady decoding computes nothing again."""
 
     def __init__(self, memory: Memory, admissions: Admissions) -> None:
         self._memory = memory
@@ -88,7 +88,7 @@ class Computing:
         admission, sequence = account.admission, self._moment.sequence
         failed = account.load_failed
         load = None if admission is None else self._admissions.load_for(admission)
-        if admission is not None and load is not None:  # its report is still to come
+        if admission is not None and load is not None:  # the load has not been reported yet
             failed = failed or (sequence,)
             self._admissions.note_not_loaded(account, admission, load, failed)
         reason, evidence = (Reason.LOAD_FAILED, failed) if failed else (Reason.ROLLED_BACK, (sequence,))
@@ -98,7 +98,7 @@ class Computing:
             known = [span for span in admission.spans if span.reason is Reason.LOAD_FAILED]
             end = max(account.computed_end, admission.num_retained + admission.num_claimed)
             spans = replaced(admission.spans, Span(event.num_computed_tokens, end, reason, evidence))
-            for span in known:  # it proves more
+            for span in known:  # the report of a failure is the better proof
                 spans = replaced(spans, span)
             admission.spans = spans
 
@@ -113,7 +113,7 @@ class Computing:
 
 
 def _explain_early_start(admission: Admission, sequence: int, first_token: int) -> None:
-    """A step that starts before what was admitted, without a word, computes those tokens for no known reason."""
+    """Give reason `UNKNOWN` to retained and claimed tokens that the first step computes, if no span explains it."""
     covered = admission.num_retained + admission.num_claimed
     if first_token < covered and not any(span.first_token <= first_token < covered for span in admission.spans):
         admission.spans = replaced(admission.spans, Span(first_token, covered, Reason.UNKNOWN, (sequence,)))

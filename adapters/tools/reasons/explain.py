@@ -1,6 +1,6 @@
 """From one answered lookup to the reason of every token that it leaves to compute.
 
-Pure: a function of the answer, of what is known of the request, and of the chunks' history at that moment.
+A pure function of the answer, of the account of the request, and of the chunks' history at that moment.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _OF_ALL: dict[str, Reason] = {
     MissReason.QUARANTINED: Reason.QUARANTINED,
     MissReason.LOAD_FAILED: Reason.LOAD_FAILED,
 }
-"""What makes the request compute whatever is there."""
+"""Reasons why a request computes everything, whatever is in the pool."""
 
 
 @attrs.define
 class Explainer:
-    """Gives reasons."""
+    """Finds the reasons."""
 
     configuration: LedgerConfiguration
     memory: Memory
 
     def explain(self, answer: e.LookupAnswered, sequence: int, life: Life, account: Account) -> tuple[Span, ...]:
-        """The reasons of all tokens from the end of the offer to the last known one."""
+        """Return the reasons of all tokens from the end of the offer to the last known one."""
         last = answer.num_tokens - 1
         offered_end = answer.num_computed_tokens + answer.num_external_tokens
         hit_end = min(answer.num_hit_tokens, last)
@@ -63,7 +63,7 @@ class Explainer:
     def without_answer(
         self, first_token: int, num_tokens: int, sequence: int, life: Life, account: Account, *, reason: Reason
     ) -> tuple[Span, ...]:
-        """The reasons where no lookup is in the log: `reason`, except for what no cache could have spared."""
+        """Return the reasons if the log has no lookup: `reason`, except for tokens that no cache could have spared."""
         last = num_tokens - 1
         behind = _Behind(self, life, account, sequence, None, reason)
         return joined(
@@ -76,7 +76,7 @@ class Explainer:
     def _cut(
         self, answer: e.LookupAnswered, sequence: int, account: Account, first_token: int, end_token: int
     ) -> Iterator[Span]:
-        """Tokens that are hit and not offered."""
+        """Yield tokens inside the hit that were not offered."""
         if answer.miss_reason in _OF_ALL:
             evidence = account.quarantine if answer.miss_reason == MissReason.QUARANTINED else account.load_failed
             yield Span(first_token, end_token, _OF_ALL[answer.miss_reason], (*evidence, sequence))
@@ -97,7 +97,7 @@ class Explainer:
 
 @attrs.frozen
 class _Behind:
-    """What lies behind the hit, chunk by chunk."""
+    """The tokens after the hit, chunk by chunk."""
 
     explainer: Explainer
     life: Life
@@ -107,7 +107,7 @@ class _Behind:
     instead: Reason | None = None
 
     def spans(self, first_token: int, end_token: int) -> Iterator[Span]:
-        """The reasons of these tokens."""
+        """Yield the reasons of these tokens."""
         at = first_token
         num_tokens = end_token + 1 if self.answer is None else self.answer.num_tokens
         while at < end_token:
@@ -129,11 +129,11 @@ class _Behind:
 
     @property
     def _mark(self) -> int:
-        """Tokens below it were computed before a preemption."""
+        """Number of tokens that were computed before a preemption."""
         return self.life.num_tokens_before_preemption
 
     def _overruled(self, span: Span) -> Span:
-        """What makes the request compute whatever is there goes over what was there."""
+        """Replace the reason if the request computes everything, whatever is in the pool."""
         reason = self.instead
         if self.answer is not None:
             reason = _OF_ALL.get(self.answer.miss_reason)
@@ -166,7 +166,7 @@ class _Behind:
         if told == MissReason.SAVING:
             return self._being_saved(first_token, end_token, fact)
         span = self._from_fact(first_token, end_token, fact)
-        # Where events are lost, one of them may have been the save of the chunk.
+        # Of the missing events, one may have been the save of the chunk.
         may_be_lost = first_token >= self._mark or span.reason is Reason.UNSAVED
         is_in_pool = span.reason in {Reason.BEHIND_GAP, Reason.SAVING, Reason.DEFERRAL_EXHAUSTED}
         contradicts = told == MissReason.MISSING and is_in_pool
@@ -175,7 +175,7 @@ class _Behind:
         return span
 
     def _is_history_lost(self, fact: ChunkFact | None) -> bool:
-        """Whether no event is left that says what became of a chunk, though one may have said it."""
+        """Whether the history of a chunk may be in the missing events, because no other event has it."""
         memory = self.explainer.memory
         is_known = fact is not None and fact.status is not ChunkStatus.KNOWN
         return not is_known and memory.state.is_blind and not memory.chunks.has_forgotten
@@ -192,14 +192,14 @@ class _Behind:
         return Span(first_token, end_token, Reason.PARTIAL_CHUNK, (self.sequence,))
 
     def _told_of(self, first_token: int) -> str:
-        """What the answer says of the chunk: of the first one behind the hit why it is missing, of others nothing."""
+        """Return why the chunk is missing by the answer; empty unless it is the first chunk after the hit."""
         size = self.explainer.configuration.chunk_size
         is_first = self.answer is not None and first_token // size == self.answer.num_hit_tokens // size
         return self.answer.miss_reason if self.answer is not None and is_first else ""
 
     def _being_saved(self, first_token: int, end_token: int, fact: ChunkFact | None) -> Span:
         span = self._from_fact(first_token, end_token, fact)
-        # A save that was under way at the answer may have failed before vLLM allocated blocks.
+        # A save that was in flight at the answer may have failed before vLLM allocated blocks.
         agrees = span.reason in {Reason.SAVING, Reason.DEFERRAL_EXHAUSTED, Reason.SAVE_FAILED}
         return span if agrees else Span(first_token, end_token, Reason.SAVING, (self.sequence,))
 
@@ -220,9 +220,9 @@ class _Behind:
             size = self.explainer.configuration.chunk_size
             if life.quarantined:
                 return Span(first_token, end_token, Reason.QUARANTINED, self.account.quarantine)
-            if life.reset_at > self.account.started_at:  # since then it got no other blocks
+            if life.reset_at > self.account.started_at:  # it got no other blocks since then
                 return Span(first_token, end_token, Reason.STALE, (life.reset_at, life.preempted_at))
-            if (first_token // size + 1) * size > self._mark:  # it was part-filled when the blocks were taken
+            if (first_token // size + 1) * size > self._mark:  # it was part-filled at the preemption
                 return self._not_copied(first_token, end_token)
             return Span(first_token, end_token, Reason.UNSAVED, (life.preempted_at,), fact)
         if fact is None or self._is_own(fact):
@@ -230,13 +230,13 @@ class _Behind:
         return Span(first_token, end_token, Reason.UNSAVED, tuple(_told_by(fact)), fact)
 
     def _is_own(self, fact: ChunkFact) -> bool:
-        """Whether it is this life that brought the key; before a decision names a partial life, it has no ordinal."""
+        """Whether this life brought the key. Before a decision names a partial life, its facts have no ordinal."""
         life = self.life
         is_unnamed = fact.ordinal == NEVER and life.is_partial
         return fact.request_id == life.request_id and (fact.ordinal == life.ordinal or is_unnamed)
 
     def _not_copied(self, first_token: int, end_token: int) -> Span:
-        """Computed tokens behind the last whole chunk, of which there is no copy."""
+        """Explain computed tokens after the last whole chunk that were not copied."""
         size = self.explainer.configuration.chunk_size
         if self.answer is not None and first_token // size > self.answer.num_hit_tokens // size:
             return Span(first_token, end_token, Reason.BEHIND_GAP, (self.sequence,))
@@ -248,7 +248,7 @@ _IN_REACH = frozenset({Reason.NEVER_OFFERED, Reason.NOT_OFFERED})
 
 @attrs.frozen
 class _BehindRecorded(_Behind):
-    """What a recorded connector did not offer."""
+    """Tokens that a recorded connector did not offer."""
 
     def _from_fact(self, first_token: int, end_token: int, fact: ChunkFact | None) -> Span:
         span = super()._from_fact(first_token, end_token, fact)
@@ -266,7 +266,7 @@ class _BehindRecorded(_Behind):
         return self.explainer.memory.state.recorded
 
     def _why(self, first_token: int, fact: ChunkFact | None, reason: Reason) -> Reason:
-        """The reason for a whole chunk that was computed before; `reason` if nothing better is known."""
+        """Return the reason for a whole chunk that was computed before; `reason` if nothing better is known."""
         status = None if fact is None else fact.status
         if status in AT_REST and not self._is_whole_unit(first_token):
             return Reason.SHORT_OF_UNIT
@@ -279,20 +279,20 @@ class _BehindRecorded(_Behind):
         return Reason.RECORDED if self._state.lacks_saves else self._why_lost_here(fact)
 
     def _why_lost_here(self, fact: ChunkFact | None) -> Reason:
-        """It was only in vLLM's own cache, if that is on."""
+        """Return the reason for a chunk that was only in vLLM's own cache, if that is on."""
         if not self._state.has_prefix_cache:
             return Reason.NEVER_GIVEN
         known_at = self.life.preempted_at if fact is None or self._is_own(fact) else fact.sequence
         return Reason.RESET_UNSAVED if self._state.reset_at > known_at else Reason.EVICTED_UNSAVED
 
     def _is_being_computed(self, first_token: int, fact: ChunkFact) -> bool:
-        """Whether the request that brought the key has not come so far itself."""
+        """Whether the request that had the key first has not computed the chunk yet."""
         lives, size = self.explainer.memory.model.lives, self.explainer.configuration.chunk_size
         first = None if self._is_own(fact) else lives.of(fact.ordinal)
         return first is not None and lives.num_computed_tokens(first) < (first_token // size + 1) * size
 
     def _is_whole_unit(self, first_token: int) -> bool:
-        """Whether the connector can match all that it matches at a time and this chunk is a part of."""
+        """Whether the connector has all of this chunk's unit (what it matches at a time), judged by the last chunk."""
         keys, size = self.life.keys, self.explainer.configuration.chunk_size
         num_chunks = self._state.unit_tokens // size
         last = (first_token // size // num_chunks + 1) * num_chunks - 1 if num_chunks else 0
@@ -303,7 +303,7 @@ class _BehindRecorded(_Behind):
 
 
 def _behind_gaps(spans: Iterable[Span]) -> Iterator[Span]:
-    """Nobody gets behind a chunk that is not there, so what is saved behind it is there in vain."""
+    """Replace the reason of chunks after the first missing one, because no lookup reaches them."""
     is_behind = False
     for span in spans:
         is_in_reach = span.reason in _IN_REACH

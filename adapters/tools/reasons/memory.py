@@ -1,4 +1,4 @@
-"""What the reasons remember of a log, next to what the reader's model knows. Everything in it comes from events."""
+"""What the reasons remember of a log in addition to the reader's model. All of it comes from events."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvledger.lifecycle.reader import NEVER, Life, Model
 
 @attrs.define
 class Tail:
-    """The part-filled last chunk of a preempted request, and what became of its copy."""
+    """The part-filled last chunk of a preempted request, and the latest fact about its copy."""
 
     first_token: int
     end_token: int
     fact: ChunkFact
     before_reset: int = 0
-    """The last reset of vLLM's prefix cache alone that came after it was computed; 0 if there is none."""
+    """The last reset of only vLLM's own prefix cache since it was computed; 0 if there is none."""
 
 
 @attrs.define
@@ -40,52 +40,52 @@ class Load:
     """A load in flight."""
 
     ordinal: int
-    """Of its life; `NEVER` once that is over. Then what becomes of the load is counted for the whole log."""
+    """Ordinal of its life; `NEVER` once that has ended. The load then counts for the whole log."""
     admission: int
-    """Sequence number of the admission that it is for; 0: it is not in the log."""
+    """Sequence number of its admission; 0: not in the log."""
     first_token: int
     num_tokens: int
 
 
 @attrs.define
 class Account:
-    """What one life of a request was offered, given and left to compute."""
+    """What one life of a request was offered, got, and had to compute."""
 
     sums: Sums = attrs.field(factory=Sums)
     history: RequestHistory | None = None
-    """None where histories are not kept."""
+    """None if histories are not kept."""
     tail: Tail | None = None
     answer: Answer | None = None
     last_lookup: e.LookupAnswered | e.LookupDeferred | None = None
-    """Since it was last given blocks."""
+    """The last lookup since it last got blocks."""
     admission: Admission | None = None
     allocated_without_answer: int = 0
-    """Sequence number of an allocation that no lookup preceded; the step that starts from it has the rest."""
+    """Sequence number of an allocation without a lookup. The next step completes the admission."""
     is_computing: bool = False
-    """Whether it was in a step since it was admitted."""
+    """Whether a step has scheduled it since its admission."""
     started_at: int = 0
-    """Sequence number of the last admission that a step followed. What was computed since is stale after a reset."""
+    """Sequence number of the last admission that a step followed. A reset makes tokens computed since stale."""
     deferrals: tuple[int, ...] = ()
     """First and last `lookup.deferred` in a row."""
     num_deferred: int = 0
     undelivered: int = 0
-    """Tokens claimed for which no load has been issued."""
+    """Tokens that were claimed and for which no load has been issued."""
     undelivered_sequence: int = 0
     quarantine: tuple[int, ...] = ()
-    """`request.quarantined` and its cause; empty: none in the log."""
+    """`request.quarantined` and its cause; empty if there is none."""
     withheld: int = 0
-    """The `decision.withheld` that took back what its last lookup was answered."""
+    """The `decision.withheld` about the answer to its last lookup; 0 if there is none."""
     hook_failed: int = 0
     broken_rule: int = 0
     """The last `invariant.violated`."""
     load_failed: tuple[int, ...] = ()
     """The last `load.failed` and its cause, until a step computes."""
     computed_end: int = 0
-    """How far steps say that it computed since it was admitted."""
+    """Tokens computed since its admission, as far as steps record them."""
     taken_back_from: int = 0
-    """How far it had computed when the scheduler took tokens back."""
+    """Tokens that it had computed when the scheduler took some back."""
     never_computed: tuple[int, int] = (0, 0)
-    """First token and the one after the last, of tokens that were claimed, not loaded, and not computed since."""
+    """`(first, end)` of tokens that were claimed and neither loaded nor computed since."""
     taken_back: tuple[int, ...] = ()
     taken_back_reason: Reason = Reason.ROLLED_BACK
 
@@ -97,20 +97,20 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """Request id → account of its present life."""
     chunks: chunk_history.State = msgspec.field(default_factory=chunk_history.State)
     ended: Sums = msgspec.field(default_factory=Sums)
-    """Of all lives that are over."""
+    """Sums of all lives that have ended."""
     loads: dict[int, Load] = {}
-    """By job id."""
+    """Job id → load."""
     preempted: list[str] = []
-    """The requests that were preempted since the last step."""
+    """Requests that were preempted since the last step."""
     recorded: recorded.State = msgspec.field(default_factory=recorded.State)
     is_blind: bool = False
-    """Whether events are missing, so that silence about a chunk says nothing."""
+    """Whether events are missing, so that a chunk without events may still have been saved."""
 
 
 class Memory:
-    """The model, the state, and what is found in it: one object for all parts of the reasons.
+    """The model and the state, with lookups in both. All parts of the reasons share one.
 
-    Accounts are kept of `only` one request, or of all.
+    Keeps accounts of `only` one request, or of all if that is None.
     """
 
     def __init__(self, model: Model, only: str | None, *, keeps_histories: bool) -> None:
@@ -120,19 +120,19 @@ class Memory:
         self.use(State())
 
     def use(self, state: State) -> None:
-        """Go on with this state."""
+        """Continue from this state."""
         self.state = state
         self.chunks = ChunkHistory(state.chunks)
         for account in state.accounts.values():
             if account.history is not None and account.admission is not None:
-                account.history.admissions[-1] = account.admission  # one object, which goes on
+                account.history.admissions[-1] = account.admission  # again one object, which keeps changing
 
     def is_kept(self, request_id: str) -> bool:
         """Whether the accounts of this request are kept."""
         return self._only is None or request_id == self._only
 
     def account(self, life: Life | None) -> Account | None:
-        """The account of a life, which may begin here; None for no life, and for one whose account is not kept."""
+        """Return the account of a life, new if need be; None without a life, or if its account is not kept."""
         if life is None or not self.is_kept(life.request_id):
             return None
         account = self.state.accounts.get(life.request_id)
@@ -142,22 +142,22 @@ class Memory:
         return account
 
     def num_held_blocks(self, *, with_lost_by: Life | None = None) -> int:
-        """Blocks that all requests hold together; 0 if events are missing, or a group of layers has a window."""
+        """Return how many blocks all requests hold; 0 if events are missing or a group of layers has a window."""
         if self.state.is_blind or self.model.layout.has_windows:
             return 0
         return self.model.tables.num_held(with_lost_by=with_lost_by)
 
     def lives(self) -> Iterator[tuple[Life, Account]]:
-        """The present lives whose accounts are kept."""
+        """Yield the present lives whose accounts are kept."""
         for life in self.model.lives:
             account = self.account(life)
             if account is not None:
                 yield life, account
 
     def present(self, request_id: str) -> Account | None:
-        """The account of the request's present life."""
+        """Return the account of the request's present life."""
         return self.account(self.model.lives.get(request_id))
 
     def decided(self, decision: e.RequestDecision) -> Account | None:
-        """The account of the life that a decision names."""
+        """Return the account of the life that a decision names."""
         return self.account(self.model.lives.of(decision.ordinal))

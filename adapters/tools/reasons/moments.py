@@ -1,4 +1,4 @@
-"""What happened to a request, as numbers of events: what a history shows besides lookups and steps."""
+"""Adds events to histories that are neither lookups nor steps, by their sequence numbers."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _OF_A_REQUEST = (
 
 
 class Moments:
-    """Adds to the histories that are kept. To be called after the parts that count."""
+    """Adds to the histories that are kept. Must be called after the parts that count."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
     @on(e.StepScheduled)
     def _step_scheduled(self, _event: e.StepScheduled) -> None:
-        # The step for which blocks were taken is recorded right behind the preemption.
+        # The step for which vLLM took the blocks is recorded right after the preemption.
         preempted = self._memory.state.preempted
         for life in map(self._memory.model.lives.get, preempted):
-            if life is not None and life.preempted_at:  # else another one has its id by now
+            if life is not None and life.preempted_at:  # else another life has the id by now
                 self._note(self._memory.account(life))
         preempted.clear()
 
@@ -53,7 +53,8 @@ class Moments:
 
     @on(e.LookupAnswered, e.LookupDeferred)
     def _answered(self, event: e.LookupAnswered | e.LookupDeferred) -> None:
-        # An extension that answers does so in an event of its own; a lookup shows it, and folds what repeats.
+        # If an extension answers, its event is the cause of the lookup. The lookup shows the answer, and merges
+        # repeats.
         account = self._memory.present(event.request_id)
         if account is not None and account.history is not None and account.history.moments[-1:] == [event.cause]:
             account.history.moments.pop()

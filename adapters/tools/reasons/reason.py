@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Reason(enum.StrEnum):
-    """Why a token was left to compute; `meaning` says so of several tokens."""
+    """Why a token was left to compute. `meaning`: the same in words, about several tokens."""
 
     meaning: str
 
@@ -72,4 +72,5 @@ class Reason(enum.StrEnum):
 
 
 BY_DESIGN = frozenset({Reason.NEW, Reason.SALTED, Reason.LAST_TOKEN, Reason.PARTIAL_CHUNK, Reason.SKIPPED})
-"""No misses: what no cache of this chunk size could have spared, and what the request did not want."""
+"""Reasons that are not misses: no cache of this chunk size can avoid them, or the request does not want cached
+tokens."""

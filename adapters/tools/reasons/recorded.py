@@ -1,7 +1,7 @@
-"""What a recorder's log shows of the chunks of another connector: given to its workers, saved, offered.
+"""What a recorder's log shows of another connector's chunks: handed to its workers, saved, offered.
 
-A recorded connector evicts without a word, and cuts what it saves in its own way. So there is less to know than of
-kvledger's own chunks, and where a copy cannot be placed the reasons say less.
+Such a connector does not report evictions, and it divides tokens in its own way. The log therefore shows less than
+about kvledger's own chunks. If a copy cannot be assigned to tokens, the reasons are less precise.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from kvledger.lifecycle.ranges import MAX_INT64
 from kvledger.lifecycle.reader import Life, Model, marked, num_intact_tokens
 
 MAX_UNDER_WAY = 4096
-"""Jobs whose end is waited for. A connector may not tell the end of any; the oldest are forgotten, as under way."""
+"""Jobs in flight to remember. A connector may never report the end of one; the oldest are forgotten, and their chunks
+stay `SAVING`."""
 
 
 class Save(msgspec.Struct):
-    """A save that is under way."""
+    """A save in flight."""
 
     sequence: int
-    """Of the event that handed it to the workers. It stands for the job's number, because the connector's is text."""
+    """Sequence number of the event that handed it to the workers. Used as job id, because the connector's own is
+    text."""
     request_id: str
     ordinal: int
     ends_with: str
@@ -37,11 +39,11 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """Plain values."""
 
     lacks_saves: bool = False
-    """Whether saves were handed to the workers of which the log does not say whose tokens they are."""
+    """Whether the workers got saves that cannot be assigned to tokens."""
     has_prefix_cache: bool = False
     """Whether vLLM's own prefix cache is on."""
     unit_tokens: int = 0
-    """How many tokens the connector matches at a time; 0: not known."""
+    """Tokens that the connector matches at a time; 0: unknown."""
     reset_at: int = 0
     """The last event that emptied vLLM's prefix cache; 0: none."""
     saves: dict[str, list[Save]] = {}
@@ -49,17 +51,17 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     awaited: list[str] = []
     """Jobs that the workers finish before the step that is being built."""
     nameless: dict[int, dict[int, ChunkFact]] = {}
-    """Life → number of a chunk that was saved before its key was in the log → what became of it."""
+    """Ordinal of a life → number of a chunk that was saved before its key was in the log → its latest fact."""
 
     def forget(self) -> None:
-        """Events are lost, which may have handed out saves or have ended them."""
+        """Forget saves in flight: the missing events may have handed out or ended some."""
         self.lacks_saves = True
         self.saves.clear()
         self.nameless.clear()
 
 
 class RecordedChunks:
-    """Called with a recorder's events, and with what settles its copies."""
+    """Called with a recorder's events, and with the events that end its copies."""
 
     def __init__(self, model: Model, chunks: Callable[[], ChunkHistory], state: Callable[[], State]) -> None:
         self._model, self._moment = model, model.moment
@@ -67,7 +69,8 @@ class RecordedChunks:
         windows = model.configuration.windows
         self._num_groups = len(windows)
         self._group = next((group for group, window in enumerate(windows) if not window), 0)
-        """The chunks of the others lie beside those of this group."""
+        """Number of the KV cache group whose copies count: the first without a window. The other groups copy the same
+        chunks."""
         self._chunk_size = model.configuration.chunk_size
         self._takes: dict[type[Any], Callable[[Any], None]] = dict(marked(self))
 
@@ -121,11 +124,11 @@ class RecordedChunks:
 
     @on(payloads.TransferredFor)
     def _handed_for(self, handed: payloads.TransferredFor) -> None:
-        if not handed.copy.is_load:  # of whose tokens is not in the log
+        if not handed.copy.is_load:  # the log does not have the tokens
             self._state().lacks_saves = True
 
     def _places(self, copy: payloads.Transferred, life: Life) -> list[int] | None:
-        """The chunks that a save reads; None where its blocks are not known to be the request's."""
+        """Return the chunks that a save reads; None if its blocks are not known to be the request's."""
         table: Sequence[int] = self._model.tables.of(life.ordinal) or self._model.tables.lost_by(life)
         if not table:
             first, end = copy.first_block, copy.first_block + len(copy.block_ids)
@@ -192,7 +195,7 @@ class RecordedChunks:
 
     @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished) -> None:
-        """Of the chunks that it computed since the last reset it is the first that brought them."""
+        """Replace facts from before the last reset about unsaved chunks that the request has computed."""
         state, life = self._state(), self._moment.life
         if life is None or not state.reset_at:
             return
@@ -200,7 +203,7 @@ class RecordedChunks:
         self._chunks().known_again(computed, state.reset_at, self._moment.sequence, life)
 
     def forget(self, ordinal: int) -> None:
-        """The life is over."""
+        """Forget a life that has ended."""
         self._state().nameless.pop(ordinal, None)
 
     # --- copies ----------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """All that is known of one life of a request, as plain values that can be stored.
 
-It names events by their sequence numbers and does not repeat them: whoever shows the history reads them from the log.
+It names events by their sequence numbers. To show a history, read these events from the log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvledger.adapters.tools.reasons.sums import Sums
 from kvledger.lifecycle.reader import Spent
 
 MAX_KEPT = 512
-"""Of each kind of entry the first are kept, and the last one; `RequestHistory.num_left_out` counts the others."""
+"""Entries to keep of each kind: the first ones, and the last. `RequestHistory.num_left_out` counts the others."""
 
 _Entry = TypeVar("_Entry")
 
@@ -26,19 +26,19 @@ class SharedLoad:
     job_id: int
     request_id: str
     sequence: int
-    """Of its `load.issued`."""
+    """Sequence number of its `load.issued`."""
     first_token: int = 0
     end_token: int = 0
-    """Of the tokens that both requests need."""
+    """`first_token` to before `end_token`: the tokens that both requests need."""
 
 
 @attrs.define
 class Lookup:
-    """Equal lookups in a row, as one. `spans`: the tokens that the first of them left to compute, and why."""
+    """Equal lookups in a row, as one. `spans`: the tokens that the first of them left to compute, with reasons."""
 
     first_sequence: int
     last_sequence: int
-    """Of the answers, or of the deferrals."""
+    """`first_sequence` and this one: sequence numbers of the first and the last answer or deferral."""
     spans: tuple[Span, ...]
     num_times: int = 1
     awaited: SharedLoad | None = None
@@ -47,62 +47,62 @@ class Lookup:
 
 @attrs.define
 class Admission:
-    """Blocks were given to a waiting request: of the tokens it needs, which are there, which are to come, which not."""
+    """A waiting request got blocks: which of its tokens are there, which will be loaded, which it must compute."""
 
     sequence: int
-    """Of `blocks.allocated`, or of the step, where the allocation is not in the log."""
+    """Sequence number of `blocks.allocated`, or of the step if the log has no allocation."""
     answer_sequence: int
-    """Of the lookup's answer; 0: there was none."""
+    """Sequence number of the answer to the lookup; 0: there was none."""
     num_tokens: int
     num_retained: int
     num_claimed: int
     mark: int
-    """Tokens below it had been computed before a preemption."""
+    """Number of tokens that had been computed before a preemption."""
     spans: tuple[Span, ...] = ()
-    """Of the tokens left to compute; a failed load adds its own."""
+    """Tokens left to compute. A failed load or a rollback adds its own."""
     missed: tuple[Span, ...] = ()
-    """The same as it was when blocks were given."""
+    """The tokens left to compute when it got blocks."""
     not_loaded: tuple[Span, ...] = ()
     """Claimed tokens that no load brought."""
     num_elsewhere: int = 0
-    """There already when the first step began, and not by this connector's doing."""
+    """Tokens that were there when the first step began, and not from this connector."""
     is_started: bool = False
     job_id: int = 0
     duplicated: SharedLoad | None = None
-    """The load that was bringing most of the same tokens when this one was issued."""
+    """The load that was already loading most of the same tokens when the load of this admission was issued."""
     num_before_reset: int = 0
     """Claimed tokens that were computed before vLLM reset its prefix cache and spared the connector."""
     num_retained_before_reset: int = 0
-    """Tokens of vLLM's prefix cache that another request had loaded, and that were computed before such a reset."""
+    """Tokens in vLLM's prefix cache that another request loaded and that were computed before such a reset."""
     reset_sequence: int = 0
-    """The last such reset; 0 if there is none."""
+    """Sequence number of the last such reset; 0 if there is none."""
     num_held: int = 0
-    """Blocks that all requests held together, this one included; 0 if that is not known."""
+    """Blocks that all requests held, including this one; 0 if unknown."""
 
 
 @attrs.frozen
 class Recomputation:
-    """A step computed tokens again."""
+    """A step that computed tokens again."""
 
     sequence: int
     spans: tuple[Span, ...]
     after_rollback: bool
-    """Computed twice without a preemption in between."""
+    """Whether the tokens were computed twice without a preemption in between."""
 
 
 @attrs.frozen
 class Preemption:
-    """Its blocks were taken."""
+    """A preemption of the request."""
 
     sequence: int
-    """Of `request.preempted`."""
+    """Sequence number of `request.preempted`."""
     num_blocks: int
-    """That it had, of all groups of layers."""
+    """Blocks that it had, of all groups of layers."""
     is_full: bool
-    """Whether they held no token more than it had computed, so that it needed another one itself. False where that is
-    not known: events are missing, or a group has a window."""
+    """Whether its computed tokens filled all of its blocks, so that it needed another one itself. False if unknown:
+    events are missing, or a group has a window."""
     num_held: int = 0
-    """Blocks that all requests held together, those of this one included; 0 if that is not known."""
+    """Blocks that all requests held, including those of this one; 0 if unknown."""
 
 
 @attrs.define
@@ -113,7 +113,7 @@ class RequestHistory:
     ordinal: int
     sums: Sums
     spent: Spent | None = None
-    """Until it finished, or until the log's end. None: its beginning is not in the log."""
+    """Time until it finished, or until the end of the log. None: its beginning is not in the log."""
     num_preemptions: int = 0
     has_finished: bool = False
     lookups: list[Lookup] = attrs.field(factory=list)
@@ -125,7 +125,7 @@ class RequestHistory:
     num_left_out: int = 0
 
     def keep(self, entries: list[_Entry], entry: _Entry) -> None:
-        """Add to one of the lists, which stays bounded."""
+        """Append to one of the lists. A full list loses its last entry."""
         if len(entries) >= MAX_KEPT:
             entries.pop()
             self.num_left_out += 1

@@ -1,4 +1,4 @@
-"""Runs of tokens that have one reason, and arithmetic on them."""
+"""Spans of tokens that have one reason, and operations on them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Span:
     end_token: int
     reason: Reason
     evidence: tuple[int, ...] = ()
-    """Sequence numbers, the latest first."""
+    """Sequence numbers of events; the first is the main proof."""
     fact: ChunkFact | None = None
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens."""
+        """Number of tokens."""
         return self.end_token - self.first_token
 
 
 def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The spans in order without the empty ones, neighbours with one reason and the same proof as one."""
+    """Return the spans without empty ones, with neighbours of equal reason and proof joined."""
     result: list[Span] = []
     for span in spans:
         if span.first_token >= span.end_token:
@@ -46,7 +46,7 @@ def _same(one: Span, other: Span) -> bool:
 
 
 def within(spans: Sequence[Span], first_token: int, end_token: int) -> Iterator[Span]:
-    """The parts of the spans that lie in a range; where none does, the token's reason is unknown."""
+    """Yield the parts of the spans in a range. Tokens of the range without a span get the reason `UNKNOWN`."""
     at = first_token
     for span in spans:
         first, end = max(span.first_token, at), min(span.end_token, end_token)
@@ -61,7 +61,7 @@ def within(spans: Sequence[Span], first_token: int, end_token: int) -> Iterator[
 
 
 def replaced(spans: Sequence[Span], new: Span) -> tuple[Span, ...]:
-    """The spans with another reason for the tokens of `new`."""
+    """Return the spans with the tokens of `new` replaced by it."""
     before = [attrs.evolve(span, end_token=min(span.end_token, new.first_token)) for span in spans]
     after = [attrs.evolve(span, first_token=max(span.first_token, new.end_token)) for span in spans]
     return joined((*before, new, *after))

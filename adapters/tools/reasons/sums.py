@@ -1,4 +1,4 @@
-"""The sums over a log: tokens that were needed at admissions, offered by lookups, to be loaded, and computed again.
+"""Sums over a log: tokens needed at admissions, offered by lookups, to be loaded, and computed again.
 
 Each is counted twice, as a whole and by reason or fate. Tests compare the two, and both with the totals of the log.
 """
@@ -18,11 +18,11 @@ class OfferFate(enum.StrEnum):
 
     CLAIMED = "claimed"
     NOT_CLAIMED = "not_claimed"
-    """Blocks were given for fewer tokens than were offered, or for none of them."""
+    """vLLM allocated blocks for fewer tokens, or for none of the offered ones."""
     ASKED_AGAIN = "asked_again"
-    """No blocks were given; a later lookup replaced the answer."""
+    """vLLM allocated no blocks, and a later lookup replaced the answer."""
     WITHDRAWN = "withdrawn"
-    """The request was preempted, ended, or its id was used again."""
+    """The request was preempted or ended, or its id was used again."""
     PENDING = "pending"
     LOST = "lost"
     """Events are missing from the log."""
@@ -39,57 +39,57 @@ class LoadFate(enum.StrEnum):
 
 @attrs.define
 class Sums:
-    """Tokens, counted since the log was opened. What is not yet decided is added by `Accounts.sums`."""
+    """Tokens, counted since the log was opened. `Accounts.sums` adds what is undecided."""
 
     num_admissions: int = 0
     num_needed: int = 0
     """Known tokens of the requests at their admissions."""
     num_retained: int = 0
-    """Found in vLLM's own prefix cache."""
+    """Tokens found in vLLM's own prefix cache."""
     num_claimed: int = 0
-    """To be loaded, by admissions."""
+    """Tokens to be loaded, counted at admissions."""
     num_elsewhere: int = 0
-    """There already when the first step began: by another connector, or of a local prefix given as blocks."""
+    """Tokens that were there when the first step began: from another connector, or from a local prefix given as
+    blocks."""
     missed: Counter[Reason] = attrs.field(factory=Counter)
-    """Left to compute at admissions; what failed to load comes on top, see `misses`."""
+    """Reason → tokens left to compute at admissions. `misses` adds those that failed to load."""
     num_offered: int = 0
     offered: Counter[OfferFate] = attrs.field(factory=Counter)
     num_to_load: int = 0
-    """To be loaded, by jobs and undelivered admissions."""
+    """Tokens to be loaded, counted by jobs and undelivered admissions."""
     to_load: Counter[LoadFate] = attrs.field(factory=Counter)
     num_duplicated: int = 0
-    """Of them tokens that another load was bringing at the same time."""
+    """Of these, tokens that another load in flight was loading as well."""
     duplicated: Counter[str] = attrs.field(factory=Counter)
-    """Key of the last such chunk, in hexadecimal → these tokens, by the prefix that ends there. A bounded number of a
-    life."""
+    """Key of a prefix's last such chunk, in hexadecimal → these tokens. At most `MAX_KEPT` keys per life."""
     num_recomputed: int = 0
-    """Computed before a preemption and again after it."""
+    """Tokens computed before a preemption and again after it."""
     recomputed: Counter[Reason] = attrs.field(factory=Counter)
     computed_twice: Counter[Reason] = attrs.field(factory=Counter)
-    """Computed again without a preemption, because the scheduler took them back."""
+    """Reason → tokens computed again without a preemption, because the scheduler took them back."""
 
     def misses(self) -> Counter[Reason]:
-        """All tokens that the cache did not bring to an admission, by reason."""
+        """Reason → all tokens that the cache did not bring to an admission."""
         misses = Counter(self.missed)
         misses[Reason.LOAD_FAILED] += self.to_load[LoadFate.FAILED]
         misses[Reason.NOT_DELIVERED] += self.to_load[LoadFate.NOT_DELIVERED]
         return +misses
 
     def num_missed(self) -> int:
-        """Tokens that a cache could have spared and did not."""
+        """Return the number of tokens that a cache could have spared and did not."""
         return sum(count for reason, count in self.misses().items() if reason not in BY_DESIGN)
 
     def add(self, other: Sums) -> None:
-        """Count what another log counted, too."""
+        """Add the sums of another life or log."""
         for field in attrs.fields(Sums):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if isinstance(mine, Counter):
-                mine.update(theirs)  # `+` would drop what counts negative
+                mine.update(theirs)  # `+` would drop negative counts
             else:
                 setattr(self, field.name, mine + theirs)
 
     def since(self, earlier: Sums) -> Sums:
-        """What was counted since then. What was pending or under way then counts negative once it is decided."""
+        """Return what was counted since then. Fates that were undecided then may count negative."""
         sums = Sums()
         for field in attrs.fields(Sums):
             mine, before = getattr(self, field.name), getattr(earlier, field.name)

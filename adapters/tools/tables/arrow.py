@@ -1,6 +1,6 @@
 """The rows of tables as Arrow data: in memory, or as Parquet files that are written while the log is read.
 
-pyarrow takes half a second to import, so each function imports it when it is called.
+pyarrow takes half a second to import, so each function imports it when called.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 ROWS_PER_GROUP: Final = 64 * 1024
-"""Rows of a row group of a Parquet file."""
+"""Rows in a row group of a Parquet file."""
 _ROWS_PER_BATCH: Final = 8 * 1024
-"""Rows that are kept as Python objects, which take about ten times the memory of Arrow data."""
+"""Rows to keep as Python objects, which take about ten times the memory of Arrow data."""
 
 
 def arrow_schema(table: Table) -> pa.Schema:
-    """The columns of a table with their types."""
+    """Return the columns of a table with their types."""
     import pyarrow as pa  # noqa: PLC0415
 
     types = {
@@ -44,8 +44,8 @@ class Batches:
     """Collects rows and passes them on as record batches.
 
     Args:
-        table: of which the rows are.
-        take: given each batch.
+        table: of the rows.
+        take: called with each batch.
     """
 
     def __init__(self, table: Table, take: Callable[[pa.RecordBatch], object]) -> None:
@@ -62,7 +62,7 @@ class Batches:
             self.flush()
 
     def flush(self) -> None:
-        """Pass on the rows that were collected since the last batch."""
+        """Pass on the rows since the last batch."""
         import pyarrow as pa  # noqa: PLC0415
 
         if not self._rows:
@@ -84,7 +84,7 @@ class ArrowTable:
         self.add = self._rows.add
 
     def result(self) -> pa.Table:
-        """All rows."""
+        """Return all rows."""
         import pyarrow as pa  # noqa: PLC0415
 
         self._rows.flush()
@@ -92,7 +92,7 @@ class ArrowTable:
 
 
 def data_frame(table: pa.Table) -> pd.DataFrame:
-    """The same as a DataFrame of pandas, with nullable types.
+    """Return the table as a pandas DataFrame with nullable types.
 
     Raises:
         ModuleNotFoundError: pandas is not installed.

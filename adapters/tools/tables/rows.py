@@ -1,6 +1,6 @@
 """From a log to the rows of the tables, in one reading for all tables but `violations`.
 
-Lives, states and copies come from the trace, reasons from the accounts. Nothing is folded here.
+Lives, states and copies come from the trace, reasons from the accounts. This module folds nothing.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvledger.lifecycle import on
 from kvledger.lifecycle.reader import Model, Visitor
 
 AddRow = Callable[[Sequence[object]], object]
-"""Takes the cells of one row, in the order of the table's columns."""
+"""Called with the cells of one row, in the order of the table's columns."""
 
 
 class Rows:
-    """Makes rows of the records of one log.
+    """Makes rows from the records of one log.
 
     Args:
         start: name of the engine start.
         clock: of the log.
-        add: table → takes its rows. Other tables are left out.
+        add: table → called with its rows. Other tables are left out.
     """
 
     def __init__(self, start: str, clock: Clock, add: Mapping[str, AddRow]) -> None:
@@ -45,7 +45,7 @@ class Rows:
         return table in self._add
 
     def add(self, table: str, record: object, time_ns: int | None, sequence: int | None) -> None:
-        """Add a row to a table, if that is wanted."""
+        """Add a row to a table, if the table is wanted."""
         add = self._add.get(table)
         if add is not None:
             unix_ns = self._clock.unix_ns(time_ns)
@@ -63,18 +63,18 @@ class TraceRows(Sink):
         self._rows = rows
 
     def ended(self, span: Span) -> None:
-        """A request or a copy is over, or the log ends."""
+        """Add the row of a request or a copy that is over or open at the end of the log."""
         if isinstance(span, LifeSpan):
             self._rows.add("requests", span, span.since_ns, span.sequence)
         elif isinstance(span, CopySpan):
             self._rows.add("copies", span, span.since_ns, span.sequence)
 
     def looked_up(self, lookup: Lookup) -> None:
-        """A lookup was answered."""
+        """Add the row of an answered lookup."""
         self._rows.add("lookups", lookup, lookup.time_ns, lookup.sequence)
 
     def stepped(self, step: Step) -> None:
-        """A step and the decisions on it are complete."""
+        """Add the row of a step whose decisions are complete."""
         self._rows.add("steps", step, step.time_ns, step.sequence)
 
 
@@ -105,20 +105,20 @@ class _Evictions(Visitor[Model]):
 
 
 class _Reasons(Accounts):
-    """Rows of the sums of each life that ends in the selected part, or that the log leaves open.
+    """Rows with the sums of each life that ends in the selected part or is open at the end.
 
-    The sums are those of the whole life, as far as the log is read.
+    The sums are those of the whole life, as far as the log was read.
     """
 
     def __init__(self, model: Model, selection: Selection, rows: Rows) -> None:
         self._selection = selection
         self._rows = rows
         self._listed: Counter[tuple[str, str]] = Counter()
-        """(kind, reason) → tokens of the rows so far."""
+        """(kind, reason) → tokens in rows so far."""
         super().__init__(model, request_id=selection.request_id, on_end=self._add_life)
 
     def finish(self) -> None:
-        """Add the lives that are not over, and what belongs to none."""
+        """Add open lives, and tokens that belong to no life."""
         for history in self.histories:
             self._add_life(history)
         if self._selection.first_sequence == 1 and self._selection.request_id is None:
@@ -149,7 +149,7 @@ class _Reasons(Accounts):
 
 
 def _tokens(sums: Sums) -> Iterator[tuple[tuple[str, str], int]]:
-    """(kind, reason) → tokens."""
+    """Yield ((kind, reason), tokens)."""
     kinds = {"missed": sums.misses(), "recomputed": sums.recomputed, "computed_twice": sums.computed_twice}
     for kind, by_reason in kinds.items():
         for reason, num_tokens in by_reason.items():
@@ -163,16 +163,16 @@ def read_rows(
     add: Mapping[str, AddRow],
     remark: Callable[[str], None],
 ) -> None:
-    """Read the log once and add the rows of the selected part; in addition, verify it if `violations` is wanted.
+    """Read the log once and add the rows of the selected part; if `violations` is wanted, verify the log too.
 
-    A log that is being written is read up to where it ends now.
+    A log that is being written is read up to its present end.
 
     Args:
         log: the opened log.
-        selection: what is selected of it.
+        selection: the selected part.
         start: name of the engine start.
-        add: table → takes its rows.
-        remark: given, in a sentence, what the user should know.
+        add: table → called with its rows.
+        remark: called with sentences for the user.
 
     Raises:
         CommandFailed: the log's header is lost.

@@ -1,7 +1,7 @@
-"""The tables and their columns: name, type, meaning, and how the value is taken from a record of a trace.
+"""The tables and their columns: name, type, meaning, and how to get the value from a record of a trace.
 
-The names of columns are a promise to queries. Times and sizes end in their unit: `_ns`, `_bytes`. `docs/tables.md` is
-generated from this module.
+Column names must not change, because queries use them. Times and sizes end in their unit: `_ns`, `_bytes`.
+`docs/tables.md` is generated from this module.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from kvledger.lifecycle import RequestState
 from kvledger.lifecycle.events import LookupAnswered, LookupDeferred
 
 SCHEMA_VERSION: Final = 1
-"""Grows when a column is renamed, removed, or changes its type or meaning. Files have it in their metadata."""
+"""Version of the schema, also in the metadata of files. Increase it when a column is renamed, removed, or changes its
+type or meaning."""
 
 
 class ColumnType(enum.StrEnum):
-    """The type of a column, named as Arrow names it."""
+    """Type of a column, named as in Arrow."""
 
     TIMESTAMP = "timestamp[us, UTC]"
     INT64 = "int64"
@@ -39,7 +40,7 @@ class Column:
     type: ColumnType
     meaning: str
     path: str
-    """Attribute of the record that has the value; empty if `value` computes it."""
+    """Attribute path of the value in the record; empty if `value` computes it."""
     value: Callable[[Any], object] | None = None
     """Computes the value from the record."""
 
@@ -67,7 +68,7 @@ class Table:
 
     @property
     def all_columns(self) -> tuple[Column, ...]:
-        """Those of every table, then its own."""
+        """`COMMON`, then its own columns."""
         return (*COMMON, *self.columns)
 
 
@@ -117,7 +118,7 @@ _T = ColumnType
 
 
 def _column(name: str, type_: ColumnType, meaning: str, value: str | _Value = "") -> Column:
-    """A column. `value` is a function, or the path of an attribute; default: the attribute of the column's name."""
+    """Make a column. `value` is a function or an attribute path; default: the attribute of the column's name."""
     return Column(name, type_, meaning, "", value) if callable(value) else Column(name, type_, meaning, value or name)
 
 
@@ -130,7 +131,7 @@ def _text(name: str, meaning: str, value: str = "") -> Column:
 
 
 def _of(kind: type, name: str) -> _Value:
-    """A field of the answer to a lookup; None if the answer is of another kind."""
+    """Return a getter of a field of a lookup's answer; None for answers of another kind."""
     return lambda lookup: getattr(lookup.answer, name) if isinstance(lookup.answer, kind) else None
 
 
@@ -321,11 +322,11 @@ TABLES: Final[Mapping[str, Table]] = MappingProxyType(
 )
 """Name → table."""
 VIOLATIONS: Final = _VIOLATIONS.name
-"""The table that takes a verification of the log."""
+"""Name of the table that needs a verification of the log."""
 
 
 def table_named(name: str) -> Table:
-    """The table with this name.
+    """Return the table with this name.
 
     Raises:
         ValueError: there is none.

@@ -1,4 +1,4 @@
-"""The rules of the standard core: a module for each subject, whose checkers stand in the order in which they look."""
+"""The rules of the standard core: a module for each subject. Checkers run in the order of their definition."""
 
 from __future__ import annotations
 
@@ -38,4 +38,4 @@ RULES: Mapping[str, type[Checker]] = MappingProxyType(
         if isinstance(checker, type) and checker.__module__ == subject.__name__ and issubclass(checker, Checker)
     }
 )
-"""Rule -> its checker."""
+"""Rule → its checker."""

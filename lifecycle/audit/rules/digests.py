@@ -1,4 +1,4 @@
-"""Bytes: that they stay what they are."""
+"""Bytes: that they do not change."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.records import Life
 
 MAX_PAGES = 1 << 16
-"""Pages of which it is remembered what was saved; the oldest are forgotten first."""
+"""Number of pages whose saved digests are remembered; the oldest are forgotten first."""
 _MAX_UNKNOWN = 1 << 16
-"""Chunks of which it is remembered that a save has no digests in the log. Beyond that all saves are forgotten."""
+"""Number of chunks remembered as saved without digests. With more, all saves are forgotten."""
 _MAX_ENDED = 1 << 10
-"""Lives of which it is remembered what their pages were called when they ended: a connector may save those later."""
+"""Number of ended lives whose keys are remembered, because a connector may save their pages later."""
 _MAX_IMAGES = 16
-"""Of one page; what was computed several times may differ in its last bits, each time."""
+"""Number of digests of one page beyond which it is not judged: each time it is computed, its last bits may differ."""
 
 _Page = tuple[bytes, int, int, int]
 """(key of the chunk in which the block ends, block, group, rank)."""
@@ -28,29 +28,27 @@ _Place = tuple[int, int, int]
 
 
 class _OfLife(msgspec.Struct):
-    """What was digested in one life."""
+    """The digests of one life."""
 
     ordinal: int
     generation: int
     life: Life
     seen: dict[_Place, tuple[int, int]] = {}
-    """Digest and event, of this generation."""
+    """Place → digest and event, in this generation."""
     was_cut: bool = False
-    """Whether its tokens were replaced, so that its keys say nothing of what it saved before."""
+    """Whether its tokens were replaced, so that its keys do not identify what it saved before."""
 
 
 class BytesUnchanged(Checker):
-    """BYTES_UNCHANGED: what a load brings is what was saved of these tokens, and a full block stays as it is.
+    """BYTES_UNCHANGED: a load brings the bytes that were saved for its tokens, and a full block does not change.
 
-    Where digests of pages are in the log, a load brings what some save of the same tokens read.
-
-    Verifies: that the host's copy before a load, and the blocks after it, have a digest with which a block of the same
-    chunk, at the same place, of the same group and rank was saved since the last reset; and that two digests of one
-    full block of a request are equal while it keeps its blocks. The first differing place is named, and whether the
-    bytes were another in the host's memory already.
-    Does not verify: pages of which no digest was made; part-filled blocks; tokens whose saves are not in the log, lie
-    more than 65536 pages back, or were reported only after the workers were asked, without digests; that what was
-    computed is right.
+    Verifies: if there are digests, that the host's copy before a load, and the blocks after it, have the digest of some
+    save since the last reset, of a block of the same chunk, position, group and rank. Two digests of one full block of
+    a request are equal while the request keeps its blocks. The checker names the first block that differs, and whether
+    it differed in the host's memory already.
+    Does not verify: pages without digests; part-filled blocks; tokens whose saves are not in the log, lie more than
+    65536 pages back, or were reported only after the workers were asked, without digests; that the computed KV is
+    right.
     """
 
     rule = "BYTES_UNCHANGED"
@@ -59,12 +57,12 @@ class BytesUnchanged(Checker):
         super().__init__(model)
         self._saved: OrderedDict[_Page, dict[int, int]] = OrderedDict()
         self._unknown: set[bytes] = set()
-        """Keys of chunks of which a save has no digests in the log."""
+        """Keys of chunks that were saved without digests."""
         self._of: dict[str, _OfLife] = {}
         self._ended: OrderedDict[int, _OfLife] = OrderedDict()
-        """By ordinal."""
+        """Ordinal → ended life."""
         self._first_ordinal = 0
-        """Lives before it began before the last reset."""
+        """First ordinal of the lives that began after the last reset."""
         self._next_ordinal = 0
 
     @on(e.PagesDigested)
@@ -78,7 +76,7 @@ class BytesUnchanged(Checker):
                 return
         of_life = self._ended.get(event.ordinal) if life is None else self._of_generation(event, life)
         is_new = event.ordinal >= self._first_ordinal
-        # What an older life loads may be from before the reset. What it saves may be loaded by anybody afterwards.
+        # An older life may load KV from before the reset. Other lives may later load what it saves.
         if of_life is not None and (is_new or not event.is_load):
             keeps_blocks = life is not None and event.generation == life.generation == of_life.generation
             self._compare(event, of_life, keeps_blocks=is_new and keeps_blocks)
@@ -151,7 +149,7 @@ class BytesUnchanged(Checker):
                     detail = f"is {_hex(digest)} now and was {_hex(before)}, while the request kept its blocks"
             if detail:
                 self.broken(f"{_where(event, number)}: {detail}", evidence)
-                return  # what follows is mostly the same mistake
+                return  # later blocks mostly show the same error
 
     def _of_generation(self, event: e.PagesDigested, life: Life) -> _OfLife:
         of_life = self._of.get(event.request_id)

@@ -1,4 +1,4 @@
-"""Evictions: what stays in the host pool for whom, and how long."""
+"""Evictions: which chunks stay in the host pool, and for how long."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from kvledger.lifecycle.reader.records import NEVER, Copy
 
 
 class EvictIdleOnly(Checker):
-    """EVICT_IDLE_ONLY: a chunk that a load reads is not evicted.
+    """EVICT_IDLE_ONLY: a chunk is not evicted while a load reads it.
 
-    No load in flight reads the slots that an evicted chunk gives up.
-
-    Verifies: this for every eviction, with slots folded from saves and loads.
-    Does not verify: taints and resets, which take chunks away from whoever reads them by design; chunks that were
-    promised and not claimed yet (HIT_PINNED).
+    Verifies: no load in flight reads the slots that an evicted chunk gives up.
+    Does not verify: taints and resets, which remove chunks even if a load reads them; chunks that are promised and not
+    claimed yet (HIT_PINNED).
     """
 
     rule = "EVICT_IDLE_ONLY"
@@ -29,10 +27,10 @@ class EvictIdleOnly(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._loads: dict[int, tuple[int, set[bytes]]] = {}
-        """Job id -> (sequence of the load, keys of the chunks whose slots it reads)."""
+        """Job id → (sequence number of the load, keys of the chunks whose slots it reads)."""
 
     def begin(self) -> None:
-        """Take over what loads in flight read."""
+        """Take over the loads in flight."""
         for job_id, job in self.copies:
             if job.is_load:
                 self._loads[job_id] = (0, self._keys_read_by(job))
@@ -50,7 +48,7 @@ class EvictIdleOnly(Checker):
             self._loads[event.job_id] = (self.moment.sequence, self._keys_read_by(self.copies.current))
 
     def _keys_read_by(self, load: Copy) -> set[bytes]:
-        # A chunk may also lie in a shorter image of the same block; the load does not read that one.
+        # A chunk may lie in a shorter image of the block, which the load does not read.
         read = frozenset(load.slots) - {NO_SLOT}
         return {key for key in load.keys if not read.isdisjoint(self.chunks.slots_of(key) or ())}
 
@@ -59,18 +57,16 @@ class EvictIdleOnly(Checker):
         self._loads.pop(event.job_id, None)
         job = self.copies.current
         if job is not None and not job.is_load:
-            # Chunks of a settled save may have moved to a longer image; loads in flight still read the shorter.
+            # Chunks of a settled save may have moved to a longer image; loads in flight read the shorter one.
             for _, keys in self._loads.values():
                 keys.difference_update(job.keys, (key for _, key in job.earlier_keys))
 
 
 class HitPinned(Checker):
-    """HIT_PINNED: what a lookup promised is there until the scheduler has taken it up.
+    """HIT_PINNED: what a lookup promised stays in the pool until the scheduler has claimed it.
 
-    No chunk that the pending answer to a request promised is evicted.
-
-    Verifies: this for every eviction, with promises folded from lookups, allocations and ends.
-    Does not verify: taints and resets, which take chunks away from whoever relies on them by design.
+    Verifies: no evicted chunk was promised by the pending answer to a request.
+    Does not verify: taints and resets, which remove chunks even if they are promised.
     """
 
     rule = "HIT_PINNED"
@@ -84,13 +80,12 @@ class HitPinned(Checker):
 
 
 class WaitingKept(Checker):
-    """WAITING_KEPT: what a preempted request will come back for is not evicted.
+    """WAITING_KEPT: what a preempted request will load again is not evicted.
 
-    From its preemption until it has blocks again or ends, no whole chunk that a request had computed is evicted.
-
-    Verifies: this for every eviction, where the configuration keeps for the preempted (decision 0009): a save that
-    would need the room is declined.
-    Does not verify: what the request was promised already (HIT_PINNED); in which order the others are evicted
+    Verifies: from a request's preemption until it has blocks again or ends, no whole chunk that it had computed is
+    evicted, if the configuration keeps them (`keep_for_preempted`, decision 0009). A save that would need the room is
+    declined.
+    Does not verify: chunks already promised to the request (HIT_PINNED); the order in which other chunks are evicted
     (EVICTION_ORDER); chunks that were tainted or are from before a reset.
     """
 
@@ -109,14 +104,14 @@ POOL_FULL = "pool_full"
 
 
 class PinBalance(Checker):
-    """PIN_BALANCE: nothing is kept for somebody who will not come for it.
+    """PIN_BALANCE: no chunk is kept for a request that will not use it.
 
-    A save is declined for want of room only where no chunk that nobody relies on could have made room.
+    A pin that outlives its holder shows here as soon as a save is declined because of it.
 
-    Verifies: this for every decline of `pool_full`, with what is promised, waited for, read and held as the audit
-    follows it; a pin that its holder has left behind shows here, as soon as it costs somebody a save.
-    Does not verify: pins that cost nobody anything; models with sliding windows, where what a chunk needs depends on
-    what its windows see.
+    Verifies: at every decline with `pool_full`, there were too few free slots, and the chunks that could leave would
+    not have made enough room.
+    Does not verify: pins because of which no save is declined; models with sliding windows, in which the pages that a
+    chunk needs depend on what its windows see.
     """
 
     rule = "PIN_BALANCE"
@@ -124,10 +119,10 @@ class PinBalance(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._preempted = (0, 0)
-        """Sequence and settled tokens of the last preemption: what is declined because of it may be a tail."""
+        """Sequence number and settled tokens of the last preemption, because of which a tail may be declined."""
 
     def visits(self) -> Visits:
-        """None where a group has a window."""
+        """Return nothing if a group has a window."""
         return [] if self.layout.has_windows else super().visits()
 
     @on(e.RequestPreempted)
@@ -149,7 +144,7 @@ class PinBalance(Checker):
         self.broken(detail, event.cause)
 
     def _has_room(self, num_missing: int, request_id: str) -> bool:
-        """Whether so many slots are needed for nothing but chunks that could be evicted."""
+        """Whether evicting chunks could free so many slots."""
         life = self.lives.get(request_id)
         freed: Counter[int] = Counter()
         for key in self.room.leaving(NEVER if life is None else life.ordinal):
@@ -169,20 +164,24 @@ class PinBalance(Checker):
 
 
 class EvictionOrder(Checker):
-    """EVICTION_ORDER: of the chunks that may leave, the one that was used least recently leaves first.
+    """EVICTION_ORDER: of the chunks that may leave, the least recently used one leaves first.
 
-    Each use makes a whole prefix the youngest, and of that the first chunk of the prompt the youngest. So a chunk never
-    leaves before those after it. A prefix is used whenever something that needed it ends: an answer that promised it is
-    claimed, replaced or taken back; a preempted request that waited for it gets blocks or ends; a copy that reads it,
-    or that brings its last chunk, completes or fails. A request that is preempted or ends uses all that it has. While a
-    prefix is needed it stays.
+    Each use makes a whole prefix the most recently used, and the first chunk of the prompt the most recent in it. So a
+    chunk never leaves before those after it. A prefix stays while something needs it, and is used when something stops
+    needing it:
 
-    Verifies: for every evicted chunk, in the order of the event, that each chunk used before it had to stay: it is in a
-    prefix that is needed, or in the settled beginning of the request that saves. That no chunk of this beginning is
-    evicted, and none before the chunks that a copy in flight reads or brings.
-    Does not verify: chunks that were promised, waited for or read, and were evicted (HIT_PINNED, WAITING_KEPT,
-    EVICT_IDLE_ONLY); whether so many evictions were needed. In which order chunks were used before the audit began is
-    taken over. The rule is off where an extension says what is evicted last.
+    - An answer that promised it is claimed, replaced or withdrawn.
+    - A preempted request that waited for it gets blocks or ends.
+    - A copy that reads it, or adds its last chunk, completes or fails.
+
+    A request that is preempted or ends uses everything that it has.
+
+    Verifies: for every evicted chunk, in the order of the event, each chunk used before it had to stay: it is in a
+    prefix that is needed, or in the settled beginning of the request that saves. No chunk of this beginning is evicted,
+    and none before the chunks that a copy in flight reads or adds.
+    Does not verify: evicted chunks that were promised, waited for or read (HIT_PINNED, WAITING_KEPT, EVICT_IDLE_ONLY);
+    whether so many evictions were needed; the order of uses before the audit's start. The rule is off with an extension
+    that chooses what is evicted last.
     """
 
     rule = "EVICTION_ORDER"

@@ -1,4 +1,4 @@
-"""Exchanges: what vLLM and the workers got and what they reported, counted where it left, against the log."""
+"""Exchanges: what left the hooks and arrived in them, compared with the log."""
 
 from __future__ import annotations
 
@@ -27,21 +27,27 @@ _WORDS = {
 
 
 class ToldAsDecided(Checker):
-    """TOLD_AS_DECIDED: vLLM and the workers get what was decided, and what they report is recorded.
+    """TOLD_AS_DECIDED: the workers and vLLM get what was decided, and what they report is recorded.
 
-    Counted where values leave the hooks and arrive in them (`hooks.exchanged`), and counted again from the decisions.
+    The connector counts values where they leave its hooks and arrive in them (`hooks.exchanged`).
 
-    Verifies: no difference was found there; since the last such event as many answers, tokens in them, asynchronous and
-    deferred ones, allocations, ends of requests, kept blocks, entries in the metadata of steps, reports, blocks that
-    were not filled, ends of loads and resets left or arrived as the log has decisions and observations of them. Nothing
-    is uncounted when a step is recorded and when the connector shuts down. An answer of 0 tokens is allowed where the
-    decision was withheld, and for a quarantined request. Each rank gives vLLM the ends that it was told to give,
-    in no more than 64 steps where no other connector stands beside this one. It reports as not filled, once, the blocks
-    of its loads that failed in their step and those that no copy fills.
-    Does not verify: anything before the first `hooks.exchanged` of a log, or of the part where an audit begins, and so
-    a connector that never writes one; the time between two of them if a hook failed then, and all after the model was
-    declined or the ledger became corrupt; what vLLM and the workers do otherwise with what they get. That a worker
-    copies the blocks of joined saves into each other's slots is found with digests only (BYTES_UNCHANGED).
+    Verifies: of each `hooks.exchanged`, for the time since the one before:
+
+    - It has no differences. An answer of 0 tokens instead of the decided one is none, if the decision was withheld or
+      the request is quarantined.
+    - The log has the same numbers of arrivals, answers, tokens in them, asynchronous and deferred answers, allocations,
+      ends of requests, held blocks, entries in the metadata of steps, reports, blocks that were not filled, ends of
+      loads, and resets.
+    - Each rank gave vLLM the ends that it was asked to give, within 64 steps if there is no other connector.
+    - Each rank reported as not filled, once, the blocks of its loads that failed in their step and those that no copy
+      fills.
+
+    Nothing is left uncounted when a step is recorded or the connector shuts down.
+
+    Does not verify: anything before the first `hooks.exchanged` of the log, or of the audited part, so a connector that
+    never records one is not checked; the time between two of them if a hook failed in it; anything after the model was
+    declined or the ledger became corrupt; what vLLM and the workers do otherwise with what they get. Only digests show
+    that a worker mixes up the slots of joined saves (BYTES_UNCHANGED).
     """
 
     rule = "TOLD_AS_DECIDED"
@@ -49,22 +55,22 @@ class ToldAsDecided(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._num = dict.fromkeys(_COUNTED, 0)
-        """What the log has since the last `hooks.exchanged`."""
+        """Field of `HooksExchanged` → number in the log since the last one."""
         self._first = 0
-        """The first event that was counted; 0: none."""
+        """Sequence number of the first event that was counted; 0: none."""
         self._answers: dict[str, e.LookupAnswered | e.LookupDeferred] = {}
-        """Request id → the last decision of a lookup since then."""
+        """Request id → the last decision about its lookup since the last `hooks.exchanged`."""
         model.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._answers)
         self._is_recorded = False
-        """Whether the log has such events."""
+        """Whether the log has `hooks.exchanged`."""
         self._knows_all = True
-        """Whether all since the last one is known."""
+        """Whether every event since the last one is known."""
         self._is_over = False
         self._has_failed = False
         """Whether a hook has failed since the last one."""
 
     def begin(self) -> None:
-        """What came since the last `hooks.exchanged` is not known."""
+        """Skip the first comparison: the events since the last `hooks.exchanged` are not all known."""
         self._knows_all = False
 
     def _count(self, name: str, number: int = 1) -> None:
@@ -92,7 +98,7 @@ class ToldAsDecided(Checker):
             self._count("num_tokens", number * event.num_external_tokens)
 
     def _take_back(self, request_id: str) -> bool:
-        """Whether there was an answer that did not leave."""
+        """Uncount an answer that did not leave. Returns whether there was one."""
         answer = self._answers.pop(request_id, None)
         if answer is not None:
             self._count_answer(answer, -1)
@@ -110,7 +116,7 @@ class ToldAsDecided(Checker):
 
     @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated) -> None:
-        self._answers.pop(event.request_id, None)  # what is withheld from here on is a job
+        self._answers.pop(event.request_id, None)  # a decision withheld later is a job
         self._count("num_allocations")
 
     @on(e.EffectsDelivered)
@@ -176,7 +182,7 @@ class ToldAsDecided(Checker):
         self._begin_again()
 
     def _num_differences(self, event: e.HooksExchanged) -> int:
-        """How many differences are not explained by the log."""
+        """Report the differences that the log does not explain, and return their number."""
         num_differences = 0
         for kind, number, what in event.differences:
             life = self.lives.of(number)

@@ -1,4 +1,4 @@
-"""Failed loads: what nobody may count on after one."""
+"""Failed loads: what no request may rely on after one."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ class _Load:
     block_ids: tuple[int, ...]
     failed_at: int = 0
     reported_late_at: int = 0
-    """Sequence of a failure that vLLM hears of only with the blocks; until then it may have scheduled more steps."""
+    """Sequence number of a failure that vLLM learns of with the reported blocks. Until then it may schedule steps."""
 
 
 class RollbackObserved(Checker):
-    """ROLLBACK_OBSERVED: a request whose load failed goes back behind what was to be loaded.
+    """ROLLBACK_OBSERVED: after a failed load, no request counts tokens as computed that were not loaded.
 
-    No request goes on counting tokens as computed that a rank has reported it could not load.
+    Verifies: at the first step after a failure:
 
-    Verifies: at the first step after a load within a step failed (one that was not handed out: once vLLM had it),
-    that the request was rolled back behind the load's end, preempted, looked up again or ended since the load was
-    issued, or counts less by itself; at the first step of everybody else who had a block that vLLM was told is not
-    filled, that it counts no token in that block or behind it as computed, or has lost the block since.
-    Does not verify: asynchronous loads, whose requests have not begun; loads given up because no rank reported them;
-    that vLLM hears of one that was not handed out.
+    - The request of a failed load within a step was rolled back to before the load's end, preempted, looked up again or
+      ended since the load was issued, or the step itself counts fewer tokens. If the load was not handed out, the
+      failure counts from the moment when vLLM knows of it.
+    - A request with a block that vLLM knows is not filled counts no token in or after that block as computed, or has
+      lost the block. This is checked at the first step that schedules it, with one group of layers.
+
+    Does not verify: asynchronous loads, whose requests have not begun; loads that were given up because no rank
+    reported them; that vLLM learns of a load that was not handed out.
     """
 
     rule = "ROLLBACK_OBSERVED"
@@ -44,7 +46,8 @@ class RollbackObserved(Checker):
         super().__init__(model)
         self._loads: dict[int, _Load] = {}
         self._holders: dict[str, tuple[int, int, int]] = {}
-        """Request id → ordinal, first token of the first of its blocks that is not filled, sequence of that news."""
+        """Request id → ordinal, first token of its first unfilled block, sequence number of the event that reports the
+        block."""
 
     @on(e.LoadIssued)
     def _issued(self, event: e.LoadIssued) -> None:
@@ -70,7 +73,7 @@ class RollbackObserved(Checker):
         for load in self._loads.values():
             if load.reported_late_at and not set(event.block_ids).isdisjoint(load.block_ids):
                 load.failed_at = load.reported_late_at
-        if self.layout.num_groups > 1:  # vLLM takes reports of requests only
+        if self.layout.num_groups > 1:  # with several groups, vLLM accepts no blocks, only requests
             return
         failed = set(event.block_ids)
         for life in self.lives:
@@ -112,7 +115,7 @@ class RollbackObserved(Checker):
             life = self.lives.get(load.request_id)
             if life is None or life.blocks is BlocksRegion.NONE:
                 continue
-            # Drafts that are taken back have no event of their own: then the step itself says where it begins.
+            # Rejected drafts have no event, so the step's own count is used.
             num_computed_tokens = known.get(life.ordinal, self.lives.num_computed_tokens(life))
             if num_computed_tokens >= load.end_token:
                 detail = (
@@ -123,7 +126,7 @@ class RollbackObserved(Checker):
         for request_id, (ordinal, first_token, sequence) in tuple(self._holders.items()):
             life = self.lives.of(ordinal)
             if life is not None and ordinal not in known and life.decoding_since == NEVER:
-                continue  # the step skips it
+                continue  # the step does not schedule it
             del self._holders[request_id]
             if life is None or life.blocks is BlocksRegion.NONE:
                 continue
@@ -137,17 +140,19 @@ class RollbackObserved(Checker):
 
 
 class FailedLoadTaint(Checker):
-    """FAILED_LOAD_TAINT: what failed to load is not offered again as it is, and not for ever; its blocks hold no KV.
+    """FAILED_LOAD_TAINT: chunks of a failed load are not offered again, and its blocks do not count as KV.
 
-    A failed load taints its chunks at once; a request whose loads keep failing gets no more of them.
+    Verifies: after a failed load:
 
-    Verifies: when the next observation comes, no chunk of a failed load is committed any more; no load is issued for a
-    request that has `max_failed_loads` failed ones behind it; a block that could not be filled is neither given to
-    anybody as computed nor saved from until it is written or loaded again; what was saved on top of a load, by its
-    request or by one that has its blocks, is not committed when that fails.
-    Does not verify: loads from tainted chunks (LOADABLE_AFTER_COMMIT), and tails, which are dropped with the load;
-    whether blocks that others computed on top of one that could not be filled are given to anybody or saved from after
-    the failure is known; blocks that a failure before the audit's start left unfilled.
+    - By the next step, lookup or report, no chunk of the load is committed any more.
+    - No load is issued for a request with `max_failed_loads` failed loads.
+    - Until an unfilled block is written or loaded again, it is neither given to a request as computed nor saved.
+    - A save is not committed if it relies on the load, whether it is a save of the same request or of one that has its
+      blocks.
+
+    Does not verify: loads from tainted chunks (LOADABLE_AFTER_COMMIT); tails, which are dropped with the load; blocks
+    that other requests computed on top of an unfilled one, if they are given to a request or saved after the failure is
+    known; blocks that a failure before the audit's start left unfilled.
     """
 
     rule = "FAILED_LOAD_TAINT"
@@ -155,17 +160,19 @@ class FailedLoadTaint(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._failures: list[tuple[int, Copy]] = []
-        """(sequence, load) since the last observation."""
+        """(sequence number, load) of each failure since the last observation."""
         self._unfilled: dict[int, int] = {}
-        """Block id -> sequence of the failure."""
+        """Block id → sequence number of the failure."""
         self._num_local_tokens: dict[str, int] = {}
-        """While a block is unfilled: what each request has of vLLM's prefix cache, by its last lookup."""
+        """Request id → tokens that its last lookup found in vLLM's prefix cache; recorded only while a block is
+        unfilled."""
         self._hits: list[tuple[str, int, Sequence[int]]] = []
-        """(request id, sequence of the allocation, blocks given as computed), until the step that they are for."""
+        """(request id, sequence number of the allocation, blocks given as computed), until the step for which they are
+        given."""
         self._spoilt: dict[int, int] = {}
-        """Job id of a save in flight -> sequence of the failure that its source blocks were concerned by."""
+        """Job id of a save in flight → sequence number of a failure that its source blocks rely on."""
         self._relied_on: dict[int, tuple[Sequence[int], int]] = {}
-        """Job id of a save in flight -> the table it was issued for, and the end of its pages in there."""
+        """Job id of a save in flight → its request's table when it was issued, and the end of its pages there."""
 
     @on(e.StepScheduled, e.LookupRequested, e.TransferReported)
     def _observed(self, _event: e.Event) -> None:
@@ -189,7 +196,7 @@ class FailedLoadTaint(Checker):
         if load is None:
             return
         self._failures.append((self.moment.sequence, load))
-        for job_id, save in self.copies:  # the id may have been used again before the load was reported
+        for job_id, save in self.copies:  # the request id may be in use again
             if save.life == load.life and not save.is_load and job_id > event.job_id:
                 self._spoilt[job_id] = self.moment.sequence
 
@@ -212,11 +219,11 @@ class FailedLoadTaint(Checker):
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
         if not self._unfilled:
-            self._hits.clear()  # given as computed while blocks were unfilled that have been given anew since
+            self._hits.clear()  # of blocks that have been filled since
             return
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             table = self.tables.of(ordinal)
-            # Every block whose first token is computed in this step.
+            # Blocks whose first token is computed in this step.
             first = self.layout.pages_of(range(num_computed_tokens)).stop
             end = self.layout.pages_of(range(num_computed_tokens + num_scheduled_tokens)).stop
             self._fill(table[first:end])
@@ -241,10 +248,10 @@ class FailedLoadTaint(Checker):
     @on(e.BlocksAllocated)
     def _blocks_allocated(self, event: e.BlocksAllocated) -> None:
         num_tokens = self._num_local_tokens.pop(event.request_id, None)
-        if num_tokens is not None:  # who hits what another one writes in this very step is right: see the step first
+        if num_tokens is not None:  # check it after the step, which may write the blocks that it hits
             num_hit = self.layout.pages_of(range(num_tokens)).stop
             self._hits.append((event.request_id, self.moment.sequence, event.block_ids[:num_hit]))
-            self._fill(event.block_ids[num_hit:])  # new ones; another connector may fill them, unrecorded
+            self._fill(event.block_ids[num_hit:])  # new blocks; another connector may fill them without an event
 
     @on(e.SaveIssued, e.TailSaveIssued)
     def _save_issued(self, event: e.SaveIssued | e.TailSaveIssued) -> None:

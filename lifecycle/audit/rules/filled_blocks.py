@@ -1,4 +1,4 @@
-"""Blocks that are filled: who uses them while a load does so."""
+"""Blocks that are filled: which requests use them during a load."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvledger.lifecycle.reader.records import NEVER, Life
 
 
 class LoadDstExclusive(Checker):
-    """LOAD_DST_EXCLUSIVE: nobody else fills the blocks that a load fills.
+    """LOAD_DST_EXCLUSIVE: only one load fills a block, for the one request that holds it.
 
-    A block is the destination of at most one load in flight, and held by that load's request alone. The request
-    computes nothing until an asynchronous load has ended.
+    Verifies: of every load:
 
-    Verifies: a load's blocks are those of its tokens in the request's table, each once; no load in flight of a request
-    that still holds its blocks fills one of them; no other request's table has one of them when the load is issued, and
-    no other request is given one until it has ended; no step computes tokens of a request while its asynchronous load
-    is in flight.
+    - It fills the blocks of its tokens in the request's table, each once.
+    - No other load in flight, of a request that still holds its blocks, fills one of them.
+    - No other request has one of them in its table when the load is issued, or is given one before the load has ended.
+    - If it is asynchronous, no step computes tokens of its request while it is in flight.
+
     Does not verify: tables of quarantined requests, of requests whose load has failed, and of groups with a window,
     whose blocks vLLM frees without a hook; that no forward in flight writes a block. A request can be preempted before
-    its load is reported, and its blocks be filled for another one: then the order of the copies on the device decides,
-    which no log of the scheduler shows.
+    its load is reported, and its blocks can be filled for another one. Then the order of the copies on the device
+    decides, which no log of the scheduler shows.
     """
 
     rule = "LOAD_DST_EXCLUSIVE"
@@ -32,20 +32,20 @@ class LoadDstExclusive(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._named: set[int] = set()
-        """Loads in flight whose request has computed; reported once."""
+        """Loads in flight whose request has computed; each is reported once."""
 
     @on(e.BlocksAllocated)
     def _check_given(self, event: e.BlocksAllocated) -> None:
         life = self.moment.life
         if life is not None and self.copies.filled_by:
-            # These are the prefix cache's, where a load within the step may still be filling them. How many they are is
-            # not known if the audit began between lookup and allocation.
+            # The first blocks are from the prefix cache, so a load within the step may still fill them. Their number is
+            # not known if the audit began between the lookup and the allocation.
             num_shared = len(event.block_ids) if life.num_old == NEVER else life.num_old
             self._check_filling(life, event.block_ids[num_shared:])
             self._check_filling(life, event.block_ids[:num_shared], is_shared=True)
 
     def _check_filling(self, life: Life, block_ids: Iterable[int], *, is_shared: bool = False) -> None:
-        """Name blocks that a request is given while a load of another one, which still has them, fills them."""
+        """Report blocks given to a request while another request, which still has them, loads into them."""
         filled_by = self.copies.filled_by
         given: dict[int, int] = {}
         for block_id in block_ids:
@@ -108,13 +108,13 @@ class LoadDstExclusive(Checker):
 class LoadXorStores(Checker):
     """LOAD_XOR_STORES: a block is not saved while a load fills it.
 
-    No save reads a block that a load in flight is to fill: what it copies may be what was there before.
+    Such a save might copy what was in the block before.
 
-    Verifies: this for the blocks of every save against the loads in flight of the same request, and against
-    asynchronous loads of any; also for blocks just lost. A save that precedes its step's forward also precedes
-    the loads that begin in that step, and what is decided between two steps follows the loads within the first.
-    Does not verify: other requests that share a block loaded within a step; that a request has no save in flight when
-    a load begins, which does no harm where their blocks differ.
+    Verifies: the blocks of every save, also blocks just lost, against the loads in flight of the same request and the
+    asynchronous loads of all requests. A save before its step's forward also precedes the loads that begin in that
+    step. Decisions between two steps follow the loads of the first one.
+    Does not verify: other requests that share a block loaded within a step; whether a save is in flight when a load
+    begins, which does no harm if their blocks differ.
     """
 
     rule = "LOAD_XOR_STORES"
@@ -124,18 +124,18 @@ class LoadXorStores(Checker):
         if not self.copies.filled_by:
             return
         is_first = isinstance(event, e.TailSaveIssued) or event.before_forward
-        # What is decided on a step goes out with it, and so does what was decided since the step before.
+        # A step hands out what is decided on it, and what was decided since the step before.
         last_step, step_before = self.lives.last_steps
         begin_of_step = step_before if event.cause == last_step else last_step
         filled_by = self.copies.filled_by
         for job_id in sorted({filled_by[block] for block in event.block_ids if block in filled_by}):
             load = self.copies.get(job_id)
             if load is None or 0 < load.lost_at < last_step:
-                continue  # until the step after they were lost, its blocks can still be read
+                continue  # its blocks can be read only until the step after they were lost
             if is_first and load.sequence > begin_of_step:
                 continue
             if not load.is_async and load.sequence < last_step < event.cause:
-                continue  # between two steps, of which the first one had the load in it
+                continue  # decided after the step that had the load
             if load.is_async or load.request_id == event.request_id:
                 detail = f"save {event.job_id} reads blocks that load {job_id} is still filling"
                 self.broken(detail, load.sequence, event.cause)
@@ -144,14 +144,14 @@ class LoadXorStores(Checker):
 class NewBlockExclusive(Checker):
     """NEW_BLOCK_EXCLUSIVE: no request is given a block to fill that another running request has in its table.
 
-    Requests share only blocks that vLLM's prefix cache has. Those stand at the front of a new table, up to the computed
-    tokens of the lookup; what comes after them is filled by the request alone.
+    Requests share only the blocks of vLLM's prefix cache. These are at the front of a new table, up to the computed
+    tokens of the lookup. The request alone fills those after them.
 
-    Verifies: at the first step after an allocation and at each step that extends a table, that no other request that
+    Verifies: at the first step after an allocation, and at each step that extends a table, that no other request that
     computes held one of the new blocks before, or got it as a new one in the same step.
     Does not verify: groups with a window and requests whose load has failed, whose blocks vLLM frees without a hook;
-    blocks that a load fills (LOAD_DST_EXCLUSIVE); quarantined requests; where the audit begins in the middle of a
-    log, an allocation before it began, and blocks of the prefix cache until the next step.
+    blocks that a load fills (LOAD_DST_EXCLUSIVE); quarantined requests; if the audit begins in the middle of a log, an
+    allocation before that, and blocks of the prefix cache until the next step.
     """
 
     rule = "NEW_BLOCK_EXCLUSIVE"
@@ -161,10 +161,10 @@ class NewBlockExclusive(Checker):
         self._allocated: set[int] = set()
         """Ordinals of lives with an allocation since the last step."""
         self._suspects: list[tuple[int, int, int, int]] = []
-        """(sequence of an allocation since then, ordinal, block, ordinal of a life that had it)."""
+        """(sequence number of an allocation since then, ordinal, block, ordinal of a life that had the block)."""
 
     def begin(self) -> None:
-        """Where the audit starts in the middle of a log: each life may have been given blocks since the last step."""
+        """Assume that each life was given blocks since the last step."""
         self._allocated.update(life.ordinal for life in self.lives)
 
     @on(e.BlocksAllocated)
@@ -180,7 +180,7 @@ class NewBlockExclusive(Checker):
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
         for sequence, ordinal, block_id, other in self._suspects:
-            if block_id in self.tables.of(other):  # it was not preempted since
+            if block_id in self.tables.of(other):  # not preempted since
                 self._check(ordinal, block_id, other, sequence)
         for ordinal, block_ids in event.extended:
             for holder, block_id in self.tables.other_holders(ordinal, block_ids):
@@ -190,7 +190,7 @@ class NewBlockExclusive(Checker):
         self._suspects.clear()
 
     def _shares(self, holder: Life, block_id: int) -> bool:
-        """Whether vLLM's prefix cache gave it the block in this very step, as one that another fills, or may have."""
+        """Whether the holder got, or may have got, the block from vLLM's prefix cache in this step."""
         if holder.num_old == NEVER:  # its lookup came before the audit began
             return True
         return holder.ordinal in self._allocated and block_id in self.tables.of(holder.ordinal)[: holder.num_old]

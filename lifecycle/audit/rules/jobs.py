@@ -13,13 +13,16 @@ from kvledger.lifecycle.reader.records import Copy
 class CompletionOnce(Checker):
     """COMPLETION_ONCE: each rank reports a job once, and a job is settled once.
 
-    Every job is issued once, reported at most once by each rank, and settled once.
+    Verifies: of jobs:
 
-    Verifies: reports are of jobs in flight, or of saves that were given up, by ranks that have not reported them yet;
-    settlements are of jobs in flight and of their kind; each rank that reports exists and reports once, unless it was
-    asked to report again. A load that was given up counts as reported: its blocks may be another's by then.
-    Another connector of a `MultiConnector` reported no end that vLLM must not have (`end.refused`), and no block as not
-    filled while an asynchronous load still fills it, of which kvledger's workers report no blocks.
+    - Each id is issued once.
+    - Reports are about jobs in flight, or saves that were given up, and come from ranks that exist and have not
+      reported the job yet, unless they were asked to report again. A load that was given up counts as reported, because
+      its blocks may belong to another request by then.
+    - Settlements are about jobs in flight, and of their kind.
+    - Another connector of a `MultiConnector` reports no end that vLLM must not have (`end.refused`), and no block as
+      not filled while an asynchronous load still fills it. kvledger's workers report no blocks of asynchronous loads.
+
     Does not verify: whether a job may be settled yet, and as what (RANK_AGREEMENT); jobs that are never settled
     (LIVENESS).
     """
@@ -90,14 +93,12 @@ class CompletionOnce(Checker):
 
 
 class RankAgreement(Checker):
-    """RANK_AGREEMENT: what a job came to is decided when every rank has reported, and one failed rank fails it for all.
+    """RANK_AGREEMENT: a job is settled when every rank has reported it, and one failed rank fails it for all.
 
-    A job is completed when every rank has done it and none failed; it is settled early by no single rank.
-
-    Verifies: this for every settled job; that a job failed because of a report, and slots of a failed save that are
-    used again, were reported by every rank: another one may still be copying. Once all have, slots are not kept.
-    A report in which no rank failed has no error.
-    Does not verify: that every rank was given the same jobs; jobs given up because a rank did not report.
+    Verifies: a job completes only if every rank has done it. A load that fails because of a report was reported by
+    every rank. The slots of a failed save are free if and only if every rank has reported it, because another rank may
+    still copy. A report in which no rank failed has no error.
+    Does not verify: that every rank was given the same jobs; loads that were given up because a rank did not report.
     """
 
     rule = "RANK_AGREEMENT"
@@ -137,14 +138,12 @@ class RankAgreement(Checker):
 
 
 class Liveness(Checker):
-    """LIVENESS: every copy is reported; one that no rank reports is asked after, and given up if that does not help.
+    """LIVENESS: the workers are asked about a copy that stays unreported, and it fails if that does not help.
 
-    No job stays unreported for longer than `max_silent_steps` and `max_silent_ms` without anything being done.
-
-    Verifies: at each step, that a job which was overdue at the step before has been reported, asked after, or, where
-    that had been done already, given up.
-    Does not verify: jobs that were not overdue yet at the last step that was written; an engine which waits writes a
-    step only now and then. That a job was given up is under RECORDED.
+    Verifies: at each step, a job that was overdue at the step before, by `max_silent_steps` and `max_silent_ms`, was
+    reported since, or the workers were asked about it, or, if they had been asked before, it was given up.
+    Does not verify: jobs that were not overdue yet at the last recorded step; an engine that waits records a step only
+    now and then. RECORDED reports that a job was given up.
     """
 
     rule = "LIVENESS"
@@ -152,9 +151,9 @@ class Liveness(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._overdue: list[tuple[int, int]] = []
-        """(job id, step since which it is silent) at the last step."""
+        """(job id, step since which it is silent) of each overdue job at the last step."""
         self._named: set[int] = set()
-        """Jobs that were overdue twice and are in flight still: reported once."""
+        """Jobs in flight that were overdue at two steps; each is reported once."""
         self._max_silent_steps = model.configuration.max_silent_steps
         self._max_silent_ns = model.configuration.max_silent_ms * 1_000_000
 
@@ -184,17 +183,19 @@ class Liveness(Checker):
 
 
 class DeliveredOnce(Checker):
-    """DELIVERED_ONCE: a job is handed out once, and each end that vLLM waits for is reported once, to nobody else.
+    """DELIVERED_ONCE: a job is handed out once, and each end that vLLM waits for is reported to it once.
 
-    What leaves the ledger is owed, and leaves once.
+    Verifies: of what the connector hands out:
 
-    Verifies: jobs that are handed out are in flight and were not handed out before; reminders were decided; a load that
-    is reported as in place or failed was asynchronous, claimed, and settled so; one reported as sent ended while
-    a copy read its blocks, and none does any more; blocks are reported that a refused or withheld load was to fill.
-    An end that is owed leaves before the second step that follows, where the log has `hooks.exchanged`; a load is not
-    refused after it was issued, unless a hook failed in between.
-    Does not verify: that jobs and reminders are handed over (COPY_IN_TIME and LIVENESS do); what was owed where an
-    audit begins in the middle of a log, after the model was declined, or after the ledger became corrupt.
+    - A job is in flight and was not handed out before. A reminder was decided.
+    - A load that is reported as in place or failed was asynchronous, claimed, and settled so.
+    - A request is reported as sent if it ended while a copy read its blocks, and no copy reads them any more.
+    - Blocks that are reported as not filled are those of a load that was refused or not handed out.
+    - An end is reported before the second step after it is due, if the log has `hooks.exchanged`.
+    - A load is not refused after it was issued, unless a hook failed in between.
+
+    Does not verify: that jobs and reminders are handed out at all (COPY_IN_TIME, LIVENESS); what was due before an
+    audit that begins in the middle of a log, after the model was declined, or after the ledger became corrupt.
     """
 
     rule = "DELIVERED_ONCE"
@@ -202,32 +203,32 @@ class DeliveredOnce(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._first_ordinal = 0
-        """Of the lives that are known from their beginning."""
+        """First ordinal of the lives that are known from their beginning."""
         self._first_job = 0
         self._handed_out: set[int] = set()
         self._reminders: set[int] = set()
         self._promised: set[int] = set()
         self._waiting: dict[int, str] = {}
-        """Life that waits for the end of a load -> "", "received" or "failed"."""
+        """Ordinal of a life that waits for the end of a load → "", "received" or "failed"."""
         self._load_of: dict[int, int] = {}
-        """Such a life -> the load. An earlier load of it, within a step, may still be reported."""
+        """Ordinal of such a life → job id of the load. An earlier load of it, within a step, may still be reported."""
         self._kept: set[int] = set()
-        """Ended lives whose blocks vLLM keeps for a copy."""
+        """Ordinals of ended lives whose blocks vLLM keeps for a copy."""
         self._loads: dict[int, tuple[int, ...]] = {}
-        """Loads within a step that were not handed out -> their blocks."""
+        """Job id of a load within a step that was not handed out → its blocks."""
         self._unfilled: set[int] = set()
         self._held: set[int] = set()
-        """Ended lives of which vLLM was told that their blocks are kept."""
+        """Ordinals of ended lives whose blocks kvledger asked vLLM to keep."""
         self._due: dict[int, tuple[str, int, int]] = {}
-        """Life whose end is owed -> the end, steps in the log when it became owed, and the event that it follows."""
+        """Ordinal of a life whose end is due → the end, steps in the log when it became due, and that event."""
         self._claimed_for = e.NO_LIFE
-        """Life for which a load was issued in the hook at hand."""
+        """Ordinal of the life for which the current hook issued a load."""
         self._is_own = False
-        """Whether the log is of kvledger's own connector: a recorder hears of ends when vLLM has them."""
+        """Whether the log is of kvledger's own connector. A recorder records an end only when vLLM has it."""
         self._is_over = False
 
     def begin(self) -> None:
-        """Nothing is known of what was handed over before."""
+        """Judge only lives and jobs that begin from here on."""
         self._first_ordinal = self.lives.num_arrived
         self._first_job = 1 + self.copies.last_id
 

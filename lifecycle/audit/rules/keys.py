@@ -1,4 +1,4 @@
-"""Keys: what one stands for, and what a reset makes of it."""
+"""Keys: which prefix a key names, and what a reset does to it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
 
 MAX_KEYS = 1 << 16
-"""Keys that are remembered; the oldest are forgotten first."""
+"""Number of keys that are remembered; the oldest are forgotten first."""
 _PREFIX_BYTES = 4
-"""Of each hash in `ChunkKeysObserved.hash_prefixes`."""
+"""Bytes of each hash in `ChunkKeysObserved.hash_prefixes`."""
 
 
 class KeyIdentity(Checker):
-    """KEY_IDENTITY: a chunk key stands for one prefix, and so for one place in it.
+    """KEY_IDENTITY: a chunk key names one prefix, and so one position.
 
-    The same key never names chunks at two places, or after two different chunks, or with two different hashes of vLLM
-    for the last block.
+    The same key never names chunks at two positions, after two different chunks, or with two different vLLM hashes of
+    their last block.
 
-    Verifies: this for the last 65536 keys of the log, over all requests; that keys of a request come without a gap;
-    that a key is vLLM's hash of the chunk's last block, cut to 16 bytes, if chunks are whole blocks and the request has
-    no adapter, no given embeddings and is no pooling request; and that it is another one if not. Of vLLM's hash the log
-    has the first 4 bytes, read apart from the key.
-    Does not verify: that a key covers everything else its KV depends on, such as salt, adapter, media and weights:
-    tokens never enter the log, only keys made from them. A key that is not vLLM's hash, as that of a chunk smaller than
-    a block, is compared with equal keys alone, and not by the tokens after the last whole block. A key without vLLM's
-    hash beside it is not compared with that.
+    Verifies: this for the last 65536 keys of the log, over all requests. The keys of a request have no gap. A key is
+    vLLM's hash of the chunk's last block, cut to 16 bytes, if chunks are whole blocks and the request has no adapter,
+    no given embeddings and is no pooling request; otherwise it is not that hash. The log has the first 4 bytes of
+    vLLM's hash, which are read separately from the key.
+    Does not verify: that a key covers everything else that the KV depends on, such as salt, adapter, media and weights:
+    the log has keys made from tokens, not the tokens. A key that is not vLLM's hash, such as that of a chunk smaller
+    than a block, is compared only with equal keys, and not by the tokens after the last whole block. A key for which
+    the log has no hash of vLLM is not compared with one.
     """
 
     rule = "KEY_IDENTITY"
@@ -36,12 +36,12 @@ class KeyIdentity(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._known: OrderedDict[bytes, tuple[int, bytes, bytes, int]] = OrderedDict()
-        """Key → its chunk, the key of the chunk before it (empty: none), the beginning of vLLM's hash of its last block
-        (empty: not known), and the event that recorded it first."""
+        """Key → its chunk number, the key of the chunk before it (empty: none), the first bytes of vLLM's hash of its
+        last block (empty: not known), and the event that recorded it first."""
 
     @on(e.ChunkKeysObserved)
     def _observed(self, event: e.ChunkKeysObserved) -> None:
-        """Compare each key's place with where it was before."""
+        """Compare the position of each key with its earlier one."""
         parent = b""
         if event.first_chunk:
             if self.moment.life is None:
@@ -74,7 +74,7 @@ class KeyIdentity(Checker):
 
 
 def _prefixes(event: e.ChunkKeysObserved) -> list[bytes]:
-    """The beginning of vLLM's hash of each chunk's last block; empty where it is not known."""
+    """Return the first bytes of vLLM's hash of each chunk's last block; empty if not known."""
     if not event.hash_prefixes:
         return [b""] * len(event.keys)
     firsts = range(0, len(event.hash_prefixes), _PREFIX_BYTES)
@@ -83,7 +83,7 @@ def _prefixes(event: e.ChunkKeysObserved) -> list[bytes]:
 
 
 def _wrong_hash(event: e.ChunkKeysObserved, key: bytes, prefix: bytes, known_prefix: bytes) -> str:
-    """What contradicts vLLM's hash of the chunk's last block; empty: nothing does."""
+    """Return what contradicts vLLM's hash of the chunk's last block; empty if nothing does."""
     if not prefix:
         return ""
     if known_prefix and prefix != known_prefix:
@@ -96,15 +96,13 @@ def _wrong_hash(event: e.ChunkKeysObserved, key: bytes, prefix: bytes, known_pre
 
 
 class ResetEpoch(Checker):
-    """RESET_EPOCH: what was cached before a reset is never offered again.
+    """RESET_EPOCH: nothing that was cached before a reset is offered after it.
 
-    After a reset the cache is empty, and only saves issued since then fill it.
-
-    Verifies: every chunk of an answered hit was committed since the last reset, by a save that was issued since, and so
-    was the tail it ends with; of what a request had computed at a reset nothing is saved until it begins anew, also not
-    by a session's next turn.
-    Does not verify: what survives a reset and is never offered; the local prefix cache of the engine; loads that were
-    in flight during the reset.
+    Verifies: every chunk of an answered hit, and the tail at its end, was committed since the last reset by a save
+    issued since then. Nothing that a request had computed at a reset is saved until the request begins anew. A
+    session's next turn is no new beginning.
+    Does not verify: data that survives a reset and is never offered; the engine's own prefix cache; loads that were in
+    flight during the reset.
     """
 
     rule = "RESET_EPOCH"
@@ -146,6 +144,6 @@ class ResetEpoch(Checker):
                 return
 
     def _left_since(self, key: bytes) -> bool:
-        """Whether the chunk was evicted or tainted after the reset; a load of it is LOADABLE_AFTER_COMMIT's."""
+        """Whether the chunk was evicted or tainted after the reset. LOADABLE_AFTER_COMMIT reports a load of it."""
         departed = self.chunks.departed(key)
         return departed is not None and departed.sequence > self._reset_at

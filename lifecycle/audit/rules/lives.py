@@ -1,4 +1,4 @@
-"""Lives: in which states a request may be, which life of an id is meant, and when it is over."""
+"""Lives: in which states a request may be, which life of an id an event is about, and when a life is over."""
 
 from __future__ import annotations
 
@@ -17,23 +17,21 @@ _OF_A_JOB = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.Tra
 
 
 class LegalTransition(Checker):
-    """LEGAL_TRANSITION: what happens to a request has a row in the tables, and what is decided follows its cause.
+    """LEGAL_TRANSITION: every event is allowed in its request's state, and every decision follows its cause.
 
-    No event happens in a state that has no row for it, and no decision is made but upon an observation.
-
-    Verifies: every request event, observed or decided, and every request that a step schedules, has a row in phase and
-    blocks for the states it was in, as the audit walks them; steps schedule requests that there are, and pause those
-    that decode one token a step; a request id arrives again only when its earlier life is
-    finished. The cause of every decision is the last observation before it.
-    Does not verify: that the live state goes where the rows lead, which the reference machines show that every
-    audit walks along; further observations about a request that is quarantined; reports of jobs of an earlier life of a
-    request id (GEN_ISOLATION); and whether the tables themselves are right.
+    Verifies: the tables have a row, in phase and blocks, for every request event and for every request that a step
+    schedules. A step schedules only requests that exist, and pauses only requests that decode one token per step. A
+    request id arrives again only after its earlier life has finished. The cause of every decision is the last
+    observation before it.
+    Does not verify: that the live state follows the rows, which the reference machines of every audit show; further
+    observations about a quarantined request; reports about jobs of an earlier life of the id (GEN_ISOLATION); that the
+    tables are right.
     """
 
     rule = "LEGAL_TRANSITION"
 
     def visits(self) -> Visits:
-        """Also those of every event of a request."""
+        """Return the marked methods, and `_look` for all other events of requests."""
         events = [event for event in self.model.request_events if event is not e.RequestArrived]
         return [*super().visits(), *((event, self._look) for event in events)]
 
@@ -65,7 +63,7 @@ class LegalTransition(Checker):
     def _explain(self, event: e.RequestEvent) -> None:
         life = self.moment.life
         if isinstance(event, _OF_A_JOB) and (life is None or life.ordinal != event.ordinal):
-            return  # whatever became of its life
+            return  # about a job of another life
         if life is None:
             self.broken(f"{event.id} happened to an unknown request")
         elif event.is_decision or not life.quarantined:
@@ -85,14 +83,13 @@ _OfBlocks = e.SaveIssued | e.TailSaveIssued | e.SaveDeclined | e.ChunksEvicted
 
 
 class GenIsolation(Checker):
-    """GEN_ISOLATION: what belongs to one generation of a request does not reach another.
+    """GEN_ISOLATION: a decision about one generation of a request does not reach another generation.
 
-    Jobs are known by their id, and what is decided names the life that it concerns.
-
-    Verifies: what is decided about a job names the life (request, ordinal, generation) it was issued for; every other
-    decision the present one; a save of what a preemption took, what it declines and whom it evicts, the one before.
-    Does not verify: that an event of another generation leaves the request in its state, which the reference machines
-    show that every audit walks along; that the bytes went to the right generation's blocks.
+    Verifies: a decision about a job names the life (request, ordinal, generation) that the job was issued for. Any
+    other decision names the present one. After a preemption, saves of the lost blocks, declined saves and evictions for
+    them name the generation before.
+    Does not verify: that an event of another generation leaves the request's state as it was, which the reference
+    machines of every audit show; that the bytes went to the right generation's blocks.
     """
 
     rule = "GEN_ISOLATION"
@@ -105,7 +102,7 @@ class GenIsolation(Checker):
 
     @on(e.SaveIssued, e.TailSaveIssued, e.SaveDeclined)
     def _of_blocks(self, event: _OfBlocks) -> None:
-        """What is about blocks concerns those that a preemption has just taken, or those that the request has."""
+        """Check against the generation of the blocks: those that a preemption took, or those that the request has."""
         if self.moment.life is not None:
             self._of_blocks_of(self.moment.life, event)
 
@@ -151,11 +148,9 @@ def _words(life: tuple[str, int, int]) -> str:
 
 
 class FinishIsLast(Checker):
-    """FINISH_IS_LAST: nothing new is started for a finished request.
+    """FINISH_IS_LAST: nothing new starts for a finished request.
 
-    After its end a request gets no load, no tail, and no save but the one that its end itself causes.
-
-    Verifies: loads and tails for finished or released requests; saves for finished requests, by their cause.
+    Verifies: a finished or released request gets no load, no tail save, and no save except the one that its end causes.
     Does not verify: what the engine does with the request after its end.
     """
 
@@ -163,7 +158,6 @@ class FinishIsLast(Checker):
 
     @on(e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
     def _issued(self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> None:
-        """Look at what starts after the end."""
         before = self.moment.state_before
         if before is not None and before is not RequestState.FINISHED:
             return
@@ -175,14 +169,12 @@ class FinishIsLast(Checker):
 
 
 class ReleaseAll(Checker):
-    """RELEASE_ALL: a finished request that owes nothing is released.
+    """RELEASE_ALL: a finished request without jobs in flight is released, and no other.
 
-    A request that has ended and owes nothing is released, and nobody else is.
-
-    Verifies: what is released is the present life of the id, in its generation, and no job of it is in flight; by the
-    first step after its end, a request without jobs in flight has been released.
-    Does not verify: that projections have forgotten it, which the tests of the projections do; what the adapter or the
-    engine keeps.
+    Verifies: a release is about the present life and generation of the id, and no job of it is in flight. At the first
+    step after its end or its last job, whichever is later, a request has been released.
+    Does not verify: that projections have forgotten the request, which their tests do; what the adapter or the engine
+    keeps.
     """
 
     rule = "RELEASE_ALL"
@@ -190,10 +182,10 @@ class ReleaseAll(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._finished: set[int] = set()
-        """Ordinals of lives that are over, until released."""
+        """Ordinals of lives that have finished and are not released."""
 
     def begin(self) -> None:
-        """Take over who has finished and is not released."""
+        """Take over the requests that have finished and are not released."""
         self._finished.update(life.ordinal for life in self.lives if life.state is RequestState.FINISHED)
 
     @on(e.RequestFinished)

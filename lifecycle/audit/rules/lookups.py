@@ -1,4 +1,4 @@
-"""Lookups: what is found, what is answered, and when an answer is put off."""
+"""Lookups: what is found, what is answered, and when a lookup is deferred."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from kvledger.lifecycle.reader.records import NEVER, Copy, Life
 
 
 class LookupPure(Checker):
-    """LOOKUP_PURE: an answer depends on what is cached and on this call, never on how often was asked.
+    """LOOKUP_PURE: an answer depends on the cache and on this call, not on earlier calls.
 
-    k lookups equal one, and each answer is computed against the `num_computed_tokens` of its own call.
+    Verifies: of every answer:
 
-    Verifies: answer = max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens), and 0
-    for a local hit that ends inside a block; an answer is asynchronous if and only if the header says so of a load of
-    so many tokens: always if there are several groups of layers, never for an answer of 0; the answer repeats the
-    question; two lookups of a request between which nothing it depends on changed give the same hit and the same
-    answer.
-    Does not verify: whether the last token is left to compute (LAST_TOKEN), whether a load that is not offered would
-    have been slower than computing (LONGEST_HIT), nor whether the recorded hit is there (RESET_EPOCH
-    and LOADABLE_AFTER_COMMIT see what is promised and not there; deciding again sees every other difference).
+    - It is max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens), and 0 if the local hit
+      ends inside a block.
+    - It is asynchronous if and only if the log's header demands that for a load of so many tokens: always with several
+      groups of layers, never for an answer of 0.
+    - It repeats the question.
+    - It has the same hit and the same tokens as the request's previous answer, if nothing that they depend on has
+      changed.
+
+    Does not verify: whether the last token is left to compute (LAST_TOKEN); whether a load that is not offered would be
+    slower than computing (LONGEST_HIT); whether the recorded hit is stored. RESET_EPOCH and LOADABLE_AFTER_COMMIT find
+    promised tokens that are not; making the decision again finds all other differences.
     """
 
     rule = "LOOKUP_PURE"
@@ -31,7 +34,7 @@ class LookupPure(Checker):
         super().__init__(model)
         self._asked: tuple[int, e.LookupRequested | None] = (0, None)
         self._answered: dict[str, tuple[int, tuple[object, ...], tuple[int, int]]] = {}
-        """Request id -> (sequence, all that the answer may depend on, the answer)."""
+        """Request id → (sequence number, all that the answer may depend on, the answer)."""
         model.forgotten.at(LIFE, self._answered)
         self._forgets = model.layout.has_windows
 
@@ -49,7 +52,7 @@ class LookupPure(Checker):
             self._check_again(event, life)
 
     def _check_kind(self, event: e.LookupAnswered) -> None:
-        """A load within the step that fails ends an engine with several groups (scheduler.py, 0.32)."""
+        """With several groups, a failed load within a step would end the engine (scheduler.py, 0.32)."""
         num_tokens, async_from = event.num_external_tokens, self.configuration.async_load_tokens
         if self.layout.num_groups > 1:
             async_from = 0
@@ -62,7 +65,7 @@ class LookupPure(Checker):
 
     @on(e.LookupDeferred)
     def _compare(self, event: e.LookupAnswered | e.LookupDeferred) -> None:
-        """Does it repeat the question?"""
+        """Check that the answer repeats the question."""
         asked_at, asked = self._asked
         if asked is None or asked_at != event.cause or asked.request_id != event.request_id:
             return
@@ -80,10 +83,10 @@ class LookupPure(Checker):
             life.generation,
             life.quarantined,
             (event.num_computed_tokens, event.num_tokens),
-            (len(keys), keys[-1] if keys else b""),  # a key hashes all before it
+            (len(keys), keys[-1] if keys else b""),  # a key covers all chunks before it
             (chunks.num_added, chunks.num_removed),
             0 if tail is None else tail.end_token,
-            (len(self.copies), self.copies.last_id) if self._forgets else (),  # what is being loaded may then count
+            (len(self.copies), self.copies.last_id) if self._forgets else (),  # with windows, loads in flight count
             event.miss_reason == e.MissReason.SLOWER,
         )
         answer = (event.num_hit_tokens, event.num_external_tokens)
@@ -106,9 +109,9 @@ class LookupPure(Checker):
             expected = 0
         if event.num_external_tokens == expected:
             return
-        # Where groups see only a window, a load may have to end earlier; GROUP_AGREEMENT looks at where.
+        # With windows, a load may have to end earlier. GROUP_AGREEMENT checks where.
         is_less = self._forgets and 0 <= event.num_external_tokens < expected
-        # A hit of every known token that is answered as it is leaves nothing to compute: LAST_TOKEN says so.
+        # LAST_TOKEN reports an answer of every known token, which leaves nothing to compute.
         is_whole = usable >= num_tokens == num_computed_tokens + event.num_external_tokens
         if not is_less and not is_whole:
             detail = (
@@ -119,15 +122,15 @@ class LookupPure(Checker):
 
 
 class LongestHit(Checker):
-    """LONGEST_HIT: a lookup is answered with the whole prefix that is there, and why it ends where it ends.
+    """LONGEST_HIT: a lookup finds the whole stored prefix, and records why it is not longer or not used.
 
-    A recorded hit reaches as far as committed chunks of the request do without a gap, and its own saved tail behind.
+    The recorded hit covers the request's committed chunks up to the first gap, and then its own saved tail.
 
-    Verifies: this for every answer, before any limit. Where it ends for want of a chunk, whether that is being saved;
-    where less is used, that the request is quarantined, computes first, would load for longer than compute, or has a
-    window that sees what is not stored.
-    Does not verify: a hit of more than is there (LOADABLE_AFTER_COMMIT, RESET_EPOCH); what is answered of it
-    (LOOKUP_PURE, GROUP_AGREEMENT).
+    Verifies: this for every answer, before any limit; and the recorded reason: the next chunk is missing or being
+    saved, the request is quarantined or computes first after a failed load, or the load would take longer than
+    computing.
+    Does not verify: hits that a sliding window limits (GROUP_AGREEMENT); a hit of more than is stored
+    (LOADABLE_AFTER_COMMIT, RESET_EPOCH); how much of the hit is answered (LOOKUP_PURE, GROUP_AGREEMENT).
     """
 
     rule = "LONGEST_HIT"
@@ -139,7 +142,7 @@ class LongestHit(Checker):
             return
         hit, reason = self._expected(event, life, self.chunks.num_committed(life))
         if event.num_hit_tokens > hit or reason == "window":
-            return  # more than is there: LOADABLE_AFTER_COMMIT, RESET_EPOCH and GROUP_AGREEMENT look at that
+            return  # LOADABLE_AFTER_COMMIT, RESET_EPOCH and GROUP_AGREEMENT check these
         if hit != event.num_hit_tokens:
             self.broken(f"a hit of {event.num_hit_tokens} tokens was found, but {hit} are there", event.cause)
         elif reason != event.miss_reason:
@@ -147,7 +150,7 @@ class LongestHit(Checker):
             self.broken(detail, event.cause)
 
     def _expected(self, event: e.LookupAnswered, life: Life, num_chunks: int) -> tuple[int, str]:
-        """The hit in tokens and the reason why it ends, as the log tells it."""
+        """Return the hit in tokens and why it ends, computed from the log."""
         model = self.model
         hit = num_chunks * model.layout.chunk_size
         reason = self._why_chunks_end(life, num_chunks)
@@ -176,15 +179,14 @@ class LongestHit(Checker):
 
 
 class DeferBounded(Checker):
-    """DEFER_BOUNDED: a lookup is put off for a job under way, and not for ever.
+    """DEFER_BOUNDED: a lookup is deferred for a job in flight, and only a limited number of times.
 
-    Every deferred lookup names a job in flight, and there are at most `max_deferred_lookups` in a row. Further ones for
-    the same load need not count, because a load ends by itself.
+    A request has at most `max_deferred_lookups` deferred lookups in a row. Further ones for the same load need not
+    count, because a load ends by itself.
 
-    Verifies: the job is a save that has not been settled; or another request's asynchronous load of chunks that this
-    request lacks, where vLLM's prefix cache is on; or with windows any such job. The count in a row, with a count of
-    the checker's own.
-    Does not verify: that waiting was worth it.
+    Verifies: the job is a save in flight; or another request's asynchronous load of chunks of this request, if vLLM's
+    prefix cache is on; or, with windows, any load in flight. The number in a row, which the checker counts itself.
+    Does not verify: whether waiting was worth it.
     """
 
     rule = "DEFER_BOUNDED"
@@ -193,12 +195,12 @@ class DeferBounded(Checker):
         super().__init__(model)
         self._in_a_row: dict[str, int] = {}
         self._last_load: dict[str, int] = {}
-        """Request id -> the load for which its last lookup was put off."""
+        """Request id → job id for which its last lookup was deferred."""
         model.forgotten.at((e.RequestArrived, e.RequestPreempted, e.RequestFinished), self._in_a_row)
         model.forgotten.at((e.RequestArrived, e.RequestPreempted, e.RequestFinished), self._last_load)
 
     def begin(self) -> None:
-        """How often in a row each request was put off is not known until an event tells it."""
+        """Mark the number of deferred lookups in a row as unknown until an event has it."""
         self._in_a_row.update((life.request_id, NEVER) for life in self.lives)
 
     @on(e.LookupDeferred)

@@ -13,29 +13,34 @@ from kvledger.lifecycle.reader.copies import Settled
 from kvledger.lifecycle.reader.records import Copy
 
 _STEPS_IN_FLIGHT: Final = 2
-"""Steps that vLLM has at most in flight, on top of one for each rank of a pipeline (`config/vllm.py`,
-max_concurrent_batches, 0.32), so that their outputs may be missing at the end of a log."""
+"""Steps that vLLM has at most in flight, besides one for each rank of a pipeline (`config/vllm.py`,
+max_concurrent_batches, 0.32). Their outputs may be missing at the end of a log."""
 _MAX_STEPS: Final = 64
-"""Steps whose order is remembered: reports of their copies come later only if the device is far behind."""
+"""Steps whose copies' order is remembered. Later reports come only if the device is far behind."""
 _NEVER: Final = (0, 0)
 _Numbers = dict[int, tuple[int, int]]
-"""Rank -> (number in the step, job)."""
+"""Rank → (number in the step, job id)."""
 
 
 class CopyInTime(Checker):
-    """COPY_IN_TIME: a copy begins and ends when it must in its step, and a step is not over without its copies.
+    """COPY_IN_TIME: a copy begins and ends at its place in a step, and a step does not end without its copies.
 
-    A save out of blocks that a step may overwrite, and a copy that it awaits, are over before everything else in it;
-    its loads come next; its other saves begin after the forward; and all copies that it waits for are reported with it.
+    Saves of blocks that a step may overwrite, and copies that it waits for, end before anything else in the step. Its
+    loads come next. Its other saves begin after the forward.
 
-    Verifies: for each reported copy whose moments were recorded, that it began in the step with which it was handed
-    out: in `handle_preemptions` if it is a save before the forward, in `start_load_kv` if it is a load, else in
-    `wait_for_save`; that one which is not asynchronous was over, or came before everything that the device was given
-    later, in that hook; that an awaited copy was so by the `handle_preemptions` of the step that awaits it; and that
-    loads and saves came after the copies that had to precede them. For each output of a step with copies that it waits
-    for, or that were asked after, that those of this and earlier steps were reported by then, or are under way.
-    Does not verify: copies that were never reported, in steps after which no rank reported another one (see LIVENESS
-    and SETTLED_AT_CLOSE); how soon the end of an asynchronous copy is reported; that the device kept the order; whether
+    Verifies: of each reported copy whose moments were recorded:
+
+    - It began in the step that handed it out: in `handle_preemptions` if it is a save before the forward, in
+      `start_load_kv` if it is a load, else in `wait_for_save`.
+    - If it is not asynchronous, it ended in that hook, or everything that the device was given later comes after it.
+    - If a step waits for it, the same holds by that step's `handle_preemptions`.
+    - A load, or another save, began after the copies that had to precede it.
+
+    When a rank sends the output of a step, it has reported or begun the copies that this step and earlier ones wait
+    for, and those that it was asked about.
+
+    Does not verify: copies that were never reported, in steps after which no rank reported another one (LIVENESS,
+    SETTLED_AT_CLOSE); how soon the end of an asynchronous copy is reported; that the device kept the order; whether
     vLLM called `start_load_kv` before the forward.
     """
 
@@ -44,11 +49,11 @@ class CopyInTime(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._preceding: dict[int, _Numbers] = {}
-        """Sequence number of an `EffectsDelivered` -> the last ends in its step that had to precede other copies."""
+        """Sequence number of an `EffectsDelivered` → the last end, in its step, of copies that must precede others."""
         self._following: dict[int, _Numbers] = {}
-        """The same -> the first begins that had to follow them."""
+        """Likewise → the first begin of copies that must follow them."""
         self._missing: set[int] = set()
-        """Jobs in flight that were named as missing."""
+        """Jobs in flight that were reported as missing."""
 
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported) -> None:
@@ -114,12 +119,12 @@ def _of(by_step: dict[int, _Numbers], delivered: int) -> _Numbers:
 
 
 def _is_due(job: Copy, delivered: int) -> bool:
-    """Whether the output of that step comes after the job's report."""
+    """Whether the job's report must come before that step's output."""
     if 0 < job.asked_at <= delivered:
         return True
     if job.is_async or not job.delivered_at:
         return False
-    # Saves after the forward may come after the output of their step, if vLLM has a drafter.
+    # With a drafter, vLLM may get the output of a step before its saves after the forward.
     is_reported_with_step = job.is_load or job.is_before_forward
     return job.delivered_at <= delivered if is_reported_with_step else job.delivered_at < delivered
 
@@ -130,14 +135,14 @@ def _kind(job: Copy) -> str:
 
 
 def _hook_of(job: Copy) -> Hook:
-    """In which it has to begin."""
+    """Return the hook in which the copy must begin."""
     if job.is_load:
         return Hook.START_LOAD_KV
     return Hook.HANDLE_PREEMPTIONS if job.is_before_forward else Hook.WAIT_FOR_SAVE
 
 
 def _wrong_moment(job: Copy, moments: CopyMoments) -> str:
-    """What is wrong with the moments of one copy; empty if nothing is."""
+    """Return what is wrong with the moments of one copy; empty if nothing is."""
     began, ended = moments
     if began.delivered != job.delivered_at:
         return f"it began in the step of event {began.delivered}, and was handed out with event {job.delivered_at}"
@@ -159,13 +164,11 @@ def _place(moment: Moment, delivered: int) -> str:
 class SettledAtClose(Checker):
     """SETTLED_AT_CLOSE: when the log is closed, every copy that a step waited for is reported.
 
-    A connector that is shut down has made all copies of the steps that are over.
-
-    Verifies: at the note "connector shut down", that each rank has reported each copy that is not asynchronous, unless
-    it was handed out with one of the last steps, whose output vLLM may not have processed; in logs that record the
-    outputs of such steps (`step.reported`).
-    Does not verify: asynchronous copies, which a shutdown may interrupt; logs that end without that note; copies in
-    flight of a request that is released (RELEASE_ALL).
+    Verifies: at the note "connector shut down", each rank has reported each copy that is not asynchronous, unless it
+    was handed out with one of the last steps, whose output vLLM may not have processed. This needs a log that records
+    the outputs of such steps (`step.reported`).
+    Does not verify: asynchronous copies, which a shutdown may interrupt; logs without that note; copies in flight of a
+    released request (RELEASE_ALL).
     """
 
     rule = "SETTLED_AT_CLOSE"

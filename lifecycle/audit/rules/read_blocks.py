@@ -1,4 +1,4 @@
-"""Blocks that are read: who has them while a save does so."""
+"""Blocks that are read: which requests have them during a save."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 
 class SrcBlockStable(Checker):
-    """SRC_BLOCK_STABLE: blocks that an asynchronous copy reads stay as they are until it is done or waited for.
+    """SRC_BLOCK_STABLE: blocks do not change while an asynchronous save reads them, unless a step waits for the save.
 
-    At every step, each asynchronous save reads blocks that its request has, that are held, or is awaited.
-
-    Verifies: the request has the save's blocks in its table, in the generation it was saved in; or it has finished
-    and its blocks are held; or the step waits for the save.
-    Does not verify: saves within a step, which are over when the next one begins; blocks that another connector
-    gives away; that the workers do wait.
+    Verifies: at every step, one of three holds for each asynchronous save: its request has the blocks in its table, in
+    the generation of the save; or the request has finished and its blocks are held; or a step waits for the save.
+    Does not verify: saves within a step, which are over when the next one begins; blocks that another connector gives
+    away; that the workers do wait.
     """
 
     rule = "SRC_BLOCK_STABLE"
@@ -60,14 +58,13 @@ class SrcBlockStable(Checker):
 
 
 class BlockReuseFenced(Checker):
-    """BLOCK_REUSE_FENCED: nobody is given a block that a copy for another request still reads.
+    """BLOCK_REUSE_FENCED: no request is given a block that a copy for another request still reads.
 
-    Blocks that are given to be filled are not those of an asynchronous save which no step waits for.
-
-    Verifies: this for every block that an allocation or a step gives, beyond what is shared from the prefix cache,
-    where the log says that the save's request still has the block, or that it is held for the save.
-    Does not verify: blocks that the request has lost (SRC_BLOCK_STABLE), saves within a step, and the order of copies
-    and forwards on the device.
+    Verifies: no new block in an allocation or a step, beyond those shared from the prefix cache, is read by an
+    asynchronous save that no step waits for. This covers blocks that the save's request still has by the log, and
+    blocks held for the save.
+    Does not verify: blocks that the save's request has lost (SRC_BLOCK_STABLE); saves within a step; the order of
+    copies and forwards on the device.
     """
 
     rule = "BLOCK_REUSE_FENCED"
@@ -75,7 +72,7 @@ class BlockReuseFenced(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._read_by: dict[int, int] = {}
-        """Block id -> job id of an asynchronous save."""
+        """Block id → job id of an asynchronous save."""
 
     def begin(self) -> None:
         """Take over the saves in flight."""
@@ -124,13 +121,11 @@ class BlockReuseFenced(Checker):
 
 
 class DelayFreeContract(Checker):
-    """DELAY_FREE_CONTRACT: blocks of a finished request are held for a copy out of them, once, and then let go.
+    """DELAY_FREE_CONTRACT: the blocks of a finished request are held once, and only for a copy that reads them.
 
-    vLLM is asked to keep a request's blocks only at its end, at most once, and only while a copy reads them.
-
-    Verifies: what holds blocks is the end of that very request; an asynchronous save reads them then, and no
-    asynchronous load fills them; a held request is released when its last job is settled, when vLLM gets it back.
-    Does not verify: that vLLM was informed, and how often.
+    Verifies: the end of that very request causes the hold. At that time an asynchronous save reads its blocks, and no
+    asynchronous load fills them. No request arrives under an id whose blocks are still held.
+    Does not verify: that vLLM was informed, and how often (TOLD_AS_DECIDED); when the blocks are freed (RELEASE_ALL).
     """
 
     rule = "DELAY_FREE_CONTRACT"
@@ -146,7 +141,7 @@ class DelayFreeContract(Checker):
     def _blocks_held(self, event: e.BlocksHeld) -> None:
         life = self.moment.life
         if life is None:
-            return  # LEGAL_TRANSITION names it
+            return  # LEGAL_TRANSITION reports it
         held_before = life.held_at if life.held_at != self.moment.sequence else 0
         if held_before:
             detail = "its blocks are held a second time"

@@ -1,4 +1,4 @@
-"""Recorded: what was noticed live."""
+"""Recorded: what the connector itself noticed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from kvledger.lifecycle.marks import on
 
 
 class Recorded(Checker):
-    """RECORDED: what went wrong while it happened, as the connector itself wrote it into the log.
+    """RECORDED: the connector noticed no violation, and no hook failed.
 
-    Every `invariant.violated` and `hook.failed` of the log counts as a broken rule.
+    Each `invariant.violated` and each `hook.failed` counts as a violation of this rule.
 
-    Verifies: nothing by itself; the detail begins with the rule that was guarded live, one of which (HANDLER_RAISED)
-    no other checker can decide from the log alone.
-    Does not verify: whether the live guard was right; that is what deciding again is for.
+    Verifies: nothing itself. The detail begins with the rule that the connector checked, or names the hook. No other
+    checker can decide one of those rules, HANDLER_RAISED, from the log alone.
+    Does not verify: whether the connector was right. `kvledger verify` finds that out when it makes the decisions
+    again.
     """
 
     rule = "RECORDED"

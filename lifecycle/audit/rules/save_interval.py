@@ -12,18 +12,18 @@ from kvledger.lifecycle.reader.records import Life
 from kvledger.lifecycle.states import BlocksRegion
 
 _NUM_STEPS = 8
-"""More steps than are in flight at a time; what a step computed has settled so many steps later."""
+"""Number of steps after which a step's tokens have settled: more than are in flight at a time."""
 
 
 class SaveInterval(Checker):
-    """SAVE_INTERVAL: what has settled is dealt with an interval later.
+    """SAVE_INTERVAL: settled chunks of a decoding request are recorded for saving within an interval.
 
-    Of a request that decodes, settled chunks are named when one of its prompt or a whole interval has settled.
+    They are recorded when one chunk of the prompt, or after the prompt a whole interval, has settled.
 
-    Verifies: this wherever the log says what of a request has settled: in steps, at a preemption and at the end; of
-    requests that have decoded for more than eight steps in a row, and of all but the tokens of the last eight.
-    Does not verify: requests that decode several tokens a step, from before a reset, or quarantined; chunks whose key
-    was never known; a request that still decodes when the log ends.
+    Verifies: this wherever the log has a request's settled tokens: in steps, at a preemption and at the end. The
+    request must have decoded for more than eight steps in a row, and the tokens of the last eight steps do not count.
+    Does not verify: requests that decode several tokens per step, are quarantined, or have KV from before a reset;
+    chunks whose key was never known; a request that still decodes when the log ends.
     """
 
     rule = "SAVE_INTERVAL"
@@ -31,13 +31,13 @@ class SaveInterval(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._loaded: dict[str, int] = {}
-        """Request id -> number of the step before which its load was settled; nothing was said during the load."""
+        """Request id → steps in the log when its load was settled. During a load no settled tokens are recorded."""
         chunk_size = self.configuration.chunk_size
         self._interval_chunks = max(1, -(-self.configuration.save_interval_tokens // chunk_size))
         model.forgotten.at(LIFE, self._loaded)
 
     def begin(self) -> None:
-        """How long ago a load was settled is not known."""
+        """Treat every load as just settled: the real step is not known."""
         self._loaded.update((life.request_id, self.lives.num_steps) for life in self.lives)
 
     @on(e.LoadCompleted, e.LoadFailed)

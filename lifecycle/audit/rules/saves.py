@@ -1,4 +1,4 @@
-"""Saves: what is saved when, and that nothing is left out."""
+"""Saves: what is saved, when, and that nothing is left out."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from kvledger.lifecycle.states import BlocksRegion, RequestState
 class ChunkComplete(Checker):
     """CHUNK_COMPLETE: only settled tokens are saved.
 
-    Every saved chunk, and every saved tail, ends at or before the settled tokens that the log had by then. A tail
-    begins at the end of a chunk and is shorter than a chunk.
-
-    Verifies: this for saves after a step, a preemption and the end; at the end the last sampled token does not
-    count, whatever the status: it was never computed.
-    Does not verify: that the settled count itself was right, nor the order of writes on the device.
+    Verifies: every saved chunk and tail ends at or before the settled tokens that the log has by then, after a step, a
+    preemption or an end. At the end the last sampled token does not count, because it was never computed. A tail begins
+    where a chunk begins, and is shorter than a chunk.
+    Does not verify: that the number of settled tokens is right (SETTLED_EXACT), or the order of writes on the device.
     """
 
     rule = "CHUNK_COMPLETE"
@@ -56,14 +54,14 @@ _AT_THE_BEGINNING = (0, 0)
 
 
 class CursorLeFrontier(Checker):
-    """CURSOR_LE_FRONTIER: the save cursor moves with what has settled, and with nothing else.
+    """CURSOR_LE_FRONTIER: the save cursor moves forward only with settled chunks.
 
-    Where a step says that chunks of a request have settled, it goes on exactly where the last such step ended.
+    When a step records settled chunks of a request, they begin where those of the last such step ended.
 
-    Verifies: the first chunk not dealt with, as each step tells it, against a cursor of the checker's own, which only
-    settled chunks move and which a preemption, a failed load of the present generation, a rollback, a next turn and a
-    reset take back; and that it is at most the settled tokens of that step.
-    Does not verify: that the chunks between were saved (STORE_CONTIGUOUS).
+    Verifies: the first chunk that each step records, against a cursor of the checker's own and the settled tokens of
+    that step. A preemption, a failed load of the present generation, a rollback, a next turn and a reset move the
+    cursor back.
+    Does not verify: that the chunks in between were saved (STORE_CONTIGUOUS).
     """
 
     rule = "CURSOR_LE_FRONTIER"
@@ -71,12 +69,12 @@ class CursorLeFrontier(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._cursors: dict[str, tuple[int, int]] = {}
-        """Request id -> (number of chunks dealt with, sequence of the step that says so)."""
+        """Request id → (chunks before the cursor, sequence number of the step that moved it)."""
         self._chunk_size = model.configuration.chunk_size
         model.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._cursors)
 
     def begin(self) -> None:
-        """How far each request was dealt with is not known until a step tells it."""
+        """Mark each cursor as unknown until a step has it."""
         self._cursors.update((life.request_id, (NEVER, 0)) for life in self.lives)
 
     @on(e.StepScheduled)
@@ -116,19 +114,19 @@ class CursorLeFrontier(Checker):
                     f"and {end_chunk} are settled"
                 )
                 self.broken(detail, sequence, request_id=request_id)
-            # Until a load has arrived, what was computed on top of it may be wrong too.
+            # Until a load has arrived, tokens computed on top of it may be wrong too.
             if not is_any_loading or life.blocks is not BlocksRegion.LOADING:
                 cursors[request_id] = (end_chunk, recorded_at)
 
 
 class _Accounted(msgspec.Struct, gc=False):
-    """Chunks of one request of which the log tells what became of them."""
+    """The chunks of one request that the log accounts for."""
 
     num_chunks: int = 0
-    """All of these, from the first on."""
+    """Number of leading chunks that are all accounted for."""
     beyond: set[int] = msgspec.field(default_factory=set)
     end_chunk: int = 0
-    """Where the settled chunks ended when they were last recorded."""
+    """End of the settled chunks when they were last recorded."""
 
     def add(self, chunk: int) -> None:
         if chunk == self.num_chunks:
@@ -138,7 +136,7 @@ class _Accounted(msgspec.Struct, gc=False):
             self.beyond.add(chunk)
 
     def add_all_before(self, chunk: int) -> None:
-        """Add all chunks before this one, however many they are."""
+        """Add all chunks before this one, without a loop over them."""
         if chunk > self.num_chunks:
             self.num_chunks = chunk
             if self.beyond:
@@ -152,15 +150,15 @@ class _Accounted(msgspec.Struct, gc=False):
 
 
 class StoreContiguous(Checker):
-    """STORE_CONTIGUOUS: what is saved leaves no hole, for nobody ever gets behind one.
+    """STORE_CONTIGUOUS: saves leave no hole, because no hit reaches beyond one.
 
     Before a chunk of a request is saved, each chunk before it was in the pool, being saved, or declined.
 
-    Verifies: this for every save, over a request's life; a chunk counts as there if it was when its tokens
-    were settled, lost or final, or is there when the later one is saved, and as declined where a reset or a quarantine
-    kept it from being saved.
-    Does not verify: that what has settled is saved at all, which is the state handlers' business; what became of a
-    chunk since it was there.
+    Verifies: this for every save, over a request's life. A chunk counts as in the pool if it was there when its tokens
+    were settled, lost or final, or is there when the later chunk is saved. It counts as declined if a reset or a
+    quarantine prevented its save.
+    Does not verify: that settled chunks are saved at all, which the state handlers decide; what happens to a chunk
+    later.
     """
 
     rule = "STORE_CONTIGUOUS"
@@ -169,12 +167,13 @@ class StoreContiguous(Checker):
         super().__init__(model)
         self._accounts: dict[str, _Accounted] = {}
         self._known: list[tuple[_Accounted, str, int, int]] = []
-        """(request, its id, first, end) of chunks that the last observation named, until their fate is known."""
+        """(account, request id, first chunk, end chunk) of the chunks that the last observation named, until they are
+        accounted for."""
         self._chunk_size = model.configuration.chunk_size
         model.forgotten.at(LIFE, self._accounts)
 
     def begin(self) -> None:
-        """What became of the chunks known by now is not recorded: all count as named."""
+        """Account for all chunks with known keys: their history is not recorded."""
         for life in self.lives:
             num_chunks = len(life.keys)
             self._accounts[life.request_id] = _Accounted(num_chunks, end_chunk=num_chunks)
@@ -227,12 +226,12 @@ class StoreContiguous(Checker):
 
     @on(e.ChunksEvicted, e.ChunksTainted)
     def _evicted(self, event: e.ChunksEvicted | e.ChunksTainted) -> None:
-        # Who was passed over because it was there still counts as that.
+        # A chunk that was not saved because it was in the pool stays accounted for.
         self._look(keeps_known=True, gone=frozenset(event.keys))
 
     @on(e.SaveFailed)
     def _save_failed(self, _event: e.SaveFailed) -> None:
-        # The same for who was passed over because another one's save was under way.
+        # So does one that was not saved because another save of it was in flight.
         if self._known and self.copies.current is not None:
             self._look(keeps_known=True, gone=frozenset(self.copies.current.keys))
 
@@ -240,7 +239,7 @@ class StoreContiguous(Checker):
     def _declined(self, event: e.SaveDeclined) -> None:
         account = self._account(event.request_id)
         num_keys = 0 if self.moment.life is None else len(self.moment.life.keys)
-        # Behind the chunks whose keys are known comes at most a tail.
+        # After the chunks with known keys there is at most a tail.
         end_chunk = max(account.end_chunk, min(event.first_chunk + event.num_chunks, num_keys + 1))
         for chunk in range(event.first_chunk, end_chunk):
             account.add(chunk)
@@ -250,7 +249,7 @@ class StoreContiguous(Checker):
         account, chunks = self._accounts.get(event.request_id), event.chunks
         if account is not None and chunks and chunks[0] == account.num_chunks and not account.beyond:
             end_chunk = account.num_chunks + len(chunks)
-            if chunks[-1] == end_chunk - 1:  # one after the other, right behind the last
+            if chunks[-1] == end_chunk - 1:  # consecutive, right after the last
                 account.num_chunks = end_chunk
                 return
         self._check_save(event)
@@ -262,7 +261,7 @@ class StoreContiguous(Checker):
         return account
 
     def _pass_over(self, account: _Accounted, first_chunk: int) -> None:
-        """From before a reset, or quarantined: the log says why nothing of it is saved."""
+        """Account for chunks from before a reset, or of a quarantined request, which are not saved."""
         for chunk in range(max(first_chunk, account.num_chunks), account.end_chunk):
             account.add(chunk)
 
@@ -273,12 +272,12 @@ class StoreContiguous(Checker):
         keeps_known: bool = False,
         gone: frozenset[bytes] = frozenset(),
     ) -> None:
-        """Account for the chunks that are there, and no more are named."""
+        """Account for the named chunks that are in the pool or being saved. Clear the list unless `keeps_known`."""
         known = self._known
         if not keeps_known:
             self._known = []
         for account, request_id, first_chunk, end_chunk in known:
-            if account.num_chunks >= end_chunk:  # all of it was saved
+            if account.num_chunks >= end_chunk:  # all were saved
                 continue
             whose = self.lives.get(request_id)
             keys = () if whose is None else whose.keys
@@ -322,14 +321,14 @@ class StoreContiguous(Checker):
                 what += f"{' and ' if what else ''}{num_unknown} of the chunks {first_unknown} to {last_chunk - 1}"
             detail = f"chunk {last_chunk} is saved, but {what} before it were left out without a word"
             self.broken(detail, event.cause)
-        account.add_all_before(last_chunk)  # counted once
+        account.add_all_before(last_chunk)  # report it once
 
     def _is_there(self, key: bytes) -> bool:
         return key in self.chunks or key in self.chunks.saving
 
 
 class _Taken(msgspec.Struct):
-    """Blocks that were taken, and chunks in them of which the log does not tell yet what becomes of them."""
+    """Blocks that a request lost, and the chunks in them that are not accounted for yet."""
 
     sequence: int
     request_id: str
@@ -337,15 +336,14 @@ class _Taken(msgspec.Struct):
 
 
 class SettledSaved(Checker):
-    """SETTLED_SAVED: what has settled is saved, at the latest when its blocks are taken.
+    """SETTLED_SAVED: settled chunks are saved at the latest when the request loses its blocks.
 
-    When a request is preempted or ends, each of its settled chunks is in the pool, on its way there, or declined.
-
-    Verifies: this for every preemption and every end, by what the log says is settled, the last token left out that
-    was never computed; of requests that are trusted, not from before a reset, and in no load.
-    Does not verify: when before that a chunk is saved, which is the state handlers' business; tails; what a
-    save brought that was under way during a reset (RESET_EPOCH); models with sliding windows, which leave chunks that
-    nobody sees any more.
+    Verifies: when a request is preempted or ends, each of its settled chunks is in the pool, being saved, or declined.
+    The last token, which was never computed, does not count. The request must be trusted, in no load, and have nothing
+    from before a reset.
+    Does not verify: when a chunk is saved before that, which the state handlers decide; tails; what a save brought that
+    was in flight during a reset (RESET_EPOCH); models with sliding windows, which leave out chunks that no token sees
+    any more.
     """
 
     rule = "SETTLED_SAVED"
@@ -353,10 +351,10 @@ class SettledSaved(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._taken: _Taken | None = None
-        """Until the next observation tells that all has been decided."""
+        """Set until the next step, preemption or end; all decisions about it are recorded by then."""
 
     def visits(self) -> Visits:
-        """None where a group has a window."""
+        """Return nothing if a group has a window."""
         return [] if self.layout.has_windows else super().visits()
 
     @on(e.StepScheduled, e.RequestPreempted, e.RequestFinished)

@@ -1,4 +1,4 @@
-"""Slots: out of which ones and into which ones is copied."""
+"""Slots: which slots copies read and write."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from kvledger.lifecycle.reader.records import IssuedTail
 
 
 class LoadableAfterCommit(Checker):
-    """LOADABLE_AFTER_COMMIT: what is loaded was completely saved, lies where it is read, and was not given up since.
+    """LOADABLE_AFTER_COMMIT: a load reads only what was completely saved, is in its slots, and was not removed since.
 
-    Each slot of a load holds the page it is read for: of a committed chunk of the request, or of its saved tail.
+    Each slot of a load holds the page that it is read for: a page of a committed chunk of the request, or of its saved
+    tail. A chunk is committed if the latest of its commit, evict, taint and reset is the commit.
 
-    A chunk is committed where the latest of commit, evict, taint and reset is commit.
-
-    Verifies: this page by page, in the order of the load, against chunks and tails that the audit follows by itself; of
-    a chunk or tail that ends inside a block, that it reaches to the load's end; a tail is read only by a load
-    that ends inside it, after its save completed and before anything dropped it; there is a slot for each block.
-    Blocks are compared with the request's table by LOAD_DST_EXCLUSIVE, pages left out by GROUP_AGREEMENT.
-    Does not verify: the bytes in a slot.
+    Verifies: this for each page of a load, in order, against chunks and tails that the audit follows itself. A chunk or
+    tail that ends inside a block reaches to the load's end. A tail is read only by a load that ends inside it, after
+    its save completed and before an event dropped it. There is a slot for each block.
+    Does not verify: the bytes in a slot; the blocks (LOAD_DST_EXCLUSIVE); pages that are left out (GROUP_AGREEMENT).
     """
 
     rule = "LOADABLE_AFTER_COMMIT"
@@ -38,13 +36,13 @@ class LoadableAfterCommit(Checker):
             self.broken(detail, event.cause)
             return
         if len(event.slots) != len(pages):
-            return  # blocks of other tokens, or too few: LOAD_DST_EXCLUSIVE names it
+            return  # LOAD_DST_EXCLUSIVE reports wrong blocks
         keys = [] if life is None else life.keys
         tail = self.tails.saved(life)
         if tail is not None and not tail.first_token < end_token <= tail.end_token:
             tail = None
         why_no_tail, tail_sequence = self.tails.why_none(life)
-        # What lies before the tail, or all of it, must be whole chunks: each is looked at once.
+        # All before the tail must be whole chunks; look at each once.
         found = False
         for chunk in layout.chunks_of(range(event.first_token, end_token if tail is None else tail.first_token)):
             if chunk >= len(keys):
@@ -74,7 +72,7 @@ class LoadableAfterCommit(Checker):
         return slot == NO_SLOT and self.layout.has_windows
 
     def _slots_of_page(self, page: int, end_token: int, keys: list[bytes], tail: IssuedTail | None) -> list[int]:
-        """Where the page lies with all tokens that the load needs of it."""
+        """Return the slots that hold all tokens of the page that the load needs."""
         layout, of_page = self.layout, self.layout.tokens_of_page(page)
         end_token = min(end_token, of_page.stop)
         found = []
@@ -82,7 +80,7 @@ class LoadableAfterCommit(Checker):
             place = page - layout.pages_of(range(tail.first_token, tail.end_token)).start
             if 0 <= place < len(tail.slots) and end_token <= tail.end_token:
                 found.append(tail.slots[place])
-        # The chunk that holds the last token that is needed of the page, and those behind it in the same block.
+        # The chunk with the last needed token of the page, and those after it in the same block.
         chunks = layout.chunks_of(range(end_token - 1, of_page.stop))
         for chunk in range(chunks.start, min(chunks.stop, len(keys))):
             slots = self.chunks.slots_of(keys[chunk])
@@ -93,12 +91,10 @@ class LoadableAfterCommit(Checker):
 
 
 class SlotExclusive(Checker):
-    """SLOT_EXCLUSIVE: what a save writes into is nobody else's.
+    """SLOT_EXCLUSIVE: a save writes only into free slots.
 
-    A save is given slots of the pool, each once, that hold nothing and that no other copy reads or writes.
-
-    Verifies: this for the slots of every save, of chunks and of tails: against committed chunks, saved tails, copies in
-    flight, and saves that were given up while a rank may still be writing.
+    Verifies: the slots of every save, of chunks and of tails, are slots of the pool, each once, and belong to no
+    committed chunk, no saved tail, no copy in flight, and no save that was given up while a rank may still write.
     Does not verify: that the workers write into these slots and no others.
     """
 
@@ -113,7 +109,7 @@ class SlotExclusive(Checker):
             self.broken(f"save {event.job_id} writes into slot {slot}, {holder}", sequence, event.cause)
 
     def _holder_of(self, slot: int, event: e.SaveIssued | e.TailSaveIssued, key: bytes | None) -> tuple[str, int]:
-        """Who needs it, in words, and the event that shows it (0: none)."""
+        """Return what needs the slot, in words, and the event that shows it (0: none)."""
         model = self.model
         if not 0 <= slot < model.slots.num_slots:
             return f"but the pool has {model.slots.num_slots}", 0

@@ -1,4 +1,4 @@
-"""Tables: in which blocks the tokens lie that are copied."""
+"""Tables: in which blocks the copied tokens are."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from kvledger.lifecycle.states import RequestState
 
 
 class TableEq(Checker):
-    """TABLE_EQ: the block table that the log folds to is the scheduler's own.
+    """TABLE_EQ: the block table computed from the log is the scheduler's own.
 
-    A request's table has a place for every token that is scheduled, and no block twice.
-
-    Verifies: at each step that tells a request's counts, that the folded table reaches to its last scheduled token;
-    in allocations and in the first step behind them, that no block stands twice; and that the connector never had to
-    write down the scheduler's own table (`blocks.observed`), which it does only where the folded one differs.
-    Does not verify: which block stands where, where the connector did not compare; tables of quarantined requests.
+    Verifies: at each step that records a request's counts, its computed table reaches to its last scheduled token. No
+    block occurs twice in an allocation or in the first step after it. The connector never recorded the scheduler's own
+    table (`blocks.observed`), which it does only if the two differ.
+    Does not verify: the position of each block, if the connector did not compare; tables of quarantined requests.
     """
 
     rule = "TABLE_EQ"
@@ -31,7 +29,7 @@ class TableEq(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._allocated: dict[int, int] = {}
-        """Ordinal -> sequence of an allocation since the last step."""
+        """Ordinal → sequence number of an allocation since the last step."""
 
     @on(e.BlockTableObserved)
     def _observed(self, event: e.BlockTableObserved) -> None:
@@ -69,7 +67,7 @@ def _tokens(event: e.LoadIssued | e.TailSaveIssued) -> range:
 
 
 def _twice(block_ids: Sequence[int]) -> list[int]:
-    """Blocks that stand more than once, but for the one that stands for nothing."""
+    """Return the blocks that occur more than once, except the null block."""
     if len(set(block_ids)) == len(block_ids):
         return []
     seen: set[int] = set()
@@ -77,16 +75,18 @@ def _twice(block_ids: Sequence[int]) -> list[int]:
 
 
 class SrcBlockOwned(Checker):
-    """SRC_BLOCK_OWNED: a save copies the request's own blocks, at the places where its chunks or its tail lie.
+    """SRC_BLOCK_OWNED: a save copies the request's own blocks, those of its chunks or its tail.
 
-    The source blocks of a save are exactly those of its chunks, or of its tail, in the request's table.
+    Verifies: of every save:
 
-    Verifies: the blocks, their order and number against the table that the log folds to, the chunks each once and in
-    order; a tail is copied from the blocks of its tokens in the lost table. Blocks that are free are copied before the
-    step's forward, and no others; only where the configuration says so asynchronously, and never what a preemption
-    took; all this for models that free nothing by a window.
-    Does not verify: that the folded table is the scheduler's (TABLE_EQ), that the blocks stay untouched until the copy
-    is done (SRC_BLOCK_STABLE), nor saves that a finished request should not get at all (FINISH_IS_LAST).
+    - Its source blocks are those of its chunks in the table computed from the log, in order. Each chunk occurs once.
+    - A tail is copied from the blocks of its tokens in the table that the request lost.
+    - Free blocks are copied before the step's forward, and no others are. With sliding windows this is not checked.
+    - It is asynchronous only if the configuration allows it, and never after a preemption. With sliding windows this is
+      not checked.
+
+    Does not verify: that the computed table is the scheduler's (TABLE_EQ); that the blocks do not change until the copy
+    is done (SRC_BLOCK_STABLE); saves that a finished request must not get (FINISH_IS_LAST).
     """
 
     rule = "SRC_BLOCK_OWNED"
@@ -98,7 +98,7 @@ class SrcBlockOwned(Checker):
         has_ended = self.moment.state_before is RequestState.FINISHED
         was_preempted = self.moment.state_before is RequestState.PREEMPTED
         if life is None or (has_ended and not lost):
-            return  # of nobody, or a save that its end did not cause: LEGAL_TRANSITION and FINISH_IS_LAST name it
+            return  # LEGAL_TRANSITION and FINISH_IS_LAST report these
         if len(event.chunks) > 1 and any(chunk >= following for chunk, following in pairwise(event.chunks)):
             detail = f"save {event.job_id} is of chunks {list(event.chunks)}, which do not follow one another"
             self.broken(detail, event.cause)
@@ -118,12 +118,12 @@ class SrcBlockOwned(Checker):
     def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
         lost = self.tables.lost_by(self.moment.life)
         tokens = _tokens(event)
-        if tokens and (lost or self.moment.state_before is not RequestState.FINISHED):  # none: CHUNK_COMPLETE names it
+        if tokens and (lost or self.moment.state_before is not RequestState.FINISHED):  # else CHUNK_COMPLETE reports it
             self._check(event, lost, self.layout.pages_of(tokens))
 
     def _check(self, event: e.SaveIssued | e.TailSaveIssued, table: Sequence[int], pages: Sequence[int]) -> None:
-        """Look the tokens up in the table."""
-        pages = pages[: max(len(table), len(event.block_ids)) + 1]  # a log may name chunks far behind its tables
+        """Compare the source blocks with the table."""
+        pages = pages[: max(len(table), len(event.block_ids)) + 1]  # a log may name chunks far beyond its tables
         expected = tuple([table[page] if 0 <= page < len(table) else None for page in pages])
         if NO_SLOT in event.slots and len(event.slots) == len(expected):
             expected = tuple(
@@ -145,16 +145,19 @@ class SrcBlockOwned(Checker):
 
 
 class GroupAgreement(Checker):
-    """GROUP_AGREEMENT: behind a load every group has what the next token sees, and no save reads behind a window.
+    """GROUP_AGREEMENT: a load brings every group what the next token sees; a save reads nothing that a window has left.
 
-    A load ends at one token for all groups and brings each group what that token's successor sees, no more.
+    A load ends at one token for all groups. With full attention alone there is nothing to verify.
 
-    Verifies: that an answer of some tokens ends at the last one of the usable hit after which all is stored that the
-    windows of the next token see, and that an answer of none has no such token, or another request's load is in flight;
-    for every page of a load that it is copied if and only if its group sees it at the load's end; for every
-    page of a save that its group still saw it when the tokens settled that the log had by then, or left it just
-    then and the copy precedes the forward. With full attention alone there is nothing to verify.
-    Does not verify: that the windows in the log's header are the model's, nor which blocks vLLM had freed.
+    Verifies: with sliding windows:
+
+    - An answer ends at the last token of the usable hit after which all is stored that the next token's windows see. An
+      answer of 0 means that there is no such token, or that another request's load is in flight.
+    - A load copies a page if and only if its group sees the page at the load's end.
+    - A save reads a page only if its group still saw it at the settled tokens that the log had by then, or left it just
+      then and the copy precedes the forward.
+
+    Does not verify: that the windows in the log's header are the model's; which blocks vLLM had freed.
     """
 
     rule = "GROUP_AGREEMENT"
@@ -162,18 +165,18 @@ class GroupAgreement(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._leaving: dict[str, tuple[int, int]] = {}
-        """Request id -> (settled tokens, sequence) as recorded since the last step."""
+        """Request id → (settled tokens, sequence number) of each `window.left` since the last step."""
         self._left: dict[str, tuple[int, int]] = {}
-        """The same, recorded right before the last step."""
+        """Likewise, of those right before the last step."""
         self._first_known_step = 0
-        """Number of the step from which on it is known what was recorded before."""
+        """Number of the first step for which each `window.left` before it is known."""
 
     def visits(self) -> Visits:
-        """None where no group has a window."""
+        """Return nothing if no group has a window."""
         return super().visits() if self.layout.has_windows else []
 
     def begin(self) -> None:
-        """Which windows were being left is not known until two steps have been scheduled."""
+        """Skip saves before the forward until two steps were scheduled: the windows left before are not known."""
         self._first_known_step = self.lives.num_steps + 2
 
     @on(e.WindowLeft)
@@ -196,7 +199,7 @@ class GroupAgreement(Checker):
         self._check_save(event, self.layout.pages_of(_tokens(event)))
 
     def _intact_since(self, event: e.SaveIssued | e.TailSaveIssued) -> tuple[int, int] | None:
-        """What was recorded about pages that were being left; they must be copied before the forward."""
+        """Return the record about pages that a window is leaving, which must be copied before the forward."""
         if isinstance(event, e.TailSaveIssued) or not event.before_forward:
             return None
         known = self._left if event.cause == self.lives.last_steps[0] else self._leaving
@@ -204,24 +207,24 @@ class GroupAgreement(Checker):
 
     def _settled(self) -> tuple[int, int]:
         settled = (0, 0) if self.moment.life is None else self.moment.life.settled
-        return settled if settled[1] else (0, 0)  # where only a bound is known, nothing is
+        return settled if settled[1] else (0, 0)  # a mere bound is no number
 
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered) -> None:
         life, model, num_computed_tokens = self.moment.life, self.model, event.num_computed_tokens
         if life is None or event.num_hit_tokens > self._num_there(life):
-            return  # a hit of more than is there: LOADABLE_AFTER_COMMIT and RESET_EPOCH look at that
+            return  # LOADABLE_AFTER_COMMIT and RESET_EPOCH report a hit of more than is stored
         gets_nothing = life.quarantined or life.computes_first or event.miss_reason == e.MissReason.SLOWER
         usable = 0 if gets_nothing else event.num_hit_tokens
         usable = min(usable, event.num_tokens - 1)
         end_token = max(model.longest_seen(life, usable), num_computed_tokens)
         if num_computed_tokens % self.layout.block_size:
-            end_token = num_computed_tokens  # loads begin with a block
+            end_token = num_computed_tokens  # loads begin at a block
         answered = num_computed_tokens + event.num_external_tokens
         if answered == end_token or answered > usable:
-            return  # LOOKUP_PURE looks at an answer of more than is usable
+            return  # LOOKUP_PURE reports an answer of more than is usable
         if answered == num_computed_tokens and any(job.ordinal != life.ordinal for job in self._loads()):
-            return  # one load after another
+            return  # it waits for that load
         what = f"answered tokens to {answered} of a usable hit of {usable}"
         self.broken(f"{what}, but what windows see is stored for a load to token {end_token}", event.cause)
 
@@ -229,7 +232,7 @@ class GroupAgreement(Checker):
         return (job for job_id in self.copies.loads if (job := self.copies.get(job_id)) is not None)
 
     def _num_there(self, life: Life) -> int:
-        """Tokens of the life's committed chunks without a gap, and of its saved tail after them."""
+        """Return the tokens of the life's committed chunks up to the first gap, and of its saved tail after them."""
         num_tokens, tail = self.chunks.num_committed(life) * self.layout.chunk_size, self.tails.saved(life)
         return tail.end_token if tail is not None and tail.first_token == num_tokens else num_tokens
 

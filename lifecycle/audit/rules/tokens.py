@@ -11,12 +11,10 @@ from kvledger.lifecycle.reader.records import NEVER, Answer, Life
 
 
 class LastToken(Checker):
-    """LAST_TOKEN: a load always leaves the last token to compute, for the engine needs its logits.
+    """LAST_TOKEN: a load leaves at least the last token to compute, because the engine needs its logits.
 
-    Loaded and locally cached tokens together are at most `num_tokens - 1`.
-
-    Verifies: this for every answer that takes a hit of all known tokens as it is, for every load against the tokens
-    known then, and for the first step after an allocation: at least one token is left to compute.
+    Verifies: at least one token is left to compute: by every answer to a hit of all known tokens, by every load, and at
+    the first step after an allocation.
     Does not verify: that the engine computed it.
     """
 
@@ -25,7 +23,7 @@ class LastToken(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._admitted: dict[str, int] = {}
-        """Request id -> sequence of an allocation that no step has used yet."""
+        """Request id → sequence number of an allocation that no step has used yet."""
         model.forgotten.at((*LIFE, e.RequestPreempted), self._admitted)
 
     @on(e.LookupAnswered)
@@ -57,15 +55,14 @@ class LastToken(Checker):
 
 
 class AllocMatchesLookup(Checker):
-    """ALLOC_MATCHES_LOOKUP: the scheduler claims no more than it was answered, in the same life of the request.
+    """ALLOC_MATCHES_LOOKUP: the scheduler claims at most what it was answered, in the same life of the request.
 
-    At `blocks.allocated`, 0 <= external tokens <= the last answer, and the answer belongs to this generation.
-
-    Verifies: an allocation that claims external tokens follows an answer that no other allocation claimed, that
-    no preemption or reset overtook and that was given in the same generation; the tokens are at most those
-    answered; a load reads exactly the tokens that were claimed, from where the answer began, asynchronously if and
-    only if it was answered so: vLLM schedules a request at once or waits for the report, whatever the load does.
-    Does not verify: whether the answer was right (LOOKUP_PURE), or still can be delivered (LOADABLE_AFTER_COMMIT).
+    Verifies: an allocation that claims external tokens follows an answer for the same generation, of at least so many
+    tokens, that no other allocation has claimed and no preemption or reset has cancelled. A load reads exactly the
+    claimed tokens, from where the answer began. It is asynchronous if and only if the answer was, because vLLM decides
+    by the answer whether it schedules the request at once or waits for a report.
+    Does not verify: whether the answer was right (LOOKUP_PURE), or whether the tokens can still be loaded
+    (LOADABLE_AFTER_COMMIT).
     """
 
     rule = "ALLOC_MATCHES_LOOKUP"
@@ -96,7 +93,7 @@ class AllocMatchesLookup(Checker):
     def _check_load(self, event: e.LoadIssued) -> None:
         allocation = self.answers.allocation(event.request_id)
         if allocation is None or allocation.num_external_tokens == 0:
-            return  # a load that nothing claimed is EXTERNAL_ZERO_NO_LOAD's
+            return  # EXTERNAL_ZERO_NO_LOAD reports a load without a claim
         answer = allocation.answer
         first_token = 0 if answer is None else answer.event.num_computed_tokens
         if (event.first_token, event.num_tokens) != (first_token, allocation.num_external_tokens):
@@ -112,14 +109,14 @@ class AllocMatchesLookup(Checker):
 
 
 class ExternalZeroNoLoad(Checker):
-    """EXTERNAL_ZERO_NO_LOAD: an allocation that claims nothing loads nothing.
+    """EXTERNAL_ZERO_NO_LOAD: an allocation that claims no external tokens causes no load.
 
-    `num_external_tokens == 0` means no load, and releases the pending answer.
+    It also releases the pending answer.
 
-    Verifies: every load follows an allocation of its request, in the same holding of blocks, that claimed external
-    tokens; each allocation causes at most one load.
-    Does not verify: that tokens claimed are loaded (a load that is missing shows as a divergence); that an answer is
-    used once (ALLOC_MATCHES_LOOKUP).
+    Verifies: every load follows an allocation of its request that claimed external tokens, and no preemption, next turn
+    or end came in between. Each allocation causes at most one load.
+    Does not verify: that claimed tokens are loaded (a missing load shows as a divergence); that an answer is used once
+    (ALLOC_MATCHES_LOOKUP).
     """
 
     rule = "EXTERNAL_ZERO_NO_LOAD"
@@ -127,7 +124,7 @@ class ExternalZeroNoLoad(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._used: dict[str, int] = {}
-        """Request id -> sequence of the last allocation that a load has used."""
+        """Request id → sequence number of the last allocation that a load has used."""
         model.forgotten.at((*LIFE, e.RequestPreempted), self._used)
 
     @on(e.LoadIssued)
@@ -143,17 +140,19 @@ class ExternalZeroNoLoad(Checker):
 
 
 class TokenConservation(Checker):
-    """TOKEN_CONSERVATION: at admission every token is either local, loaded, or still to compute.
+    """TOKEN_CONSERVATION: at admission every token is local, loaded, or still to compute.
 
-    local + external + to compute == known tokens, and none of them is negative.
+    Verifies: of the counts in a log:
 
-    Verifies: the first step after an allocation that claimed external tokens starts exactly behind local and
-    external tokens, or computes the last one again where these are all (`v1/core/sched/scheduler.py`,
-    _update_waiting_for_remote_kv, 0.32), unless a failed load, also of another request into blocks that it shares, or a
-    rollback came between; counts of steps and lookups are not negative; progress that is recorded is the count that the
-    steps fold to, of the tokens that they name, and says rightly whether tokens remain.
-    Does not verify: later steps, where drafts are rejected and counts shrink without an event, and admissions
-    that claimed nothing, whose local part the connector gets rounded to blocks.
+    - The first step after an allocation that claimed external tokens starts right after the local and external tokens,
+      or computes the last one again if these are all (`v1/core/sched/scheduler.py`, _update_waiting_for_remote_kv,
+      0.32). Exceptions are a failed load, also of another request into shared blocks, and a rollback in between.
+    - No count of a step or lookup is negative.
+    - Recorded progress has the computed and the known tokens that the steps add up to. It is `prefill.completed` if and
+      only if no token remains.
+
+    Does not verify: later steps, in which rejected drafts reduce the count without an event; admissions that claimed
+    nothing, because the connector gets their local part rounded to blocks.
     """
 
     rule = "TOKEN_CONSERVATION"
@@ -161,7 +160,7 @@ class TokenConservation(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._admissions: dict[str, tuple[int, int, int]] = {}
-        """Request id -> (sequence of the allocation, local tokens, external tokens), until a step starts from it."""
+        """Request id → (sequence number of the allocation, local tokens, external tokens), until its first step."""
         model.forgotten.at((*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished), self._admissions)
 
     @on(e.LookupAnswered)
@@ -173,7 +172,7 @@ class TokenConservation(Checker):
     def _allocated(self, event: e.BlocksAllocated) -> None:
         allocation = self.answers.allocation(event.request_id)
         answer = None if allocation is None else allocation.answer
-        # Taking up more than was answered is ALLOC_MATCHES_LOOKUP's; nothing can be added up then.
+        # ALLOC_MATCHES_LOOKUP reports a claim of more than was answered. Its sum means nothing.
         if answer is not None and 0 < event.num_external_tokens <= answer.event.num_external_tokens:
             admission = (self.moment.sequence, answer.event.num_computed_tokens, event.num_external_tokens)
             self._admissions[event.request_id] = admission
@@ -201,7 +200,7 @@ class TokenConservation(Checker):
 
     @on(e.LoadErrorsObserved)
     def _load_errors_observed(self, event: e.LoadErrorsObserved) -> None:
-        """VLLM takes back what a request counts on that waits for its own load, too (scheduler.py, 0.32)."""
+        """Forget the requests that vLLM rolls back, also those that wait for their own load (scheduler.py, 0.32)."""
         unfilled = frozenset(event.block_ids)
         for request_id in tuple(self._admissions):
             if not unfilled.isdisjoint(self.tables.held_by(self.lives.get(request_id))):
@@ -229,12 +228,11 @@ class TokenConservation(Checker):
 
 
 class ResumeCoversOutput(Checker):
-    """RESUME_COVERS_OUTPUT: a preempted request is looked up with all its tokens, its outputs included.
+    """RESUME_COVERS_OUTPUT: a preempted request is looked up with all of its tokens, outputs included.
 
-    A lookup after a preemption counts at least the tokens that the request was known to have then.
-
-    Verifies: the tokens of every such lookup against the engine's count at the preemption and those of steps before.
-    Does not verify: that the engine's count is right where no step has recorded as many.
+    Verifies: the tokens of every such lookup, against the engine's count at the preemption and the counts of earlier
+    steps.
+    Does not verify: the engine's count, if no step has recorded as many tokens.
     """
 
     rule = "RESUME_COVERS_OUTPUT"
@@ -242,7 +240,7 @@ class ResumeCoversOutput(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._known: dict[str, tuple[int, int]] = {}
-        """Request id -> (tokens known at its last preemption, sequence)."""
+        """Request id → (tokens known at its last preemption, sequence number)."""
         model.forgotten.at((*LIFE, e.SessionContinued), self._known)
 
     @on(e.LookupRequested)
@@ -260,14 +258,15 @@ class ResumeCoversOutput(Checker):
 
 
 class StepSum(Checker):
-    """STEP_SUM: what a step schedules is what its requests are given, added up.
+    """STEP_SUM: the tokens of a step are the sum of what its requests get.
 
-    The tokens of a step are those of the requests that it tells of, and one for each that decodes as before.
+    That is the tokens of the requests that the step lists, and one for each request that keeps decoding one token per
+    step.
 
-    Verifies: this for every step, so that a request which a step leaves out or counts twice shows at once; and that no
-    step is missing between two, by their numbers.
-    Does not verify: which request it was; two mistakes in one step that cancel out; after a hook has failed, whose
-    request may never have been observed, that nobody is missing.
+    Verifies: this for every step, so a request that a step leaves out or counts twice shows at once. The step numbers
+    have no gap.
+    Does not verify: which request it was; two errors in one step that cancel out; after a hook has failed, that no
+    request is missing, because that hook's request may never have been observed.
     """
 
     rule = "STEP_SUM"
@@ -277,7 +276,7 @@ class StepSum(Checker):
         self._may_be_hidden = False
 
     def begin(self) -> None:
-        """What the log before the first event has."""
+        """Read whether a hook failed before the first event."""
         self._may_be_hidden = self.lives.has_hook_failed
 
     @on(e.HookFailed)
@@ -295,16 +294,17 @@ class StepSum(Checker):
 
 
 class SettledExact(Checker):
-    """SETTLED_EXACT: what the log counts as computed or settled is what its steps add up to.
+    """SETTLED_EXACT: the computed and settled tokens in the log are what its steps add up to.
 
-    A token that is counted too many may be saved before it is written; one too few may cost a chunk.
+    A token counted too many may be saved before it is written. One too few may cost a chunk.
 
-    Verifies: the settled tokens of every preemption, every end, every step and every window that is left, against the
-    tokens that steps have scheduled, less those in flight as the engine counts them, where the log has that number;
-    without speculative decoding also that no row of a step begins behind the end of the last one; that a next turn and
-    a rollback keep no more than there was.
-    Does not verify: how many tokens are in flight, and how many drafts were rejected: only the engine knows; the first
-    row after an allocation (TOKEN_CONSERVATION); an end after a hook has failed, whose blocks are given up.
+    Verifies: the settled tokens of every preemption, end, step and window that is left, against the tokens that steps
+    have scheduled. Tokens in flight are subtracted as the engine counts them, if the log has that number; at a
+    preemption or an end only with speculative decoding. Without it, no row of a step begins after the end of the
+    previous one. A next turn or a rollback keeps at most the tokens that were computed.
+    Does not verify: how many tokens are in flight and how many drafts were rejected, which only the engine knows; the
+    first row after an allocation (TOKEN_CONSERVATION); an end without settled tokens after a hook failed for the
+    request, whose blocks are then given up.
     """
 
     rule = "SETTLED_EXACT"
@@ -312,11 +312,11 @@ class SettledExact(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._may_be_given_up: dict[str, bool] = {}
-        """Request id -> True, once a hook failed for it."""
+        """Request id → True, once a hook has failed for it."""
         model.forgotten.at(LIFE, self._may_be_given_up)
 
     def begin(self) -> None:
-        """What the log before the first event has."""
+        """Read whether a hook failed before the first event."""
         if self.lives.has_hook_failed:
             self._may_be_given_up.update((life.request_id, True) for life in self.lives)
 
@@ -335,7 +335,7 @@ class SettledExact(Checker):
         if e.NOT_RECORDED in {event.num_in_flight_tokens, event.num_computed_tokens} or self.moment.life is None:
             return
         if event.num_settled_tokens or event.request_id not in self._may_be_given_up:
-            # vLLM counts what another connector begins to load; no step has computed upon it.
+            # vLLM also counts what another connector begins to load, on which no step has computed.
             self._check(event, min(self.moment.num_computed_tokens, event.num_computed_tokens))
 
     def _check(self, event: e.RequestPreempted | e.RequestFinished, num_computed_tokens: int) -> None:
@@ -343,7 +343,7 @@ class SettledExact(Checker):
         if self.configuration.settles_in_flight:
             expected, less = min(num_computed_tokens, event.num_tokens), ""
         else:
-            # Of drafts none counts for certain but those that are known; the last known token is computed next.
+            # Drafts beyond the known tokens may be rejected, and the last known token is computed next.
             expected = max(0, min(num_computed_tokens, event.num_tokens - 1) - num_in_flight_tokens)
             less = f", {num_in_flight_tokens} of them in flight"
         if event.num_settled_tokens != expected:

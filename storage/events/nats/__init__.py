@@ -1,9 +1,9 @@
-"""Logs beyond one machine: shipped into a NATS JetStream stream, and read from there as files.
+"""Ship logs to a NATS JetStream stream, and mirror them from there as files. Nothing here runs in a serving process.
 
-Needs the NATS client, which the extra `nats` brings. Nothing of this runs in a serving process.
+Needs the NATS client, which the extra `nats` brings.
 
 - `Shipper` ships the logs of a directory; `ship` (in `kvledger.adapters.tools.cli`) is its command.
-- `mirror` makes files of a stream's logs, `logs_in_stream` lists them.
+- `mirror` writes a stream's logs as files, `logs_in_stream` lists them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where a stream is and who asks for it: ``nats://host:4222/STREAM/LOG_ID``, and credentials.
+"""The address of a stream, ``nats://host:4222/STREAM/LOG_ID``, and the credentials for it.
 
-Credentials come from the environment variables that the `nats` command reads, too. They are never shown: not in
-messages, not in `repr`.
+Credentials come from the environment variables of the `nats` command. Passwords and tokens never appear in messages or
+in `repr`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _VARIABLES: Final = {
 
 @attrs.frozen
 class StreamAddress:
-    """Servers of one cluster (``host:port``), a stream, and a log in it: the beginning of its id; None: all logs."""
+    """Servers of one cluster (``host:port``), a stream, and the beginning of a log's id (None: all logs)."""
 
     hosts: tuple[str, ...]
     needs_tls: bool = False
@@ -56,7 +56,7 @@ class StreamAddress:
 
     @classmethod
     def parse(cls, url: str) -> StreamAddress:
-        """Read a URL; ``tls://`` insists on TLS. Raises `StreamRefused` if it is none."""
+        """Read a URL; ``tls://`` requires TLS. Raises `StreamRefused`."""
         found = _URL.fullmatch(url)
         if found is None:
             shown = without_credentials(url, is_address=True)
@@ -81,7 +81,7 @@ class StreamAddress:
 
 @attrs.frozen
 class Access:
-    """A credentials file, an nkey seed file, user and password, or a token; and what TLS needs."""
+    """A credentials file, an nkey seed file, user and password, or a token; and the files for TLS."""
 
     creds_file: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))
     nkey_file: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))
@@ -94,6 +94,6 @@ class Access:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Access:
-        """Read the variables NATS_CREDS, NATS_NKEY, NATS_USER and the others that the `nats` command reads."""
+        """Read the environment variables of the `nats` command, such as NATS_CREDS, NATS_NKEY and NATS_USER."""
         found: dict[str, Any] = {field: environment.get(name) or None for field, name in _VARIABLES.items()}
         return cls(**found)

@@ -1,7 +1,7 @@
-"""A connection to the servers for the length of a block. When it ends, so does the block; its user makes another one.
+"""A connection to the servers for the length of a `with` block. If it ends, so does the block, and its user reconnects.
 
-Whatever NATS answers that the block does not handle leaves it as `StreamUnavailable` (try again) or `StreamRefused` (do
-not). The client library's own reconnecting is off: it would send again what was under way, uncounted.
+NATS errors that the block does not handle leave it as `StreamUnavailable` (try again) or `StreamRefused` (do not). The
+client library's own reconnecting is off: it would resend pending messages uncounted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PING_INTERVAL_S: Final = 10
 _MAX_GREETINGS: Final = 3
 _NOT_ENABLED: Final = (10039, 10076)
 _NO_PEERS: Final = 10005
-"""A cluster has fewer servers than replicas; one that starts has them soon."""
+"""A cluster has fewer servers than replicas; a starting one soon has enough."""
 _CUT_OFF: Final = (BrokenPipeError, ConnectionResetError, UnexpectedEOF)
 
 
@@ -51,33 +51,33 @@ class Connection:
     client: Client = attrs.field(repr=False)
     answer_within_s: float
     on_publish_denied: Callable[[str], None] = lambda _text: None
-    """Called when the server denies publishing to a log's subject: that concerns one log, and no other."""
+    """Called when publishing to a log's subject is denied, which affects only that log."""
     reason: StreamError | None = attrs.field(default=None, init=False)
-    """Why the connection is no more."""
+    """Why the connection ended; None: it is alive."""
     block: asyncio.Timeout | None = attrs.field(default=None, init=False)
 
     @property
     def jetstream(self) -> JetStreamContext:
-        """JetStream as the client library offers it."""
+        """The client library's JetStream context."""
         return self.client.jetstream(timeout=self.answer_within_s)
 
     def unavailable(self, text: str) -> StreamUnavailable:
-        """Return the error that says so."""
+        """Return the error with this text."""
         return StreamUnavailable(f"{self.address}: {text}")
 
     def refused(self, text: str) -> StreamRefused:
-        """Return the error that says so."""
+        """Return the error with this text."""
         return StreamRefused(f"{self.address}: {text}")
 
     def end(self, reason: StreamError) -> None:
-        """End the block, now."""
+        """End the block now."""
         self.reason = self.reason or reason
         if self.block is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended
+            with contextlib.suppress(RuntimeError):  # the block has ended
                 self.block.reschedule(asyncio.get_running_loop().time())
 
     def error(self, error: Exception) -> StreamError:
-        """Return what a block raises where the client library raised `error`."""
+        """Return what to raise for an `error` of the client library."""
         if self.reason is not None:
             return self.reason
         if isinstance(error, TimeoutError):
@@ -98,14 +98,13 @@ class Connection:
 async def connect(
     address: StreamAddress, access: Access, name: str, answer_within_s: float = ANSWER_WITHIN_S
 ) -> AsyncIterator[Connection]:
-    """Connect for the length of a block; `name` is what the server lists the connection as.
+    """Connect for the length of a block; the server lists the connection as `name`.
 
-    A server that does not answer within `answer_within_s` is taken for gone.
+    A server that does not answer within `answer_within_s` counts as gone.
 
     Raises:
-        StreamRefused: credentials, certificates or permissions do not fit, or what the block asked for was refused.
+        StreamRefused: credentials, certificates or permissions are wrong, or the server refused a request.
         StreamUnavailable: no server can be reached, the connection ended, or there was no answer.
-
     """
     connection = await _connected(address, access, name, answer_within_s)
     try:
@@ -120,9 +119,9 @@ async def connect(
 
 
 async def _connected(address: StreamAddress, access: Access, name: str, answer_within_s: float) -> Connection:
-    """Connect. A server that refuses says why and hangs up.
+    """Connect. A server that refuses sends the reason and hangs up.
 
-    The end of the connection may overtake the reason, so one that hangs up in the greeting is asked again.
+    The hang-up may arrive first, so a server that hangs up in the greeting is asked again.
     """
     _check_key_files(access)
     tls = _tls_context(address, access)
@@ -162,7 +161,7 @@ async def _greet(
         connection.end(connection.unavailable(cause))
 
     def secret(value: str | None) -> str:
-        """What the client library asks for when it is about to send it."""
+        """Return `value`; called right before it is sent."""
         _insist_on_tls(connection, needed=tls is not None)
         return value or ""
 
@@ -188,13 +187,13 @@ async def _greet(
 
 
 async def _close(client: Client) -> None:
-    # Whatever goes wrong while leaving changes nothing any more; a server that does not read must not hold us.
+    # Errors while leaving do not matter, and a server that does not read must not delay us.
     with contextlib.suppress(NatsError, OSError):
         await asyncio.wait_for(client.close(), _CLOSE_TIMEOUT_S)
 
 
 def _check_key_files(access: Access) -> None:
-    """Look into files with keys first: nats-py 2.16 never returns from a credentials file that is something else."""
+    """Check key files first: nats-py 2.16 never returns from a credentials file that is something else."""
     for file, markers, what in (
         (access.creds_file, (b"BEGIN NATS USER JWT", b"BEGIN USER NKEY SEED"), "credentials"),
         (access.nkey_file, (b"SU",), "nkey seed of a user"),
@@ -218,16 +217,16 @@ def _tls_context(address: StreamAddress, access: Access) -> ssl.SSLContext | Non
         context = ssl.create_default_context(cafile=access.tls_ca)
         if access.tls_cert is not None:
             context.load_cert_chain(access.tls_cert, access.tls_key)
-    except OSError as error:  # ssl.SSLError is one, too
+    except OSError as error:  # ssl.SSLError is an OSError
         names = ", ".join(map(str, files))
         raise StreamRefused(f"the certificates cannot be used: {error} ({names}); give files in PEM form") from error
     return context
 
 
 def _insist_on_tls(connection: Connection, *, needed: bool) -> None:
-    """Refuse to go on in the clear. The library would: it encrypts when the server asks for it.
+    """Refuse to go on without TLS. The client library uses TLS only if the server asks for it.
 
-    Called before a password or token leaves this process, so a server that pretends to have no TLS does not get it.
+    Called before a secret is sent, so a server that pretends to have no TLS does not get one.
     """
     writer = getattr(connection.client._transport, "_io_writer", None)  # noqa: SLF001 - no public way to ask
     if needed and (writer is None or writer.get_extra_info("ssl_object") is None):
@@ -245,7 +244,7 @@ def _failure(address: StreamAddress, access: Access, errors: list[Exception]) ->
     reasons = dict.fromkeys(_text(error) for error in errors)
     is_anonymous = access.tls_cert is None and (access.tls_ca is not None or address.needs_tls)
     if is_anonymous and any(isinstance(error, _CUT_OFF) for error in errors):
-        # The end of the connection may overtake the server's alert, which says the same.
+        # The hang-up may arrive before the server's TLS alert, which would name this cause.
         reasons["the server may ask for a client's certificate (NATS_CERT, NATS_KEY)"] = None
     return StreamUnavailable(f"{address}: cannot connect: {'; '.join(reasons)}")
 

@@ -1,4 +1,4 @@
-"""What shipping to and reading from a stream can run into. The distinction that matters: does trying again help?"""
+"""Errors of shipping to a stream and reading from it. Their types show whether trying again helps."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ __all__ = ["LogForked", "NothingToRead", "StreamError", "StreamRefused", "Stream
 
 
 class StreamError(LogError):
-    """Base of everything that a stream can be the reason of."""
+    """Base class of errors that a stream causes."""
 
 
 class StreamUnavailable(StreamError):
-    """No server, no answer, no capacity in the stream: nothing is lost, and trying again later is right."""
+    """No server, no answer, or no space in the stream. Nothing is lost; try again later."""
 
 
 class StreamRefused(StreamError):
-    """Credentials, permissions, a certificate, a missing or unsuitable stream: something must be changed first."""
+    """Credentials, permissions, a certificate or the stream must be corrected first."""
 
 
 class NothingToRead(StreamError):
-    """The stream dropped so much of a log that no segment of it has a beginning."""
+    """The stream dropped so much of a log that it holds no segment's beginning."""
 
 
 class LogForked(StreamError):
-    """The stream and the files hold different continuations of one log, so nothing is shipped behind them."""
+    """The stream and the files continue one log differently, so nothing more of it is shipped."""

@@ -1,16 +1,15 @@
-"""One message of a stream: a segment's header block or a frame, as it stands in the file. Knows bytes, no network.
+"""One message of a stream: a segment's header block or a frame, as in the file. Knows bytes, no network.
 
-A log's messages, one behind the other, are its segment files byte for byte. What the headers say is a convenience for
-people who look at the stream with other tools, and the cursor of a shipper; what counts is the bytes.
+A log's messages in order are its segment files, byte for byte, and only the bytes count. The headers are a shipper's
+cursor, and help people who use other tools.
 
 ============================ ==========================================================================
 header                       what
 ============================ ==========================================================================
 ``Kvledger-Segment``         file name of the segment
-``Kvledger-Offset``          where the bytes begin in it; 0 is the header block
+``Kvledger-Offset``          offset of the bytes in the segment; 0 is the header block
 ``Kvledger-Sequence``        first sequence number in the message
-``Kvledger-Retired``         behind a gap: the retirement (JSON) of the segments that were retired before
-                             they were shipped
+``Kvledger-Retired``         after a gap: the retirement (JSON) of the segments that are missing there
 ``Nats-Msg-Id``              the chain hash in hex. It covers the log's identity and everything before,
                              so equal ids mean equal histories, and a fork is never taken for a repetition
 ============================ ==========================================================================
@@ -60,9 +59,9 @@ _OFFSET_TEXT: Final = re.compile(r"[0-9]{1,20}")
 
 @attrs.frozen
 class Record:
-    """What one message carries: the bytes at `offset` of `segment`; the chain hash (16 bytes) is the one behind them.
+    """The bytes at `offset` of `segment`, in one message; `chain_hash` (16 bytes) is the hash after them.
 
-    For a header block `next_sequence` is `first_sequence`.
+    In a header block, `next_sequence` equals `first_sequence`.
     """
 
     segment: str
@@ -72,21 +71,21 @@ class Record:
     next_sequence: int
     chain_hash: bytes
     retired: str = ""
-    """With a header block behind a gap: the retirement of what is missing there."""
+    """In a header block after a gap: the retirement of the missing segments, as JSON."""
 
     @property
     def end(self) -> int:
-        """The offset behind the last byte."""
+        """Offset after the last byte."""
         return self.offset + len(self.data)
 
     @property
     def message_id(self) -> str:
-        """What the stream recognises a repeated message by."""
+        """Id by which the stream recognises repetitions."""
         return self.chain_hash.hex()
 
     @property
     def is_header(self) -> bool:
-        """Whether this is a segment's header block and no frame."""
+        """Whether this is a header block and not a frame."""
         return self.offset == 0
 
     def __str__(self) -> str:
@@ -95,22 +94,22 @@ class Record:
 
 
 def record_of_frame(segment: str, offset: int, data: bytes, frame: Frame) -> Record:
-    """Return the record of a frame; `data` is the whole of it."""
+    """Return the record of a frame; `data` is the whole frame."""
     return Record(segment, offset, data, frame.first_sequence, frame.next_sequence, frame.chain_hash)
 
 
 def label_of(name: str) -> str:
-    """Return `name` as one token of a subject: what a subject may not hold becomes ``_``."""
+    """Return `name` as one token of a subject: characters that a subject may not hold become ``_``."""
     return _NO_LABEL_LETTERS.sub("_", name).strip("_") or "unnamed"
 
 
 def subject_of(label: str, log_id: str) -> str:
-    """Return the subject of a log. The label lets a server allow an engine's host its own logs only."""
+    """Return a log's subject. With the label, a server can allow an engine's host its own logs only."""
     return f"{SUBJECT_PREFIX}.{label}.{log_id}"
 
 
 def message_headers(record: Record) -> dict[str, str]:
-    """Return the headers that a message has whatever the stream holds."""
+    """Return the headers that do not depend on the state of the stream."""
     headers = {
         _MESSAGE_ID: record.message_id,
         _SEGMENT: record.segment,
@@ -121,13 +120,13 @@ def message_headers(record: Record) -> dict[str, str]:
 
 
 def num_message_bytes(headers: Mapping[str, str], data: bytes) -> int:
-    """Return what counts towards the server's `max_payload`."""
+    """Return the bytes of a message as the server's `max_payload` counts them."""
     lines = ("NATS/1.0", *(f"{name}: {value}" for name, value in headers.items()), "")
     return sum(len(line) + len("\r\n") for line in lines) + len(data)
 
 
 def record_of_message(headers: Mapping[str, str] | None, data: bytes) -> Record | str:
-    """Return what a stored message carries, or the reason why it is none of ours."""
+    """Return the record in a message, or why it is not a shipper's. Raises `LogTooNew`."""
     segment = (headers or {}).get(_SEGMENT, "")
     offset = (headers or {}).get(_OFFSET, "")
     if not _SEGMENT_NAME.fullmatch(segment) or not _OFFSET_TEXT.fullmatch(offset):

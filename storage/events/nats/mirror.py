@@ -1,8 +1,8 @@
-"""Logs of a stream as files: fetches what is missing, and leaves the verdict to the reader of the files.
+"""Mirror the logs of a stream as files: fetch what is missing. The reader of the files judges them.
 
-A mirror is a directory of log directories. Its segments are the stream's messages one behind the other, so a hole, a
-repetition or foreign bytes in the stream show as what they are. Beside the segments stands ``mirror.json``: how far the
-mirror has come. It is trusted only if the stream confirms it, else the mirror is discarded and fetched again.
+A mirror is a directory of log directories. Its segments are the stream's messages in order, so gaps, repetitions and
+foreign bytes appear unchanged. ``mirror.json`` next to the segments records how far the mirror got. Unless the stream
+confirms it, the mirror is discarded and fetched again.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ _INACTIVE_AFTER_S: Final = 60.0
 
 
 def default_mirror_directory(address: StreamAddress) -> Path:
-    """Return where mirrors of this stream live: a folder of the user's cache."""
+    """Return the default directory for mirrors of this stream, in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     host = address.hosts[0].replace(":", "-").strip("[]")
     return cache / "kvledger" / "nats" / host / address.stream
 
 
 def logs_in_stream(address: StreamAddress, *, access: Access | None = None) -> list[LogInStream]:
-    """Return what logs the stream holds, the one opened last at the end. Raises like `mirror`."""
+    """Return the logs in the stream, the last opened one last. Raises like `mirror`."""
 
     async def find() -> list[LogInStream]:
         async with connect(address, access or Access.from_environment(), "kvledger ship --list") as connection:
@@ -89,19 +89,18 @@ def mirror(
     on_progress: Callable[[int, int], None] = lambda _num_messages, _num_messages_in_all: None,
     on_skipped: Callable[[str], None] = lambda _reason: None,
 ) -> list[Path]:
-    """Bring the mirror of the addressed log, or of every log of the stream, up to date; return the log directories.
+    """Update the mirror of the addressed log, or of every log in the stream; return the log directories.
 
-    `directory` (default: `default_mirror_directory`) gets a folder for each log; folders are made for their owner only.
-    With `newest` only the logs of the newest engine start are fetched. `on_progress(num_messages, num_messages_in_all)`
-    is called now and then, `on_skipped(reason)` for a log of several that cannot be read. An interrupted run is
-    continued.
+    `directory` (default: `default_mirror_directory`) gets a folder for each log, for its owner only. `newest` limits
+    this to the newest engine start. `on_progress(num_messages, num_messages_in_all)` is called now and then,
+    `on_skipped(reason)` for an unreadable log among several. An interrupted run is continued.
 
     Raises:
-        StreamRefused: credentials, permissions, a missing stream, or a log id that is not in it, or not only once.
+        StreamRefused: credentials or permissions are wrong, the stream is missing, or no or several logs match.
         StreamUnavailable: the servers do not answer.
         NothingToRead: the stream holds no beginning of a segment of the log.
+        LogError: a log's folder in `directory` is not a mirror.
         OSError: the mirror cannot be written.
-
     """
     directory = default_mirror_directory(address) if directory is None else directory
 
@@ -135,9 +134,9 @@ def mirror(
 
 
 def _of_newest_start(logs: Sequence[LogInStream]) -> Sequence[LogInStream]:
-    """The last log that a scheduler wrote, the logs of that engine's workers, and all that was opened later.
+    """Return a scheduler's last log, the logs of that engine's workers, and all logs opened later.
 
-    A later start may have failed before its scheduler opened a log. `logs` are in the order of their opening.
+    A later start may have failed before its scheduler opened a log. `logs` are in order of opening.
     """
     headers = [{} if log.header is None else log.header.header for log in logs]
     last = max((at for at, header in enumerate(headers) if header.get("worker_rank") is None), default=0)
@@ -146,7 +145,7 @@ def _of_newest_start(logs: Sequence[LogInStream]) -> Sequence[LogInStream]:
 
 
 async def _subjects(connection: Connection, *, newest: bool) -> dict[str, int]:
-    """The subjects (-> number of messages) of the logs that are meant."""
+    """Return subject → number of messages for the requested logs."""
     wanted = connection.address.log_id
     subjects = await subjects_of_log(connection, wanted or "")
     ids = sorted(subject.rpartition(".")[2] for subject in subjects)
@@ -164,16 +163,16 @@ async def _subjects(connection: Connection, *, newest: bool) -> dict[str, int]:
 
 
 def _folder_of(subject: str, directory: Path) -> Path:
-    """Return where the log of a subject is mirrored. Raises `NothingToRead` for a subject that no shipper writes."""
+    """Return the mirror directory of a subject's log. Raises `NothingToRead` for a subject without a log id."""
     log_id = subject.rpartition(".")[2]
-    if not _LOG_ID.fullmatch(log_id):  # it might lead out of the directory
+    if not _LOG_ID.fullmatch(log_id):  # a path could lead out of the directory
         raise NothingToRead(f"{subject!r} does not end with a log id of 32 hex digits; delete its messages")
     return directory / log_id
 
 
 @contextlib.contextmanager
 def _locked(log: Path) -> Iterator[None]:
-    """One run at a time; a second one waits, and then finds little to do."""
+    """Allow one run at a time; a second one waits."""
     if log.is_symlink():
         raise refused_link(log)
     if log.is_dir() and not is_regular_file(log / _LOCK_NAME) and any(log.iterdir()):
@@ -188,7 +187,7 @@ def _locked(log: Path) -> Iterator[None]:
 
 
 class _Note(msgspec.Struct):
-    """How far a mirror has come: the message that came last, and the size of every segment."""
+    """How far a mirror got: stream sequence of its last message, and segment name → bytes."""
 
     stream_sequence: int
     segments: dict[str, int]
@@ -196,10 +195,7 @@ class _Note(msgspec.Struct):
 
 @attrs.define
 class _LogMirror:
-    """Brings one log's directory up to date: finds out what is missing, appends it, and notes how far that is.
-
-    Writes what the stream holds, also where it does not fit.
-    """
+    """Updates one log's directory: appends what is missing, even if it does not fit, and notes how far it got."""
 
     connection: Connection
     configuration: StreamConfig
@@ -211,7 +207,7 @@ class _LogMirror:
     _noted_at: float = attrs.field(default=0.0, init=False)
 
     async def bring_up_to_date(self, num_messages: int) -> None:
-        """Fetch what is missing of the `num_messages` that the stream holds. Raises as `mirror` does."""
+        """Fetch what is missing of the stream's `num_messages`. Raises like `mirror`."""
         start = await self._confirmed_end()
         if not start:
             self._discard()
@@ -223,7 +219,10 @@ class _LogMirror:
             )
 
     async def _confirmed_end(self) -> int:
-        """The stream sequence up to which the mirror holds the stream; 0 if that is not known to be so."""
+        """Return the stream sequence up to which the mirror matches the stream; 0: unknown.
+
+        Truncates the mirror to that point.
+        """
         try:
             note = from_json(read_file(self.directory / _NOTE_NAME), _Note)
         except (OSError, Undecodable):
@@ -244,7 +243,7 @@ class _LogMirror:
             file.seek(max(0, end - len(data)))
             if file.read(len(data)) != data:
                 return 0
-            # What an interrupted run wrote behind that is fetched again.
+            # An interrupted run wrote the rest, which is fetched again.
             for segment in self.directory.glob("*.kvlog"):
                 if segment.name not in note.segments:
                     segment.unlink()
@@ -260,7 +259,7 @@ class _LogMirror:
                 path.unlink()
 
     async def _fetch(self, first_stream_sequence: int, num_messages: int) -> int:
-        """Append every message from there on that the stream holds now; return how many there were."""
+        """Append every message from there on; return how many there were."""
         connection, stream = self.connection, self.connection.address.stream
         wanted = ConsumerConfig(
             description="kvledger mirror",
@@ -272,8 +271,7 @@ class _LogMirror:
             inactive_threshold=_INACTIVE_AFTER_S,
         )
         jetstream = connection.jetstream
-        # Pulled and not pushed in order: a push consumer needs more permissions, and nats-py answers its flow control
-        # four times a second.
+        # A push consumer would need more permissions, and nats-py answers its flow control four times a second.
         consumer = await jetstream.pull_subscribe(self.subject, stream=stream, config=wanted, pending_bytes_limit=0)
         batch = max(1, min(_BATCH, _MAX_BYTES_UNDER_WAY // connection.client.max_payload))
         info = await consumer.consumer_info()
@@ -295,7 +293,7 @@ class _LogMirror:
         return num_fetched
 
     def _write(self, messages: list[Msg]) -> int:
-        """Append the messages' bytes, note how far that is, and return how many messages are to come."""
+        """Append the messages' bytes and note how far that is; return how many are still to come."""
         name, pending = max(self._segments, default=""), bytearray()
         for message in messages:
             self._consumer_sequence += 1
@@ -316,7 +314,7 @@ class _LogMirror:
         return last.num_pending or 0
 
     def _write_retirement(self, message: Msg) -> None:
-        """Write down why sequences before this header block are missing, as far as that is known."""
+        """Record why sequences before this header block are missing, if known."""
         header = decode_header(message.data, self.subject)
         try:
             retirement = from_json((message.headers or {}).get(RETIRED, ""), Retirement)
@@ -358,7 +356,7 @@ class _LogMirror:
 
 
 def _reason_to_drop(configuration: StreamConfig) -> Literal["age", "size"] | None:
-    """Why a stream with this configuration drops its oldest messages, None if it does not."""
+    """Return why such a stream drops its oldest messages; None if it does not."""
     if configuration.max_age:
         return "age"
     is_bounded = (configuration.max_bytes or -1) > 0 or (configuration.max_msgs or -1) > 0

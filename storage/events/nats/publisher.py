@@ -1,13 +1,13 @@
-"""Putting records of one log into the stream: many under way at once, each only behind the one before it.
+"""Publish the records of one log to the stream: many at once, each accepted only right after its predecessor.
 
-The first message of a batch names the stream sequence of its subject's last message, each further one the id of its
-predecessor, which must be the last message of the whole stream when it arrives. A message id is a chain hash, so a
-message is taken only directly behind the very history it continues, whatever else happens: repeated batches, several
-shippers, late packets of a dead connection. If another log's message comes in between, the rest of the batch is
-refused, and sent again from where the stream is. docs/decisions says more.
+The first message of a batch names the stream sequence of its subject's last message. Each further one names the id of
+its predecessor, which must be the last message of the whole stream when it arrives. Ids are chain hashes, so a message
+is accepted only right after the history that it continues: despite repeated batches, several shippers, or late packets
+of a dead connection. If another log's message comes in between, the rest of the batch is refused and sent again
+(docs/decisions/0012-a-frame-follows-its-predecessor.md).
 
-The acknowledgements are taken in an inbox of our own: the future that nats-py 2.16's `publish_async` returns is never
-done where the server refuses the message, and its `publish` took 68 µs of CPU a message, against 22 µs here.
+Acknowledgements go to an inbox of our own: the future of nats-py 2.16's `publish_async` never completes if the server
+refuses the message, and its `publish` took 68 µs of CPU per message, against 22 µs here.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class _Answer(msgspec.Struct):
 
 @attrs.frozen
 class BatchResult:
-    """How far a batch came: the first `num_stored` records are in the stream, the last of them at `stream_sequence`.
+    """How far a batch got: the first `num_stored` records are in the stream, the last of them at `stream_sequence`.
 
-    The next one was not stored: because of `problem`; or `is_repetition`, the server remembers its id; or else the
-    stream is not where it was thought to be.
+    The next one was not stored because of `problem`, because the server knew its id (`is_repetition`), or else because
+    the stream does not end where expected.
     """
 
     num_stored: int
@@ -71,11 +71,10 @@ class BatchResult:
 async def publish(
     connection: Connection, subject: str, records: Sequence[Record], last_subject_sequence: int
 ) -> BatchResult:
-    """Publish records that follow each other and the message `last_subject_sequence` (0: the subject is empty).
+    """Publish records that follow one another and the message `last_subject_sequence` (0: the subject is empty).
 
     Raises:
-        StreamUnavailable: the server is silent; look where the stream is.
-
+        StreamUnavailable: the server does not answer; find the stream's position again.
     """
     messages, too_large = _messages(connection, records, last_subject_sequence)
     client = connection.client
@@ -89,7 +88,7 @@ async def publish(
             is_complete.set()
 
     def on_denied(text: str) -> None:
-        # There is one for each message of a batch, so the last ones come when another batch is under way.
+        # Each message of a batch gets one, so the last ones may arrive during the next batch.
         if f'"{subject.lower()}"' in text.lower():
             denials.append(text)
             is_complete.set()
@@ -105,7 +104,7 @@ async def publish(
             if len(answers) == num_answers:
                 silence = f"{len(messages) - num_answers} of {len(messages)} messages were not acknowledged"
                 raise connection.unavailable(f"{silence} within {connection.answer_within_s:g} s")
-            num_answers = len(answers)  # As long as answers come in, wait on.
+            num_answers = len(answers)  # Wait on while answers arrive.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(is_complete.wait(), connection.answer_within_s)
     finally:
@@ -121,7 +120,7 @@ async def publish(
 def _messages(
     connection: Connection, records: Sequence[Record], last_subject_sequence: int
 ) -> tuple[list[tuple[dict[str, str], bytes]], StreamRefused | None]:
-    """The headers and data of each record's message; up to one that is too large, and what to say of that."""
+    """Return each message's headers and data, up to one that is too large, and the error for that one."""
     messages: list[tuple[dict[str, str], bytes]] = []
     expected = {EXPECTED_SUBJECT_SEQUENCE: str(last_subject_sequence)}
     limit = connection.client.max_payload

@@ -1,7 +1,4 @@
-"""One log on its way into the stream, over one connection: where the stream is, what comes next, what is in the way.
-
-Nothing is remembered from an earlier connection: the last message of the log's subject is the only cursor.
-"""
+"""Ship one log over one connection. The only cursor is the last message of the log's subject in the stream."""
 
 from __future__ import annotations
 
@@ -40,12 +37,16 @@ _RETRY_AFTER_S: Final = 10.0
 
 @attrs.define
 class LogProgress:
-    """What is known about shipping one log; outlives connections, and is for showing only.
+    """The state of shipping one log. It outlives connections, but a new one does not rely on it.
 
-    `num_frames` and `num_bytes` were shipped by this process; `last` is the last record known to be in the stream.
-    `problem` says why nothing more is shipped for now, `problem_kind` whether the log (or what the stream has of it) is
-    damaged, the server refuses it, it need not be shipped, or its files cannot be read now.
-    `lost` has the sequences (first -> last) that were retired before they were shipped.
+    This process shipped `num_frames` and `num_bytes`; `last` is the last record known to be in the stream. `problem` is
+    why nothing more is shipped for now. `lost`: first → last sequence of events retired before they were shipped.
+    `problem_kind` is one of:
+
+    - `damaged`: the log, or what the stream has of it.
+    - `refused`: by the server.
+    - `skipped`: the log need not be shipped.
+    - `unavailable`: the log's files cannot be read now.
     """
 
     directory: Path
@@ -61,18 +62,18 @@ class LogProgress:
 
 @attrs.define(eq=False)
 class Shipment:
-    """Ships the log in `progress.directory` over one connection: `start`, then `advance` again and again."""
+    """Ships the log in `progress.directory` over one connection: `start`, then `advance` repeatedly."""
 
     connection: Connection
     configuration: StreamConfig
     label: str
     progress: LogProgress
     remark: Callable[[str], None]
-    """Called with what a person should know, also repeatedly with the same text."""
+    """Called with messages for a person, possibly repeated."""
     resume_at: float = attrs.field(default=0.0, init=False)
-    """Until then (monotonic) another shipper ships this log, and it may be left to that one."""
+    """Monotonic seconds until which another shipper ships this log, so that this one may pause."""
     retry_at: float = attrs.field(default=math.inf, init=False)
-    """From then on (monotonic) `start` again: what was in the way may be gone."""
+    """Monotonic seconds from which to call `start` again."""
     _tail: LogTail = attrs.field(init=False)
     _stream_sequence: int = attrs.field(default=0, init=False)
     _window: int = attrs.field(default=_FIRST_WINDOW, init=False)
@@ -81,7 +82,7 @@ class Shipment:
     _num_same_ends: int = attrs.field(default=0, init=False)
 
     async def start(self) -> None:
-        """Find out where the stream is. What is wrong with the log goes into `progress.problem`."""
+        """Find the stream's position. The log's problems go into `progress.problem`."""
         self.retry_at = math.inf
         self.progress.problem = self.progress.problem_kind = ""
         with self._problems():
@@ -95,8 +96,7 @@ class Shipment:
         """Ship one batch; return False if there was nothing to ship.
 
         Raises:
-            StreamUnavailable: the stream is full, or the server is silent.
-
+            StreamUnavailable: the stream is full, or the server does not answer.
         """
         if self.progress.problem:
             return False
@@ -129,10 +129,10 @@ class Shipment:
         return True
 
     def check_end(self, *, is_final: bool) -> None:
-        """After `advance` returned False: is this the log's end, or does something stand there that is no frame?
+        """After `advance` returned False, check whether the log ends here or goes on with something that is no frame.
 
-        Unless `is_final`, what stands there is looked at when it was the same in two calls; and a torn tail, which may
-        be in the making, is only remarked on.
+        Unless `is_final`, this reads the files only at the second call with the same end, and only remarks on a torn
+        tail, which may still grow.
         """
         if self.progress.problem:
             return
@@ -154,7 +154,7 @@ class Shipment:
                 self._stop("damaged", f"{text}; shipped up to event {self._tail.next_sequence - 1}")
 
     async def _find_place(self) -> None:
-        """Ask for the last message of the log, under the subject that the stream has it under, whatever the label."""
+        """Find the log's last message in the stream, whatever its label there."""
         tail, progress = self._tail, self.progress
         progress.log_id = tail.log_id
         known = list(await subjects_of_log(self.connection, tail.log_id))
@@ -166,7 +166,7 @@ class Shipment:
             self.remark(f"the stream has it as {progress.subject}, so it is shipped there and not to {wanted}")
         self._stream_sequence, progress.last = await last_record(self.connection, progress.subject)
         if known and progress.last is None:
-            # nats-server 2.9 finds none after the last one was deleted by hand. The log would be shipped a second time.
+            # nats-server 2.9 finds none after the last one was deleted by hand. The log would be shipped twice.
             raise self.connection.unavailable(
                 f"the server counts messages on {progress.subject} but finds no last one. Some versions do so after "
                 "messages were deleted by hand; restart the server that leads the stream"
@@ -174,10 +174,10 @@ class Shipment:
         tail.seek(progress.last)
 
     async def _find_place_again(self, result: BatchResult, records: list[Record], before: Record | None) -> None:
-        """After a record was refused in its place, or is known to the server already."""
+        """Find the stream's position after a record was refused or already known."""
         if self._num_fruitless > _MAX_FRUITLESS:
             raise self.connection.unavailable(f"{self.progress.subject} keeps changing, others write to it")
-        # A repeated one should be there; otherwise the stream should end where it was thought to.
+        # A repeated record should be there; otherwise the stream should end where expected.
         here = [before, *records][result.num_stored + result.is_repetition]
         await self._find_place()
         there = _position(self.progress.last)
@@ -197,11 +197,11 @@ class Shipment:
 
     @contextlib.contextmanager
     def _problems(self) -> Iterator[None]:
-        """Let what is wrong with this log stop this log only. A file that cannot be read is tried again later."""
+        """Let a problem of this log stop only this log. Unreadable files are tried again later."""
         try:
             yield
         except (StreamUnavailable, StreamRefused, TimeoutError, ConnectionError):
-            raise  # The connection's.
+            raise  # A problem of the connection.
         except LogError as error:
             self._stop("damaged", str(error))
         except OSError as error:

@@ -1,6 +1,6 @@
-"""Ships a log, or all logs of a directory, into a stream: connects, ships, and begins again whenever something breaks.
+"""Ship a log, or all logs of a directory, to a stream: connect, ship, and start over after each failure.
 
-Its own process, never in the serving path. It reads files that an engine writes and needs nothing from the engine.
+It is a process of its own, never in the serving path, and needs nothing from the engine but its files.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ _MAX_BACK_OFF_S: Final = 30.0
 
 @attrs.frozen
 class ShippingReport:
-    """What came of it: the logs, and how many bytes of theirs are not in the stream."""
+    """The logs, and how many bytes of those without a problem are not in the stream."""
 
     logs: list[LogProgress]
     num_bytes_behind: int
 
     @property
     def is_damaged(self) -> bool:
-        """Whether a log is damaged, forked, or lost events before they were shipped."""
+        """Whether a log is damaged or forked, or lost events before they were shipped."""
         return any(log.problem_kind == "damaged" or log.lost for log in self.logs)
 
     @property
     def is_refused(self) -> bool:
-        """Whether the server does not take a log: permissions, or a limit of the stream."""
+        """Whether permissions or a limit of the stream keep a log out."""
         return any(log.problem_kind == "refused" for log in self.logs)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every log is in the stream up to its end."""
+        """Whether every log is in the stream up to its end, or was skipped."""
         return self.num_bytes_behind == 0 and all(log.problem_kind in {"", "skipped"} for log in self.logs)
 
 
 @attrs.define(eq=False)
 class Shipper:
-    """Ships what is in `path`, a log's directory or a directory of logs. `await run()`; `stop()` from the same loop.
+    """Ships `path`, a log's directory or a directory of logs. `await run()`; call `stop()` from the same event loop.
 
-    With `follow` it continues until it is stopped, and ships new logs, too; otherwise it ends when all is shipped, and
-    gives up after `give_up_after_s` without progress. `on_remark(log, text)` is called with what a person should know,
-    once; `on_progress()` when something was shipped. `stop` lets it ship what is there for up to `grace_s`; a second
-    `stop` does not.
+    With `follow` it runs until stopped, and ships new logs, too. Otherwise it ends when everything is shipped, and
+    gives up after `give_up_after_s` without progress. `on_remark(log, text)` gets each message for a person once;
+    `on_progress()` is called after something was shipped. After `stop`, it ships for up to `grace_s`; a second `stop`
+    ends it at once.
     """
 
     path: Path
@@ -92,13 +92,12 @@ class Shipper:
     _remarked: set[tuple[Path | None, str]] = attrs.field(factory=set, init=False)
 
     async def run(self) -> ShippingReport:
-        """Ship.
+        """Ship, and return the report.
 
         Raises:
-            StreamRefused: credentials, permissions, certificates or the stream are not as they must be.
-            StreamUnavailable: gave up.
+            StreamRefused: credentials, permissions, certificates or the stream are unsuitable.
+            StreamUnavailable: it gave up.
             LogError: there is no log to ship.
-
         """
         self._find_logs()
         if not self.logs and not self.follow:
@@ -110,7 +109,7 @@ class Shipper:
         except TimeoutError:
             if self._limit is None or not self._limit.expired():
                 raise
-            # The time to stop in is over; the report says what is left.
+            # The grace period is over; the report has what is left.
         except StreamUnavailable as error:
             if not self._stopping.is_set():
                 raise
@@ -118,15 +117,15 @@ class Shipper:
         return self.report()
 
     def stop(self) -> None:
-        """Ship what is there, and end."""
+        """Ship the rest, and end."""
         grace_s = 0.0 if self._stopping.is_set() else self.grace_s
         self._stopping.set()
         if self._limit is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended
+            with contextlib.suppress(RuntimeError):  # the run has ended
                 self._limit.reschedule(asyncio.get_running_loop().time() + grace_s)
 
     def report(self) -> ShippingReport:
-        """Say how things are now."""
+        """Return the current state."""
         self._find_logs()
         num_bytes = 0
         for log in self.logs.values():
@@ -147,15 +146,15 @@ class Shipper:
                 if was_stopping or (not self.follow and waited_s > self.give_up_after_s):
                     raise
                 if self._stopping.is_set():
-                    continue  # One fresh attempt: what broke may have broken long ago.
-                # Not all shippers of a fleet at the same moment.
+                    continue  # Once more: the connection may have broken long ago.
+                # The shippers of a fleet must not retry at the same moment.
                 pause_s = self._back_off_s * random.uniform(0.5, 1.0)  # noqa: S311
                 self._back_off_s = min(_MAX_BACK_OFF_S, self._back_off_s * 2)
                 self._remark(None, f"{error}; trying again in {pause_s:.1f} s")
                 await self._pause(pause_s)
 
     async def _ship_over(self, connection: Connection) -> None:
-        """Ship until all is shipped (and that is all there is to do), or raise."""
+        """Ship until everything is shipped and it is time to end, or raise."""
         configuration = await ensure_stream(connection, self.new_stream)
         for warning in warnings_about(configuration):
             self._remark(None, warning)
@@ -178,7 +177,7 @@ class Shipper:
                 return
 
     async def _ship_round(self, shipments: Iterable[Shipment], *, stand_by: bool) -> bool:
-        """Ship a batch of each log; return whether there was anything."""
+        """Ship a batch of each log; return whether there was anything to ship."""
         has_shipped = False
         for shipment in shipments:
             if not stand_by or time.monotonic() >= shipment.resume_at:
@@ -191,7 +190,7 @@ class Shipper:
     async def _start_new(
         self, shipments: dict[Path, Shipment], connection: Connection, configuration: StreamConfig
     ) -> bool:
-        """Begin with logs that were not there before; return whether there were any. Some are begun with again."""
+        """Start new logs, and those whose `retry_at` has come; return whether there were new ones."""
         self._find_logs()
         new = self.logs.keys() - shipments.keys()
         for directory, log in self.logs.items():

@@ -1,4 +1,4 @@
-"""The stream itself: make it, check that it keeps what it is given, see which logs it holds and where each one ends."""
+"""The stream itself: create and check it, list its logs, find the end of each."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ __all__ = [
 
 _SUBJECTS: Final = f"{SUBJECT_PREFIX}.*.*"
 _MAX_SUBJECTS: Final = 100_000
-"""STREAM.INFO names no more at once (nats-server's JSMaxSubjectDetails)."""
+"""Most subjects that STREAM.INFO lists at once (nats-server's JSMaxSubjectDetails)."""
 _LOG_ID_DIGITS: Final = 32
 _STORED_BYTES: Final = 256
-"""More than what a stored message has besides: what it expects, the subject, and the server's own record."""
+"""Bytes; more than a stored message takes besides, for what it expects, the subject and the server's record."""
 _MAX_RESERVE_BYTES: Final = 16 << 20
 
 
 @attrs.frozen
 class LogInStream:
-    """One log of a stream; `num_messages` are its frames and header blocks.
+    """One log of a stream; `num_messages` counts frames and header blocks.
 
-    `header` is that of the oldest segment whose beginning the stream still has; `last` is None if the last message is
-    none of ours.
+    `header` is None if the log's first message is not a header block, `last` is None if no shipper wrote the last
+    message.
     """
 
     log_id: str
@@ -67,10 +67,10 @@ def new_stream(
     keeps_newest: bool = False,
     duplicate_window_s: float = 120,
 ) -> StreamConfig:
-    """Return how to make a stream that is missing. 0 means without a bound.
+    """Return the configuration for creating a stream. 0 means no limit.
 
-    With `max_bytes` and `keeps_newest=False` (the default) a full stream takes nothing more, and shippers wait; with
-    True it drops its oldest messages.
+    When `max_bytes` is reached, the stream refuses messages and shippers wait; with `keeps_newest`, it drops its
+    oldest.
     """
     return StreamConfig(
         description="kvledger: event logs, one subject a log, one message a frame",
@@ -86,11 +86,10 @@ def new_stream(
 
 
 async def ensure_stream(connection: Connection, new: StreamConfig | None) -> StreamConfig:
-    """Make the stream if it is missing and `new` says how; return its configuration.
+    """Create the stream with the configuration `new` if it is missing; return its configuration.
 
     Raises:
-        StreamRefused: it is missing, or would lose or mix up what it is given.
-
+        StreamRefused: it is missing and `new` is None, or it would lose or mix up messages.
     """
     name = connection.address.stream
     try:
@@ -122,7 +121,7 @@ def _problems(configuration: StreamConfig) -> Iterator[str]:
 
 
 def warnings_about(configuration: StreamConfig) -> Iterator[str]:
-    """Say how the stream may lose what it is given."""
+    """Yield warnings about a stream's configuration."""
     is_bounded = (configuration.max_bytes or -1) > 0 or (configuration.max_msgs or -1) > 0
     if is_bounded and configuration.discard == DiscardPolicy.OLD:
         yield "when the stream is full it drops its oldest messages (discard 'old')"
@@ -135,7 +134,7 @@ def warnings_about(configuration: StreamConfig) -> Iterator[str]:
 
 
 def _covers(subject: str) -> bool:
-    """Whether a stream's subject takes every log's subject."""
+    """Whether a stream's subject matches the subject of every log."""
     wanted, given = _SUBJECTS.split("."), subject.split(".")
     if given[-1] == ">":
         wanted, given = wanted[: len(given) - 1], given[:-1]
@@ -143,10 +142,10 @@ def _covers(subject: str) -> bool:
 
 
 async def check_capacity(connection: Connection, configuration: StreamConfig, records: Sequence[Record]) -> None:
-    """Raise `StreamUnavailable` if a bounded stream that should refuse what does not fit has no capacity for these.
+    """Raise `StreamUnavailable` if the records do not fit into a bounded stream that refuses messages when full.
 
-    nats-server 2.9 compares without its own overhead, takes a message that just fits so, and then drops the oldest one:
-    a log's header, most likely. So a shipper stops before the bound; the reserve is for what others send meanwhile.
+    nats-server 2.9 does not count its own overhead: it accepts a message that just fits, and then drops the oldest one,
+    most likely a log's header. A shipper stops before that; the reserve is for what others send meanwhile.
     """
     bound = configuration.max_bytes or -1
     if bound <= 0 or configuration.discard == DiscardPolicy.OLD:
@@ -161,7 +160,7 @@ async def check_capacity(connection: Connection, configuration: StreamConfig, re
 
 
 async def subjects_of_log(connection: Connection, log_id: str) -> dict[str, int]:
-    """Return the subjects (-> number of messages) of the logs whose id begins with `log_id`; "" for all."""
+    """Return subject → number of messages for the logs whose id begins with `log_id` ("": all)."""
     stream = connection.address.stream
     pattern = f"{SUBJECT_PREFIX}.*.{log_id if len(log_id) == _LOG_ID_DIGITS else '*'}"
     try:
@@ -174,11 +173,10 @@ async def subjects_of_log(connection: Connection, log_id: str) -> dict[str, int]
 
 
 async def last_record(connection: Connection, subject: str) -> tuple[int, Record | None]:
-    """Return the last message of a subject and its number in the stream; 0 and None if the server finds none.
+    """Return stream sequence and record of a subject's last message; 0 and None if the server finds none.
 
     Raises:
-        LogDamaged: it is none that a shipper writes.
-
+        LogDamaged: no shipper wrote the message.
     """
     stream = connection.address.stream
     try:
@@ -195,7 +193,7 @@ async def last_record(connection: Connection, subject: str) -> tuple[int, Record
 
 
 async def find_logs(connection: Connection, log_id: str = "") -> list[LogInStream]:
-    """Return the logs whose id begins with `log_id` ("": all), the newest last. Two requests a log."""
+    """Return the logs whose id begins with `log_id` ("": all), the newest last. Two requests per log."""
     logs = []
     for subject, num_messages in (await subjects_of_log(connection, log_id)).items():
         label, _, whole_id = subject.removeprefix(f"{SUBJECT_PREFIX}.").rpartition(".")
@@ -209,7 +207,7 @@ async def find_logs(connection: Connection, log_id: str = "") -> list[LogInStrea
 
 
 async def _first_header(connection: Connection, subject: str) -> SegmentHeader | None:
-    """The header block that the subject begins with; None if it begins otherwise."""
+    """Return the header block in a subject's first message, or None."""
     try:
         message = await connection.jetstream.get_msg(connection.address.stream, seq=1, subject=subject, next=True)
         return decode_header(message.data or b"", subject)

@@ -1,7 +1,7 @@
-"""The records of a log on disk, from any place on, also while the log is written. Never locks, never writes.
+"""Read the records of a log on disk from any place on, even while it is written. Never locks, never writes.
 
-It hands out what is whole and follows from what it handed out before: CRC, sequence and chain are checked. What is
-wrong is named by the reader (`LogReader`), so a shipper and ``verify`` use the same words. Knows no network.
+It yields only whole records that follow from the one before: CRC, sequence and chain are checked. `LogReader` names the
+damage, as for ``verify``. Knows no network.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ _LOG_ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
 class LogTail:
-    """One log's records in order. `read` until it returns nothing; `trouble` says whether that is the end.
+    """One log's records in order. `read` until it returns nothing; `trouble` then returns what prevents reading on.
 
-    `last` is the record read last, or the one given to `seek`; set it to one that was read to read again what follows.
-    `lost` collects the sequences (first -> last) that were retired before they could be read.
+    `last` is the last record read, or the one given to `seek`; set it to an earlier record to read again from there.
+    `lost`: first → last sequence of events retired before they could be read.
     """
 
     def __init__(self, directory: Path) -> None:
         """Look at the log in `directory`.
 
         Raises:
-            LogError: it holds no log, or none of its segments has a readable header.
-
+            LogError: the directory holds no log, or no segment has a readable header.
         """
         self.directory: Final = directory
         self.log_id: Final = _log_id(directory)
@@ -52,15 +51,14 @@ class LogTail:
 
     @property
     def next_sequence(self) -> int:
-        """The first sequence number that was not read yet."""
+        """First sequence number that is not read yet."""
         return 1 if self.last is None else self.last.next_sequence
 
     def seek(self, last: Record | None) -> None:
-        """Continue behind `last`, which the stream holds; None: begin with the first segment there is.
+        """Continue after `last`, which the stream holds; None: begin with the first existing segment.
 
         Raises:
-            LogForked: the files have other bytes there, or end before.
-
+            LogForked: the files have other bytes there, or end earlier.
         """
         self.last = last
         if last is None:
@@ -70,7 +68,7 @@ class LogTail:
             with SegmentBytes(segment) as data:
                 stored = data.read(last.offset, len(last.data))
         except FileNotFoundError:
-            return  # Retired by now; what follows is found by `_successor`, and must fit the chain.
+            return  # Retired by now; `_successor` finds what follows.
         if stored != last.data:
             num_missing = len(last.data) - len(stored)
             found = f"ends {num_missing} bytes before that" if last.data.startswith(stored) else "differs"
@@ -80,7 +78,7 @@ class LogTail:
             )
 
     def read(self, max_records: int, max_bytes: int) -> list[Record]:
-        """Return the next whole records, as many as fit the bounds but at least one if there is one."""
+        """Return the next whole records up to one of the limits; at least one if there is one."""
         records: list[Record] = []
         for record in self._records():
             self.last = record
@@ -91,15 +89,14 @@ class LogTail:
         return records
 
     def trouble(self) -> Damage | None:
-        """Return what keeps the log from being read further, None if this is simply its end (or it went on by now).
+        """Return what prevents reading on; None if this is the log's end, or if the log has grown.
 
-        A ``torn_tail`` may be a frame that is being written: if the file does not change, it is torn. This reads the
-        whole last segment, unless the log plainly ends there.
+        A ``torn_tail`` may be a frame that is being written, unless the file no longer changes. This reads the whole
+        last segment, unless the log plainly ends here.
 
         Raises:
             LogForked: the file no longer holds what was read.
             LogError: the log is gone.
-
         """
         self.seek(self.last)
         if self.last is not None and num_bytes_behind(self.directory, self.last) == 0:
@@ -111,16 +108,16 @@ class LogTail:
         segments = _segments(self.directory)
         for damage in reader.damage:
             is_before = self.last is not None and (damage.segment, damage.offset) < (self.last.segment, self.last.end)
-            # The oldest are gone: `read` goes on behind the gap, and has it in `lost`.
+            # The oldest ones are gone: `read` continues after the gap and notes it in `lost`.
             is_retired = damage.kind == "missing_segment" and segments and damage.segment == segments[0].name
             if not is_before and not is_retired:
                 return damage
         return None
 
     def _records(self) -> Iterator[Record]:
-        """What follows `last`, which is to be set to each before the next one is asked for."""
+        """Yield what follows `last`. The caller must set `last` to each record before it asks for the next."""
         while True:
-            # Looked up first: a segment that has a successor is no longer written to.
+            # Looked up first: a segment with a successor is no longer written to.
             successor = self._successor()
             if self.last is not None and not (yield from self._frames(self.last)):
                 return
@@ -130,7 +127,7 @@ class LogTail:
             yield header
 
     def _frames(self, last: Record) -> Generator[Record, None, bool]:
-        """The frames behind `last` in its segment; return whether that is all there is in it."""
+        """Yield the frames after `last` in its segment; return whether it ends there."""
         try:
             data = SegmentBytes(self.directory / last.segment)
         except FileNotFoundError:
@@ -140,23 +137,23 @@ class LogTail:
             for offset, frame in data.frames(end, last.next_sequence, last.chain_hash):
                 end = offset + frame_bytes(frame)
                 yield record_of_frame(last.segment, offset, data.read(offset, frame_bytes(frame)), frame)
-            return end >= data.num_bytes  # Otherwise there is something that is no frame, or none yet.
+            return end >= data.num_bytes  # Otherwise something that is no frame follows, or not yet one.
 
     def _successor(self) -> Path | None:
-        """The segment to go on in. Usually one look: in a whole log its name is known."""
+        """Return the segment to continue in. In an intact log its name is known, so one look is enough."""
         if self.last is not None:
             expected = self.directory / segment_name(self.last.next_sequence)
             if expected.name != self.last.segment and os.path.lexists(expected):
                 return expected
             if os.path.lexists(self.directory / self.last.segment):
-                return None  # Segments are missing further on, if there are any: for `trouble` to say.
+                return None  # Later ones come after a gap, which `trouble` reports.
         segments = _segments(self.directory)
         if not segments or (self.last is not None and segments[0].name <= self.last.segment):
             return None
         return segments[0]
 
     def _header(self, segment: Path) -> Record | None:
-        """The header block of the segment, if it can be what follows."""
+        """Return the segment's header block if it can follow."""
         try:
             header = read_header(segment)
             with SegmentBytes(segment) as data:
@@ -169,14 +166,14 @@ class LogTail:
         if first == expected:
             does_follow = self.last is None or header.previous_head_hash == self.last.chain_hash
             return Record(segment.name, 0, block, first, first, header.chain_hash) if does_follow else None
-        # The segments before it are gone from the front.
+        # The segments before it are gone.
         self.lost[expected] = first - 1
         retired = _retirement(self.directory, self.log_id, expected, first)
         return Record(segment.name, 0, block, first, first, header.chain_hash, retired)
 
 
 def _retirement(directory: Path, log_id: str, first_sequence: int, end_sequence: int) -> str:
-    """One retirement for the sequences, as JSON, made of those that are recorded; "" where these leave a hole."""
+    """Return one retirement for the sequences as JSON, merged from the record; "" if that leaves a gap."""
     chain = retired_between(read_retirements(directory), log_id, first_sequence, end_sequence)
     if not chain:
         return ""
@@ -191,7 +188,7 @@ def _retirement(directory: Path, log_id: str, first_sequence: int, end_sequence:
 
 
 def num_bytes_behind(directory: Path, last: Record | None) -> int:
-    """Return how many bytes the log's segments hold behind `last` (None: in all)."""
+    """Return how many bytes the segments hold after `last` (None: in all)."""
     total = 0
     for segment in _segments(directory):
         if last is None or segment.name >= last.segment:
