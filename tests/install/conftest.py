@@ -54,13 +54,19 @@ def make_environment(folder: Path, wheels: Iterable[Path], also: Iterable[str] =
 
 
 @pytest.fixture(scope="session")
-def wheel_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the sources, so that no earlier build can leak into it."""
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, so that no earlier build can leak into a wheel."""
     sources = tmp_path_factory.mktemp("sources")
     for folder in ("lifecycle", "storage", "adapters"):
         shutil.copytree(REPOSITORY / folder, sources / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         shutil.copy(REPOSITORY / name, sources / name)
+    return sources
+
+
+@pytest.fixture(scope="session")
+def wheel_file(sources: Path) -> Path:
+    """A wheel built from these sources."""
     return built(sources)
 
 

@@ -39,7 +39,7 @@ handlers = ["--handlers", "save_when_preempted:SaveWhenPreempted"]
 for command in (
     ["ls", log], ["completion", "bash"],
     ["verify", log], ["verify", log, *handlers], ["show", log], ["show", log, "cmpl-bench"], ["why", log, "cmpl-bench"],
-    ["core"], ["core", log], ["stats", log],
+    ["core"], ["core", log], ["stats", log], ["top", log],
     ["show", log, "--at", "20"],
     ["export", log, "--html", "-o", "page.html"], ["export", log, "--perfetto", "-o", "trace.json"],
     ["retire", log, "--max-bytes", "2GiB", "--dry-run"],
