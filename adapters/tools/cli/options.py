@@ -189,16 +189,9 @@ def may_be_request(log: Path | StreamUrl) -> bool:
 
 @Parameter(name="*")
 @attrs.frozen(kw_only=True)
-class Deciding:
-    """The code that reads the log and makes its decisions again."""
+class Extending:
+    """The extensions with which a log is read."""
 
-    handlers: Annotated[
-        Sequence[str],
-        Parameter(
-            metavar="MODULE:CLASS",
-            help="use this state handler for its state; may be repeated; imported from PYTHONPATH",
-        ),
-    ] = ()
     extensions: Annotated[
         Sequence[str],
         Parameter(
@@ -214,11 +207,33 @@ class Deciding:
             CommandFailed: a class cannot be imported or used.
         """
         try:
-            return composed_core(self.handlers, (*(installed_extensions() if installed else ()), *self.extensions))
+            extensions = (*(installed_extensions() if installed else ()), *self.extensions)
+            return composed_core(self._handlers(), extensions)
         except ConfigurationError as error:
             raise CommandFailed(f"--{error}") from error
 
+    def _handlers(self) -> Sequence[str]:
+        return ()
 
+
+@Parameter(name="*")
+@attrs.frozen(kw_only=True)
+class Deciding(Extending):
+    """The code that reads the log and makes its decisions again."""
+
+    handlers: Annotated[
+        Sequence[str],
+        Parameter(
+            metavar="MODULE:CLASS",
+            help="use this state handler for its state; may be repeated; imported from PYTHONPATH",
+        ),
+    ] = ()
+
+    def _handlers(self) -> Sequence[str]:
+        return self.handlers
+
+
+NO_EXTENSIONS: Final = Extending()
 NOTHING_CHOSEN: Final = Deciding()
 
 

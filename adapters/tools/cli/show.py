@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.cli.finding import selected, selected_one
 from kvledger.adapters.tools.cli.following import show_following
-from kvledger.adapters.tools.cli.options import Moment, Reading, count, moment, value
+from kvledger.adapters.tools.cli.options import NO_EXTENSIONS, Extending, Moment, Reading, count, moment, value
 from kvledger.adapters.tools.cli.output import Output, Written, show_ending, show_title
 from kvledger.adapters.tools.cli.state import show_state
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode, gravest
@@ -117,6 +117,7 @@ def run(
             "a hook fail"
         ),
     ] = False,
+    extending: Extending = NO_EXTENSIONS,
     output: Written,
 ) -> ExitCode:
     """Show logs, or a request."""
@@ -125,15 +126,15 @@ def run(
     if at is not None:
         if follow or failed or reading.since is not None or reading.until is not None:
             raise CommandFailed("--at shows one moment; leave out --since, --until, --follow and --failed")
-        return show_state(*selected_one(attrs.evolve(reading, until=at), output), output)
+        return show_state(*selected_one(attrs.evolve(reading, until=at), output, extending.core()), output)
     if follow:
-        log, selection = selected_one(reading, output)
+        log, selection = selected_one(reading, output, extending.core())
         if isinstance(reading.log, StreamUrl):
             keep_mirrored(reading.log, reading.mirror, newest=reading.newest)
         num_last = _LINES_BEFORE if tail is None and reading.since is None else tail
         return show_following(log, selection, output, num_last, is_from_end=reading.since is None)
     codes: list[ExitCode] = []
-    for log, selection in selected(reading, output):
+    for log, selection in selected(reading, output, core=extending.core()):
         if codes and not output.is_json:
             output.line()
         with output.apart_from_others(log.path):

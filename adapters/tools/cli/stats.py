@@ -8,7 +8,7 @@ import attrs
 from cyclopts import Parameter
 
 from kvledger.adapters.tools.cli.finding import selected
-from kvledger.adapters.tools.cli.options import Reading
+from kvledger.adapters.tools.cli.options import NO_EXTENSIONS, Extending, Reading
 from kvledger.adapters.tools.cli.output import Output, Written, show_ending
 from kvledger.adapters.tools.cli.pool_sizes import show_pool_sizes
 from kvledger.adapters.tools.cli.statistics import Counting, Statistics
@@ -31,12 +31,13 @@ def run(
     reading: Reading,
     *,
     sort: Annotated[Literal["bytes", "event", "events"], Parameter(help="sort the events by this column")] = "bytes",
+    extending: Extending = NO_EXTENSIONS,
     output: Written,
 ) -> ExitCode:
     """Sum up each log, and all of them together."""
     whole = Statistics()
     codes: list[ExitCode] = []
-    for log, selection in selected(reading, output):
+    for log, selection in selected(reading, output, core=extending.core()):
         if codes and not output.is_json:
             output.line()
         with output.apart_from_others(log.path):

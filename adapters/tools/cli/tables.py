@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from kvledger.adapters.tools.cli.export_otlp import coverage_of_all
 from kvledger.adapters.tools.cli.finding import foldable, logs_of
-from kvledger.adapters.tools.cli.options import Reading, value
+from kvledger.adapters.tools.cli.options import NO_EXTENSIONS, Extending, Reading, value
 from kvledger.adapters.tools.cli.output import Written
 from kvledger.adapters.tools.cli.target import open_target
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
@@ -50,6 +50,7 @@ def run(
         ),
     ] = (),
     force: Annotated[bool, Parameter(help="replace files that exist")] = False,
+    extending: Extending = NO_EXTENSIONS,
     output: Written,
 ) -> ExitCode:
     """Write each table of all logs into one file."""
@@ -57,7 +58,7 @@ def run(
     if folder is None:
         raise CommandFailed("several files are written: name a folder with -o")
     every_log = logs_of(reading, output)
-    logs = foldable(reading, output, every_log)
+    logs = foldable(reading, output, every_log, extending.core())
     if folder.exists() and not folder.is_dir():
         raise CommandFailed(f"{folder} is not a folder; name a folder with -o")
     try:

@@ -8,7 +8,7 @@ import attrs
 import msgspec
 
 from kvledger.adapters.tools.cli.finding import selected_one
-from kvledger.adapters.tools.cli.options import Reading
+from kvledger.adapters.tools.cli.options import NO_EXTENSIONS, Extending, Reading
 from kvledger.adapters.tools.cli.output import Output, Written, show_title
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.tools.logs.clock import Clock
@@ -34,11 +34,11 @@ _Chain = tuple[RequestHistory, Sequence[Cause]]
 """One life, and its causes."""
 
 
-def run(reading: Reading, *, output: Written) -> ExitCode:
+def run(reading: Reading, *, extending: Extending = NO_EXTENSIONS, output: Written) -> ExitCode:
     """Explain one request."""
     if reading.request is None:
         raise CommandFailed("name a request: its id or a unique part of it; `kvledger show` lists them")
-    log, selection = selected_one(reading, output)
+    log, selection = selected_one(reading, output, extending.core())
     histories = read_histories(log, selection, selection.request_id or "", output)
     chains = [
         (

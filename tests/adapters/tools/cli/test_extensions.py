@@ -262,3 +262,15 @@ def test_what_is_wrong_in_the_configuration_is_named(extra_config: dict[str, Any
     """At start, when a person can still correct it."""
     with pytest.raises(ConfigurationError, match=message):
         ConnectorSettings.from_extra_config(extra_config).core()
+
+
+@pytest.mark.parametrize("command", [("show", "a"), ("why", "a"), ("stats",)])
+def test_a_log_that_was_written_without_an_extension_is_shown_with_it(
+    run: Any, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """As `verify` takes it; one that cannot be imported is wrong usage."""
+    log = starving_log(tmp_path, Core.standard())
+    name, *request = command
+    assert run(name, log, *request, "--extensions", GUARD).exit_code == 0
+    refused = run(name, log, *request, "--extensions", "nowhere:Nothing")
+    assert (refused.exit_code, "--extensions" in refused.err) == (64, True)
