@@ -164,6 +164,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         )
         if groups.declined:
             recording.decline("; ".join(groups.declined))
+        log.messages.info("recording", connector=type(self.wrapped).__name__)
         return recording
 
     def __getattr__(self, name: str) -> Any:

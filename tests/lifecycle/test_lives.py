@@ -212,13 +212,26 @@ def test_a_quarantine_concerns_a_life_whatever_its_generation(ordinal: int, *, i
     assert (driver.record("a").trust == "quarantined") is is_quarantined
 
 
+def test_a_request_that_arrives_with_another_ordinal_than_the_next_is_refused() -> None:
+    """Two lives with one ordinal would be one for every reader. Nothing is recorded, and the ledger goes on."""
+    driver = Driver()
+    driver.arrive("a", 20)
+    num_events = driver.ledger.next_sequence
+    for ordinal in (0, 2, 99):
+        with pytest.raises(ValueError, match=f"ordinal {ordinal}, but the next request of this log has ordinal 1"):
+            driver.ledger.observe(e.RequestArrived("b", ordinal, 20, 1))
+    assert driver.ledger.next_sequence == num_events
+    driver.arrive("b", 20)
+    assert driver.record("b").ordinal == 1
+
+
 def used_again() -> Driver:
     """Two lives of the id "a", of which the first was lost sight of: it is preempted and waits for what it promised."""
     driver = Driver(chunk_size=16, num_slots=16)
     driver.save_prefix("earlier", KEYS)
     driver.arrive("a", NUM_TOKENS, KEYS)
     driver.lookup("a", 0, NUM_TOKENS)
-    driver.observe(e.RequestArrived("a", 9, NUM_TOKENS, 1))
+    driver.observe(e.RequestArrived("a", driver.ledger.next_ordinal, NUM_TOKENS, 1))
     driver.observe(e.ChunkKeysObserved("a", 0, keys_of("other", 3)))
     return driver
 
@@ -228,7 +241,7 @@ def test_a_job_of_an_earlier_life_has_not_the_keys_of_this_one() -> None:
     driver = used_again()
     projections = driver.projections
     earlier = driver.all_of(e.RequestArrived)[-2].ordinal
-    for ordinal, keys in ((earlier, ()), (9, keys_of("other", 1))):
+    for ordinal, keys in ((earlier, ()), (driver.record("a").ordinal, keys_of("other", 1))):
         job_id = projections.jobs.next_job_id
         slots = (projections.slots.candidates(1)[0],)
         driver.projections.fold(e.SaveIssued("a", ordinal, 0, job_id, (0,), slots, (7,), False, False, 1), 99)
@@ -244,7 +257,7 @@ def test_nothing_of_an_earlier_life_is_remembered_for_this_one() -> None:
     assert driver.record("a").keys == list(keys_of("other", 3))
     assert driver.record("a").answer is None
     assert dict(projections.pool.promised) == {}
-    assert [record.ordinal for record in projections.tracker] == [9]
+    assert [record.ordinal for record in projections.tracker] == [2]
 
 
 def test_what_an_earlier_life_had_of_the_prefix_cache_says_nothing_about_this_one() -> None:
@@ -254,7 +267,7 @@ def test_what_an_earlier_life_had_of_the_prefix_cache_says_nothing_about_this_on
     driver.arrive("b", NUM_TOKENS, KEYS)
     driver.lookup("b", 32, NUM_TOKENS)
     assert driver.record("b").num_local_tokens == 32
-    driver.observe(e.RequestArrived("b", 9, NUM_TOKENS, 1))
+    driver.observe(e.RequestArrived("b", driver.ledger.next_ordinal, NUM_TOKENS, 1))
     assert driver.record("b").num_local_tokens is None
 
 
@@ -263,7 +276,7 @@ def test_what_an_earlier_life_would_have_got_back_is_not_waited_for() -> None:
     driver, _ = preempted_while_loading()
     driver.lookup("a", 0, NUM_TOKENS)
     assert list(driver.totals.state.returning) == [driver.record("a").ordinal]
-    driver.observe(e.RequestArrived("a", 9, NUM_TOKENS, 1))
+    driver.observe(e.RequestArrived("a", driver.ledger.next_ordinal, NUM_TOKENS, 1))
     assert driver.totals.state.returning == {}
 
 
