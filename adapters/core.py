@@ -67,15 +67,15 @@ def _made(what: str, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 -- of t
         raise_if_unstoppable(error)
         raise _refused(f"cannot be imported ({described(error)})", "write it as 'module:Class'", what, name) from error
     if not isinstance(found, type):
-        raise _refused("is no class", f"name a {kind.__name__} as 'module:Class'", what, name)
+        raise _refused("is not a class", f"name a {kind.__name__} as 'module:Class'", what, name)
     if not issubclass(found, kind):
-        raise _refused(f"is no kvledger.lifecycle.{kind.__name__}", "derive it from one", what, name)
+        raise _refused(f"is not a kvledger.lifecycle.{kind.__name__}", "derive it from that class", what, name)
     try:
         return found()
     except BaseException as error:
         raise_if_unstoppable(error)
-        reason = f"cannot be made ({described(error)})"
-        raise _refused(reason, "let it be made without arguments", what, name) from error
+        reason = f"cannot be created ({described(error)})"
+        raise _refused(reason, "make its constructor work without arguments", what, name) from error
 
 
 def _refused(reason: str, remedy: str, what: str, name: str) -> ConfigurationError:

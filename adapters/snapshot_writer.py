@@ -20,9 +20,13 @@ from kvledger.lifecycle import ConfigurationError, described, raise_if_unstoppab
 def main() -> int:
     """Write the snapshots. Returns 0, or 1 with the reason on stderr."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path, help="of the log")
-    parser.add_argument("--handlers", action="append", default=[], help="module:Class of each that the engine has")
-    parser.add_argument("--extensions", action="append", default=[], help="likewise")
+    parser.add_argument("directory", type=Path, help="directory of the log")
+    parser.add_argument(
+        "--handlers", action="append", default=[], help="module:Class of each handler that the engine uses"
+    )
+    parser.add_argument(
+        "--extensions", action="append", default=[], help="module:Class of each extension that the engine uses"
+    )
     arguments = parser.parse_args()
     try:
         write_snapshots(open_log(arguments.directory, composed_core(arguments.handlers, arguments.extensions)))

@@ -36,8 +36,8 @@ def register() -> None:
                 KVConnectorFactory.register_connector(name, module, name)
     except Exception as error:  # noqa: BLE001 -- vLLM would not start, with or without a connector
         logging.getLogger("vllm.kvledger").warning(
-            "kvledger could not make its connectors known to vLLM (%s: %s); name them with their module, as in "
-            '"kv_connector_module_path": "kvledger.adapters.vllm", or let VLLM_PLUGINS leave out "kvledger"',
+            "kvledger could not register its connectors with vLLM (%s: %s); name their module in the configuration, as "
+            'in "kv_connector_module_path": "kvledger.adapters.vllm", or leave "kvledger" out of VLLM_PLUGINS',
             type(error).__name__,
             error,
         )

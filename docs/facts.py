@@ -1,9 +1,9 @@
-"""Every fact of a log and the rules that hold it against something else, or why none does. A test asks for all of them.
+"""Every fact of a log, with the rules that verify it, or the reason why no rule does. A test requires all facts.
 
-A fact is a field of an event. A rule stands here where it names logs in which that field alone is another: a test
-alters one field of one event at a time, in stories and walks, until each of these rules has spoken. That some wrong
-values are named does not mean that all are: each rule says what it does not verify. Relying on a fact is not enough.
-What a decision says is, besides, decided again wherever the code that decided it is at hand.
+A fact is a field of an event. A rule is listed if it finds logs in which only that field is wrong: a test changes one
+field of one event at a time, in stories and walks, until each listed rule is broken. A listed rule need not find all
+wrong values: its docstring has what it does not verify. A rule that only relies on a fact is not listed. In addition,
+the audit makes every decision again if it has the code that made it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from types import MappingProxyType
 from kvledger.lifecycle import events as e
 
 Why = tuple[str, ...] | str
-"""Rules, or in words why there is none."""
+"""Rules, or the reason why there is none."""
 
-_ENGINE = "only the engine knows; nothing else in the log tells it"
-_PEOPLE = "for people; nothing hangs on it"
-_PASSED_ON = "what was noticed live, which RECORDED passes on"
+_ENGINE = "only the engine knows it; nothing else in the log shows it"
+_PEOPLE = "for people; nothing depends on it"
+_PASSED_ON = "a breach that kvledger noticed while serving; RECORDED reports it"
 _KNOWN = ("LEGAL_TRANSITION",)
 _LIFE = ("GEN_ISOLATION",)
 _PROGRESS: Mapping[str, Why] = dict.fromkeys(("num_computed_tokens", "num_tokens"), ("TOKEN_CONSERVATION",))
@@ -28,19 +28,19 @@ _BY_NAME: Mapping[str, Why] = {
     "job_id": ("COMPLETION_ONCE",),
     "cause": ("LEGAL_TRANSITION",),
     "error": _PEOPLE,
-    "time_ns": "a clock: nothing contradicts it but order, and LIVENESS measures silence with it",
+    "time_ns": "from a clock: only its order can be checked; LIVENESS measures silence with it",
     **dict.fromkeys(
         ("extension", "name", "extension_version", "payload"),
-        "the extension's own rules judge what only it understands",
+        "only the extension understands it, and its own rules check it",
     ),
 }
-"""Field -> the same, in events that say nothing else of it."""
+"""Field → its rules or reason, in events that have no entry of their own for it."""
 _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
     "request.arrived": {
         "num_prompt_tokens": _ENGINE,
-        "trace_parent": "the caller's word, for exports; nothing in the log hangs on it",
-        "skips_prefix_cache": "the client's word, for the reasons; vLLM takes nothing of what it is offered then",
-        "is_salted": "the client's word, for the reasons; the salt is part of its chunk keys, which rules compare",
+        "trace_parent": "from the caller, for exports; nothing in the log depends on it",
+        "skips_prefix_cache": "from the client, for the reasons; vLLM then claims nothing of what is offered",
+        "is_salted": "from the client, for the reasons; the salt is part of the chunk keys, which rules compare",
     },
     "chunk.keys_observed": {
         "first_chunk": ("LONGEST_HIT",),
@@ -54,7 +54,7 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
         "block_ids": ("TABLE_EQ", "SRC_BLOCK_OWNED", "SRC_BLOCK_STABLE", "LOAD_DST_EXCLUSIVE"),
         "num_external_tokens": ("ALLOC_MATCHES_LOOKUP", "EXTERNAL_ZERO_NO_LOAD", "TOKEN_CONSERVATION"),
     },
-    "blocks.observed": {"block_ids": "the scheduler's own word; that it had to be written down is what TABLE_EQ names"},
+    "blocks.observed": {"block_ids": "from the scheduler; TABLE_EQ reports that the event was necessary"},
     "request.preempted": {
         "num_settled_tokens": ("CHUNK_COMPLETE", "SETTLED_EXACT"),
         "num_tokens": ("RESUME_COVERS_OUTPUT",),
@@ -89,10 +89,10 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
         "job_ids": ("COMPLETION_ONCE",),
         "ranks_done": ("COMPLETION_ONCE", "RANK_AGREEMENT"),
         "ranks_failed": ("COMPLETION_ONCE", "RANK_AGREEMENT"),
-        "is_repeated": "excuses a second report; that a rank was asked for it, nobody compares",
+        "is_repeated": "excuses a second report; no rule checks that the rank was asked for one",
         "num_bytes": "measured by the workers, for metrics",
         "duration_ns": "measured by the workers, for metrics",
-        "withheld": "the connector's word on why it reports in the workers' place; no worker could tell",
+        "withheld": "the connector's reason for reporting in place of the workers, which do not know it",
         "moments": ("COPY_IN_TIME",),
     },
     "step.reported": {
@@ -167,34 +167,34 @@ _OF_EVENT: Mapping[str, Mapping[str, Why]] = {
     "window.left": dict.fromkeys(("num_settled_tokens", "num_in_flight_tokens"), ("SETTLED_EXACT",)),
     "effects.delivered": {
         **dict.fromkeys(("job_ids", "awaited", "block_ids", "failed", "sent", "received"), ("DELIVERED_ONCE",)),
-        "reported": "what vLLM has from the workers; only the engine knows",
+        "reported": "what vLLM got from the workers; only the engine knows it",
     },
     "load.refused": {
-        "request_id": "the connector's word that what vLLM claimed will not be loaded",
+        "request_id": "from the connector, which will not load what vLLM claimed",
         "block_ids": ("DELIVERED_ONCE",),
     },
     "decision.withheld": {
-        **dict.fromkeys(("request_id", "rule", "detail"), "the connector's word about what never left it"),
+        **dict.fromkeys(("request_id", "rule", "detail"), "from the connector, about a decision that it did not send"),
     },
     "hooks.exchanged": {
         **dict.fromkeys(e.field_names(e.HooksExchanged), ("TOLD_AS_DECIDED",)),
-        "differences": "each is a violation of TOLD_AS_DECIDED by itself",
+        "differences": "each one is a violation of TOLD_AS_DECIDED",
     },
-    "end.refused": dict.fromkeys(("request_id", "ordinal", "field"), "the connector's word on another one's report"),
+    "end.refused": dict.fromkeys(("request_id", "ordinal", "field"), "from the connector, about another one's report"),
     "extension.decided": {
         "request_id": _KNOWN,
-        **dict.fromkeys(("ordinal", "generation"), "no fold of the core asks whose it is"),
+        **dict.fromkeys(("ordinal", "generation"), "no projection of the core uses it"),
     },
     "pages.digested": {
-        **dict.fromkeys(("request_id", "ordinal", "generation"), "the connector's word on whose copy it is"),
+        **dict.fromkeys(("request_id", "ordinal", "generation"), "from the connector: the life that copies the pages"),
         **dict.fromkeys(
             ("rank", "is_load", "group", "first_block"),
-            "says which bytes: others are compared with others, or none",
+            "selects the bytes; with another value, other bytes are compared, or none",
         ),
         **dict.fromkeys(("digests", "stored"), ("BYTES_UNCHANGED",)),
     },
     "extension.stopped": {
-        **dict.fromkeys(("extension", "extension_version"), "the code that raised may be another one by now"),
+        **dict.fromkeys(("extension", "extension_version"), "the code that raised may have changed since"),
         **dict.fromkeys(("where", "error"), _PEOPLE),
     },
 }
@@ -210,4 +210,4 @@ def _facts_of(event: type[e.Event]) -> Iterator[tuple[str, Why]]:
 FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
     {event_id: dict(_facts_of(event)) for event_id, event in e.STANDARD_EVENTS.items()}
 )
-"""Event id -> field -> which rules hold it against something else."""
+"""Event id → field → the rules that verify it, or why there is none."""

@@ -1,9 +1,9 @@
-"""Writes the pages of docs/ that are made from the source: states, events, configuration, commands, rules, metrics.
+"""Writes the pages of docs/ that are generated from the source, such as states, events, rules and metrics.
 
     python docs/generate.py            write them
-    python docs/generate.py --check    write nothing; exit code 1, and the names, where a page is not what it would be
+    python docs/generate.py --check    write nothing; print the stale pages, and exit with 1 if there are any
 
-Nothing is said here that the source says: the text of a page is docstrings and data. Here stand order and form.
+The text of a page is docstrings and data of the source. This file has the introductions, the order and the layout.
 """
 
 from __future__ import annotations
@@ -60,32 +60,37 @@ DOCS = Path(__file__).resolve().parent
 REPOSITORY = DOCS.parent
 CORE = Core.standard()
 _MAX_COLUMNS = 120
-NOTICE = "<!-- Generated from {source} by `make docs`. Change the source and run that; changes made here are lost. -->"
+NOTICE = "<!-- Generated from {source} by `make docs`. Edit the source and run that; edits to this page are lost. -->"
 
 
 def heading(title: str, source: str) -> list[str]:
-    """The first lines of every generated page."""
+    """Return the first lines of every generated page."""
     return [NOTICE.format(source=source), "", f"# {title}", ""]
 
 
 def prose(text: str) -> list[str]:
-    """Paragraphs, and the empty line behind them."""
+    """Return the lines of paragraphs, and an empty line after them."""
     return [*inspect.cleandoc(text).splitlines(), ""]
 
 
 def rows(columns: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [columns, ["---"] * len(columns), *body]
     return ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines] + [""]
 
 
 def one_line(text: str | None) -> str:
-    """A docstring as running text."""
+    """Return a docstring as one line."""
     return " ".join((text or "").split())
 
 
+def sentence(text: str) -> str:
+    """Return text that begins with a capital, unless its first word is vLLM."""
+    return text if text.startswith("vLLM") else text[:1].upper() + text[1:]
+
+
 def attribute_docs(owner: type | types.ModuleType) -> dict[str, str]:
-    """Name -> the string that stands under an assignment, as `ast` reads it from the source; inherited ones too."""
+    """Name → the docstring of an attribute, as `ast` reads it from the source, with inherited ones."""
     if isinstance(owner, type):
         inherited = (base for base in owner.__mro__[1:] if base.__module__ == owner.__module__)
         found = {name: text for base in inherited for name, text in attribute_docs_of(base).items()}
@@ -94,7 +99,7 @@ def attribute_docs(owner: type | types.ModuleType) -> dict[str, str]:
 
 
 def attribute_docs_of(owner: type | types.ModuleType) -> dict[str, str]:
-    """As `attribute_docs`, without what is inherited."""
+    """Name → the docstring of an attribute, without inherited ones."""
     tree = ast.parse(inspect.cleandoc("\n" + inspect.getsource(owner)))
     body = tree.body if isinstance(owner, types.ModuleType) else tree.body[0].body  # type: ignore[attr-defined]
     found = {}
@@ -106,7 +111,7 @@ def attribute_docs_of(owner: type | types.ModuleType) -> dict[str, str]:
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Every function and method, named as in a traceback; inner functions belong to the one around them."""
+    """Yield every function and method, named as in a traceback; inner functions belong to the outer one."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef):
             yield from functions(node, f"{node.name}.")
@@ -116,12 +121,12 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 @functools.cache
 def parsed(path: Path) -> ast.Module:
-    """The source of a file. Many tables are made from the same files."""
+    """Return the syntax tree of a file. Many tables are generated from the same files."""
     return ast.parse(path.read_text())
 
 
 def places(pattern: str, wanted: Callable[[ast.AST], Iterable[str]]) -> dict[str, list[str]]:
-    """Name -> where in the source `wanted` finds it, as links to the files that match `pattern`."""
+    """Name → where `wanted` finds it in the files that match `pattern`, as links."""
     found: dict[str, dict[str, None]] = {}
     for path in sorted(REPOSITORY.glob(pattern)):
         relative = path.relative_to(REPOSITORY)
@@ -136,26 +141,26 @@ def places(pattern: str, wanted: Callable[[ast.AST], Iterable[str]]) -> dict[str
 
 
 REGIONS_INTRODUCTION = """
-A request is in one state of each of these regions as well, a job in one of `work` and one of `source`. Only the phase
-and `blocks` refuse an event; the diagrams show what moves.
+Besides its phase, a request has one state in each of these regions, and a job has one in `work` and one in `source`.
+Only the phase and `blocks` decide whether an event is legal. The diagrams show the transitions.
 """
 
 
 TRANSCRIPTS_INTRODUCTION = """
-What happens, event by event: what was observed, what was decided upon it, how the requests stood, what the audit
-found. Each is played by a test, so they say what is.
+A transcript shows a situation event by event: the observation, the decisions about it, the states of the requests and
+the findings of the audit. A test plays each of them, so they are up to date.
 """
 
 
 def states_page() -> list[str]:
-    """States, diagram, the table as a matrix, its rules."""
-    said = attribute_docs(states.RequestState)
+    """Return the states, a diagram, the table as a matrix, and its rules."""
+    texts = attribute_docs(states.RequestState)
     lines = heading("States", "lifecycle/states.py and lifecycle/table.py")
     for state in RequestState:
-        lines += [f"**{state.value}**: {said[state.name]}", ""]
+        lines += [f"**{state.value}**: {texts[state.name]}", ""]
     lines += ["```mermaid", mermaid_diagram(CORE.regions[0], CORE.events), "```", ""]
-    lines += ["## The table", "", "Where each event leads from each state: `·` the state stays, empty: illegal there."]
-    lines += ["`request.arrived` makes a request, and is therefore in no row.", ""]
+    lines += ["## The table", "", "The next state for each event and state. `·`: the state stays; empty: illegal."]
+    lines += ["`request.arrived` creates a request, so it has no row.", ""]
 
     def cell(state: RequestState, dests: Mapping[Any, Any]) -> str:
         dest = dests.get(state)
@@ -166,12 +171,12 @@ def states_page() -> list[str]:
     legal = [(event, dests) for event, dests in dests_of.items() if dests]
     body = [[f"`{event.id}`", *(cell(state, dests) for state in RequestState)] for event, dests in legal]
     lines += rows(["event", *(state.value for state in RequestState)], body)
-    lines += ["## Next to the phase", "", *prose(REGIONS_INTRODUCTION)]
+    lines += ["## Other regions", "", *prose(REGIONS_INTRODUCTION)]
     about = attribute_docs(table)
     for region in (*table.REGIONS[1:], *table.JOB_REGIONS):
         lines += [f"### {region.name}", "", about[region.name.upper()], ""]
-        said = attribute_docs(region.states)
-        lines += [f"- **{state.value}**: {said[state.name]}" for state in region.states]
+        texts = attribute_docs(region.states)
+        lines += [f"- **{state.value}**: {texts[state.name]}" for state in region.states]
         lines += ["", "```mermaid", mermaid_diagram(region, CORE.events), "```", ""]
     lines += ["## Transcripts", "", *prose(TRANSCRIPTS_INTRODUCTION)]
     for path in sorted((REPOSITORY / "tests/transcripts").glob("*.txt")):
@@ -184,7 +189,7 @@ def states_page() -> list[str]:
 
 
 def made_events(node: ast.AST) -> Iterator[str]:
-    """Names of event classes that this expression makes: `e.Name(...)`, or `e.Name if … else e.Other`."""
+    """Yield the event classes that this expression creates: `e.Name(...)`, or `e.Name if … else e.Other`."""
     if isinstance(node, ast.Call):
         made = [node.func]
     elif isinstance(node, ast.IfExp):
@@ -198,16 +203,16 @@ def made_events(node: ast.AST) -> Iterator[str]:
 
 RANGES_INTRODUCTION = """
 Readers check these ranges when they decode a frame. They report a frame with a number outside its range as damage, and
-none of its events is used. The ranges hold everything that vLLM, a worker or a wrong connector can say: a number that
-is only wrong is left to the [rules](invariants.md).
+use none of its events. The ranges include every number that vLLM, a worker or a faulty connector can produce; wrong
+numbers inside them are for the [rules](invariants.md).
 """
 
 _WRITING = ("copies", "extensions")
-"""Projections that make events."""
+"""Projections that create events."""
 
 
 def events_page() -> list[str]:
-    """The vocabulary, in the order of the wire codes."""
+    """Return all events, in the order of the wire codes."""
     written_by = places("lifecycle/decisions/*.py", made_events)
     others = ("handlers", "extension", "ledger", *(f"projections/{name}" for name in _WRITING))
     for pattern in (*(f"lifecycle/{place}.py" for place in others), "adapters/vllm/*.py"):
@@ -217,32 +222,32 @@ def events_page() -> list[str]:
     folded_by = {name: part.folds() for name, part in projections.named().items()}
     lines = heading("Events", "lifecycle/events.py and the code that writes events")
     lines += inspect.getdoc(events).split("Rules for this file")[0].strip().splitlines()  # type: ignore[union-attr]
-    lines += ["", "Fields stand in the order in which they are stored; [the log's format](log-format.md) says how.", ""]
+    lines += ["", "Fields are listed in the order in which they are [stored](log-format.md).", ""]
     for title, chosen in (("Observations", CORE.observations), ("Decisions", CORE.decisions)):
         lines += [f"## {title}", ""]
         for event in chosen:
             lines += event_section(event, written_by, folded_by)
     lines += ["## Ranges of numbers", "", *prose(RANGES_INTRODUCTION)]
-    said = attribute_docs(ranges)
+    texts = attribute_docs(ranges)
     body = [
-        [f"`{name}`", f"{meta.ge:,}", f"{meta.le:,}", said[name]]
+        [f"`{name}`", f"{meta.ge:,}", f"{meta.le:,}", texts[name]]
         for name, kind in vars(ranges).items()
         for meta in getattr(kind, "__metadata__", ())
     ]
-    lines += rows(["type", "least", "largest", "meaning"], body)
-    lines += ["## Why a hit ends", "", "`miss_reason` of `lookup.answered`.", ""]
+    lines += rows(["type", "smallest", "largest", "meaning"], body)
+    lines += ["## Why a hit ends", "", "The values of `miss_reason` in `lookup.answered`.", ""]
     reasons = attribute_docs(MissReason)
     lines += rows(["reason", "meaning"], [[f"`{each.value}`", reasons.get(each.name, "")] for each in MissReason])
     return lines
 
 
 def event_section(event: type[events.Event], written_by: dict[str, list[str]], folded_by: dict[str, Any]) -> list[str]:
-    """One event: what it says, its fields, who writes it, who folds it."""
-    said, types_of = attribute_docs(event), inspect.get_annotations
+    """Return one event: its meaning, its fields, the code that writes it, the projections that fold it."""
+    texts, types_of = attribute_docs(event), inspect.get_annotations
     annotations = {name: kind for base in reversed(event.__mro__) for name, kind in types_of(base).items()}
     lines = [f"### `{event.id}`", "", f"`{event.__name__}`, version {event.version}. {one_line(event.__doc__)}", ""]
     fields = ", ".join(f"`{name}: {annotations[name]}`" for name in field_names(event))
-    lines += [f"Fields: {fields}.", "", *(f"- `{name}`: {said[name]}" for name in field_names(event) if name in said)]
+    lines += [f"Fields: {fields}.", "", *(f"- `{name}`: {texts[name]}" for name in field_names(event) if name in texts)]
     lines += [""] if lines[-1] else []
     folds = [f"`{name}`" for name, folds in folded_by.items() if event in folds]
     lines += [f"Written by {', '.join(written_by.get(event.__name__, ['nothing yet']))}."]
@@ -270,7 +275,7 @@ TYPES = {
     "tuple[str, ...]": "list of strings",
     "dict[str, dict[str, bool | int | float | str]]": "object: name → key → value",
 }
-"""Annotation in the source -> words. A new kind of setting fails here until it has some."""
+"""Annotation in the source → description. A setting with another annotation fails here."""
 
 CONNECTOR = {
     "kv_connector": "KVLedgerConnector",
@@ -279,7 +284,7 @@ CONNECTOR = {
 
 
 def default_of(name: str) -> object:
-    """The default as JSON has it; sizes as people write them."""
+    """Return the default as JSON; sizes are human-readable."""
     default = ConnectorSettings.model_fields[name].default
     if isinstance(default, pydantic.ByteSize):
         return re.sub(r"\.0(?=[A-Z])", "", default.human_readable())
@@ -287,27 +292,27 @@ def default_of(name: str) -> object:
 
 
 def configuration_page() -> list[str]:
-    """Every key of `kv_connector_extra_config`."""
-    said = attribute_docs(LogSettings) | attribute_docs(ConnectorSettings)
+    """Return every key of `kv_connector_extra_config`."""
+    texts = attribute_docs(LogSettings) | attribute_docs(ConnectorSettings)
     annotations = inspect.get_annotations(LogSettings) | inspect.get_annotations(ConnectorSettings)
     names = list(ConnectorSettings.model_fields)
     lines = heading("Configuration", "adapters/vllm/configuration.py and log_settings.py")
-    lines += ["All of it is one JSON object, the value of `--kv-transfer-config`. The least that works:", ""]
+    lines += ["The configuration is one JSON object, the value of `--kv-transfer-config`. The smallest one:", ""]
     lines += ["```json", json.dumps(CONNECTOR, indent=2), "```", ""]
     lines += prose(
         """
-        vLLM knows the name from kvledger's plugin, which it loads unless `VLLM_PLUGINS` leaves `kvledger` out. Then add
-        `"kv_connector_module_path": "kvledger.adapters.vllm"`, which may stand there in any case.
+        vLLM finds the connector through kvledger's plugin. If you set `VLLM_PLUGINS` without `kvledger`, add
+        `"kv_connector_module_path": "kvledger.adapters.vllm"`. You can add it in any case.
 
-        `kv_load_failure_policy` is vLLM's own key beside these. With `recompute`, a load that fails costs its request
-        time; with vLLM's default `fail` it costs the request its life. [Operating](operating.md#start) says what async
-        scheduling has to do with it.
+        `kv_load_failure_policy`, next to these, is vLLM's own key. With `recompute`, vLLM computes the tokens of a
+        failed load; with `fail`, vLLM's default, the request fails. [Operating](operating.md#start) describes how it
+        depends on async scheduling.
 
-        Keys of kvledger stand under `kv_connector_extra_config`. An unknown key, a size that cannot work and a handler
-        that cannot be imported are refused before an engine starts, with the figures and the remedy.
+        kvledger's own keys go into `kv_connector_extra_config`. kvledger refuses an unknown key, a size that cannot
+        work and a handler that cannot be imported before the engine starts, with the figures and the remedy.
         """
     )
-    body = [[f"`{key}`", TYPES[annotations[key]], f"`{json.dumps(default_of(key))}`", said[key]] for key in names]
+    body = [[f"`{key}`", TYPES[annotations[key]], f"`{json.dumps(default_of(key))}`", texts[key]] for key in names]
     lines += rows(["key", "type", "default", "meaning"], body)
     every = {**CONNECTOR, "kv_connector_extra_config": {name: default_of(name) for name in names}}
     lines += ["Every key with its default:", "", "```json", json.dumps(every, indent=2), "```"]
@@ -318,20 +323,20 @@ def configuration_page() -> list[str]:
 
 LIVE_ONLY = {
     "HANDLER_RAISED": "a state handler does not raise.",
-    "HANDLER_CONTRACT": "a state handler decides what it may decide: about its own request, well typed, legal.",
-    "VLLM_CONTRACT": "what leaves towards vLLM is what vLLM can take, whatever was decided.",
+    "HANDLER_CONTRACT": "a state handler makes only allowed decisions: about its own request, well typed, legal.",
+    "VLLM_CONTRACT": "kvledger sends to vLLM only what vLLM can take, whatever was decided.",
 }
-"""What the rules demand that no checker states."""
+"""Rule without a checker → what it demands."""
 
 
 def named_rules(node: ast.AST) -> Iterator[str]:
-    """`Rule.NAME`."""
+    """Yield NAME for `Rule.NAME`."""
     if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "Rule":
         yield node.attr
 
 
 def invariants_page() -> list[str]:
-    """Rules that are guarded live, rules that are audited, rules that are not checked."""
+    """Return the rules that are guarded while serving, those that are audited, and those that are not checked."""
     guarded_in: dict[str, list[str]] = {}
     for pattern in ("lifecycle/decisions/*.py", "lifecycle/ledger.py", "adapters/vllm/*.py"):
         for name, links in places(pattern, named_rules).items():
@@ -341,30 +346,30 @@ def invariants_page() -> list[str]:
     lines = heading("Invariants", "lifecycle/rules.py, lifecycle/audit/ and the code that guards the rules")
     lines += prose(
         """
-        A rule has one name everywhere: in code, in logs, in what `kvledger verify` prints.
+        A rule has one name everywhere: in code, in logs and in the output of `kvledger verify`.
 
-        ## Guarded while it serves
+        ## Guarded while serving
 
-        A breach is recorded as `invariant.violated` (a differing block table as `blocks.observed`, with the scheduler's
-        own). Where the connector cannot go on safely for a request, that request is quarantined: it gets nothing from
-        the cache, saves nothing, and recomputes. Nothing is raised into vLLM.
+        kvledger records a breach as `invariant.violated` (a differing block table as `blocks.observed`, with the
+        scheduler's own table). If it cannot continue safely for a request, it quarantines the request, which then gets
+        nothing from the cache, saves nothing, and recomputes. kvledger raises nothing into vLLM.
         """
     )
     body = [[f"`{rule.value}`", demands[rule.value], ", ".join(guarded_in[rule.name])] for rule in rules.Rule]
     lines += rows(["rule", "demands", "guarded in"], body)
-    lines += ["## Audited", "", "Held by `kvledger verify` against every event of a stored log, one checker each.", ""]
+    lines += ["## Audited", "", "`kvledger verify` checks each of these rules on every event of a stored log.", ""]
     subject = ""
     for rule, make in CORE.rules.items():
         if make.__module__ != subject:
             subject, (name, about) = make.__module__, sys.modules[make.__module__].__doc__.split(": ", 1)
             path = subject.removeprefix("kvledger.").replace(".", "/") + ".py"
-            lines += [f"### {name}", "", f"{about.capitalize()} [`{path}`](../{path})", ""]
+            lines += [f"### {name}", "", f"{sentence(about)} [`{path}`](../{path})", ""]
         detail = re.sub(r"(?m)^\n?(Verifies|Does not verify):", r"\n**\1**:", "\n\n".join(paragraphs[rule][1:]))
-        lines += [f"#### {rule}", "", demands[rule][0].upper() + demands[rule][1:], "", detail, ""]
+        lines += [f"#### {rule}", "", sentence(demands[rule]), "", detail.lstrip("\n"), ""]
     lines += [
         "## Not checked",
         "",
-        "What a log of today cannot decide. Silence about these is no sign of soundness.",
+        "Rules that a log cannot decide today. A log may break them even if `kvledger verify` finds nothing.",
         "",
     ]
     lines += rows(["rule", "why not"], [[f"`{rule}`", reason] for rule, reason in CORE.not_checked.items()])
@@ -372,23 +377,29 @@ def invariants_page() -> list[str]:
         """
         ## Facts
 
-        Each field of each event, and the rules that name logs in which that field alone is another, or why none does.
-        A rule that merely relies on a fact does not stand here. What a decision says is, besides, decided again.
+        This table has each field of each event, with the rules that find a log in which only this field is wrong, or
+        the reason why no rule does. Rules that only rely on a field are not listed. In addition, `kvledger verify`
+        makes every decision again.
 
-        Where no rule stands, the value is trusted: a log in which it alone is another passes every rule. Where a rule
-        stands it names the wrong values that something contradicts, not all. Of these most pass unless something hangs
-        on them: how many tokens are settled, rolled back to, left by a window or kept for a next turn; the counts of
-        `request.preempted` and `request.finished`; the blocks that a step appends, or an allocation gives, to a request
-        that saves and loads nothing; and keys that nobody looks up. Which chunks are declined, which of the free slots
-        a save takes, and that a save is not asynchronous where it could be, only deciding again contradicts.
+        A field without a rule is trusted: a log in which only its value is wrong passes every rule. A listed rule finds
+        the wrong values that something else in the log contradicts, not all of them. Most wrong values of these fields
+        pass unless something depends on them:
+
+        - how many tokens are settled, rolled back to, left by a window, or kept for a session's next turn
+        - the counts of `request.preempted` and `request.finished`
+        - the blocks that a step appends, or an allocation gives, to a request that saves and loads nothing
+        - keys that no request looks up
+
+        Only making the decision again finds a wrong choice of declined chunks or of free slots for a save, and a save
+        that could be asynchronous and is not.
         """
     )
     facts = [[f"`{event_id}`", *fact] for event_id, fields in FACTS.items() for fact in by_reason(fields)]
-    return lines + rows(["event", "fields", "verified by", "or why not"], facts)
+    return lines + rows(["event", "fields", "verified by", "why not"], facts)
 
 
 def by_reason(fields: Mapping[str, Why]) -> Iterable[list[str]]:
-    """Fields that are verified by the same rules, or are not for the same reason, in one row."""
+    """Yield one row for all fields with the same rules or the same reason."""
     for why in dict.fromkeys(fields.values()):
         names = ", ".join(f"`{name}`" for name, its in fields.items() if its == why)
         yield [names, "", why] if isinstance(why, str) else [names, ", ".join(why), ""]
@@ -400,33 +411,33 @@ MEASURED = REPOSITORY / "tests" / "mutants" / "measured.json"
 
 
 def mutants_page() -> list[str]:
-    """Every historical mistake that is made again in the tests, which rule names it, and how soon."""
+    """Return every historical bug that the tests repeat, the rule that finds it, and after how many events."""
     measured = json.loads(MEASURED.read_text())
-    lines = heading("Incidents as tests", "tests/mutants/measured.json, which `make mutants ARGS=--write` measures,")
+    lines = heading("Mutants", "tests/mutants/measured.json, which `make mutants ARGS=--write` measures,")
     lines += prose(
         """
-        A mutant is the connector with one mistake that a KV connector has made, made again. It is driven by vLLM's real
-        scheduler with a simulated worker (`adapters/lab/simulation/`), or by a random walk of the pure core where that
-        reaches the mistake sooner or alone: several ranks, a session's next turns, allocations that take up less than
-        was answered. The log that it leaves is read by the audit of `kvledger verify` with the mistake still switched
-        on: in production one version writes and verifies.
+        A mutant is the connector with one bug that a KV connector has had. vLLM's real scheduler drives it with a
+        simulated worker (`adapters/lab/simulation/`). A random walk of the core drives it instead if only the walk
+        reaches the bug, or reaches it sooner: with several ranks, next turns of a session, or allocations that claim
+        less than was answered. Then the audit of `kvledger verify` reads the log. The bug is still switched on, because
+        in production one version writes and verifies.
 
-        The rule in the first column is named at the first event that breaks any rule, and no other rule speaks of that
-        event. *Events* are counted from the first moment at which the mistake made a difference, in what was written or
-        only in what the connector believed, to the violation, both included. *Named* is how many of the seeds in which
-        it made a difference were named; in the others no rule was broken before the log ended.
+        The first event that breaks any rule breaks the rule in the first column and no other. *Events* is the number of
+        events from the first one at which the bug made a difference, in the log or only in the connector's state, to
+        the violation, both included. *Found* is the number of seeds in which the rule was broken, of those in which the
+        bug made a difference; the other logs ended before any rule was broken.
 
             make mutants SEEDS=100                        every mutant, on 100 seeds each
-            make mutants RULE=HIT_PINNED SEED=3           one log, marked where it was touched and where it was named
-            make mutants SEEDS=100 ARGS="--json --write"  one object a mutant, and the figures of this page again
-            make mutants SEEDS=10000 ARGS=--healthy       no mistake: every checker must be silent
+            make mutants RULE=HIT_PINNED SEED=3           one log, with marks where the bug acted and where it was found
+            make mutants SEEDS=100 ARGS="--json --write"  one object per mutant, and new figures for this page
+            make mutants SEEDS=10000 ARGS=--healthy       no bug: every checker must stay silent
 
-        ## Mistakes
+        ## Bugs
         """
     )
     order = list(CORE.rules)
     lines += rows(
-        ["rule", "mistake", "incidents", "driven by", "events, median", "most", "named", "seeds"],
+        ["rule", "bug", "incidents", "driven by", "events, median", "most", "found", "seeds"],
         [
             [
                 f"`{entry['rule']}`",
@@ -443,15 +454,15 @@ def mutants_page() -> list[str]:
     )
     lines += prose(
         """
-        ## Mistakes of recorded connectors
+        ## Bugs of recorded connectors
 
-        The rules by which [a recorder's log](recording.md) is judged, each with what a connector gets wrong and the
-        incidents. [`tests/adapters/recorder`](../tests/adapters/recorder) has the mistakes: put into vLLM's own
-        connectors, or theirs already.
+        The rules for [a recorder's log](recording.md), each with what a connector must do and the incidents in which
+        one did not. [`tests/adapters/recorder`](../tests/adapters/recorder) has such bugs in vLLM's own connectors:
+        their own, and ones that a test adds.
         """
     )
     lines += rows(
-        ["rule", "what a connector must keep to", "incidents"],
+        ["rule", "what a connector must do", "incidents"],
         [
             [f"`{rule}`", obligation.text, ", ".join(obligation.incidents)]
             for rule in RECORDER_RULES
@@ -461,9 +472,9 @@ def mutants_page() -> list[str]:
     )
     lines += prose(
         """
-        ## No mistake
+        ## Without a bug
 
-        Seeds of the connector as it is, with whatever faults they switch on: failing copies, lost, late and doubled
+        Seeds of the unchanged connector, with the faults that they switch on: failing copies, lost, late and repeated
         reports, aborts, resets, full disks, restarts.
         """
     )
@@ -479,46 +490,48 @@ def mutants_page() -> list[str]:
 
 
 CONTRACT_INTRODUCTION = """
-What vLLM relies on, obligation by obligation, with the rule or check that holds a connector against it. Rules judge a
-log, also one of production ([recording](recording.md), [invariants](invariants.md)); checks belong to
-`kvledger conformance`, which [plays](conformance.md) a connector on vLLM's scheduler. Paths are of vLLM 0.32:
-`base.py` is `distributed/kv_transfer/kv_connector/v1/base.py`, `scheduler.py` is `v1/core/sched/scheduler.py`; what
-stands in quotation marks is said there. The issues are public ones in which the obligation was broken.
+This page lists the obligations of a connector, on which vLLM relies, with the rules and checks that test them. Rules
+judge a log, including one from production ([recording](recording.md), [invariants](invariants.md)). Checks are part of
+`kvledger conformance`, which [runs](conformance.md) a connector on vLLM's scheduler. Paths are of vLLM 0.32: `base.py`
+is `distributed/kv_transfer/kv_connector/v1/base.py`, `scheduler.py` is `v1/core/sched/scheduler.py`. Text in quotation
+marks is quoted from these files. Each linked issue is a public one in which a connector broke the obligation.
+
+An obligation can be seen:
 """
 ISSUES = {"vllm": "vllm-project/vllm", "LMCache": "LMCache/LMCache"}
 
 
 def contract_page() -> list[str]:
-    """The obligations, the checks, the scenarios."""
+    """Return the obligations, the checks and the scenarios."""
     everything = obligations.OBLIGATIONS.values()
     lines = heading("The contract of a connector", "adapters/lab/conformance/obligations.py and scenarios.py")
     lines += prose(CONTRACT_INTRODUCTION)
     seen, checks = attribute_docs(obligations.Seen), attribute_docs(obligations.Check)
     lines += [f"- **{each.value}**: {seen[each.name]}" for each in obligations.Seen]
-    body = [[f"[{each.name}](#{each.name})", each.side, each.seen.value, held_by(each)] for each in everything]
-    lines += ["", *rows(["obligation", "side", "can be seen", "held by"], body)]
+    body = [[f"[{each.name}](#{each.name})", each.side, each.seen.value, tested_by(each)] for each in everything]
+    lines += ["", *rows(["obligation", "side", "can be seen", "tested by"], body)]
     for each in everything:
         lines += obligation_section(each)
-    lines += ["## Checks", "", "What the simulation checks beyond the rules of its log.", ""]
+    lines += ["## Checks", "", "Checks of the simulation, in addition to the rules of its log.", ""]
     lines += [f"- `{each.value}`: {checks[each.name]}" for each in obligations.Check]
-    lines += ["", "## Scenarios", "", "Each is played twice, the second time with each lookup asked twice.", ""]
+    lines += ["", "## Scenarios", "", "Each scenario is played twice, the second time with every lookup repeated.", ""]
     return [*lines, *(f"- **{name}**: {one_line(scenario.play.__doc__)}" for name, scenario in SCENARIOS.items())]
 
 
-def held_by(obligation: obligations.Obligation) -> str:
-    """Its rules and checks."""
+def tested_by(obligation: obligations.Obligation) -> str:
+    """Return the rules and checks of an obligation."""
     return ", ".join(f"`{check}`" for check in obligation.checks) or "nothing"
 
 
 def obligation_section(obligation: obligations.Obligation) -> list[str]:
-    """One obligation."""
+    """Return one obligation."""
     lines = [f"## {obligation.name}", "", obligation.text, ""]
     hooks = ", ".join(f"`{hook}`" for hook in obligation.hook.split(", "))
     lines += [f"- Hook: {obligation.hook if obligation.hook == 'every hook' else hooks} ({obligation.side})"]
     lines += [f"- Source: {'; '.join(obligation.source)}"]
-    lines += [f"- Can be seen {obligation.seen.value}; held by {held_by(obligation)}"]
+    lines += [f"- Can be seen {obligation.seen.value}; tested by {tested_by(obligation)}"]
     if obligation.scenarios:
-        lines += [f"- Judged in: {'; '.join(obligation.scenarios)}"]
+        lines += [f"- Only in the scenarios: {'; '.join(obligation.scenarios)}"]
     if obligation.limit:
         lines += [f"- Not seen: {obligation.limit}"]
     if obligation.incidents:
@@ -527,7 +540,7 @@ def obligation_section(obligation: obligations.Obligation) -> list[str]:
 
 
 def issue(name: str) -> str:
-    """A public issue or change, linked."""
+    """Return a link to a public issue or pull request."""
     repository, _, number = name.partition("#")
     return f"[{name}](https://github.com/{ISSUES[repository]}/issues/{number})"
 
@@ -536,54 +549,53 @@ def issue(name: str) -> str:
 
 
 def metrics_page() -> list[str]:
-    """Every metric with its type and its meaning."""
+    """Return every metric with its type and its meaning."""
     shortest, longest = (bound / 1e9 for bound in (DURATION_BOUNDS_NS[0], DURATION_BOUNDS_NS[-1]))
     lines = heading("Metrics", "adapters/vllm/metric_names.py")
     lines += prose(
-        "vLLM's `/metrics` shows them with vLLM's own labels, `model_name` and `engine`, from the start and at 0. "
-        "[Monitoring](monitoring.md) says which to alert on."
+        "vLLM's `/metrics` has these metrics, with vLLM's own labels `model_name` and `engine`. They are 0 at the "
+        "start. [Monitoring](monitoring.md) has the alerts."
     )
     gauges = {**GAUGES, "": INFO}
     kinds = {"Counters": (COUNTERS, "_total"), "Gauges": (gauges, ""), "Histograms": (HISTOGRAMS, "")}
     for title, (metrics, suffix) in kinds.items():
         body = [[f"`{PREFIX}{name}{suffix}`", meaning] for name, meaning in metrics.values()]
         lines += [f"## {title}", "", *rows(("metric", "meaning"), body)]
-    lines += [f"Their buckets end at {shortest:g} to {longest:g} s.", "", "## Labels", ""]
+    lines += [f"The upper bounds of the buckets range from {shortest:g} to {longest:g} s.", "", "## Labels", ""]
     missed, recomputed, extensions = (f"`{COUNTERS[name][0]}_total`" for name in (MISSED, RECOMPUTED, BY_EXTENSION))
     lines += prose(
-        f"{extensions} has one more label, `{LABELS[BY_EXTENSION]}`, and a series for each "
+        f"{extensions} has the additional label `{LABELS[BY_EXTENSION]}`, and one series for each "
         "[extension](extending.md#an-extension) that is loaded. "
-        f"`{INFO[0]}` has the labels `version`, " + ", ".join(f"`{name}`" for name in INFO_SETTINGS) + "; the value "
-        "of a setting is `auto` where its default depends on the machine or the model."
+        f"`{INFO[0]}` has the labels `version`, " + ", ".join(f"`{name}`" for name in INFO_SETTINGS) + ". A setting "
+        "has the value `auto` if its default depends on the machine or the model."
     )
     lines += prose(
-        f"{missed} and {recomputed} have one more label, `{LABELS[MISSED]}`: why the connector's answer left the "
-        "tokens to compute. It is known the moment a request is admitted. `kvledger stats` divides it further: "
-        "of `missing`, it tells tokens that nobody had computed before from tokens that were evicted, "
-        "lost to a reset, or never saved ([reasons](reasons.md))."
+        f"{missed} and {recomputed} have the additional label `{LABELS[MISSED]}`: the reason why the connector's "
+        "answer left the tokens to compute, as known when the request is admitted. `kvledger stats` divides `missing` "
+        "further, into tokens that no request had computed before, and tokens that were evicted, lost to a reset, or "
+        "never saved ([reasons](reasons.md))."
     )
     return lines + prose(
-        f"The value is a [`miss_reason`](events.md#why-a-hit-ends); `{NOT_OFFERED}`: the tokens were in the pool, but "
-        "another load was under way, or vLLM's own prefix ended within a block; "
-        f"`{NOT_LOADED}`: they were offered, but not claimed by vLLM, or, of recomputed tokens, their load failed; "
-        f"or, of recomputed tokens alone, `{NO_LOOKUP}`: their blocks were allocated without a lookup. "
-        "Where the log cannot be written, vLLM gets no answers, and these requests are in neither metric; see "
-        "`log_waiting_events`. A load that fails within a step stays a hit; `failed_loads` counts it."
+        "The value is a [`miss_reason`](events.md#why-a-hit-ends) or one of these:\n\n"
+        f"- `{NOT_OFFERED}`: the tokens were in the pool, but another load was in flight, or vLLM's own prefix ended "
+        "within a block.\n"
+        f"- `{NOT_LOADED}`: the connector offered the tokens, but vLLM did not claim them. For recomputed tokens also: "
+        "their load failed.\n"
+        f"- `{NO_LOOKUP}`, only for recomputed tokens: vLLM allocated their blocks without a lookup.\n\n"
+        "While the log cannot be written, vLLM gets no answers, and neither metric counts these requests; see "
+        "`log_waiting_events`. A load that fails within a step still counts as a hit; `failed_loads` counts it."
     )
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 COMMANDS_INTRODUCTION = """
-What `--help` prints. [The `kvledger` command](cli.md) says what is behind it, and what it looks like.
+The output of `--help`. [The `kvledger` command](cli.md) explains the commands and shows what they print.
 """
 
 
 def commands_page() -> list[str]:
-    """The help of every command, as a terminal of 80 columns shows it."""
+    """Return the help of every command, as a terminal of 80 columns shows it."""
     lines = [
         *heading("Command by command", "adapters/tools/cli/commands.py and the commands"),
         *prose(COMMANDS_INTRODUCTION),
@@ -601,7 +613,7 @@ def commands_page() -> list[str]:
 
 
 def help_of(*command: str) -> str:
-    """What `--help` prints."""
+    """Return what `--help` prints."""
     printed = io.StringIO()
     columns = mock.patch.dict(os.environ, COLUMNS="80")
     with columns, contextlib.redirect_stdout(printed):
@@ -610,14 +622,14 @@ def help_of(*command: str) -> str:
 
 
 TABLES_INTRODUCTION = """
-The columns of what [`kvledger tables`](export.md#tables) writes and of what `Log.to_arrow` and `Log.to_pandas` return.
-Times that end in `_ns` are nanoseconds since the log was opened; durations are nanoseconds, too. Columns that end in
-`_bytes` are bytes. Other numbers are counts or ids. Join tables on (`start`, `ordinal`).
+The tables that [`kvledger tables`](export.md#tables) writes, and `Log.to_arrow` and `Log.to_pandas` return. Times that
+end in `_ns` are nanoseconds since the log was opened; durations are nanoseconds, too. Columns that end in `_bytes` are
+bytes. Other numbers are counts or ids. Join tables on (`start`, `ordinal`).
 """
 
 
 def tables_page() -> list[str]:
-    """Every table with its columns."""
+    """Return every table with its columns."""
     lines = [*heading("Tables", "adapters/tools/tables/schema.py"), *prose(TABLES_INTRODUCTION)]
     lines += ["## In every table", "", *column_rows(COMMON)]
     for each in TABLES.values():
@@ -627,7 +639,7 @@ def tables_page() -> list[str]:
 
 
 def column_rows(columns: Iterable[Column]) -> list[str]:
-    """A Markdown table of columns."""
+    """Return a Markdown table of columns."""
     body = [[f"`{column.name}`", f"`{column.type}`", column.meaning] for column in columns]
     return rows(["column", "type", "meaning"], body)
 
@@ -646,7 +658,7 @@ PAGES: dict[str, Callable[[], list[str]]] = {
 
 
 def _within_columns(lines: Iterable[str]) -> Iterator[str]:
-    """Prose and lists within 120 columns; tables, headings, comments and code as they are."""
+    """Wrap prose and lists at 120 columns; tables, headings, comments and code stay as they are."""
     is_code = False
     for line in "\n".join(lines).split("\n"):
         is_code ^= line.startswith("```")
@@ -660,9 +672,9 @@ def _within_columns(lines: Iterable[str]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the pages, or check them; the exit code is 1 where a checked page is stale."""
+    """Write the pages, or check them; return 1 if a checked page is stale."""
     parser = argparse.ArgumentParser(description="Writes the generated pages of docs/.")
-    parser.add_argument("--check", action="store_true", help="write nothing, name the pages that are stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; print the stale pages")
     arguments = parser.parse_args(argv)
     stale = []
     for name, page in PAGES.items():

@@ -179,7 +179,7 @@ class EventDecoder:
             if type(event) in _WITH_SLOTS:
                 largest = max(cast("LoadIssued | SaveIssued | TailSaveIssued", event).slots, default=0)
                 if largest >= self._num_slots:
-                    message = f"{event.id} names slot {largest}, and the pool has {self._num_slots} slots"
+                    message = f"{event.id} names slot {largest}, but the pool has {self._num_slots} slots"
                     raise _broken_promise(payload, Undecodable(message))
 
     def _decoded(self, payload: bytes) -> list[Any]:
@@ -193,17 +193,20 @@ class EventDecoder:
             schema_version: int = converted(header.get("schema_version"), int)
             if schema_version > SCHEMA_VERSION:
                 message = (
-                    f"the log has schema version {schema_version}, this kvledger reads {SCHEMA_VERSION}; "
+                    f"the log has schema version {schema_version}, but this kvledger reads {SCHEMA_VERSION}; "
                     f"{self._written_by}"
                 )
                 raise SchemaTooNew(message)
             if schema_version < SCHEMA_VERSION:
                 version = header.get("kvledger_version", "unknown")
-                message = f"written with schema {schema_version} by kvledger {version}; read it with that version"
+                message = (
+                    f"the log has schema version {schema_version}, written by kvledger {version}; read it with that "
+                    "version"
+                )
                 raise CodecError(message)
             return converted(header.get("vocabulary"), list[_Declared])
         except Undecodable as error:
-            message = f"the log's header names no vocabulary ({error}); it was not written by kvledger's connector"
+            message = f"the log's header has no readable vocabulary ({error}); kvledger's connector did not write it"
             raise CodecError(message) from error
 
     def _wire_class(self, code: int, declared: _Declared, *, lenient: bool) -> type:
@@ -219,9 +222,9 @@ class EventDecoder:
             return self._older(code, declared, event_class)
         if tuple(declared.fields) not in _known_fields(event_class):
             message = (
-                f"the log says that {declared.id} version {declared.version} has the fields "
-                f"{', '.join(declared.fields)}; it has {', '.join(field_names(event_class))}. "
-                "The header is damaged, or the log is of another product"
+                f"the log's header lists for {declared.id} version {declared.version} the fields "
+                f"{', '.join(declared.fields)}, but it has {', '.join(field_names(event_class))}: "
+                "the header is damaged, or another program wrote the log"
             )
             raise CodecError(message)
         if wire_code(event_class) == code:
@@ -250,7 +253,9 @@ class EventDecoder:
             values = {name: msgspec.convert(fields.pop(name), hints[name]) for name in names}
             if fields:
                 left = ", ".join(fields)
-                message = f"{declared.id}: its upcasters leave {left}, which version {event_class.version} has not"
+                message = (
+                    f"{declared.id}: its upcasters leave {left}, which version {event_class.version} does not have"
+                )
                 raise CodecError(message)
             return event_class(**values)
 
@@ -260,7 +265,8 @@ class EventDecoder:
     def _too_new(self, declared: _Declared, event_class: type[Event] | None) -> SchemaTooNew:
         known = "no version" if event_class is None else f"version {event_class.version}"
         return SchemaTooNew(
-            f"the log uses {declared.id} version {declared.version}, this kvledger knows {known}; {self._written_by}"
+            f"the log uses {declared.id} version {declared.version}, but this kvledger knows {known}; "
+            f"{self._written_by}"
         )
 
 
@@ -291,4 +297,4 @@ def _num_slots(header: Mapping[str, Any]) -> int:
 
 def _broken_promise(payload: bytes, error: Exception) -> CodecError:
     text = str(error) if isinstance(error, Undecodable) else repr(error)
-    return CodecError(f"a payload of {len(payload)} bytes is not what the log's header promises: {text}")
+    return CodecError(f"a payload of {len(payload)} bytes does not match the log's header: {text}")

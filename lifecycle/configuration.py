@@ -141,11 +141,11 @@ class LedgerConfiguration:
 
     def _check_chunks(self) -> None:
         if self.chunk_size % self.block_size and self.block_size % self.chunk_size:
-            reason = f"it and block_size {self.block_size} do not divide one another"
+            reason = f"is neither a multiple nor a divisor of block_size {self.block_size}"
             remedy = f"write a multiple or a divisor of {self.block_size}"
             raise ConfigurationError(Refusal(reason, remedy, "chunk_size", self.chunk_size))
         if 0 < self.save_interval_tokens < self.chunk_size:
-            reason = f"less than a chunk of {self.chunk_size} tokens, and only whole chunks are saved"
+            reason = f"is less than a chunk of {self.chunk_size} tokens, but only whole chunks are saved"
             remedy = "lower chunk_size, or write 0 to save each chunk when it has settled"
             raise ConfigurationError(Refusal(reason, remedy, "save_interval_tokens", self.save_interval_tokens))
 

@@ -98,12 +98,12 @@ class Core:
                 self._check_hooks(handler, check_handler(handler))
         names = [*CORE_PROJECTIONS, *(spec.name for spec in self.projections)]
         if len(set(names)) < len(names):
-            message = f"of the projections {', '.join(names)} two have one name; rename one"
+            message = f"two of the projections {', '.join(names)} have the same name; rename one"
             raise CoreError(message)
         check_upcasters(self.upcasters, self.events)
         both = sorted(self.rules.keys() & self.not_checked.keys())
         if both:
-            message = f"rule {both[0]} has a checker, and a reason why it cannot be checked; remove one"
+            message = f"rule {both[0]} has both a checker and a reason why it cannot be checked; remove one"
             raise CoreError(message)
 
     def _check_hooks(self, handler: StateHandler, state: RequestState) -> None:
@@ -208,7 +208,7 @@ class Core:
                 raise CoreError(message)
         unknown = sorted(extension.leaves_out.keys() - self.rules.keys() - self.not_checked.keys())
         if unknown and not isinstance(extension, Absent):  # a log may be read by a core that has fewer rules
-            message = f"extension {extension.name} leaves out {unknown[0]}, which is no rule here; correct its name"
+            message = f"extension {extension.name} leaves out {unknown[0]}, which is not a rule here; correct its name"
             raise CoreError(message)
         owners = {("projection", name): "the core" for name in CORE_PROJECTIONS}
         leaves_out = _left_out_by(extension, self.rules)
@@ -388,10 +388,10 @@ def check_handler(handler: StateHandler) -> RequestState:
     for method in public:
         if callable(getattr(handler, method)):
             close = difflib.get_close_matches(method, HOOKS, n=1)
-            meant = f"{close[0]} was meant" if close else f"the hooks are {', '.join(HOOKS)}"
+            remedy = f"rename it to {close[0]}" if close else f"rename it to one of {', '.join(HOOKS)}"
             message = (
-                f"handler {name} has a method {method}, which is no hook of StateHandler, so it would never be called; "
-                f"{meant}, or let the names of its own methods begin with an underscore"
+                f"handler {name} has a method {method}, which is not a hook of StateHandler, so it would never be "
+                f"called; {remedy}, or begin its name with an underscore"
             )
             raise CoreError(message)
     return handler.state
@@ -425,7 +425,7 @@ def _left_out_by(extension: Extension, rules: Mapping[str, object]) -> Mapping[s
     """Rule → why it cannot be checked with the extension; also rules about evictions, if the extension decides them."""
     if not extension.declaration().keeps:
         return extension.leaves_out
-    why = f"extension {extension.name} says what is evicted last"
+    why = f"extension {extension.name} decides what is evicted last"
     about_evictions = [rule for rule, checker in rules.items() if getattr(checker, "expects_own_evictions", False)]
     return dict.fromkeys(about_evictions, why) | dict(extension.leaves_out)
 

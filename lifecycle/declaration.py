@@ -72,4 +72,4 @@ def declared_in(header: Mapping[str, Any]) -> tuple[Declaration, ...]:
     try:
         return converted(header.get("extensions", ()), tuple[Declaration, ...])
     except Undecodable as error:
-        raise ExtensionError(f"the log's header does not say which extensions it has: {error}") from error
+        raise ExtensionError(f"the log's header has no readable list of extensions: {error}") from error

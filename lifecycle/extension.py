@@ -164,7 +164,7 @@ class Absent(Extension):
     def __init__(self, declared: Declaration) -> None:
         self._declared = declared
         self.name, self.version, self.rows = declared.name, declared.version, declared.rows  # type: ignore[misc]
-        own = f"extension {declared.name} checks it in a way of its own, and its code is not here"
+        own = f"extension {declared.name} checks it in its own way, but its code is not available"
         self.leaves_out = {rule: why or own for rule, why in declared.leaves_out.items()}  # type: ignore[misc]
         self.events = dict.fromkeys(declared.events, msgspec.Struct)  # type: ignore[misc]
 
@@ -196,27 +196,33 @@ def _judged_parts(extension: Extension) -> Iterator[tuple[bool, str]]:
     }
     for part, kind in ((part, kind) for kind, parts in kinds.items() for part in parts):
         given = getattr(extension, part)
-        yield isinstance(given, kind), f"{part} are {given!r}; make them a {kind.__name__.lower()}"
+        yield isinstance(given, kind), f"{part} are {given!r}; use a {kind.__name__.lower()}"
     for what, name in (("name", extension.name), *(("event", name) for name in extension.events)):
         is_name = isinstance(name, str) and _NAME.fullmatch(name) is not None
-        yield is_name, f"{what} {name!r} cannot stand in a trigger; take letters, digits, _ and -"
+        yield is_name, f"{what} {name!r} cannot be part of a trigger; use letters, digits, _ and -"
     yield type(extension.version) is int, f"version is {extension.version!r}; make it a whole number"
     for name, event in extension.events.items():
         yield _derives(event, msgspec.Struct), f"event {name} is {event!r}; name a class derived from msgspec.Struct"
     for row in extension.rows:
         is_row = isinstance(row, tuple) and [type(each) for each in row] == [str] * 3
-        yield is_row, f"row {row!r} is no (source, trigger, dest); write three strings"
+        yield is_row, f"row {row!r} is not (source, trigger, dest); write three strings"
     for handler in (*extension.handlers, *extension.replaces):
-        yield _derives(handler, StateHandler), f"handler {handler!r} is none; name a class derived from StateHandler"
+        yield (
+            _derives(handler, StateHandler),
+            f"handler {handler!r} is not a handler; name a class derived from StateHandler",
+        )
         yield not wrong_state(handler), f"handler {handler.__qualname__} {wrong_state(handler)}"
     for spec in extension.projections:
-        yield isinstance(spec, ProjectionSpec), f"projection {spec!r} is none; make it a ProjectionSpec"
+        yield isinstance(spec, ProjectionSpec), f"projection {spec!r} is not a projection; use a ProjectionSpec"
         yield not is_reserved(spec.name), f"projection {spec.name!r} would hide an attribute of Projections; rename it"
     for rule, checker in extension.rules.items():
         yield callable(checker), f"rule {rule} is {checker!r}; name its checker's class"
     unchecked = {rule: why for rule, why in extension.leaves_out.items() if rule not in extension.rules}
     for rule, reason in (*unchecked.items(), *extension.not_checked.items()):
-        yield isinstance(reason, str) and reason != "", f"rule {rule} is not checked for {reason!r}; say why in words"
+        yield (
+            isinstance(reason, str) and reason != "",
+            f"rule {rule} is not checked, with the reason {reason!r}; give a reason in words",
+        )
 
 
 def _derives(part: object, base: type) -> bool:

@@ -50,16 +50,16 @@ def compile_region(region: Region, events: Iterable[type[Event]]) -> Moves:
     for source, trigger, dest in region.flat():
         row = f"{region.name}: ({source}, {trigger})"
         if not isinstance(source, region.states) or not isinstance(dest, region.states):
-            message = f"{row} leads to {dest}: both must be states of {region.name}; '*' would let anything move"
+            message = f"{row} leads to {dest}: both must be states of {region.name}, and '*' would allow every state"
             raise TableError(message)
         if trigger not in known:
-            message = f"{row}: there is no such trigger; it is an event's id, with its variant where it has several"
+            message = f"{row}: there is no such trigger; write an event's id, with its variant if it has several"
             raise TableError(message)
         if source is region.terminal and dest is not source:
-            message = f"{row} leads out of {source}, which nothing may leave"
+            message = f"{row} leads out of {source}, which is a terminal state"
             raise TableError(message)
         if source in moves.setdefault(trigger, {}):
-            message = f"{row} stands twice; the second row would silently lose"
+            message = f"{row} appears twice, so the second row would have no effect; remove one"
             raise TableError(message)
         moves[trigger][source] = dest
     unreachable = set(region.states) - _reached(region)
@@ -69,7 +69,7 @@ def compile_region(region: Region, events: Iterable[type[Event]]) -> Moves:
     for trigger, dests in moves.items():
         missing = set(region.states) - set(dests)
         if missing and not region.may_refuse:
-            message = f"{region.name} refuses nothing, and has no row for ({', '.join(sorted(missing))}, {trigger})"
+            message = f"{region.name} refuses nothing, but has no row for ({', '.join(sorted(missing))}, {trigger})"
             raise TableError(message)
     return moves
 
@@ -134,7 +134,7 @@ def compile_tables(
     compiled = {region.name: compile_region(region, events.values()) for region in regions}
     wrong = [region.name for region in regions if region.may_refuse and region.name not in {"phase", "blocks"}]
     if wrong:
-        message = f"{', '.join(wrong)} may refuse; only phase and blocks are looked at before an event is folded"
+        message = f"{', '.join(wrong)} may refuse, but only phase and blocks are checked before an event is folded"
         raise TableError(message)
     phase, blocks = compiled.pop("phase"), compiled.pop("blocks")
     joined = {trigger: list(_joined(phase, blocks, trigger, gating)) for trigger in {**phase, **blocks}}
@@ -192,18 +192,18 @@ def compile_sub_rows(extensions: Iterable[Declaration], phase: Moves) -> SubMove
             else:
                 leads = phase.get(trigger, {}).get(state)
             if leads is not parent:
-                found = "nowhere, it is illegal or unknown there" if leads is None else f"to {leads}"
+                found = "nowhere, because it is illegal or unknown there" if leads is None else f"to {leads}"
                 message = f"{row}: {trigger} leads from {state} {found}; a sub-state must go where its parent goes"
                 raise ExtensionError(message)
             if sub and source not in entered:
-                message = f"{row}: no row enters {source}; add one, or remove this"
+                message = f"{row}: no row enters {source}; add such a row, or remove this one"
                 raise ExtensionError(message)
             for path_state, path_sub in ((state, sub), (parent, sub_dest)):
                 if path_sub and (owner := owners.setdefault(path_state, extension.name)) != extension.name:
                     message = f"extensions {owner} and {extension.name} both have sub-states of {path_state}"
-                    raise ExtensionError(f"{message}, and a request is in one at a time; load one of them")
+                    raise ExtensionError(f"{message}, but a request is in one at a time; load one of them")
             if moves.setdefault((trigger, state, sub), sub_dest) != sub_dest:
-                message = f"{row}: another row leads elsewhere from there; remove one"
+                message = f"{row}: another row leads from there to another sub-state; remove one"
                 raise ExtensionError(message)
     return moves
 
@@ -211,7 +211,7 @@ def compile_sub_rows(extensions: Iterable[Declaration], phase: Moves) -> SubMove
 def _path(text: str, row: str) -> tuple[RequestState, str]:
     state, _, sub = text.partition(".")
     if state not in set(RequestState):
-        message = f"{row}: {state} is no phase; take one of {', '.join(RequestState)}, or one with a dot and a name"
+        message = f"{row}: {state} is not a phase; use one of {', '.join(RequestState)}, or one with a dot and a name"
         raise ExtensionError(message)
     return RequestState(state), sub
 

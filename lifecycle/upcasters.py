@@ -31,12 +31,12 @@ def check_upcasters(upcasters: Upcasters, events: Mapping[str, type[Event]]) -> 
     """
     for event_id, from_version in upcasters:
         if event_id not in events:
-            message = f"{event_id}: an upcaster from version {from_version}, but no such event; is the id misspelt?"
+            message = f"{event_id}: there is an upcaster from version {from_version}, but no such event; correct the id"
             raise UpcasterError(message)
         version = events[event_id].version
         if not 1 <= from_version < version:
             message = (
-                f"{event_id}: an upcaster from version {from_version}, but the event is in version {version}; "
+                f"{event_id}: there is an upcaster from version {from_version}, but the event is in version {version}; "
                 "raise the version where the event is declared, or remove the upcaster"
             )
             raise UpcasterError(message)
@@ -44,8 +44,8 @@ def check_upcasters(upcasters: Upcasters, events: Mapping[str, type[Event]]) -> 
         for known in range(1, event_class.version):
             if (event_id, known) not in upcasters:
                 message = (
-                    f"{event_id}: is in version {event_class.version}, but no upcaster leads from version {known} "
-                    f"to {known + 1}, so logs with it could not be read; write one and give it to the core"
+                    f"{event_id}: the event is in version {event_class.version}, but no upcaster leads from version "
+                    f"{known} to {known + 1}, so logs with it could not be read; write one and give it to the core"
                 )
                 raise UpcasterError(message)
 

@@ -45,9 +45,10 @@ _WORDS: Mapping[type[msgspec.Struct], Callable[[Any], str]] = MappingProxyType(
         payloads.Sent: lambda _: "the connector no longer needs its blocks, and vLLM frees them",
         payloads.Transferred: lambda copy: f"the connector gives its workers a copy: {_copy(copy)}",
         payloads.TransferredFor: lambda each: (
-            f"the connector gives its workers a copy for request {each.request_id}, which is over: {_copy(each.copy)}"
+            f"the connector gives its workers a copy for request {each.request_id}, "
+            f"which no longer holds the blocks: {_copy(each.copy)}"
         ),
-        payloads.TransfersEnded: lambda ended: f"the workers have done {', '.join(ended.jobs)}",
+        payloads.TransfersEnded: lambda ended: f"the workers have finished {', '.join(ended.jobs)}",
         payloads.TransfersAwaited: lambda awaited: f"the workers finish {', '.join(awaited.jobs)} before this step",
         payloads.WorkersReported: lambda ends: _ends("the workers report: ", ends),
         payloads.ReportedBy: lambda ends: _ends(f"worker {ends.rank} of {ends.connector} reports: ", ends),
@@ -70,7 +71,7 @@ def _copy(copy: payloads.Transferred) -> str:
     return f"{verb} {copy.job}, {num_blocks} block{'s' * (num_blocks != 1)} ({blocks}){group}, {where}"
 
 
-def _ends(who: str, ends: payloads.WorkersReported) -> str:
+def _ends(prefix: str, ends: payloads.WorkersReported) -> str:
     reports = (
         ("blocks of {} are no longer needed", ends.finished_sending),
         ("the load of {} has arrived", ends.finished_recving),
@@ -78,7 +79,7 @@ def _ends(who: str, ends: payloads.WorkersReported) -> str:
         ("blocks {} could not be filled", tuple(map(str, ends.invalid_block_ids))),
     )
     parts = [text.format(", ".join(which)) for text, which in reports if which]
-    return who + "; ".join(parts) if parts else ""
+    return prefix + "; ".join(parts) if parts else ""
 
 
 def _saved(events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> str:
@@ -94,7 +95,7 @@ def _saved(events: Sequence[SequencedEvent], configuration: LedgerConfiguration)
         return ""
     most = max(num_blocks.values())
     num_tokens = most * configuration.block_size
-    return f"its workers had been given {most} blocks of it to save ({num_tokens} tokens), the last at event {last}"
+    return f"the connector gave its workers {most} of its blocks to save ({num_tokens} tokens), last at event {last}"
 
 
 class InWords(RecorderEvents):
@@ -110,7 +111,7 @@ class InWords(RecorderEvents):
         _, event = events[-1]
         payload = payload_of(event) if isinstance(event, e.ExtensionObserved) else None
         if isinstance(payload, payloads.EndReturned) and payload.keeps_blocks:
-            yield _saved(events, configuration) or "what for is not in the log"
+            yield _saved(events, configuration) or "the log does not show why"
 
     def figures(self, payload: msgspec.Struct) -> Mapping[str, int]:
         """Words → amount: time in hooks, kinds of answers, copies and blocks."""

@@ -282,7 +282,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     @property
     def _recorded(self) -> Recording:
         if self.recording is None:
-            message = "this connector was built for a worker; the log is in the scheduler's process"
+            message = "this connector was built for a worker; only the scheduler's process has the log"
             raise RuntimeError(message)
         return self.recording
 

@@ -73,7 +73,7 @@ class WorkerEnds:
 
     def hook_failed(self, hook: str, _request_id: str, error: BaseException) -> None:
         """Log that an end was not noted. The guard calls this."""
-        messages.warning("who reported an end could not be recorded", hook=hook, error=described(error))
+        messages.warning("kvledger could not record which connector reported an end", hook=hook, error=described(error))
 
     def reported(self, results: Any) -> None:
         """Note the wrapped connector's answer to `get_transfer_results`."""

@@ -67,12 +67,12 @@ class RecorderLog:
         """Log why recording failed, and stop recording."""
         if self.is_ended:
             return
-        self.messages.error("kvledger's recorder ends, the connector goes on", hook=hook, error=described(error))
+        self.messages.error("kvledger's recorder has stopped; the connector goes on", hook=hook, error=described(error))
         try:
-            self.observe(e.LogNote(f"recording ends in {hook}: {without_secrets(error)}", self.now()))
+            self.observe(e.LogNote(f"recording stopped in {hook}: {without_secrets(error)}", self.now()))
         except BaseException as again:  # noqa: BLE001 -- nothing is left that could be said
             raise_if_unstoppable(again)
-            self.messages.error("the reason could not be recorded", error=described(again))
+            self.messages.error("the log does not contain why the recorder stopped", error=described(again))
         self.commit()
         self.is_ended = True
 

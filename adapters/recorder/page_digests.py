@@ -108,7 +108,11 @@ class RecordedPages:
         """Compute no more digests; the guard calls this."""
         self._digests = None
         self._found, self._of_step, self._loading = [], [], []
-        messages.warning("no more digests of pages are made, the connector goes on", hook=hook, error=described(error))
+        messages.warning(
+            "no more digests of pages are computed; the connector goes on",
+            hook=hook,
+            error=described(error),
+        )
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Learn where the pages lie."""

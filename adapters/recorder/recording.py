@@ -69,7 +69,7 @@ def _records(
     def record(self: Recording, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
         if not self.log.is_ended:
             if self.place.find_out():
-                note = f"{payloads.CHILD}, its reports concern other connectors as well"
+                note = f"{payloads.CHILD}, so the reports include those of other connectors"
                 self.log.observe(e.LogNote(note, self.log.now()))
             hook(self, *args, **kwargs)
             self.log.commit()
@@ -115,7 +115,7 @@ class Recording:
 
     def decline(self, reason: str) -> None:
         """Log why the model's block tables cannot be recorded, and stop recording."""
-        self.log.messages.warning("the model is not recorded, its connector runs as without a recorder", reason=reason)
+        self.log.messages.warning("the recorder cannot record this model; the connector runs without it", reason=reason)
         self.log.observe(e.LogNote(f"{e.DECLINED}{reason}", self.log.now()))
         self.log.commit()
         self.log.is_ended = True
@@ -301,7 +301,7 @@ class Recording:
             is_reported = job.request_id in reported.finished_recving or job.request_id in failed_requests
             if job.job_id in within or (job.is_async and is_reported):
                 has_failed = job.request_id in failed_requests or not failed_blocks.isdisjoint(job.block_ids)
-                error = "the connector reports that it could not load" if has_failed else ""
+                error = "the connector reported that the load failed" if has_failed else ""
                 self.log.observe(e.TransferReported.by((0,), job.job_id, self.log.now(), error=error))
         for request_id in reported.finished_sending:
             record = self._tracker.get(request_id)

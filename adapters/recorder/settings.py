@@ -45,7 +45,7 @@ def accepted_recorder(
     except BaseException as error:
         raise_if_unstoppable(error)
         reason = f"vLLM cannot load it ({described(error)})"
-        remedy = "put that right, or name another connector"
+        remedy = "fix the error, or name another connector"
         raise ConfigurationError(Refusal(reason, remedy, "connector.kv_connector", transfer.kv_connector)) from error
     if for_hybrid_memory:
         refuse_without_hybrid_memory(transfer)

@@ -195,7 +195,7 @@ class Transfers:
             undecoded = payloads.Undecoded(type(metadata).__name__, type(error).__name__)
             self._log.note(undecoded)
             self._log.messages.warning(
-                "the connector's metadata is not what the recorder knows; its copies are not recorded",
+                "the recorder cannot read the connector's metadata and has stopped recording its copies",
                 metadata=undecoded.metadata,
                 error=described(error),
             )

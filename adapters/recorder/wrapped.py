@@ -47,7 +47,7 @@ def wrapped_class(transfer: KVTransferConfig) -> type[Any]:
 
     found: object = KVConnectorFactory.get_connector_class(transfer)
     if not isinstance(found, type) or not issubclass(found, KVConnectorBase_V1):
-        reason, remedy = "is no class derived from vLLM's KVConnectorBase_V1", "name one"
+        reason, remedy = "it is not a class derived from vLLM's KVConnectorBase_V1", "name such a class"
         raise ConfigurationError(Refusal(reason, remedy, "connector.kv_connector", transfer.kv_connector))
     return found
 
@@ -61,7 +61,7 @@ def refuse_without_hybrid_memory(transfer: KVTransferConfig) -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if not KVConnectorFactory.supports_hma_config(transfer):
-        reason, remedy = "it does not support vLLM's hybrid memory", "name KVLedgerRecorder around it"
+        reason, remedy = "it does not support vLLM's hybrid memory", "wrap it in KVLedgerRecorder"
         raise ConfigurationError(Refusal(reason, remedy, "connector.kv_connector", transfer.kv_connector))
 
 
@@ -69,7 +69,7 @@ def transfer_of(vllm_config: VllmConfig) -> KVTransferConfig:
     """Return the part of vLLM's configuration that names a connector."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
-        message = "kv_transfer_config is not set, so there is no connector to record"
+        message = "kv_transfer_config is not set, so there is no connector to record; set --kv-transfer-config"
         raise ConfigurationError(message)
     return transfer
 

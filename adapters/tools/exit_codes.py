@@ -69,8 +69,8 @@ _REMEDIES = {
     errno.EPERM: "run the command as a user who may read it",
     errno.ENOENT: "it was retired or moved meanwhile: run the command again",
     errno.ENOTDIR: "give the directory of a log",
-    errno.ELOOP: "a symbolic link there leads to itself: put it right",
-    errno.EIO: "the disk or the network behind it failed: copy what can be read, and read the copy",
+    errno.ELOOP: "a symbolic link there points to itself: fix it",
+    errno.EIO: "the disk or the network failed: copy the readable part, and read the copy",
     errno.ESTALE: "the network file system lost it: mount it again",
 }
 
@@ -81,9 +81,9 @@ def unreadable_text(error: OSError) -> str:
         return str(error)
     name = f"{error.filename}: " if error.filename else ""
     reason = error.strerror or str(error) or type(error).__name__
-    remedy = _REMEDIES.get(error.errno or 0, "put that right, or read a copy of the log")
+    remedy = _REMEDIES.get(error.errno or 0, "fix the cause, or read a copy of the log")
     if error.errno == errno.ENOENT and error.filename and Path(error.filename).is_symlink():
-        remedy = "it is a symbolic link to what is not there: put it right, or remove it"
+        remedy = "it is a symbolic link to a missing file: fix it, or remove it"
     return f"{name}cannot be read ({reason}); {remedy}"
 
 

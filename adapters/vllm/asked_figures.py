@@ -100,7 +100,11 @@ class AskedFigures:
             raise_if_unstoppable(error)
             self._is_off = True
             self._asked.clear()
-            self._messages.error("responses have no figures any more; report it with this log", error=described(error))
+            self._messages.error(
+                "responses have no figures until the engine restarts, because computing them failed; report this with "
+                "the log",
+                error=described(error),
+            )
 
     def _count(self, event: e.Event, request: RequestRecord, subject: Subject) -> None:
         asked = self._of(request)

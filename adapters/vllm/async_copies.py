@@ -56,7 +56,11 @@ class AsyncCopies:
         if moments is None:
             moments = CopyMoments(now := self._clock.now(), now)
         text = described(error)
-        messages.error("a copy failed, what it was for is computed again", job_ids=job_ids, error=text)
+        messages.error(
+            "a copy failed; if it was a load, its request computes the tokens again or fails (kv_load_failure_policy)",
+            job_ids=job_ids,
+            error=text,
+        )
         report = JobReport(
             job_ids,
             self._rank,
@@ -127,7 +131,7 @@ class AsyncCopies:
             return attrs.evolve(
                 reported, job_ids=(job_id,), num_bytes=reported.num_bytes // len(reported.job_ids), is_repeated=True
             )
-        error = "this worker knows of no such job"
+        error = "this worker does not know this job"
         return JobReport((job_id,), self._rank, done=False, num_bytes=0, duration_ns=0, error=error, is_repeated=True)
 
     def _end(self, job_ids: tuple[int, ...], now: Moment | None = None) -> JobReport:

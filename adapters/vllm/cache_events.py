@@ -100,8 +100,8 @@ def chunk_blocks(
         return None
     if configuration.chunk_size < configuration.block_size:
         messages.warning(
-            "chunk_size is less than a block, so no KV events of the host pool are published: they name whole blocks; "
-            "make it a multiple of the block size",
+            "chunk_size is less than a block, so kvledger publishes no KV events of the host pool: they describe whole "
+            "blocks; set chunk_size to a multiple of the block size",
             chunk_size=configuration.chunk_size,
             block_size=configuration.block_size,
         )
@@ -148,7 +148,8 @@ class CacheEvents:
             raise_if_unstoppable(error)
             self.stop()
             messages.error(
-                "KV events of the host pool stop until the engine restarts; what was stored is published as removed",
+                "KV events of the host pool stop until the engine restarts, because publishing failed; kvledger "
+                "publishes all stored blocks as removed",
                 error=described(error),
             )
 

@@ -53,11 +53,11 @@ class ChunkKeySource:
     def why_uncached(self, request: Request) -> str:
         """Return why the request gets no keys; empty if it gets some."""
         if versions.reloads_adapter(request):
-            return "it loads its LoRA adapter again (load_inplace), so its KV may differ from what has the same key"
+            return "it reloads its LoRA adapter (load_inplace), so KV with the same key may come from other weights"
         if self._vllm_shares_blocks and versions.has_prompt_embeds(request):
             return (
                 "it has prompt embeddings, and vLLM's prefix cache may give it blocks of another request with the same "
-                "tensor; caching them needs enable_prefix_caching=False"
+                "tensor; to cache such requests, set enable_prefix_caching=False"
             )
         return ""
 

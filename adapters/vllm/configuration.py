@@ -201,10 +201,10 @@ class ConnectorSettings(LogSettings):
         """
         num_slots, num_needed = self.pool_bytes // num_pools // block_bytes, sizes.pages_per_chunk * num_groups
         if num_slots < num_needed:
-            what = "is" if num_pools == 1 else f"over {num_pools} pools is"
+            what = "gives" if num_pools == 1 else f"divided among {num_pools} pools gives"
             reason = (
-                f"{what} {plural(num_slots, 'slot')} of {size(block_bytes)}, a block of {sizes.block_size} tokens "
-                f"each, and a chunk of {sizes.chunk_size} tokens needs {num_needed}"
+                f"{what} {plural(num_slots, 'slot')} of {size(block_bytes)}, one block of {sizes.block_size} tokens "
+                f"each, but a chunk of {sizes.chunk_size} tokens needs {num_needed}"
             )
             least = written_size(-(-num_needed * block_bytes * num_pools // 1024) * 1024)
             raise self._refused(reason, f'write "{least}" or more, or lower chunk_size')
@@ -224,17 +224,20 @@ class ConnectorSettings(LogSettings):
             ConfigurationError: names what is asked for, what is available and why, and what to write instead.
         """
         if memory is None:
-            messages.info("the memory that can be had is not known here, host_bytes is not compared with it")
+            messages.info(
+                "the available memory is unknown: neither /proc/meminfo nor a control group can be read; make sure "
+                "that host_bytes fits"
+            )
             return
         num_bytes = self.pool_bytes // num_pools * num_local_pools
         if num_bytes <= memory.num_usable_bytes:
             return
         most = memory.num_usable_bytes // num_local_pools * num_pools
         least_left = size(memory.num_bytes - memory.num_usable_bytes)
-        share = "" if num_local_pools == num_pools else f", of which {num_local_pools} of {num_pools} pools are here,"
+        share = "" if num_local_pools == num_pools else f" ({num_local_pools} of {num_pools} pools are on this machine)"
         reason = (
-            f"asks for {size(self.pool_bytes)}{share} where {size(memory.num_bytes)} can be had ({memory.limit}) and "
-            f"{least_left} of it is left to the engine"
+            f"asks for {size(self.pool_bytes)}{share}, but {size(memory.num_bytes)} is available ({memory.limit}), of "
+            f"which {least_left} is reserved for the engine"
         )
         unit = 1024**3 if most >= 4 * 1024**3 else 1024**2
         raise self._refused(
@@ -249,7 +252,7 @@ class ConnectorSettings(LogSettings):
         """
         most = most_memory()
         if most is not None:
-            memory = HostMemory(most, "what the machine has, or its control groups allow")
+            memory = HostMemory(most, "the memory of the machine or the limit of its control groups")
             self.filled_in().refuse_beyond_memory(memory, num_pools=num_ranks, num_local_pools=num_ranks)
 
     def idle_configuration(self) -> LedgerConfiguration:

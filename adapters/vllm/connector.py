@@ -107,7 +107,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             messages.warning(
                 "with async scheduling and the policy 'recompute', vLLM delivers a token computed on top of a failed "
                 "synchronous load before it recomputes; set load_mode to 'async' or 'auto', or kv_load_failure_policy "
-                "to 'fail' (next to MultiConnector its own counts, not ours)"
+                "to 'fail' (under MultiConnector, only the policy of the parent applies)"
             )
         speculates = versions.uses_speculation(vllm_config)
         self._scheduler_side = SchedulerSide(

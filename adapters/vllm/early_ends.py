@@ -68,7 +68,7 @@ class EarlyEnds:
             for request_id in sorted(lives):
                 logged = self._ids.logged(request_id)
                 self._journal.messages.error(
-                    "another connector reported an end too early; it was removed before vLLM acted on it",
+                    "another connector reported an end too early; kvledger removed it before vLLM acted on it",
                     request_id=logged,
                     field=field,
                 )

@@ -253,7 +253,7 @@ class Edge:
             expected = (decided.num_external_tokens, decided.is_async)
         if answer != expected:
             kind = Difference.SAFE_ANSWER if answer == (0, False) else Difference.ANSWER
-            self._differ(kind, ordinal, f"vLLM was told {_words(answer)}, decided: {_words(expected)}")
+            self._differ(kind, ordinal, f"vLLM got {_words(answer)}, the log has {_words(expected)}")
         elif decided is not None and not self._is_void:
             num_tokens, is_async = answer
             self._counts["num_answers"] += 1
@@ -273,7 +273,7 @@ class Edge:
             if ordinal != e.NO_LIFE:
                 self._differ(Difference.ALLOCATION, ordinal, "an allocation was not recorded")
         elif allocated.num_external_tokens != num_external_tokens:
-            recorded = f"recorded: {allocated.num_external_tokens}"
+            recorded = f"the log has {allocated.num_external_tokens}"
             self._differ(Difference.ALLOCATION, ordinal, f"vLLM claims {num_external_tokens} tokens, {recorded}")
         else:
             self._count("num_allocations")
@@ -288,7 +288,7 @@ class Edge:
             if request_id in self._open:
                 self._differ(Difference.FINISH, self._open[request_id], "the end of the request was not recorded")
             elif keeps_blocks:
-                self._differ(Difference.FINISH, e.NO_LIFE, "blocks of a request that the log does not have are kept")
+                self._differ(Difference.FINISH, e.NO_LIFE, "vLLM keeps blocks of a request that is not in the log")
             return
         ordinal = finished[0]
         if keeps_blocks:
@@ -296,8 +296,10 @@ class Edge:
         if self._ids.get(ordinal, (request_id,))[0] != request_id:
             self._differ(Difference.FINISH, ordinal, "the end of another request was recorded")
         elif keeps_blocks is not (ordinal in held):
-            told = "blocks are kept, decided: not kept" if keeps_blocks else "blocks are not kept, decided: kept"
-            self._differ(Difference.FINISH, ordinal, told)
+            what = (
+                "vLLM keeps the blocks, the log does not" if keeps_blocks else "the log keeps the blocks, vLLM does not"
+            )
+            self._differ(Difference.FINISH, ordinal, what)
         else:
             self._count("num_finished")
             self._count("num_held", keeps_blocks)
@@ -314,7 +316,8 @@ class Edge:
             request_id, (ordinal, asked_step) = next(iter(self._to_report.items()))
             if self._num_steps - asked_step > _MAX_STEPS_OUT:
                 del self._to_report[request_id]
-                self._differ(Difference.END, ordinal, f"no output of {_MAX_STEPS_OUT} steps has the end handed out")
+                what = f"it was handed out, but no output of the next {_MAX_STEPS_OUT} steps reports it"
+                self._differ(Difference.END, ordinal, what)
         for ordinal in self._forgotten[1]:
             self._ids.pop(ordinal, None)
         self._forgotten = ([], self._forgotten[0])
@@ -354,9 +357,9 @@ class Edge:
                 num_unknown -= number
                 self._count("num_handed_out", number)
             else:
-                self._differ(kind, self._number(which), f"handed out in {place}, not recorded so")
+                self._differ(kind, self._number(which), f"handed out in {place}, but the log does not have it there")
         for kind, which, place in owed - given:
-            self._differ(kind, self._number(which), f"recorded as handed out in {place}, and was not")
+            self._differ(kind, self._number(which), f"recorded as handed out in {place}, but was not")
 
     def _owed(self, event: e.EffectsDelivered) -> Iterator[_Entry]:
         for job_id in event.job_ids:
@@ -398,20 +401,22 @@ class Edge:
     def pending_work(self, answer: bool) -> None:
         """`has_pending_push_work` is about to return this."""
         if not answer and self._jobs:
-            self._differ(Difference.PENDING_WORK, min(self._jobs), "vLLM was told that nothing is pending")
+            self._differ(Difference.PENDING_WORK, min(self._jobs), "kvledger answered that nothing is pending")
 
     @_safely
     def pending_frees(self, answer: bool) -> None:
         """`has_pending_block_frees` is about to return this."""
         if answer and not self._kept:
-            self._differ(Difference.PENDING_FREES, e.NO_LIFE, "vLLM was told to wait for blocks, and none are kept")
+            self._differ(
+                Difference.PENDING_FREES, e.NO_LIFE, "kvledger asked vLLM to wait for blocks, but none are kept"
+            )
 
     @_safely
     def reset(self, answer: bool | None) -> None:
         """`reset_cache` is about to return this."""
         num_resets, self._num_resets = self._num_resets, 0
         if bool(answer) is not bool(num_resets):
-            self._differ(Difference.RESET, e.NO_LIFE, f"vLLM was told {answer}, {num_resets} resets were recorded")
+            self._differ(Difference.RESET, e.NO_LIFE, f"kvledger answered {answer}, but recorded {num_resets} resets")
         else:
             self._count("num_resets", num_resets)
 
@@ -445,7 +450,7 @@ class Edge:
             recorded = frozenset(block_id for event in self._load_errors for block_id in event.block_ids)
             self._count("num_load_errors", len(recorded & arrived.load_errors))
             for block_id in recorded ^ arrived.load_errors:
-                which = "recorded, and did not arrive" if block_id in recorded else "not recorded"
+                which = "recorded, but did not arrive" if block_id in recorded else "not recorded"
                 self._differ(Difference.LOAD_ERROR, block_id, which)
         received = {ordinal for event in delivered for ordinal in event.received}
         reported = {ordinal for event in delivered for ordinal in event.reported}
@@ -463,7 +468,7 @@ class Edge:
         for report in recorded ^ arrived:
             job_ids, _, _, rank, is_done = report
             how = "done" if is_done else "failed"
-            which = "recorded, and did not arrive" if report in recorded else "not recorded"
+            which = "recorded, but did not arrive" if report in recorded else "not recorded"
             for job_id in job_ids:
                 self._differ(Difference.REPORT, job_id, f"reported as {how} by rank {rank}: {which}")
 
@@ -475,11 +480,12 @@ class Edge:
         if step.ends is None:
             return
         for field in _END_FIELDS:
-            owed: frozenset[str] = frozenset() if expected is None else getattr(expected, field)
+            expected_ids: frozenset[str] = frozenset() if expected is None else getattr(expected, field)
             given: frozenset[str] = getattr(step.ends, field)
-            for request_id in owed ^ given:
-                which = "did not report, as it had to," if request_id in owed else "reported, unasked,"
-                detail = f"rank {step.rank} {which} the end in {field}"
+            for request_id in expected_ids ^ given:
+                is_missing = request_id in expected_ids
+                what = "did not report the end" if is_missing else "reported an end that kvledger did not ask for"
+                detail = f"rank {step.rank} {what} in {field}"
                 self._differ(Difference.END, self._number(request_id), detail)
 
     def _compare_ends(
@@ -497,13 +503,13 @@ class Edge:
                 expected |= added
                 num_missing = len(added - after)
             for request_id in after ^ expected:
-                which = "is given to vLLM, not recorded so" if request_id in after else "is not given to vLLM"
+                which = "went to vLLM, but is not recorded" if request_id in after else "did not go to vLLM"
                 self._differ(Difference.END, self._number(request_id), f"{field} {which}")
         self._count("num_received", len(received) - num_missing)
         found = {self._to_report.pop(request_id)[0] for request_id in reported_ids if request_id in self._to_report}
         for ordinal in found ^ reported:
             if ordinal in found or ordinal in self._ids:
-                which = "not recorded" if ordinal in found else "recorded, and did not arrive"
+                which = "not recorded" if ordinal in found else "recorded, but did not arrive"
                 self._differ(Difference.END, ordinal, f"reported by the workers, {which}")
 
     def _logged(self, request_id: str) -> str:
@@ -532,7 +538,11 @@ class Edge:
         self.is_off = True
         self.journal.ledger.on_recorded = None
         what = type(error).__name__
-        messages.error("what leaves the hooks is not compared with the log any more; report it", error=what)
+        messages.error(
+            "kvledger no longer compares what its hooks return with the log, because a comparison failed; report this "
+            "with the log",
+            error=what,
+        )
         try:
             self.journal.observe(e.HooksExchanged(differences=((Difference.EDGE_FAILED.value, 0, what),)))
         except BaseException as corrupt:  # noqa: BLE001 -- as in any hook
@@ -574,7 +584,7 @@ def _list_of(job: _Issued) -> str:
 def _words(answer: tuple[int | None, bool]) -> str:
     num_tokens, is_async = answer
     if num_tokens is None:
-        return "to ask again"
+        return "no answer yet"
     return f"{num_tokens} tokens{', asynchronously' if is_async else ''}"
 
 

@@ -77,7 +77,7 @@ class OpenedLog:
         self.store.close(expected_sequence)
         if expected_sequence is not None and self.store.next_sequence < expected_sequence:
             messages.error(
-                "events were recorded and never reached the log; report it with this log",
+                "recorded events never reached the log, because of a bug of kvledger; keep this log and report it",
                 log=str(self.directory or "memory"),
                 num_events_lost=expected_sequence - self.store.next_sequence,
             )
@@ -162,16 +162,16 @@ def _begin_log(
         if not is_full(error):
             raise unwritable(directory, error) from error
         messages.error(
-            "the log cannot be begun because its disk is full and old logs give no room: delete other files; until "
-            "then requests are served without hits and new copies, and events wait in memory",
+            "the log cannot be created because its disk is full and deleting old logs freed too little: delete other "
+            "files; until then requests are served without hits and new copies, and events wait in memory",
             log=str(directory),
             error=str(error),
             num_segments_deleted=len(retired),
         )
         return LateEventStore(lambda: begin(maintenance)), maintenance
     messages.warning(
-        "the disk of log_dir was full: the oldest segments were deleted to begin this log, and logs keep to the room "
-        "that is left; lower max_log_bytes, or delete other files and restart",
+        "the disk of log_dir was full: kvledger deleted the oldest segments to create this log, and limits logs to "
+        "the space that is left; lower max_log_bytes, or delete other files and restart",
         log=str(directory),
         num_segments_deleted=len(retired),
         num_bytes_deleted=sum(each.num_bytes for each in retired),
@@ -266,7 +266,7 @@ class _Trouble:
     def report_end(self, num_events: int, num_events_lost: int) -> None:
         self._report_at = 0.0
         messages.warning(
-            "the log is written again; `kvledger verify` names what is lost, where anything is",
+            "the log is written again; `kvledger verify` names lost events, if there are any",
             log=str(self.directory),
             num_events_written=num_events,
             num_events_lost=num_events_lost,
@@ -285,7 +285,7 @@ def _remarks_on_last(log_dir: Path) -> tuple[str, ...]:
             ending = glance_at_ending(directory)
             if ending.missing is not None:
                 messages.warning(
-                    "the end of the log that was written before is missing; `kvledger verify` says more",
+                    "the end of the previous log is missing; run `kvledger verify` on it to see what is lost",
                     log=str(directory),
                     detail=ending.missing.detail,
                 )
@@ -312,13 +312,13 @@ class _RetentionTrouble:
         """See `Trouble`."""
         if not isinstance(error, RefusedFile):
             messages.error(
-                "closed segments could not be compressed or retired, so logs may take more room than max_log_bytes and "
-                "max_log_age_hours allow; `kvledger retire` deletes them where this process may not",
+                "closed segments could not be compressed or retired, so logs may exceed max_log_bytes and "
+                "max_log_age_hours; if this process lacks permission, run `kvledger retire` as a user that has it",
                 error=str(error),
             )
         elif str(error) not in self._reported:
             self._reported.add(str(error))
             messages.warning(
-                "log_dir holds something that kvledger does not open, and retention leaves it alone: remove it",
+                "log_dir holds something that kvledger does not open, so retention skips it: remove it",
                 error=str(error),
             )

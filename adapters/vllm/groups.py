@@ -42,7 +42,7 @@ def describe_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         reason = reason or _special(group)
         if not reason and group.kv_cache_spec.block_size != groups[0].kv_cache_spec.block_size:
             reason = (
-                f"has blocks of {group.kv_cache_spec.block_size} tokens, group 0 of "
+                f"has blocks of {group.kv_cache_spec.block_size} tokens, but group 0 has blocks of "
                 f"{groups[0].kv_cache_spec.block_size}; {_REMEDY}"
             )
         windows.append(window)
@@ -65,11 +65,11 @@ def _declined_together(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
     if all(windows):
         return [f"every group sees only a window ({', '.join(map(str, windows))} tokens); {_REMEDY}"]
     if any(windows) and versions.uses_speculation(vllm_config):
-        return [f"speculative decoding takes tokens back that sliding windows have left already; {_REMEDY}"]
+        return [f"speculative decoding takes back tokens that sliding windows have already left; {_REMEDY}"]
     if len(windows) > 1 and kv_cache_config.needs_kv_cache_zeroing:
-        return ["new blocks are zeroed before anything could be copied out of them"]
+        return ["vLLM zeroes new blocks before kvledger can copy out of them"]
     if not _pages_coincide(kv_cache_config):
-        return ["pages of different groups overlap without being the same bytes"]
+        return ["pages of different groups overlap only in part"]
     return []
 
 
@@ -94,9 +94,9 @@ def _window(specs: Sequence[Any]) -> tuple[int, str]:
 
 def _special(group: Any) -> str:
     if getattr(group, "host_resident", False):
-        return "lies in host memory already"
+        return "is already in host memory"
     if not getattr(group, "enable_kv_transfer", True) or not group.kv_cache_spec.prefix_cacheable:
-        return "is not meant to be kept"
+        return "is excluded from KV transfer or prefix caching by vLLM"
     return ""
 
 

@@ -121,7 +121,8 @@ class Journal:
 
     def _counting_failed(self, error: BaseException) -> None:
         self.messages.error(
-            "requests and copies are not counted any more, so metrics stand still; report it with this log",
+            "requests and copies are not counted until the engine restarts, because counting failed; report this with "
+            "the log",
             error=described(error),
         )
 
@@ -179,7 +180,7 @@ class Journal:
                     has_load |= isinstance(decision, e.LoadIssued)
             elif isinstance(decision, e.InvariantViolated):
                 self.messages.error(
-                    "a rule is broken, the request recomputes; `kvledger verify` on this log shows by which events",
+                    "a rule is broken, so the request recomputes; `kvledger verify` on this log shows by which events",
                     rule=decision.rule,
                     request_id=decision.request_id,
                     detail=decision.detail,
@@ -187,7 +188,7 @@ class Journal:
                 )
             elif isinstance(decision, e.ExtensionStopped):
                 self.messages.error(
-                    "an extension raised and takes no part until the engine restarts with it mended or left out",
+                    "an extension raised an exception and is off until the engine restarts; fix it or leave it out",
                     extension=decision.extension,
                     where=decision.where,
                     error=decision.error,
@@ -207,7 +208,7 @@ class Journal:
             return breach_of_load(job, event, self.projections)
         except BaseException as error:  # noqa: BLE001 -- what cannot be judged does not leave
             raise_if_unstoppable(error)
-            return f"it cannot be judged: {type(error).__name__}"
+            return f"it could not be checked: {type(error).__name__}"
 
     def withhold(self, request_id: str, rule: str, detail: str) -> None:
         """Record that a decision does not go out; `rule` is the one it would have broken, if any."""
@@ -285,7 +286,10 @@ class Journal:
         except BaseException as error:  # noqa: BLE001 -- a log that cannot be written must not stop the engine
             raise_if_unstoppable(error)
             self.is_written = False
-            self.messages.error("events could not be written, report it with this log", error=described(error))
+            self.messages.error(
+                "events could not be written, for a reason other than the disk; report this with the log",
+                error=described(error),
+            )
         else:
             self.is_written = not self.is_behind()
         if not self.is_written:
@@ -298,7 +302,7 @@ class Journal:
     def decline(self, reason: str) -> None:
         """Serve no request from now on; log and record why."""
         self._disable()
-        self.messages.warning("the model is not served, requests run as without a connector", reason=reason)
+        self.messages.warning("the model is declined, requests run as without a connector", reason=reason)
         try:
             self.observe(e.LogNote(f"{e.DECLINED}{reason}", self.now()))
         except LedgerCorrupt as error:
@@ -308,7 +312,7 @@ class Journal:
         """Log and record that a hook failed, and let the request recompute."""
         text = described(error)
         self.messages.error(
-            "a hook failed, the request recomputes; report it with this log",
+            "a hook failed, so the request recomputes; report this with the log",
             hook=hook,
             request_id=request_id,
             error=text,
@@ -329,7 +333,7 @@ class Journal:
         """Stop deciding. Jobs that vLLM waits for still go out, other saves do not."""
         self._disable()
         self.messages.error(
-            "the ledger is corrupt, caching is off: restart the engine when it suits, and report it with this log"
+            "the ledger is corrupt, caching is off: restart the engine when convenient, and report this with the log"
         )
         for job in self.owed.issued_since(0):
             if not (isinstance(job, e.LoadIssued) or (isinstance(job, e.SaveIssued) and job.is_async)):
@@ -356,7 +360,7 @@ class Journal:
         self._num_steps_disabled += 1
         if self._is_overdue:
             for copy in self.owed.under_way():
-                error = "nobody reported it, and nothing is decided any more"
+                error = "the workers did not report it in time, and the disabled ledger decides nothing"
                 self._fail(copy.job_id, copy.request_id, e.Withheld.OVERDUE, error)
 
 
@@ -367,20 +371,22 @@ def breach_of_answer(answer: e.LookupAnswered, asked: e.LookupRequested, project
     """Return how this answer to `asked` breaks the contract; empty if it does not."""
     computed, promised = asked.num_computed_tokens, answer.num_external_tokens
     if (answer.num_computed_tokens, answer.num_tokens) != (computed, asked.num_tokens):
-        return f"computed were {computed} of {asked.num_tokens} tokens, the answer is for {answer.num_computed_tokens}"
+        return f"{computed} of {asked.num_tokens} tokens are computed, the answer is for {answer.num_computed_tokens}"
     if promised == 0:
-        return "asynchronous, with nothing to load" if answer.is_async else ""
+        return "the answer is asynchronous, but has nothing to load" if answer.is_async else ""
     if promised < 0 or computed + promised > asked.num_tokens - 1:
-        return f"{computed} tokens are computed, {promised} were promised, {asked.num_tokens} are known"
+        return (
+            f"{promised} tokens were promised, but {computed} of {asked.num_tokens} are computed and one must be left"
+        )
     record = projections.tracker.get(asked.request_id)
     num_saved = 0 if record is None else _num_saved_tokens(record, projections)
     if computed + promised > num_saved:
-        return f"tokens to {computed + promised} were promised, {num_saved} can be had"
+        return f"tokens up to {computed + promised} were promised, but only {num_saved} are saved"
     if computed % projections.geometry.block_size:
-        return f"a load was promised from token {computed} on, which is inside of a block"
+        return f"a load was promised from token {computed} on, which is inside a block"
     must_be_async = projections.geometry.windows.num_groups > 1
     is_refused = must_be_async and not answer.is_async
-    return "a load within the step was promised, and there are several groups" if is_refused else ""
+    return "a synchronous load was promised, but the model has several groups" if is_refused else ""
 
 
 def _num_saved_tokens(record: RequestRecord, projections: Projections) -> int:
@@ -399,14 +405,15 @@ def _num_saved_tokens(record: RequestRecord, projections: Projections) -> int:
 def breach_of_load(job: e.LoadIssued, observed: e.Event, projections: Projections) -> str:
     """Return how a load decided on `observed` breaks the contract; empty if it does not."""
     if not isinstance(observed, e.BlocksAllocated) or not observed.num_external_tokens:
-        return "a load was issued, and vLLM has accepted none"
+        return "a load was issued, but vLLM has accepted none"
     record = projections.tracker.get(job.request_id)
     answer = None if record is None else record.claimed
     if answer is None or observed.request_id != job.request_id:
         return "a load was issued that no lookup promised"
     expected = (answer.num_computed_tokens, observed.num_external_tokens, answer.is_async)
-    if (job.first_token, job.num_tokens, job.is_async) != expected:
-        return f"a load of {job.num_tokens} tokens from {job.first_token} on was issued, accepted were {expected}"
+    issued = (job.first_token, job.num_tokens, job.is_async)
+    if issued != expected:
+        return f"a load (first token, tokens, asynchronous) {issued} was issued, but vLLM accepted {expected}"
     pages = projections.geometry.pages_spanning(job.first_token, job.num_tokens)
     return _breach_of_pages(job, pages, observed.block_ids, projections) or _breach_of_missing(job, projections)
 
@@ -416,7 +423,7 @@ def _breach_of_missing(job: e.LoadIssued, projections: Projections) -> str:
         projections.geometry.windows.has_any
         and all(block == NULL_BLOCK for block, slot in zip(job.block_ids, job.slots, strict=True) if slot == NO_SLOT)
     ):
-        return "a block that was given is not loaded"
+        return "the load leaves out a block that vLLM gave it"
     return ""
 
 
@@ -433,7 +440,7 @@ def breach_of_save(job: e.SaveIssued | e.TailSaveIssued, decided: Sequence[e.Eve
         return _breach_of_pages(job, pages, record.block_ids, projections)
     is_kept = is_async and any(isinstance(decision, e.BlocksHeld) for decision in decided)
     if not before_forward and not is_kept:
-        return "a save was issued out of blocks that are not kept until it is done"
+        return "a save reads blocks that are not kept until it is done"
     lost = () if record is None else record.lost_block_ids or ()
     return _breach_of_pages(job, pages, lost, projections)
 
@@ -446,7 +453,7 @@ def _breach_of_pages(
 ) -> str:
     num_slots, num_blocks = projections.configuration.num_slots, len(table)
     if not len(pages) == len(job.block_ids) == len(job.slots):
-        return f"{len(pages)} pages, {len(job.block_ids)} blocks and {len(job.slots)} slots do not belong together"
+        return f"the numbers of pages, blocks and slots differ: {len(pages)}, {len(job.block_ids)} and {len(job.slots)}"
     is_whole = min(job.slots, default=0) >= 0 and max(job.slots, default=-1) < num_slots
     if is_whole and max(pages, default=-1) < num_blocks and tuple(map(table.__getitem__, pages)) == job.block_ids:
         return ""  # the usual case, in one comparison
@@ -454,7 +461,7 @@ def _breach_of_pages(
         if slot == NO_SLOT:
             continue
         if not 0 <= slot < num_slots:
-            return f"slot {slot} is outside of the pool of {num_slots}"
+            return f"slot {slot} is outside the pool of {num_slots} slots"
         if page >= num_blocks or table[page] != block:
             return f"block {block} is not page {page} of the request's table"
     return ""

@@ -58,13 +58,13 @@ def why_guessable(algorithm: str) -> str:
     for which they draw 32 random bytes in each process (`v1/core/kv_cache_utils.py`, resolve_none_hash_seed).
     """
     if algorithm not in COLLISION_RESISTANT:
-        return f"{algorithm} is no cryptographic hash, so keys do not hide prompts; use sha256"
+        return f"{algorithm} is not a cryptographic hash, so keys do not hide prompts; use sha256"
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is not None and seed not in _NOT_SECRET and not _is_small(seed):
         return ""
     what = "is not set" if seed is None else f"is {seed!r}"
     return (
-        f"PYTHONHASHSEED {what}, so vLLM's hashes start from a public value: whoever reads the log can test whether a "
+        f"PYTHONHASHSEED {what}, so vLLM's hashes start from a public value: a reader of the log can test whether a "
         f"guessed prompt is in it; set PYTHONHASHSEED to a secret number of at least {_SMALL}, and send a secret "
         "cache_salt for each tenant"
     )

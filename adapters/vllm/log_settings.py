@@ -108,7 +108,7 @@ class LogSettings(pydantic.BaseModel):
         if isinstance(log_dir, str) and _ADDRESS.match(log_dir):
             remedy = "name a directory; `kvledger ship` copies its logs into a stream"
             shown = without_credentials(log_dir, is_address=True)
-            raise ConfigurationError(Refusal("is an address and no directory", remedy, "log_dir", shown))
+            raise ConfigurationError(Refusal("is an address, not a directory", remedy, "log_dir", shown))
         return log_dir
 
     @pydantic.field_validator("segment_bytes")
@@ -116,7 +116,7 @@ class LogSettings(pydantic.BaseModel):
     def _check_segment_bytes(cls, segment_bytes: pydantic.ByteSize) -> pydantic.ByteSize:
         if segment_bytes < MIN_SEGMENT_BYTES:
             remedy = f"write {written_size(MIN_SEGMENT_BYTES)!r} or more"
-            raise ConfigurationError(Refusal("each segment begins with a header of about 11 kB", remedy))
+            raise ConfigurationError(Refusal("is too small: each segment begins with a header of about 11 kB", remedy))
         return segment_bytes
 
     @pydantic.field_validator("max_log_bytes")
@@ -128,8 +128,8 @@ class LogSettings(pydantic.BaseModel):
         least = MIN_LOG_SEGMENTS * segment_bytes
         if max_log_bytes is not None and max_log_bytes < least:
             reason = (
-                f"a log needs {MIN_LOG_SEGMENTS} segments of {written_size(segment_bytes)} to be read: the one that is "
-                "being written, the one before it, and one for their snapshots"
+                f"is too small: a log needs {MIN_LOG_SEGMENTS} segments of {written_size(segment_bytes)} to be "
+                "readable: the one that is being written, the one before it, and one for their snapshots"
             )
             remedy = f"write {written_size(least)!r} or more, or lower segment_bytes"
             raise ConfigurationError(Refusal(reason, remedy))
@@ -145,7 +145,7 @@ class LogSettings(pydantic.BaseModel):
         try:
             return cls.model_validate(extra_config)
         except pydantic.ValidationError as error:
-            elsewhere = ("a key of vLLM's own", "write it beside kv_connector_extra_config, not in it")
+            elsewhere = ("is a key of vLLM", "move it out of kv_connector_extra_config, next to it")
             found = refusals(error, cls.model_fields, dict.fromkeys(_OF_VLLM, elsewhere))
         raise ConfigurationError(*found)  # outside of `except`, without pydantic's longer text above it
 
@@ -158,8 +158,8 @@ class LogSettings(pydantic.BaseModel):
         least = MIN_LOG_SEGMENTS * self.segment_bytes * num_logs
         if self.log_dir is not None and self.max_log_bytes is not None and self.max_log_bytes < least:
             reason = (
-                f"this server writes {num_logs} logs at once, and each needs {MIN_LOG_SEGMENTS} segments of "
-                f"{written_size(self.segment_bytes)} to be read"
+                f"is too small: this server writes {num_logs} logs at once, and each needs {MIN_LOG_SEGMENTS} segments "
+                f"of {written_size(self.segment_bytes)} to be readable"
             )
             remedy = f"write {written_size(least)!r} or more, or lower segment_bytes"
             raise ConfigurationError(Refusal(reason, remedy, "max_log_bytes", written_size(self.max_log_bytes)))
@@ -183,8 +183,8 @@ class LogSettings(pydantic.BaseModel):
             if is_full(error):
                 return (
                     f"the disk of log_dir {str(folder)!r} is full ({error.strerror}): at start kvledger deletes the "
-                    "oldest segments there; if this gives no room, it serves requests without a log file, without "
-                    "hits and without new copies until there is some; lower max_log_bytes, or delete other files"
+                    "oldest segments there; if this frees too little, it serves requests without a log file, without "
+                    "hits and without new copies until there is room; lower max_log_bytes, or delete other files"
                 )
             raise unwritable(folder, error) from error
         return ""

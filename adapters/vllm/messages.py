@@ -18,12 +18,12 @@ from kvledger.lifecycle import ConfigurationError, suppressed, without_credentia
 
 def _as_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
     """`kvledger: what happened (name=value, …)`."""
-    said = event.pop("event")
+    text = event.pop("event")
     values = ", ".join(f"{name}={value!r}" for name, value in event.items())
-    return without_credentials(f"kvledger: {said} ({values})" if values else f"kvledger: {said}")
+    return without_credentials(f"kvledger: {text} ({values})" if values else f"kvledger: {text}")
 
 
-_SOONER = "  run `kvledger check` with this configuration to find what is refused before vLLM loads weights"
+_HINT = "  run `kvledger check` with this configuration to find such errors before vLLM loads weights"
 
 
 class _Messages(structlog.stdlib.BoundLogger):
@@ -53,7 +53,7 @@ def refusals_are_said() -> Iterator[None]:
     try:
         yield
     except ConfigurationError as error:
-        if _SOONER not in getattr(error, "__notes__", ()):  # else an inner connector has logged it
-            error.add_note(_SOONER)
-            messages.error(f"{error}\n{_SOONER}")
+        if _HINT not in getattr(error, "__notes__", ()):  # else an inner connector has logged it
+            error.add_note(_HINT)
+            messages.error(f"{error}\n{_HINT}")
         raise

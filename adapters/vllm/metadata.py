@@ -25,8 +25,8 @@ from kvledger.lifecycle.events import NO_SLOT
 
 _REMEDY = (
     "start all processes of the engine with the same versions of kvledger and vLLM and the same "
-    "kv_connector_extra_config (host_bytes counts all ranks together); where they are the same, this is a defect of "
-    "kvledger that its log and this line describe"
+    "kv_connector_extra_config (host_bytes counts all ranks together); if they are the same, this is a bug of "
+    "kvledger: report this message with the log"
 )
 
 
@@ -165,10 +165,10 @@ class WorkerStart(KVConnectorHandshakeMetadata):
         if self.num_slots != configuration.num_slots:
             return (
                 f"rank {self.rank} has a host pool of {self.num_slots} slots ({self.slot_bytes} bytes each), the "
-                f"scheduler counts on {configuration.num_slots}"
+                f"scheduler expects {configuration.num_slots}"
             )
         if configuration.copies_async and not self.copies_async:
-            return f"rank {self.rank} cannot copy while steps run, the scheduler counts on it"
+            return f"rank {self.rank} cannot copy while steps run, but the scheduler expects it to"
         return ""
 
 

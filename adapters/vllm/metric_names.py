@@ -23,11 +23,11 @@ LAST_WRITTEN: Final = "log_last_written_unix_ns"
 COUNTERS: Final = {
     "num_requests": ("requests", "Requests that vLLM accepted."),
     "num_preemptions": ("preemptions", "Preemptions: a request lost its blocks and waits to be scheduled again."),
-    "num_lookups": ("lookups", "Answers about what can be loaded; a waiting request is asked about in every step."),
+    "num_lookups": ("lookups", "Answers to lookups; vLLM looks up a waiting request in every step."),
     "num_admissions": ("admissions", "Requests that got blocks after a lookup, once each time that they are admitted."),
     "num_tokens_queried": ("queried_tokens", "Tokens of admissions that vLLM's own prefix cache did not have."),
     "num_tokens_hit": ("hit_tokens", "Tokens of admissions that are loaded from the host pool instead of computed."),
-    MISSED: ("missed_tokens", "Tokens of admissions that are to be computed: the queried ones that are no hits."),
+    MISSED: ("missed_tokens", "Tokens of admissions that are left to compute: the queried ones that are not hits."),
     "num_tokens_loaded": ("loaded_tokens", "Tokens whose load from the host pool has arrived."),
     "num_tokens_recovered": ("recovered_tokens", "Tokens of preempted requests, loaded back from the host pool."),
     "num_tokens_retained": ("retained_tokens", "Tokens of preempted requests that vLLM's prefix cache still had."),
@@ -35,16 +35,22 @@ COUNTERS: Final = {
     "num_chunks_saved": ("saved_chunks", "Chunks copied into the host pool, by all ranks."),
     "num_chunks_evicted": ("evicted_chunks", "Chunks that left the host pool to make room."),
     "num_chunks_declined": ("declined_chunks", "Chunks that were not saved, because there was no room for them."),
-    "num_chunks_tainted": ("tainted_chunks", "Chunks that are not offered any more, because a load of them failed."),
+    "num_chunks_tainted": ("tainted_chunks", "Chunks that are no longer offered, because a load of them failed."),
     "num_bytes_saved": ("saved_bytes", "Bytes copied into the host pool, of all ranks."),
     "num_bytes_loaded": ("loaded_bytes", "Bytes copied out of the host pool, of all ranks."),
-    "num_loads_failed": ("failed_loads", "Loads that failed; their requests recompute or end, as vLLM is told to."),
-    "num_saves_failed": ("failed_saves", "Saves that failed; what they held is not offered."),
+    "num_loads_failed": (
+        "failed_loads",
+        "Loads that failed; their requests recompute or end (kv_load_failure_policy).",
+    ),
+    "num_saves_failed": ("failed_saves", "Saves that failed; their chunks are not offered."),
     "num_violations": ("violations", "Rules found broken while serving; each concerns one request, which recomputes."),
-    "num_hook_failures": ("hook_failures", "Hooks of the connector that raised; vLLM was given the safe answer."),
-    "num_extensions_stopped": ("stopped_extensions", "Extensions that take no part any more, as their code raised."),
+    "num_hook_failures": ("hook_failures", "Hooks of the connector that raised; vLLM got the safe answer."),
+    "num_extensions_stopped": (
+        "stopped_extensions",
+        "Extensions that are off until the engine restarts, because their code raised.",
+    ),
     "num_log_bytes_written": ("log_written_bytes", "Bytes of frames written to the event log."),
-    "num_events_lost": ("log_lost_events", "Events that could not be written and do not wait any more."),
+    "num_events_lost": ("log_lost_events", "Events that were lost, because the log could not be written."),
     BY_EXTENSION: ("extension_events", "Events of an extension."),
 }
 GAUGES: Final = {
@@ -60,7 +66,10 @@ GAUGES: Final = {
         "log_last_write_timestamp_seconds",
         "When the event log was written last, in Unix time; 0 before that. An idle engine writes nothing.",
     ),
-    "is_disabled": ("disabled", "1 where nothing is cached until the engine restarts, else 0; a message says why."),
+    "is_disabled": (
+        "disabled",
+        "1 if nothing is cached until the engine restarts, else 0; the server's output has the reason.",
+    ),
 }
 INFO: Final = ("info", "1, labelled with kvledger's version and the settings that its figures depend on.")
 INFO_SETTINGS: Final = (

@@ -300,7 +300,7 @@ class RequestReader:
         held = record.block_ids or ()
         if not self._agree([*held, *added], list(table)):
             self._journal.messages.warning(
-                "block table differs",
+                "the log's block table differs from the scheduler's, which kvledger uses; report this with the log",
                 rule=Rule.TABLE_EQ.value,
                 request_id=record.request_id,
                 num_blocks_folded=len(held) + len(added),

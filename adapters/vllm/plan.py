@@ -86,8 +86,8 @@ def plan(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Conn
     configuration = attrs.evolve(configuration, settles_in_flight=not versions.uses_speculation(vllm_config))
     if configuration.async_saves and versions.zeroes_new_blocks(kv_cache_config):
         reason = (
-            "cannot be used with this model's KV cache of mixed precision: vLLM zeroes new blocks before a copy out of "
-            "them could be waited for"
+            "cannot be used with this model's KV cache of mixed precision: vLLM zeroes new blocks before kvledger "
+            "can wait for a copy out of them"
         )
         raise ConfigurationError(Refusal(reason, "write 'sync' or 'auto'", "save_mode", "async"))
     num_local_pools = 1 if shares_pool else versions.num_local_ranks(vllm_config)

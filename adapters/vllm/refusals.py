@@ -44,7 +44,7 @@ def unknown(key: str, value: object, name: str, known: Iterable[str], what: str 
     is_misspelt = difflib.get_close_matches(name, list(known), n=1, cutoff=_MISSPELT)
     if what == "key" and not is_misspelt and not isinstance(value, bool):
         value = Hidden.of(value)
-    remedy = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
+    remedy = f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(known)}"
     return Refusal(f"unknown {what}", remedy, key, value)
 
 
@@ -89,7 +89,7 @@ def _in_words(
     elif kind in _UNKNOWN:
         yield unknown(key, value, key, known)
     elif kind in _SIZES:
-        yield Refusal("is no size", 'write one such as "2GiB", or a number of bytes', key, value)
+        yield Refusal("is not a size", 'write one such as "2GiB", or a number of bytes', key, value)
     elif kind in _CHOICES:
         expected = problem["ctx"]["expected"]
         nearest = difflib.get_close_matches(str(value), re.findall("'(.*?)'", expected), n=1)

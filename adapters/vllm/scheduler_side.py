@@ -474,8 +474,8 @@ class SchedulerSide:
         if not self._has_spared:
             self._has_spared = True
             self.journal.messages.info(
-                "vLLM's prefix cache was reset, kvledger's was not: if the weights have changed, its KV is wrong; call "
-                "reset_prefix_cache(reset_connector=True) after a change of weights"
+                "vLLM's prefix cache was reset, kvledger's was not: if the weights have changed, the KV that kvledger "
+                "has saved is wrong; call reset_prefix_cache(reset_connector=True) after a change of weights"
             )
         self.request_reader.reset(self._requests)
 

@@ -27,12 +27,12 @@ def accepted(given: Mapping[str, Any], inside: str = "") -> KVTransferConfig:
 
     if given.get("kv_connector") and given.get("kv_role") is None:
         key = f"{inside}.kv_role" if inside else "kv_role"
-        raise ConfigurationError(Refusal("a connector needs one", 'write "kv_both"', key))
+        raise ConfigurationError(Refusal("a connector needs a role", 'write "kv_both"', key))
     try:
         return KVTransferConfig(**given)
     except pydantic.ValidationError as error:
         known = [field.name for field in dataclasses.fields(KVTransferConfig)]
-        elsewhere = ("a key of kvledger's", "write it in kv_connector_extra_config")
+        elsewhere = ("is a key of kvledger", "move it into kv_connector_extra_config")
         found = refusals(error, known, dict.fromkeys(ConnectorSettings.model_fields, elsewhere), inside)
     raise ConfigurationError(*found)
 
@@ -68,7 +68,9 @@ def connectors(transfer: KVTransferConfig, inside: str = "") -> Iterator[KVTrans
     children = transfer.kv_connector_extra_config.get("connectors")
     key = f"{inside}.kv_connector_extra_config.connectors" if inside else "kv_connector_extra_config.connectors"
     if not isinstance(children, list) or not all(isinstance(child, Mapping) for child in children):
-        raise ConfigurationError(Refusal("must be a list of objects", "write each as if it stood alone", key, children))
+        raise ConfigurationError(
+            Refusal("must be a list of objects", "write each as a connector of its own", key, children)
+        )
     for number, child in enumerate(children):
         found = accepted(child, f"{key}.{number}")
         refuse_unknown(found, f"{key}.{number}")

@@ -67,18 +67,18 @@ class UnfilledBlocks:
             reported = _Reported(missing=block_ids - unfilled, extra=block_ids & unfilled - undeliverable)
             self._reported.setdefault(job.job_id, {})[rank] = reported
             unexplained -= block_ids
-        self._differ_in(undeliverable - unfilled, f"rank {rank} was to report it as not filled, and did not")
-        what = f"rank {rank} reported it as not filled, and no load of that step was to fill it"
+        self._differ_in(undeliverable - unfilled, f"rank {rank} had to report it as not filled, but did not")
+        what = f"rank {rank} reported it as not filled, but no load of that step was to fill it"
         self._differ_in(unexplained, what)
 
     def _compare_report(self, report: JobReport) -> None:
         for job_id in () if report.is_repeated else report.job_ids:
             reported = self._reported.get(job_id, {}).pop(report.rank, None)
             if reported is not None and report.done:
-                what = f"rank {report.rank} reported it as not filled, and reported its load as done"
+                what = f"rank {report.rank} reported it as not filled, but its load as done"
                 self._differ_in(reported.extra, what)
             elif reported is not None:
-                what = f"rank {report.rank} did not fill it, and did not report it as not filled"
+                what = f"rank {report.rank} neither filled it nor reported it as not filled"
                 self._differ_in(reported.missing, what)
 
     def _differ_in(self, block_ids: frozenset[int], what: str) -> None:

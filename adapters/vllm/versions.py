@@ -63,20 +63,20 @@ def refuse_older() -> None:
     version = _parsed_version()
     if version is not None and not version.is_devrelease and version.release[:2] < KNOWN[0]:
         message = (
-            f"vLLM {version} is older than the hooks that kvledger is written for ({_known()}): it asks the connector "
-            f'other things; pip install "vllm>={KNOWN[0][0]}.{KNOWN[0][1]}"'
+            f"vLLM {version} is too old for kvledger, which supports {_known()}: its connector hooks differ; "
+            f'pip install "vllm>={KNOWN[0][0]}.{KNOWN[0][1]}"'
         )
         raise ConfigurationError(message)
 
 
 def warn_of_unknown() -> None:
-    """Warn once, at start, if this vLLM has not been tried with kvledger."""
+    """Warn once, at start, if kvledger has not been tested with this vLLM."""
     version = _parsed_version()
     if version is None or version.release[:2] not in KNOWN:
         messages.warning(
-            f"vLLM {vllm_version()} has not been tried with kvledger, which knows {_known()}: a hook that has changed "
-            "may cost requests their cache; install a known version of vLLM or a newer kvledger, and until then read "
-            "what `kvledger verify` says about its logs"
+            f"kvledger has not been tested with vLLM {vllm_version()}, only with {_known()}: if a hook has changed, "
+            "requests may lose their cache; install a tested version of vLLM or a newer kvledger, and until then run "
+            "`kvledger verify` on its logs"
         )
 
 
@@ -113,7 +113,7 @@ def refuse_parallelism(sizes: Mapping[str, int]) -> None:
     for setting, value in sizes.items():
         if value != 1:
             remedy = "use tensor parallelism instead"
-            raise ConfigurationError(Refusal("KVLedgerConnector serves only 1", remedy, setting, value))
+            raise ConfigurationError(Refusal("KVLedgerConnector supports only 1", remedy, setting, value))
 
 
 def block_size(kv_cache_config: KVCacheConfig) -> int:

@@ -88,7 +88,7 @@ def platform() -> str:
     """Return what vLLM would run on here, such as "cpu" or "cuda"; block sizes and kernels depend on it."""
     from vllm.platforms import current_platform
 
-    return current_platform.device_type or "no device that this vLLM knows"
+    return current_platform.device_type or "no device known to this vLLM"
 
 
 def kv_cache_of(vllm_config: VllmConfig) -> KVCacheConfig:
@@ -130,9 +130,10 @@ def _refuse_kernels(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         sizes = prepare_kernel_block_sizes(kv_cache_config, divided)
     except ValueError as error:
         block_size = vllm_config.cache_config.block_size
-        reason = f"no attention kernel of this model takes such blocks on this machine ({platform()}): {error}"
+        reason = f"no attention kernel of this model supports this block size on this machine ({platform()}): {error}"
         usual = _block_sizes(vllm_config, kv_cache_config)
-        remedy = f"write {usual}, or ask where the server will run" if usual else "ask where the server will run"
+        elsewhere = "run this command on the server's machine"
+        remedy = f"write {usual}, or {elsewhere}" if usual else elsewhere
         raise ConfigurationError(Refusal(reason.rstrip("."), remedy, "--block-size", block_size)) from error
     if current_platform.is_cpu():
         with set_current_vllm_config(vllm_config):

@@ -300,7 +300,7 @@ class WorkerSide:
             message = "no KV caches were registered, or the worker was closed"
             raise RuntimeError(message)
         if self._sleeps:
-            message = "the engine sleeps and its KV memory is gone"
+            message = "the engine sleeps, so its KV memory is freed"
             raise RuntimeError(message)
         return registered
 

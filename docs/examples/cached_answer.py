@@ -1,10 +1,10 @@
-"""Writes a log in which LMCache#2158 happens: a lookup that answers from a cache and forgets what vLLM has computed.
+"""Writes a log of LMCache#2158: a lookup answers from a cache and ignores what vLLM has computed since.
 
     python docs/examples/cached_answer.py LOG_DIR
 
-The bug is switched on in a state handler; the rest is kvledger as it is. The figures are the issue's own: 336 tokens
-are computed, 256 of them are saved (the pool holds no more), the request is preempted, asked about twice, and given
-blocks. No engine runs.
+A state handler has the bug; everything else is kvledger. The figures are those of the issue: 336 tokens are computed,
+256 of them are saved (the pool holds no more), and the request is preempted, looked up twice and given blocks. No
+engine runs.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ MS = 1_000_000
 
 
 class CachedAnswer(handlers.Preempted):
-    """Answers the first lookup rightly and every later one with the bare hit, as LMCache 0.3.10 did.
+    """Answers the first lookup correctly and every later one with the bare hit, as LMCache 0.3.10 did.
 
-    It keeps a memory of its own, which a handler must not: that is how such bugs are made.
+    The bug is possible because the handler remembers hits. A handler must not have a memory.
     """
 
     def __init__(self) -> None:
         self._hits: dict[str, int] = {}
 
     def lookup_requested(self, turn: Turn, event: e.LookupRequested) -> None:
-        """Forget `num_computed_tokens` from the second lookup on."""
-        super().lookup_requested(turn.altered(self._forget_what_is_computed), event)
+        """Ignore `num_computed_tokens` from the second lookup on."""
+        super().lookup_requested(turn.altered(self._ignore_computed_tokens), event)
 
-    def _forget_what_is_computed(self, answer: e.Event) -> e.Event:
+    def _ignore_computed_tokens(self, answer: e.Event) -> e.Event:
         if not isinstance(answer, e.LookupAnswered):
             return answer
         hit = self._hits.get(answer.request_id)
@@ -71,11 +71,11 @@ OBSERVATIONS: tuple[e.Event, ...] = (
     e.StepScheduled(3, 364, ((0, 336, 364, 700),), (), (), (), 76 * MS),
     e.RequestFinished(REQUEST, "FINISHED_STOPPED", 700, 701, 110 * MS),
 )
-"""What the adapter records; what is decided in between is the ledger's."""
+"""The observations, as the adapter would record them. The ledger adds the decisions."""
 
 
 def write_log(log_dir: Path) -> Path:
-    """Play the observations into a new log; returns its directory."""
+    """Record the observations in a new log, and return its directory."""
     configuration = LedgerConfiguration(block_size=16, chunk_size=256, num_slots=16)
     core = Core.standard().replacing(CachedAnswer())
     store = SegmentEventStore.create(log_dir, log_header(core, configuration))

@@ -1,4 +1,4 @@
-"""The core without an engine (`embed.py LOG_DIR`): a request is computed, preempted, comes back, is judged."""
+"""The core without an engine (`embed.py LOG_DIR`): a request computes, is preempted and resumes; its log is audited."""
 
 import sys
 from collections import Counter
@@ -18,12 +18,12 @@ steps = StepEncoder(ledger.projections)
 
 
 def observe(event: e.Event) -> list[e.Event]:
-    """Record what happened, and carry out what is owed upon it once that is written."""
+    """Record an event, write it, carry out the jobs that it caused, and return the decisions."""
     decisions = ledger.observe(event)
     ledger.commit()
-    ledger.advance(owed := ledger.ready(Channel.WORKERS))
-    for job in owed.jobs:
-        print(f"{job.id}: blocks {job.block_ids}, slots {job.slots}")  # the pages would be copied here
+    ledger.advance(pending := ledger.ready(Channel.WORKERS))
+    for job in pending.jobs:
+        print(f"{job.id}: blocks {job.block_ids}, slots {job.slots}")  # a worker would copy the pages here
         observe(e.TransferReported.by(ranks=[0], job_id=job.job_id, time_ns=next(clock)))
     return decisions
 

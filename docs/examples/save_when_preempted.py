@@ -4,6 +4,6 @@ from kvledger.lifecycle import StateHandler, handlers
 
 
 class SaveWhenPreempted(handlers.Running):
-    """A decoding request is copied out when it loses its blocks or ends, not while it decodes."""
+    """Saves a decoding request when it loses its blocks or ends, not while it decodes."""
 
-    tokens_settled = StateHandler.tokens_settled  # which decides nothing
+    tokens_settled = StateHandler.tokens_settled  # decides nothing

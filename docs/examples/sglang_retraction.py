@@ -1,12 +1,12 @@
-"""Drives the core from the shape of another engine: SGLang's retract and resume over a radix cache, as a model of it.
+"""Drives the core as another engine would: a model of SGLang's retract and resume over a radix cache.
 
     python docs/examples/sglang_retraction.py LOG_DIR
 
-Names are those of SGLang's public source: `Req`, `init_next_round_input`, `prepare_for_extend`, `check_decode_mem`,
+The names are those of SGLang's public source: `Req`, `init_next_round_input`, `prepare_for_extend`, `check_decode_mem`,
 `retract_decode`, `reset_for_retract` (python/sglang/srt/managers/schedule_batch.py), `get_next_batch_to_run`,
 `update_running_batch` (managers/scheduler.py), `match_prefix`, `cache_finished_req` (mem_cache/radix_cache.py). A page
-is one token there, a batch either extends or decodes, and a retracted request goes back to the waiting queue. No code
-of it is used; device and host hold what each token's KV depends on, so that a wrong copy is seen.
+has one token, a batch either extends or decodes, and a retracted request goes back to the waiting queue. No code of
+SGLang is used. Device and host hold what each token's KV depends on, so that a wrong copy is detected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tokens = tuple[int, ...]
 
 @attrs.define(eq=False)
 class Req:
-    """A request: its tokens, and where the KV of each of them lies."""
+    """A request: its tokens, and the page with the KV of each token."""
 
     rid: str
     origin_input_ids: Tokens
@@ -40,18 +40,18 @@ class Req:
 
     @property
     def fill_ids(self) -> Tokens:
-        """What it knows."""
+        """All tokens of the request: its prompt and its outputs."""
         return self.origin_input_ids + self.output_ids
 
 
 class RadixCache:
-    """Which prefixes lie on the device; here a dictionary, prefix -> index of its last token."""
+    """The prefixes on the device, here as a dictionary: prefix → page of its last token."""
 
     def __init__(self) -> None:
         self.nodes: dict[Tokens, int] = {}
 
     def match_prefix(self, tokens: Tokens) -> list[int]:
-        """The indices of the longest prefix; never of the last token, which is always computed."""
+        """Return the pages of the longest prefix, without the last token, which is always computed."""
         found = []
         for end in range(1, len(tokens)):
             if tokens[:end] not in self.nodes:
@@ -60,13 +60,13 @@ class RadixCache:
         return found
 
     def evict(self, in_use: set[int]) -> list[int]:
-        """Forget what nobody uses; returns the indices, which are free again."""
+        """Evict the prefixes whose page is not in use, and return their pages."""
         unused = [tokens for tokens, index in self.nodes.items() if index not in in_use]
         return [self.nodes.pop(tokens) for tokens in unused]
 
 
 class Scheduler:
-    """One loop over a waiting queue and a running batch; every line that observes is what an adapter would add."""
+    """A loop over a waiting queue and a running batch. An adapter would add the lines with `observe`."""
 
     def __init__(self, log_dir: Path) -> None:
         configuration = LedgerConfiguration(block_size=1, chunk_size=CHUNK, num_slots=HOST)
@@ -82,24 +82,24 @@ class Scheduler:
         self.num_retracted = self.num_loaded = self.time_ns = 0
 
     def now(self) -> int:
-        """Nanoseconds of a clock that only this model has."""
+        """Return the time of the model's own clock, in nanoseconds."""
         self.time_ns += 1_000_000
         return self.time_ns
 
     def observe(self, event: e.Event) -> list[e.Event]:
-        """Record it; what is to be copied is owed until the batch runs."""
+        """Record an event, and return the decisions. Their copies wait until the batch runs."""
         decisions = self.ledger.observe(event)
         self.ledger.commit()
         return decisions
 
     def add(self, req: Req) -> None:
-        """A request comes in."""
+        """Add a request to the waiting queue."""
         self.observe(e.RequestArrived(req.rid, self.ledger.next_ordinal, len(req.origin_input_ids), self.now()))
         self.waiting_queue.append(req)
-        self.tell_keys(req)
+        self.observe_keys(req)
 
-    def tell_keys(self, req: Req) -> None:
-        """The hashes of chunks that are whole by now."""
+    def observe_keys(self, req: Req) -> None:
+        """Record the keys of the chunks that are full by now."""
         ends = range((req.num_keys + 1) * CHUNK, len(req.fill_ids) + 1, CHUNK)
         keys = tuple(hashlib.blake2b(repr(req.fill_ids[:end]).encode(), digest_size=16).digest() for end in ends)
         if keys:
@@ -107,7 +107,7 @@ class Scheduler:
             req.num_keys += len(keys)
 
     def allocate(self, num_tokens: int) -> list[int] | None:
-        """Indices of free pages, if need be after an eviction."""
+        """Return free pages, after an eviction if necessary; None if there are not enough."""
         if len(self.free) < num_tokens:
             self.free += self.tree_cache.evict({index for req in self.running_batch for index in req.kv_indices})
         if len(self.free) < num_tokens:
@@ -116,26 +116,26 @@ class Scheduler:
         return taken
 
     def get_next_batch_to_run(self) -> list[Scheduled]:
-        """Extend whoever waits and fits; only if nobody does, decode."""
+        """Extend the waiting requests that fit; decode if there are none."""
         return self.get_new_batch_prefill() or self.update_running_batch()
 
     def get_new_batch_prefill(self) -> list[Scheduled]:
-        """Match the prefix on the device, then on the host; `prepare_for_extend` for who has room."""
+        """Match each prefix on the device, then on the host; call `prepare_for_extend` if there is room."""
         batch = []
         for req in list(self.waiting_queue):
             prefix_indices = self.tree_cache.match_prefix(req.fill_ids)
             lookup = e.LookupRequested(req.rid, len(prefix_indices), len(req.fill_ids), self.now())
             (answer,) = self.observe(lookup)
             if not isinstance(answer, e.LookupAnswered):
-                continue  # what it lost is still being saved
+                continue  # deferred: a save of its lost pages is in flight
             req.kv_indices = prefix_indices
-            self.running_batch.append(req)  # its prefix is in use from here on
+            self.running_batch.append(req)  # from here on its prefix is in use
             out_cache_loc = self.allocate(len(req.fill_ids) - len(prefix_indices) + 1)
             if out_cache_loc is None:
                 self.running_batch.remove(req)
                 req.kv_indices = []
                 break
-            self.free.append(out_cache_loc.pop())  # one to spare for its first token
+            self.free.append(out_cache_loc.pop())  # a spare page for its first output
             self.waiting_queue.remove(req)
             req.kv_indices, req.is_retracted = prefix_indices + out_cache_loc, False
             loaded = answer.num_external_tokens
@@ -146,7 +146,7 @@ class Scheduler:
         return batch
 
     def update_running_batch(self) -> list[Scheduled]:
-        """One token for each; where there is no room for that, `retract_decode`."""
+        """Decode one token of each request; call `retract_decode` while there is no room for that."""
         while (out_cache_loc := self.allocate(len(self.running_batch))) is None:
             self.retract_decode()
         batch = []
@@ -157,7 +157,7 @@ class Scheduler:
         return batch
 
     def retract_decode(self) -> None:
-        """Whoever has put out least goes back to the queue, and its pages are free."""
+        """Return the request with the fewest outputs to the queue, and free its pages."""
         req = min(self.running_batch, key=lambda req: (len(req.output_ids), -len(req.origin_input_ids)))
         self.observe(e.RequestPreempted(req.rid, len(req.fill_ids) - 1, len(req.fill_ids), self.now()))
         self.release(req)
@@ -166,17 +166,17 @@ class Scheduler:
         self.num_retracted += 1
 
     def release(self, req: Req) -> None:
-        """Its pages are free, but for those of the radix cache."""
+        """Free the pages of a request, except those in the radix cache."""
         self.free += sorted(set(req.kv_indices) - set(self.tree_cache.nodes.values()))
         req.kv_indices = []
         self.running_batch.remove(req)
 
     def run_batch(self) -> None:
-        """Copy what comes before the forward, run it, copy the rest, report; then the tokens are there."""
+        """Run the copies before the forward, the forward, and the other copies; report them, and add the tokens."""
         batch = self.get_next_batch_to_run()
         self.observe(self.steps.encode(batch, self.now()))
-        self.ledger.advance(owed := self.ledger.ready(Channel.WORKERS))
-        jobs = owed.jobs
+        self.ledger.advance(pending := self.ledger.ready(Channel.WORKERS))
+        jobs = pending.jobs
         late = [job for job in jobs if isinstance(job, e.SaveIssued) and not job.before_forward]
         for job in jobs:
             if job not in late:
@@ -189,7 +189,7 @@ class Scheduler:
         self.process_batch_result({scheduled.request_id for scheduled in batch})
 
     def copy(self, job: e.Event) -> None:
-        """Pages between device and host."""
+        """Copy pages between device and host."""
         pairs = zip(job.block_ids, job.slots, strict=True)  # type: ignore[attr-defined]
         for index, slot in pairs:
             if isinstance(job, e.LoadIssued):
@@ -198,7 +198,7 @@ class Scheduler:
                 self.host[slot] = self.device[index]
 
     def forward(self, batch: list[Scheduled]) -> None:
-        """Each token's KV depends on all before it, which must be there."""
+        """Compute the KV of each token. It depends on all tokens before it, whose KV must be right."""
         reqs = {req.rid: req for req in self.running_batch}
         for scheduled in batch:
             req = reqs[scheduled.request_id]
@@ -207,13 +207,13 @@ class Scheduler:
                 if end > scheduled.num_computed_tokens:
                     self.device[index] = content
                 elif self.device.get(index) != content:
-                    raise AssertionError(f"{req.rid} attends to what is not its token {end - 1}")
+                    raise AssertionError(f"{req.rid} reads wrong KV for its token {end - 1}")
 
     def process_batch_result(self, rids: set[str]) -> None:
-        """A token more for each; who is done leaves its pages to the radix cache (`cache_finished_req`)."""
+        """Add one token to each request. A finished one leaves its pages to the radix cache (`cache_finished_req`)."""
         for req in [req for req in self.running_batch if req.rid in rids]:
             req.output_ids += (1000 + len(req.fill_ids),)
-            self.tell_keys(req)
+            self.observe_keys(req)
             if len(req.output_ids) == req.max_new_tokens:
                 num_tokens = len(req.fill_ids)
                 self.observe(e.RequestFinished(req.rid, "FINISH_LENGTH", num_tokens - 1, num_tokens, self.now()))
@@ -223,13 +223,13 @@ class Scheduler:
 
 
 def serve(log_dir: Path, reqs: Iterable[Req]) -> Scheduler:
-    """Serve them all, from one queue."""
+    """Serve all requests."""
     scheduler = Scheduler(log_dir)
     for req in reqs:
         scheduler.add(req)
     while scheduler.waiting_queue or scheduler.running_batch:
         scheduler.run_batch()
-    scheduler.run_batch()  # what the last one left to be saved
+    scheduler.run_batch()  # runs the saves of the last batch
     scheduler.store.close()
     return scheduler
 

@@ -108,5 +108,5 @@ class RuleOfExtension(Checker):
 
 def _call(check: Callable[[Any], object], event: msgspec.Struct) -> None:
     if check(event) is not None:  # a generator, whose body would not run, or a finding
-        message = "a check returns nothing: it says what is wrong with self.broken(...)"
+        message = "a check must return None; report what is wrong with self.broken(...)"
         raise TypeError(message)

@@ -121,11 +121,11 @@ class Room:
         known = [frozenset(use.keys[: use.num_chunks]) for use in uses]
         for key, number in stored.last_uses.items():
             if key not in known[number]:
-                raise ValueError("a chunk is said to be used last with a prefix that it is not in")
+                raise ValueError("the prefix of a chunk's last use does not contain the chunk")
             self._last_use[key] = uses[number]
             uses[number].num_last += 1
         if not all(uses[number].num_last for number in (*stored.order, *stored.use_of.values())):
-            raise ValueError("a use is said to be the last one of some chunk, and is of none")
+            raise ValueError("a use is stored as the last one of a chunk, but no chunk names it")
         self._order = OrderedDict.fromkeys(uses[number] for number in stored.order)
         self._use_of = {ordinal: uses[number] for ordinal, number in stored.use_of.items()}
 

@@ -81,6 +81,8 @@ class Projection:
         """
         folds = marked(self)
         if len(dict(folds)) < len(folds):
-            message = f"{type(self).__qualname__} has two methods for the same events; let one call the other"
+            message = (
+                f"{type(self).__qualname__} has two methods for the same events; mark one and let it call the other"
+            )
             raise TypeError(message)
         return dict(folds)

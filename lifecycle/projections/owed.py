@@ -77,11 +77,11 @@ class Owed(Projection):
         """Check that copies are stored under their ids, and that all queued copies and lives are known."""
         state = self.state
         if any(copy.job_id != job_id for job_id, copy in state.copies.items()):
-            raise ValueError("a copy has another number than the one that it is kept for")
+            raise ValueError("a copy is stored under another job id than its own")
         if not state.under_way.keys() <= state.copies.keys():
-            raise ValueError("a copy is under way of which nothing else is known")
+            raise ValueError("a copy in flight has no stored record")
         if not {*state.failed, *state.sent, *state.received, *state.to_report} <= state.ends.keys():
-            raise ValueError("an end is owed of a life of which nothing else is known")
+            raise ValueError("a pending end belongs to a life without a stored record")
 
     def index(self) -> None:
         """Forget the current report."""

@@ -193,11 +193,11 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
         known: set[bytes | None] = {None}
         for key, parent in self.parent_of.items():
             if parent not in known:
-                raise ValueError("a chunk of the host pool stands before the one that precedes it")
+                raise ValueError("a chunk of the host pool is stored before its parent")
             known.add(key)
         held = chain(self.promised.values(), self.wanted.values(), self.copying.values())
         if not known.issuperset(chain(self.committed, held)) or not self.committed.keys() >= {*self.queue}:
-            raise ValueError("a chunk of the host pool is held or queued, and is not there")
+            raise ValueError("a chunk is held or queued, but is not in the host pool")
 
 
 class Victims(msgspec.Struct, frozen=True, gc=False):
@@ -240,7 +240,7 @@ class Pool(Projection):
         """Check the state, and the number of slots of each chunk."""
         self.state.check()
         if any(len(packed) != self._packing.size for packed in self.state.committed.values()):
-            raise ValueError("a chunk of the host pool has too few slots or too many")
+            raise ValueError("a chunk of the host pool has too few or too many slots")
 
     def index(self) -> None:
         """Recompute everything derived from the state and from the copies in flight."""

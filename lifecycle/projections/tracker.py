@@ -103,7 +103,7 @@ class RequestTracker(Projection):
         """Check that records are stored under their ordinals, and that a tail is at most one chunk."""
         for ordinal, record in self.state.requests.items():
             if record.ordinal != ordinal:
-                raise ValueError("a record of a request is of another life than the one that it is kept for")
+                raise ValueError("a record of a request is stored under another life than its own")
             if record.tail is not None and record.tail.end_token - record.tail.first_token > self._chunk_size:
                 raise ValueError("a tail is longer than a chunk")
 

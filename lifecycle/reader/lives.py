@@ -384,11 +384,11 @@ class Lives:
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
         """Count one token for each life that decodes, unless the step pauses or records it."""
-        self._moment.refused_rows, self._moment.rows_of_nobody, self._moment.moved_rows = [], [], []
+        self._moment.refused_rows, self._moment.unknown_rows, self._moment.moved_rows = [], [], []
         for ordinal in event.paused:
             life = self.of(ordinal)
             if life is None or life.decoding_since == NEVER:
-                self._moment.rows_of_nobody.append(ordinal)
+                self._moment.unknown_rows.append(ordinal)
             else:
                 self._count(life, self.num_computed_tokens(life))
         self.num_steps += 1
@@ -399,7 +399,7 @@ class Lives:
             self.num_scheduled_tokens += num_scheduled_tokens
             life = self.of(ordinal)
             if life is None:
-                self._moment.rows_of_nobody.append(ordinal)
+                self._moment.unknown_rows.append(ordinal)
                 continue
             self._row(life, num_computed_tokens)
             life.num_tokens = num_tokens

@@ -58,7 +58,7 @@ class Moment:
     """At a step: lives that it schedules although they cannot be scheduled, and their state before."""
     moved_rows: list[tuple[Life, int, int]] = attrs.field(factory=list)
     """At a step: (life, sum of its earlier steps, tokens that its row begins with), if the latter is larger."""
-    rows_of_nobody: list[int] = attrs.field(factory=list)
+    unknown_rows: list[int] = attrs.field(factory=list)
     """At a step: ordinals of rows that are about no life, or pause one that does not decode one token per step."""
 
 

@@ -51,7 +51,7 @@ class StoredState(msgspec.Struct, forbid_unknown_fields=True):
         """
         layout, code = _fingerprints(owner, kind)
         if layout != self.layout or (code != self.code and not trusts_other_code):
-            raise NotResumable(f"other code has stored what {type(owner).__qualname__} knows")
+            raise NotResumable(f"other code stored the state of {type(owner).__qualname__}")
         return from_msgpack(bytes(self.state), kind, as_counter)
 
 

@@ -179,9 +179,9 @@ class Reader:
 
     def _check(self, there: StoredReader, core_fingerprint: str, *, trusts_other_code: bool) -> None:
         if there.layout != self._layout(core_fingerprint):
-            raise NotResumable("it was stored for another configuration, or has another layout")
+            raise NotResumable("it was stored for another configuration or in another layout")
         if there.code != hash_of_reader() and not trusts_other_code:
-            raise NotResumable("other code has stored it")
+            raise NotResumable("other code stored it")
 
     def _layout(self, core_fingerprint: str) -> str:
         """Return what must be equal, besides the code, for the model's state to have the same meaning."""

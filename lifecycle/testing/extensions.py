@@ -53,7 +53,7 @@ class ExtensionContract(abc.ABC):
 
     def bad_log(self, rule: str) -> Play:
         """Return a log that breaks the rule, for example `walked` with a broken extension."""
-        message = f"{rule}: nothing shows that it can be broken; override `bad_log`"
+        message = f"{rule}: no log breaks this rule; override `bad_log`"
         raise NotImplementedError(message)
 
     def walked(self, extension: Extension, configuration: LedgerConfiguration = CONFIGURATIONS[0]) -> Play:
@@ -71,7 +71,9 @@ class ExtensionContract(abc.ABC):
         """Readers see the names and values of its events' fields without its classes."""
         extension, core = self.make_extension(), self._core()
         payloads = tuple(self.payloads())
-        assert {type(payload) for payload in payloads} == set(extension.events.values()), "`payloads` has not all"
+        assert {type(payload) for payload in payloads} == set(extension.events.values()), (
+            "`payloads` does not return every event"
+        )
         events = [extension.observed("a", payload, 0) for payload in payloads]
         for reader in (core, _without(core)):
             assert EventDecoder(reader, vocabulary_header(core)).decode(encode_events(events)) == events
@@ -131,7 +133,7 @@ class ExtensionContract(abc.ABC):
         core = self._core()
         for rule in self.make_extension().rules:
             found = _audited(self.bad_log(rule), core).num_violations
-            assert found[rule], f"{rule} finds nothing in its bad log; found are {dict(found)}"
+            assert found[rule], f"{rule} finds nothing in its bad log; the audit found {dict(found)}"
 
     def test_settings_that_it_does_not_have_are_refused(self) -> None:
         """The error names extension and setting. Values of another type than the default are refused too."""
@@ -176,7 +178,7 @@ def _refusal(core: Core, settings: Mapping[str, Mapping[str, bool | float | str]
         core.check_settings(settings)
     except ConfigurationError as error:
         return str(error)
-    return f"nothing is wrong with {settings}"
+    return f"{settings} was not refused"
 
 
 def _sequenced(play: Play) -> list[SequencedEvent]:

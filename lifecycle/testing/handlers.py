@@ -58,7 +58,7 @@ class HandlerContract(abc.ABC):
         fresh_plays = plays(self.make_core(renewed.handler), self.configurations, renewed.renew)
         for fresh, again in zip(fresh_plays, plays(self.make_core(kept.handler), self.configurations), strict=True):
             for one, other in zip(fresh.events, again.events, strict=False):
-                assert one == other, f"{fresh.name}: {other} where {one} was decided before"
+                assert one == other, f"{fresh.name}: a used handler decided {other}, a new one {one}"
             assert len(fresh.events) == len(again.events), fresh.name
 
     def test_its_log_is_read_back_and_decided_again(self) -> None:

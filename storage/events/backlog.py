@@ -233,7 +233,7 @@ class BacklogEventStore:
             )
             if self._waiting and self._num_failures == num_failures:
                 self._last_error = TimeoutError(
-                    f"the disk has not begun a new file or written a frame within {self._max_wait_seconds} s"
+                    f"the disk did not create a file or write a frame within {self._max_wait_seconds} s"
                 )
                 self._on_trouble(self._last_error, self._num_events_backlogged)
         return frame.first_sequence
@@ -346,7 +346,7 @@ class BacklogEventStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            msg = "the log was closed; begin another one to append"
+            msg = "the log was closed; create another one to append"
             raise LogClosed(msg)
 
 

@@ -134,7 +134,7 @@ class SegmentBlocks:
                     return
                 break
             yield block
-        yield _Piece(end, end + 1, trouble=f"no intact block at byte {at} of the file says that the segment ends there")
+        yield _Piece(end, end + 1, trouble=f"the block that ends the segment is missing at byte {at} of the file")
 
     def _expand(self, block: _Piece) -> bytes | str:
         where = f"the block at byte {block.at - _HEADER.size} of the file"
@@ -222,7 +222,7 @@ def _compressed(segment: Path) -> Iterator[bytes]:
                 data = os.pread(descriptor, num_bytes, offset) if num_bytes <= MAX_BLOCK_BYTES else b""
                 end = _end_of_frames(data)
             if end == 0:
-                msg = f"{segment.name}: at byte {offset} is no intact frame that a block can hold; not compressed"
+                msg = f"{segment.name}: no intact frame that fits into a block begins at byte {offset}; not compressed"
                 raise LogDamaged(msg)
             yield encode_block(offset, data[:end])
             offset += end
@@ -267,10 +267,10 @@ def _decode_block(descriptor: int, at: int) -> _Piece | str:
     """Return the block at byte `at` of the file, or why there is none."""
     data = os.pread(descriptor, _HEADER.size, at)
     if len(data) < _HEADER.size:
-        return f"are {len(data)} bytes, too few for the header of a block"
+        return f"are {len(data)} bytes, too few for a block header"
     marker, header_crc, offset, num_bytes, num_stored, crc = _HEADER.unpack(data)
     if marker != _MARKER or header_crc != crc32c(data[_CRC_COVERS_FROM:]):
-        return "is no intact header of a block"
+        return "is no intact block header"
     if num_bytes > MAX_BLOCK_BYTES or offset > _MAX_OFFSET:
         return f"is a block that states {num_bytes} bytes from offset {offset} on, over the limit; not expanded"
     if num_stored > num_bytes + (num_bytes >> 9) + 64:  # more than zlib makes of so many

@@ -22,18 +22,18 @@ DamageKind = Literal[
 
 DAMAGE_KINDS: Final[dict[DamageKind, str]] = {
     "torn_tail": "nothing intact from here to the end of the log",
-    "corrupt_frame": "bytes that are no frame; intact ones or another segment stand behind them, or all of its bytes "
-    "are there and differ",
-    "corrupt_block": "a block of a compressed segment is damaged, or does not expand to the bytes that it states; its "
-    "frames are lost, and those in other blocks are read",
-    "sequence_gap": "frames are missing within a segment, and no byte is damaged",
-    "chain_broken": "a frame or header is intact and does not follow from what stands before it: one of the two was "
-    "not written there by the writer of this log; frames that what stands behind them contradicts are left out",
-    "corrupt_header": "a segment's header is damaged: one copy, and the other one is read; or both, and the frames "
-    "behind them are found again",
-    "cut_segment": "frames are missing at the end of a segment, which is not the last one, and no byte is damaged",
-    "missing_segment": "no segment holds these sequences, and no record says that they were retired",
-    "misplaced_segment": "a segment of another log, or under another name than its header says; it is left out",
+    "corrupt_frame": "bytes that are not a frame, before intact frames or another segment; or a last frame that is "
+    "complete but has wrong bytes",
+    "corrupt_block": "a block of a compressed segment is damaged or does not expand to the size that it states; its "
+    "frames are lost, those in other blocks are read",
+    "sequence_gap": "frames are missing within a segment, but no byte is damaged",
+    "chain_broken": "an intact frame or header does not follow from the one before it, so the writer of this log did "
+    "not write one of the two there; frames that later ones contradict are left out",
+    "corrupt_header": "a segment's header is damaged: if one copy is, the other one is read; if both are, the reader "
+    "looks for the frames after them",
+    "cut_segment": "frames are missing at the end of a segment that is not the last one, but no byte is damaged",
+    "missing_segment": "no segment has these sequence numbers, and no record says that they were retired",
+    "misplaced_segment": "a segment of another log, or with another name than in its header; it is left out",
 }
 """Kind → its meaning."""
 

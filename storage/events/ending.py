@@ -133,7 +133,9 @@ def judge_ending(
     if recorded is not None and recorded.log_id != log_id:
         recorded = None
     if was_open:
-        waiting = "" if recorded is None or not recorded.num_unwritten else f"{_waiting(recorded)} and may be later"
+        waiting = (
+            "" if recorded is None or not recorded.num_unwritten else f"{_waiting(recorded)}; they may still be written"
+        )
         return LogEnding(HowEnded.OPEN, waiting)
     missing = _missing_segment(directory, next_sequence, recorded)
     if recorded is None:
@@ -147,10 +149,14 @@ def judge_ending(
         how = HowEnded.UNKNOWN if detail else HowEnded.CUT_OFF
     contradiction = ""
     if next_sequence == recorded.next_sequence and head_hash is not None and head_hash.hex() != recorded.head_hash:
-        contradiction = f"{END_RECORD_NAME} names chain hash {recorded.head_hash} behind event {next_sequence - 1}"
+        contradiction = (
+            f"{END_RECORD_NAME} has another chain hash after event {next_sequence - 1}: {recorded.head_hash}"
+        )
     elif recorded.expected_sequence is not None and recorded.expected_sequence < next_sequence:
         counted = recorded.expected_sequence - 1
-        contradiction = f"{END_RECORD_NAME}: the writer had recorded {counted} events, this log has {next_sequence - 1}"
+        contradiction = (
+            f"{END_RECORD_NAME}: the writer had recorded {counted} events, but this log has {next_sequence - 1}"
+        )
     return LogEnding(how, detail, missing, contradiction)
 
 
@@ -166,10 +172,10 @@ def _missing_segment(directory: Path, next_sequence: int, recorded: RecordedEnd 
         if first_sequence is None or first_sequence < next_sequence or name != segment_name(first_sequence):
             continue
         num_events = 0 if recorded is None else max(0, recorded.end_sequence - next_sequence)
-        lost = f"what came from sequence {next_sequence} on"
+        lost = f"the events from sequence {next_sequence} on"
         if recorded is not None and num_events:
             lost = _from_to(next_sequence, recorded)
-        detail = f"{named[name]} names it; no segment holds {lost}"
+        detail = f"{named[name]} names it, but no segment has {lost}"
         return MissingEnd("missing_segment", name, next_sequence, num_events, detail)
     return None
 
@@ -180,7 +186,7 @@ def _missing_events(next_sequence: int, recorded: RecordedEnd) -> MissingEnd | N
         return None
     if next_sequence < recorded.next_sequence:
         lost = _from_to(next_sequence, recorded)
-        detail = f"cut at the end of a frame: no segment holds {lost}, which {END_RECORD_NAME} counts"
+        detail = f"cut at the end of a frame: no segment has {lost}, which {END_RECORD_NAME} counts"
         return MissingEnd("cut_segment", recorded.segment, next_sequence, num_events, detail)
     return MissingEnd("unwritten_events", recorded.segment, next_sequence, num_events, _waiting(recorded))
 
@@ -188,7 +194,7 @@ def _missing_events(next_sequence: int, recorded: RecordedEnd) -> MissingEnd | N
 def _waiting(recorded: RecordedEnd) -> str:
     if not recorded.num_unwritten:
         lost = _from_to(recorded.next_sequence, recorded)
-        return f"the writer had recorded {lost} when it closed the log, and never wrote them"
+        return f"the writer had recorded {lost} when it closed the log, but never wrote them"
     return f"{_from_to(recorded.next_sequence, recorded)} could not be written: {recorded.reason}"
 
 

@@ -49,14 +49,14 @@ _FILE: Final = 0o644
 _SAFELY: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _LINK: Final = "is a symbolic link, which kvledger does not follow"
 _REMEDIES: Final = {
-    errno.ELOOP: "remove the link, or give what it leads to",
-    errno.EMLINK: "copy the log directory, and use the copy",
-    errno.ESTALE: "find out what replaces it, and run the command again",
+    errno.ELOOP: "remove the link, or give the path that it leads to",
+    errno.EMLINK: "copy the log directory and use the copy",
+    errno.ESTALE: "find out what replaced it, and run the command again",
 }
 _KINDS: Final = (
-    (stat.S_ISDIR, errno.EISDIR, "is a directory and no file"),
-    (stat.S_ISFIFO, errno.EINVAL, "is a named pipe and no regular file"),
-    (stat.S_ISSOCK, errno.EINVAL, "is a socket and no regular file"),
+    (stat.S_ISDIR, errno.EISDIR, "is a directory, not a file"),
+    (stat.S_ISFIFO, errno.EINVAL, "is a named pipe, not a regular file"),
+    (stat.S_ISSOCK, errno.EINVAL, "is a socket, not a regular file"),
 )
 
 
@@ -120,7 +120,7 @@ def _opened(path: Path, flags: int, mode: int = _FILE, *, is_written: bool = Fal
 def _check(path: Path, status: os.stat_result, *, is_written: bool) -> None:
     if stat.S_ISREG(status.st_mode):
         if is_written and status.st_nlink > 1:
-            reason = f"has {status.st_nlink} names (hard links), and writing would change the file under all of them"
+            reason = f"has {status.st_nlink} names (hard links), so writing would change the file under all of them"
             raise RefusedFile(errno.EMLINK, reason, str(path))
         return
     if stat.S_ISLNK(status.st_mode):
@@ -128,7 +128,7 @@ def _check(path: Path, status: os.stat_result, *, is_written: bool) -> None:
     for is_kind, number, reason in _KINDS:
         if is_kind(status.st_mode):
             raise RefusedFile(number, reason, str(path))
-    raise RefusedFile(errno.EINVAL, "is a device and no regular file", str(path))
+    raise RefusedFile(errno.EINVAL, "is a device, not a regular file", str(path))
 
 
 def refused_link(path: Path) -> RefusedFile:

@@ -97,7 +97,7 @@ def check_append(num_events: int, num_payload_bytes: int) -> None:
         msg = f"a frame holds 1 to {MAX_EVENTS} events, not {num_events}; append nothing when nothing happened"
         raise ValueError(msg)
     if num_payload_bytes > MAX_PAYLOAD_BYTES:
-        msg = f"a payload of {num_payload_bytes} bytes is over the {MAX_PAYLOAD_BYTES} of a frame; append it in parts"
+        msg = f"a payload of {num_payload_bytes} bytes exceeds the {MAX_PAYLOAD_BYTES} of a frame; append it in parts"
         raise ValueError(msg)
 
 
@@ -147,7 +147,7 @@ def parse_frame(data: bytes, offset: int) -> Frame | str:
         return f"no frame marker, found {marker.hex()}"
     end = offset + FRAME_HEADER_BYTES + num_payload_bytes
     if end > len(data):
-        return f"the frame says it ends {end - len(data)} bytes behind the end of the file"
+        return f"by its header, the frame ends {end - len(data)} bytes after the end of the file"
     if crc32c(data[offset + _PREFIX.size : end]) != crc:
         return "the CRC-32C does not match"
     known_kind = _KINDS.get(kind)

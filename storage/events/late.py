@@ -75,7 +75,7 @@ class LateEventStore:
     def _begun(self) -> EventStore:
         if self._store is None:
             if self._closed:
-                msg = "the log was closed before it could be begun; begin another one to append"
+                msg = "the log was closed before it could be created; create another one to append"
                 raise LogClosed(msg)
             self._store = self._begin()
         return self._store

@@ -105,5 +105,5 @@ class MemoryEventStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            msg = "the memory log was closed; make a new one to append"
+            msg = "the memory log was closed; create another one to append"
             raise LogClosed(msg)

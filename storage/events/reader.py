@@ -83,7 +83,7 @@ class LogReader:
         self._list_segments()
         if not self._segments:
             traces = traces_of_log(self.path)
-            question = f"they are missing: {traces}" if traces else "is it the log's directory?"
+            question = f"they are missing: {traces}" if traces else "give the log's own directory"
             msg = f"{self.path} holds no log segment (*.kvlog); {question}"
             raise LogError(msg)
         header = next((found for each in self._segments if (found := self._header_of(each)) is not None), None)
@@ -156,7 +156,7 @@ class LogReader:
         if header.log_id != self._log_id:
             return f"belongs to log {header.log_id}, not to {self._log_id}; left out"
         if header.first_sequence != first_sequence_of(segment):
-            return f"its header says that its name is {segment_name(header.first_sequence)}; left out, rename it"
+            return f"its name in the header is {segment_name(header.first_sequence)}; left out until you rename it"
         return ""
 
     def _report_misplaced_segments(self) -> None:
@@ -217,7 +217,7 @@ class LogReader:
                 start = min(found[0], start)
             self._report("corrupt_header", segment, header.damaged_at, ONE_COPY_DAMAGED, header.num_bytes // 2, begins)
         if self.chain_hash not in {None, header.previous_head_hash}:
-            self._report("chain_broken", segment, 0, "the header does not follow from the segment before", 0)
+            self._report("chain_broken", segment, 0, "the header does not follow from the previous segment", 0)
         if self.tail is None:
             self.head_hash = header.chain_hash if header.first_sequence == 1 else header.previous_head_hash
         self.chain_hash, self.tail = header.chain_hash, (segment, start)
@@ -246,7 +246,7 @@ class LogReader:
         before = None if self.tail is None else self._header_of(self.tail[0])
         numbers = [None if each is None else each.segment_number for each in (before, header)]
         if self.tail is not None and numbers[0] is not None and numbers[1] == numbers[0] + 1:
-            detail = f"cut at the end of a frame: {lost}, and the next segment is the one that followed"
+            detail = f"cut at the end of a frame: {lost}, but the next segment is the one that followed"
             self._report("cut_segment", self.tail[0], self.tail[1], detail, 0)
             return
         self._report("missing_segment", segment, 0, f"{lost}, and no record says that they were retired", 0)
@@ -262,22 +262,22 @@ class LogReader:
             if offset == data.num_bytes:
                 return None
         end, reached = (data.num_bytes, self._limit) if found is None else (found[0], found[1].first_sequence)
-        stands, is_lost = data.frame_at(offset), reached is not None and reached > self.next_sequence
+        there, is_lost = data.frame_at(offset), reached is not None and reached > self.next_sequence
         lost = f"{sequences(self.next_sequence, reached)} are lost" if reached and is_lost else "no sequence is lost"
         if trouble := data.block_trouble(offset):
             kind: DamageKind = "corrupt_block"
             detail = f"{trouble}; {lost}"
-        elif isinstance(stands, str):
+        elif isinstance(there, str):
             is_torn = reached is None and not data.ends_with_whole_frame(offset)
             kind = "torn_tail" if is_torn else "corrupt_frame"
-            detail = f"{stands}; {'nothing intact follows' if reached is None else lost}"
+            detail = f"{there}; {'nothing intact follows' if reached is None else lost}"
         elif end > offset:
-            kind, claims = "chain_broken", sequences(stands.first_sequence, stands.next_sequence)
-            detail = f"the frame of {claims} does not follow from what is before it; left out, {lost}"
+            kind, claims = "chain_broken", sequences(there.first_sequence, there.next_sequence)
+            detail = f"the frame of {claims} does not follow from the one before it; left out, {lost}"
         elif is_lost:
-            kind, detail = "sequence_gap", f"{lost}, no byte is damaged"
+            kind, detail = "sequence_gap", f"{lost}, but no byte is damaged"
         else:
-            kind, detail = "chain_broken", "the frame is intact but does not follow from what is before it"
+            kind, detail = "chain_broken", "the frame is intact but does not follow from the one before it"
         self._report(kind, segment, offset, detail, end - offset)
         if reached is not None and (is_lost or end == offset):
             self.next_sequence, self.chain_hash = reached, None

@@ -163,7 +163,7 @@ class _Log:
         if len(self.segments) > 1:
             following = read_header(self.segments[1])
             if following.log_id != header.log_id or following.first_sequence <= header.first_sequence:
-                msg = f"{self.segments[1]}: does not follow {self.segments[0].name}; nothing of this log is retired"
+                msg = f"{self.segments[1]}: does not follow {self.segments[0].name}, so nothing of this log is retired"
                 raise LogDamaged(msg)
             return following.first_sequence - 1, following.previous_head_hash.hex()
         sequence, chain_hash = header.first_sequence, header.chain_hash

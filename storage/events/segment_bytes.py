@@ -98,7 +98,9 @@ class SegmentBytes:
             return found
         num_bytes, crc = declared
         if offset + num_bytes > self.num_bytes:
-            return f"the frame says it ends {offset + num_bytes - self.num_bytes} bytes behind the end of the file"
+            return (
+                f"by its header, the frame ends {offset + num_bytes - self.num_bytes} bytes after the end of the file"
+            )
         if at + num_bytes <= len(self._window):
             return found
         if num_bytes > _WINDOW_BYTES and self._crc_of(offset, num_bytes) != crc:

@@ -114,7 +114,7 @@ def encode_header(
         msg = "the header mapping has a key 'log_id', which the log writes itself; use another key"
         raise LogError(msg)
     if is_too_deep(header):
-        msg = f"the header mapping is nested more than {MAX_DEPTH} deep, which no reader takes; make it flatter"
+        msg = f"the header mapping is nested more than {MAX_DEPTH} deep, which readers refuse; make it flatter"
         raise LogError(msg)
     try:
         fields = attrs.asdict(
@@ -126,7 +126,7 @@ def encode_header(
         raise LogError(msg) from error
     if 2 * (_PREFIX.size + len(body)) > MAX_HEADER_BYTES:
         limit = MAX_HEADER_BYTES // 2
-        msg = f"the header mapping takes {len(body)} bytes, over the {limit} of one copy in a header block; shorten it"
+        msg = f"the header mapping takes {len(body)} bytes, over the limit of {limit} for one copy; shorten it"
         raise LogError(msg)
     prefix = _PREFIX_WITHOUT_CRC.pack(_MAGIC, FORMAT_VERSION, len(body))
     return 2 * (prefix + struct.pack("<I", crc32c(prefix + body)) + body)
@@ -150,7 +150,7 @@ def decode_header(data: bytes, name: str, *, any_copy: bool = False) -> SegmentH
     else:
         raise LogDamaged(problem)
     if len(data) < found.num_bytes:
-        msg = f"{name}: ends {found.num_bytes - len(data)} bytes before its header block does"
+        msg = f"{name}: ends {found.num_bytes - len(data)} bytes before the end of its header block"
         raise LogDamaged(msg)
     if data[:size] == data[size : found.num_bytes]:
         return found
@@ -166,7 +166,7 @@ def _decode_copy(data: bytes, at: int, name: str) -> SegmentHeader | str:
         return f"{name}: {len(data) - at} bytes are too few for a segment header"
     magic, version, num_body_bytes, crc = _PREFIX.unpack_from(data, at)
     if magic != _MAGIC:
-        return f"{name}: does not begin with {_MAGIC!r}, so it is no log segment or its first bytes are damaged"
+        return f"{name}: does not begin with {_MAGIC!r}, so it is not a log segment or its first bytes are damaged"
     size = _PREFIX.size + num_body_bytes
     if at not in {0, size}:
         return f"{name}: the segment header is cut or its CRC-32C does not match"
@@ -176,14 +176,14 @@ def _decode_copy(data: bytes, at: int, name: str) -> SegmentHeader | str:
         return f"{name}: the segment header is cut or its CRC-32C does not match"
     if version > FORMAT_VERSION:
         msg = (
-            f"{name}: written in log format {version}, this version of kvledger reads up to {FORMAT_VERSION}; "
+            f"{name}: written in log format {version}, but this version of kvledger reads up to {FORMAT_VERSION}; "
             f"read it with a kvledger that knows format {version}"
         )
         raise LogTooNew(msg)
     try:
         fields: _Body = from_msgpack(body, _Body)
     except Undecodable as error:
-        return f"{name}: the segment header holds something else than a log writes: {error}"
+        return f"{name}: the segment header has unexpected contents: {error}"
     chain_hash = blake2b(data[at : at + size], digest_size=CHAIN_HASH_BYTES).digest()
     return SegmentHeader(
         fields.log_id,

@@ -328,7 +328,7 @@ class SegmentEventStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            msg = f"{self.directory}: the log was closed; begin another one to append"
+            msg = f"{self.directory}: the log was closed; create another one to append"
             raise LogClosed(msg)
 
     def _refuse_damage(self, reader: LogReader) -> None:

@@ -113,11 +113,11 @@ def _read_snapshot(path: Path) -> Snapshot | str:
     body = data[start:]
     is_intact = len(data) >= start and data[: len(_MAGIC)] == _MAGIC
     if not is_intact or _CRC.unpack_from(data, len(_MAGIC))[0] != crc32c(body):
-        return f"{path.name}: damaged, or no snapshot"
+        return f"{path.name}: damaged, or not a snapshot"
     try:
         return from_msgpack(body, Snapshot)
     except Undecodable as error:
-        return f"{path.name}: holds something else than a snapshot: {error}"
+        return f"{path.name}: its contents are not a snapshot: {error}"
 
 
 def find_snapshot(

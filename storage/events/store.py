@@ -53,7 +53,7 @@ class AppendConflict(LogError):
     @classmethod
     def at(cls, expected_sequence: int, next_sequence: int) -> AppendConflict:
         """Return the error for a log that ends before `next_sequence`."""
-        return cls(f"append expected sequence {expected_sequence}, the log ends before {next_sequence}")
+        return cls(f"append expected sequence number {expected_sequence}, but the next one is {next_sequence}")
 
 
 class LogClosed(LogError):

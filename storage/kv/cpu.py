@@ -102,7 +102,7 @@ class CpuCopyEngine:
     def _start(self, block_ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool) -> CpuCopy:
         layout = self._layout
         if layout is None:
-            raise EngineClosed("the copy engine was closed; make a new one with make_copy_engine")
+            raise EngineClosed("the copy engine was closed; create a new one with make_copy_engine")
         ids, to = tuple(block_ids), tuple(slots)
         num_slots = len(self._pool.buffer)
         check_pairs(ids, to, num_blocks=layout.num_blocks, num_slots=num_slots, writes_slots=writes_slots)

@@ -149,7 +149,7 @@ class CudaCopyEngine:
     def _start(self, block_ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool) -> PendingCudaCopy:
         layout, host = self._layout, self._pool.buffer
         if layout is None:
-            raise EngineClosed("the copy engine was closed; make a new one with make_copy_engine")
+            raise EngineClosed("the copy engine was closed; create a new one with make_copy_engine")
         ids, to = tuple(block_ids), tuple(slots)
         check_pairs(ids, to, num_blocks=layout.num_blocks, num_slots=len(host), writes_slots=writes_slots)
         given: Future[_Events | None] = Future()

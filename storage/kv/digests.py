@@ -47,7 +47,7 @@ class PageDigests:
             ValueError: There is no pool.
         """
         if self._pool is None:
-            message = "these digests were made for no pool of slots; give one to PageDigests"
+            message = "these digests have no pool of slots; pass one to PageDigests"
             raise ValueError(message)
         return _digested(torch.split(self._pool.buffer, self._sizes, dim=1), slots, self._weights)
 

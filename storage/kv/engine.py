@@ -80,8 +80,8 @@ def check_pool(layout: BlockLayout, pool: HostPool) -> None:
     """
     if pool.slot_bytes != layout.block_bytes:
         raise PoolMismatch(
-            f"the pool has slots of {pool.slot_bytes} bytes and a block of the layout is {layout.block_bytes} bytes; "
-            "make the pool with slot_bytes=layout.block_bytes"
+            f"the pool has slots of {pool.slot_bytes} bytes, but a block of the layout is {layout.block_bytes} bytes; "
+            "create the pool with slot_bytes=layout.block_bytes"
         )
 
 
@@ -112,7 +112,7 @@ def check_pairs(
         repeated = _some(sorted({d for d in destinations if destinations.count(d) > 1}))
         raise CopyRefused(
             f"{'slots' if writes_slots else 'block ids'} {repeated} appear more than once as a destination; write each "
-            "of them once a call"
+            "of them once per call"
         )
 
 

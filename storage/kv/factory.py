@@ -34,6 +34,6 @@ def make_copy_engine(
     if layout.device.type == "cuda":
         return CudaCopyEngine(layout, pool, is_async=is_async, batched_copy=batched_copy)
     raise LayoutUnsupported(
-        f"KV tensors lie on {layout.device}, and there are copy engines for cpu and cuda only; docs/extending.md says "
+        f"KV tensors are on {layout.device}, but there are copy engines only for cpu and cuda; docs/extending.md says "
         "how to write another"
     )

@@ -79,8 +79,8 @@ def refuse_unavailable(num_bytes: int) -> None:
     memory = available_memory()
     if memory is not None and num_bytes > memory.num_usable_bytes:
         raise PoolTooSmall(
-            f"a host pool of {_mib(num_bytes)} cannot be had, {_mib(memory.num_usable_bytes)} can ({memory.limit}; a "
-            "twentieth, at most 1 GiB, is left to the engine); lower host_bytes, or give the process more memory"
+            f"a host pool of {_mib(num_bytes)} does not fit into {_mib(memory.num_usable_bytes)} ({memory.limit}; a "
+            "twentieth, at most 1 GiB, is reserved for the engine); lower host_bytes, or give the process more memory"
         )
 
 
@@ -106,7 +106,7 @@ def _of_groups(root: Path) -> Iterator[HostMemory]:
         yield HostMemory(
             max(0, group.limit_bytes - max(0, group.used_bytes - group.cached_bytes)),
             f"{group.controller.limit} of the control group {group.path} is {_mib(group.limit_bytes)}, "
-            f"{_mib(group.used_bytes)} are used, {_mib(group.cached_bytes)} of it by files that can be dropped",
+            f"{_mib(group.used_bytes)} are used, {_mib(group.cached_bytes)} of them by files that can be dropped",
         )
 
 

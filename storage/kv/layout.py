@@ -186,8 +186,8 @@ def describe_layer(
     if num_runs > MAX_SEGMENTS_PER_BLOCK:
         raise LayoutUnsupported(
             f"layer {layer_name!r} of shape {tuple(tensor.shape)} and strides {tensor.stride()} would need "
-            f"{num_runs} runs of {run_bytes} bytes for each block, the limit is {MAX_SEGMENTS_PER_BLOCK}; dimension "
-            f"{block_axis} is hardly the block dimension: pass block_dim"
+            f"{num_runs} runs of {run_bytes} bytes for each block, but the limit is {MAX_SEGMENTS_PER_BLOCK}; "
+            f"dimension {block_axis} is probably not the block dimension: pass block_dim"
         )
     first_byte = int(tensor.storage_offset()) * item_bytes
     # A dimension of size 1 may have any stride, even 0. With one block its stride is never used.
@@ -231,7 +231,9 @@ def describe_blocks(
         raise LayoutUnsupported("kv_caches is empty: there is nothing to copy; register the KV tensors first")
     devices = sorted({str(layer.storage.device) for layer in layers})
     if len(devices) > 1:
-        raise LayoutUnsupported(f"layers lie on several devices {devices}; describe the layers of each device apart")
+        raise LayoutUnsupported(
+            f"layers lie on several devices {devices}; describe the layers of each device separately"
+        )
     return BlockLayout(tuple(layers))
 
 
@@ -261,12 +263,12 @@ def _block_axis(layer_name: str, tensor: torch.Tensor, num_blocks: int, block_di
     if block_dim is not None:
         if not -tensor.ndim <= block_dim < tensor.ndim:
             raise LayoutUnsupported(
-                f"block_dim={block_dim} is no dimension of layer {layer_name!r} of shape {shape}; "
+                f"block_dim={block_dim} is not a dimension of layer {layer_name!r} of shape {shape}; "
                 f"pass one of 0..{tensor.ndim - 1}"
             )
         if shape[block_dim] % num_blocks:
             raise LayoutUnsupported(
-                f"dimension {block_dim} of layer {layer_name!r} of shape {shape} is no multiple of num_blocks="
+                f"dimension {block_dim} of layer {layer_name!r} of shape {shape} is not a multiple of num_blocks="
                 f"{num_blocks}; pass the block_dim that counts blocks, or the num_blocks this tensor was made for"
             )
         return block_dim % tensor.ndim
@@ -288,6 +290,6 @@ def _refuse_overlap(layer_name: str, tensor: torch.Tensor, dimensions: list[_Dim
             raise LayoutUnsupported(
                 f"layer {layer_name!r} of shape {tuple(tensor.shape)} and strides {tensor.stride()}: dimension "
                 f"{dimension.axis} steps {dimension.stride_bytes} bytes over elements that span {span_bytes}, so "
-                "elements overlap or interleave; pass the tensor behind the view"
+                "elements overlap or interleave; pass the tensor that the view shows"
             )
         span_bytes += (dimension.size - 1) * dimension.stride_bytes

@@ -63,8 +63,8 @@ def pin_in_pieces(
             done = piece_address - address
             unlock_all()
             raise PinningFailed(
-                f"cudaHostRegister failed with CUDA error {code} at {size} bytes behind {done} of {num_bytes}, which "
-                "were unlocked again; lower host_bytes, raise the locked-memory limit (ulimit -l) or that of the "
+                f"cudaHostRegister failed with CUDA error {code} for {size} bytes after {done} of {num_bytes}, which "
+                "were unpinned again; lower host_bytes, raise the locked-memory limit (ulimit -l) or that of the "
                 "control group, or pass pin=False for slower copies"
             )
         locked.append(piece_address)

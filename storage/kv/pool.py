@@ -63,7 +63,7 @@ class HostPool:
     def buffer(self) -> torch.Tensor:
         """The slots, uint8 `[num_slots, slot_bytes]`. Raises `PoolClosed` after `close()`."""
         if self._buffer is None:
-            raise PoolClosed(f"the pool of {self.num_slots} slots was closed; make a new HostPool")
+            raise PoolClosed(f"the pool of {self.num_slots} slots was closed; create a new HostPool")
         return self._buffer
 
     def close(self) -> None:
@@ -101,11 +101,11 @@ def _own_memory(num_bytes: int) -> torch.Tensor:
         memory = torch.zeros(num_bytes + mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
         raise PoolTooSmall(
-            f"this machine would not allocate {num_bytes} bytes for a host pool ({error}); lower host_bytes"
+            f"this machine cannot allocate {num_bytes} bytes for a host pool ({error}); lower host_bytes"
         ) from error
     return memory[-memory.data_ptr() % mmap.PAGESIZE :][:num_bytes]
 
 
 def _report(before: int, locked: int, of_bytes: int) -> None:
     if before // _BYTES_A_MESSAGE < locked // _BYTES_A_MESSAGE:
-        _messages.info("host pool: %d of %d bytes are page-locked", locked, of_bytes)
+        _messages.info("host pool: %d of %d bytes are pinned", locked, of_bytes)

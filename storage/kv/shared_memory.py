@@ -76,7 +76,7 @@ class SharedMemory:
             if isinstance(error, StorageError):
                 raise
             raise PoolTooSmall(
-                f"{num_bytes} bytes of memory for all ranks cannot be had ({error}); lower host_bytes"
+                f"{num_bytes} bytes of memory for all ranks cannot be allocated ({error}); lower host_bytes"
             ) from error
         sharing.from_first(SharedFile(f"/proc/{os.getpid()}/fd/{file}", num_bytes))
         return memory
@@ -85,22 +85,24 @@ class SharedMemory:
 def _joined(num_bytes: int, sharing: Sharing) -> torch.Tensor:
     shared = sharing.from_first(None)
     if shared.error:
-        raise MemoryNotShared(f"rank 0 has made no memory for all ranks: {shared.error}")
+        raise MemoryNotShared(f"rank 0 created no memory for all ranks: {shared.error}")
     if shared.num_bytes != num_bytes:
         raise MemoryNotShared(
-            f"rank 0 has made {shared.num_bytes} bytes for all ranks, and {num_bytes} are needed here: start all "
+            f"rank 0 created {shared.num_bytes} bytes for all ranks, but {num_bytes} are needed here; start all "
             "processes of the engine with the same versions and the same configuration"
         )
     try:
         file = os.open(shared.path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise MemoryNotShared(
-            f"the memory that rank 0 has made for all ranks cannot be opened here ({error}); let all worker processes "
-            "of the machine run as one user, in one container, or let each rank have a pool of its own"
+            f"the memory that rank 0 created for all ranks cannot be opened here ({error}); run all worker processes "
+            "of the machine as one user, in one container, or give each rank its own pool (share_pool)"
         ) from error
     try:
         if os.fstat(file).st_size != num_bytes:
-            raise MemoryNotShared(f"{shared.path} is not what rank 0 has made for all ranks: its process has ended")
+            raise MemoryNotShared(
+                f"{shared.path} is not the memory that rank 0 created for all ranks: the process of rank 0 has ended"
+            )
         return _mapped(file, num_bytes)
     finally:
         os.close(file)

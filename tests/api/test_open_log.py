@@ -119,10 +119,10 @@ def test_two_readings_at_once_do_not_disturb_each_other(log: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "reason", "remedy"),
     [
-        (lambda _: None, kvledger.LogNotFound, "there is nothing", "give a log directory or a *.kvlog file"),
-        (lambda path: path.mkdir(), kvledger.LogNotFound, "holds no log", "is it the log_dir?"),
+        (lambda _: None, kvledger.LogNotFound, "does not exist", "give a log directory or a *.kvlog file"),
+        (lambda path: path.mkdir(), kvledger.LogNotFound, "contains no log", "give the log_dir or a log"),
         (lambda path: path.write_text("hello"), kvledger.LogUnreadable, "too few for a segment header", "Give a log"),
-        (lambda path: path.symlink_to("gone"), kvledger.LogUnreadable, "cannot be read", "put it right, or remove it"),
+        (lambda path: path.symlink_to("gone"), kvledger.LogUnreadable, "cannot be read", "fix it, or remove it"),
     ],
     ids=["missing", "empty", "no log", "dead link"],
 )
@@ -174,7 +174,7 @@ def test_a_log_of_many_that_cannot_be_read_is_named_and_the_others_are_read(log_
     assert [start.name for start in log.starts] == ["first"]
     (error,) = log.unreadable
     assert str(log_dir / "second") in str(error)
-    with pytest.raises(kvledger.RequestNotFound, match="1 log there could not be read, see `unreadable`"):
+    with pytest.raises(kvledger.RequestNotFound, match="1 log could not be read, see `unreadable`"):
         log.request("chat-2")
     report = log.verify()
     assert report.verdict is kvledger.Verdict.DAMAGED
@@ -190,7 +190,7 @@ def test_a_log_without_its_header_has_entries_and_lives_and_no_reasons(log: Path
     assert opened.header == {}
     assert len(list(opened.entries())) == len(story.observed)
     assert [request.request_id for request in opened.requests()] == [REQUEST, "chat-9"]
-    with pytest.raises(kvledger.LogUnreadable, match="the configuration stood there"):
+    with pytest.raises(kvledger.LogUnreadable, match="which has the configuration, is intact"):
         list(opened.request(REQUEST).why())
     assert opened.verify().verdict is kvledger.Verdict.DAMAGED
 
@@ -204,7 +204,7 @@ def test_events_of_a_newer_version_are_refused_or_skipped(story: Driver, tmp_pat
     with pytest.raises(kvledger.LogUnreadable) as raised:
         kvledger.open_log(log)
     assert "moon.landed" in str(raised.value)
-    assert "skip what is not known with lenient=True" in str(raised.value)
+    assert "skip unknown events with lenient=True" in str(raised.value)
     assert len(list(kvledger.open_log(log, lenient=True).entries())) == len(story.observed)
 
 

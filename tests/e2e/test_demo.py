@@ -44,11 +44,11 @@ def test_the_demo_shows_a_preempted_request_that_recovers(model: Path, tmp_path:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"logged": Figures()}, "nothing was preempted"),
-        ({"logged": Figures(num_preemptions=2, num_tokens_recomputed=4)}, "nothing was recovered"),
+        ({"logged": Figures()}, "no request was preempted"),
+        ({"logged": Figures(num_preemptions=2, num_tokens_recomputed=4)}, "no token was recovered"),
         ({"outputs_equal": False}, "outputs differ"),
-        ({"verify_exit_code": 1}, "`kvledger verify` ended with 1"),
-        ({"measured": RecomputeCounter(num_preemptions=2, num_tokens_recomputed=5)}, "num_tokens_recomputed 4"),
+        ({"verify_exit_code": 1}, "`kvledger verify` exited with 1"),
+        ({"measured": RecomputeCounter(num_preemptions=2, num_tokens_recomputed=5)}, "num_tokens_recomputed is 4"),
     ],
 )
 def test_a_demo_that_shows_nothing_or_something_wrong_fails_with_the_reason(

@@ -9,7 +9,7 @@ from pathlib import Path
 from golden_tools.export_story import END, INSTANTS, LIVES, LOOKUPS, STATES, STORY
 from golden_tools.golden import Golden, printed, time_of_day, without
 
-_ASKED = "asked what can be loaded of"
+_ASKED = "looked up"
 _ANSWERS = [
     f"{_ASKED} 40 tokens: 0 are saved, 0 offered; the next chunk is not in the pool",
     f"{_ASKED} 43 tokens: 42 are saved, 42 offered; nothing is missing",
@@ -80,9 +80,9 @@ REQUESTS = [
 ]
 
 WHY = [
-    "load_failed 32 1 their load failed, or the load before had failed and the request had to compute first",
-    "new 32 0 nobody had computed them before",
-    "partial_chunk 7 0 behind the last whole chunk, so nothing is saved under a key",
+    "load_failed 32 1 their load failed, or the previous load had failed and the request had to compute first",
+    "new 32 0 no request had computed them before",
+    "partial_chunk 7 0 after the last whole chunk, so they have no key to be saved under",
     "last_token 3 0 the last known token is always computed, because the next one is sampled from it",
     # 116 tokens at three admissions, 42 of them loaded.
     "all 74 1",
@@ -146,7 +146,7 @@ EVENTS = [
         "finished → released",
         "save 4 is done; released; no transfers outstanding; 1.0 KiB in 1.0 ms",
     ),
-    (40, "36", "new", "arrived with 33 prompt tokens, incarnation 2 of this id"),
+    (40, "36", "new", "arrived with 33 prompt tokens, life 2 of this id"),
     (40, "38–39", "new", _ANSWERS[2]),
     (
         40,
@@ -189,8 +189,8 @@ PAGE = {
     "Timeline": [*_marks(None), *_drawn(1), *_drawn(0)],
     "2 requests": REQUESTS,
     "Why tokens were computed": WHY,
-    "How large should the pool be?": POOL_SIZES,
-    "What the connector noticed": NOTICED,
+    "Pool size": POOL_SIZES,
+    "Notable events": NOTICED,
     "Event by event": [f"{time_of_day(at)} {at:.3f} {events} {states} {text}" for at, events, states, text in EVENTS],
     "The log in figures": FIGURES,
 }
@@ -232,7 +232,7 @@ def _page(log: Path) -> list[tuple[str, list[str]]]:
     printed("export", log, "--html", "-o", path)
     page = _Page()
     page.feed(path.read_text())
-    of_bytes = ("log ", "written by ", "opened ", "sizes ", "events ", "shown ", "chain's head ")
+    of_bytes = ("log ", "written by ", "opened ", "sizes ", "events ", "shown ", "chain head ")
     page.below["The log in figures"] = without(page.below["The log in figures"], *of_bytes)
     return list(page.below.items())
 

@@ -112,8 +112,8 @@ TRACKS = [
     *(f"doc, life 1: {line}" for line in _LIFE_1),
     *_copies(),
     *_steps(),
-    f"what went wrong: {_happened(INSTANTS[2])}",
-    f"what went wrong: {_happened(INSTANTS[3])}",
+    f"trouble: {_happened(INSTANTS[2])}",
+    f"trouble: {_happened(INSTANTS[3])}",
     f"cache and log: {_happened(INSTANTS[1])}: 1 chunk",
     *(f"counter {name}: {values}" for name, values in sorted(_COUNTERS.items())),
 ]
@@ -140,7 +140,7 @@ def _tracks(log: Path) -> list[str]:
         *sorted(name for name in by_track if "life" in name),
         "copies",
         "steps",
-        "what went wrong",
+        "trouble",
         "cache and log",
     ]
     lines = [line for track in tracks for line in by_track.pop(track, [])]

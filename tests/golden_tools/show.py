@@ -86,7 +86,7 @@ _FIELDS = (
     *("what", "first_sequence", "last_sequence", "time_ns", "until_ns", "state_before", "state_after", "generation"),
     *("text", *_COUNTS),
 )
-_ASKED = "asked what can be loaded of"
+_ASKED = "looked up"
 
 TIMELINE = [
     Group("arrived", (1, 1), (0, 0), (None, "new"), 0, "arrived with 72 prompt tokens"),
@@ -225,7 +225,7 @@ TIMELINE = [
         "finished (FINISHED_STOPPED) with 102 tokens",
     ),
     # A life that begins has no state before, also where the one before it is not released.
-    Group("arrived", (46, 46), (95, 95), (None, "new"), 0, "arrived with 40 prompt tokens, incarnation 2 of this id"),
+    Group("arrived", (46, 46), (95, 95), (None, "new"), 0, "arrived with 40 prompt tokens, life 2 of this id"),
     # Of the first life; the states are those of the life that is there.
     Group(
         "transfer",
@@ -296,7 +296,7 @@ def _lines() -> Iterator[str]:
             yield from draft
         if group.what in {"prefill", "decode"} or group.text.startswith(("save 3 is done", "save 5 is done")):
             continue
-        text = group.text.partition(" — ")[0].partition(", incarnation")[0]
+        text = group.text.partition(" — ")[0].partition(", life")[0]
         text = text.replace(", lost 5 blocks", "").replace("; 2.5 KiB in 2.0 ms", "")
         at, before, after = group.milliseconds[0], *group.states
         state = after if before in {None, after} else f"{before} → {after}"
@@ -304,7 +304,7 @@ def _lines() -> Iterator[str]:
         if group.what == "lookup" and group.milliseconds[1] > at:  # asked a second time: two events, at the end
             until = group.milliseconds[1]
             again = f"{time_of_day(until)} {until:.3f} {group.events[1] - 1} chat {after}"
-            yield f"{again} asked 1 more time in {until - at:.1f} ms: the same answer"
+            yield f"{again} looked up 1 more time in {until - at:.1f} ms: the same answer"
     yield "end closed; 1 request was open"
 
 
@@ -321,9 +321,9 @@ GOLDEN = {
         [
             "chat, 2025-06-15T15:06:40.000Z",
             # From 0 to 90 ms: its first step is at 2 ms, it is preempted at 40 ms, its load has arrived at 55 ms.
-            "incarnation 1 of 2: took 90.0 ms: 2.0 ms queued, 73.0 ms running, 15.0 ms preempted (once)",
+            "life 1 of 2: took 90.0 ms: 2.0 ms queued, 73.0 ms running, 15.0 ms preempted (once)",
             # From 95 to 120 ms, where the log ends; its first step is at 97 ms.
-            "incarnation 2 of 2: took 25.0 ms so far: 2.0 ms queued, 23.0 ms running",
+            "life 2 of 2: took 25.0 ms so far: 2.0 ms queued, 23.0 ms running",
             "UTC ms events state what happened",
             *(group.line for group in TIMELINE),
         ],

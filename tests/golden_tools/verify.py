@@ -21,12 +21,12 @@ _PREEMPTED = "request.preempted happened to an unknown request"
 
 VIOLATIONS = [
     # Rule, event, generation, what is wrong, earlier events that show it.
-    ("SETTLED_EXACT", 13, 0, "the step begins at 73 tokens, those before it ended at 72", ()),
+    ("SETTLED_EXACT", 13, 0, "the step begins at 73 tokens, but those before it ended at 72", ()),
     # After one preemption.
     ("LEGAL_TRANSITION", 24, 1, _LOOKED_UP, ()),
     ("RECORDED", 25, 1, f"LEGAL_TRANSITION: {_LOOKED_UP}", (24,)),
     # The next turn is another generation. Of 40 tokens one chunk of 32 is whole.
-    ("KEY_IDENTITY", 31, 2, "keys of chunks from 2 on, but 1 are known: what do they follow?", ()),
+    ("KEY_IDENTITY", 31, 2, "keys of chunks from 2 on, but chunk 1 has no key", ()),
     # The life that begins.
     ("LEGAL_TRANSITION", 34, 0, _ARRIVED, ()),
     ("RECORDED", 35, 0, f"LEGAL_TRANSITION: {_ARRIVED}", (34,)),
@@ -56,7 +56,7 @@ def _lines() -> list[str]:
 TEXT = [
     "end closed; no request was open",
     f"rules {len(RULES)} checked over 44 events, broken: {', '.join(rule for rule in RULES if rule in _BROKEN)}",
-    "decisions made again, all equal",
+    "decisions repeated, all equal",
     "findings 3",
     *_lines(),
     "verdict rule broken",

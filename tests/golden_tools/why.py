@@ -18,22 +18,22 @@ from golden_tools.story import story
 STORY = story("why")
 
 _LAST = "the last known token is always computed, because the next one is sampled from it"
-_AFTER_CHUNKS = "behind the last whole chunk, so nothing is saved under a key"
-_NEW = "nobody had computed them before"
-_ASKED = "asked what can be loaded of"
+_AFTER_CHUNKS = "after the last whole chunk, so they have no key to be saved under"
+_NEW = "no request had computed them before"
+_ASKED = "looked up"
 _LARGER_POOL = "a larger `host_bytes` keeps more; `kvledger stats` estimates how many more tokens would be loaded"
-_ROOM = "a larger `host_bytes` makes room, if there was none"
+_ROOM = "a larger `host_bytes` makes room, if the host pool was full"
 _FEWER_PREEMPTIONS = (
     "its GPU blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at once, "
     "and a larger `--gpu-memory-utilization` gives them more blocks"
 )
 _WORKER = "the worker's message `copy failed` has the error"
-_SMALLER_CHUNKS = "a smaller `chunk_size` leaves fewer tokens behind the last whole chunk"
-_TABLE = "reason left to compute computed again what it means"
+_SMALLER_CHUNKS = "a smaller `chunk_size` leaves fewer tokens after the last whole chunk"
+_TABLE = "reason left to compute computed again meaning"
 
 TEXT = [
     "essay, 2025-06-15T15:06:40.000Z",
-    "incarnation 1 of 2",
+    "life 1 of 2",
     # Its first step is at 1 ms. It is preempted at 30 ms, and what it loads has arrived at 44 ms.
     "took 60.0 ms: 1.0 ms queued, 45.0 ms running, 14.0 ms preempted (once)",
     "15:06:40.000 0.000 1 arrived with 150 prompt tokens",
@@ -45,8 +45,8 @@ TEXT = [
     # Steps begin at 1, 10, 20 and 30 ms: the fourth is number 3. `essay` is not in it, and `rival` gets block 1.
     (
         "15:06:40.030 30.000 19 preempted with 152 settled tokens. In step 3 (event 21) 1 request ran 1 token, and "
-        "blocks went to rival (1): vLLM takes a running request's blocks when another needs one and none is free; that "
-        "it was for these is inferred"
+        "blocks went to rival (1). vLLM takes a running request's blocks when another request needs one and none is "
+        "free; inferred: it took them for that request"
     ),
     "15:06:40.030 30.000 20 1 settled chunk from 2 on not saved: pool_full",
     f"15:06:40.040 40.000 26–27 {_ASKED} 153 tokens: 64 are saved, 64 offered; the next chunk is not in the pool",
@@ -76,12 +76,12 @@ TEXT = [
     "all 239 88",
     "303 tokens at 2 admissions = 0 from vLLM's prefix cache + 64 loaded + 239 left to compute",
     "",
-    "what could be changed",
+    "possible changes",
     # A tenth of 239 is 23.9: 64 are evicted, 24 declined; 21 are too few.
     f"evicted: {_LARGER_POOL}",
     f"declined: {_ROOM}",
     f"preempted: {_FEWER_PREEMPTIONS}",
-    "incarnation 2 of 2",
+    "life 2 of 2",
     # From 70 to 90 ms; its load is reported at 73 ms.
     "took 20.0 ms: 3.0 ms queued, 17.0 ms running",
     "15:06:40.070 70.000 41 arrived with 150 prompt tokens",
@@ -90,7 +90,7 @@ TEXT = [
     f"token 149: {_LAST}",
     "15:06:40.071 71.000 45 admitted with 150 tokens: 128 to be loaded, 22 left to compute",
     (
-        "tokens 0–127 (chunks 0–1): their load failed, or the load before had failed and the request had to compute "
+        "tokens 0–127 (chunks 0–1): their load failed, or the previous load had failed and the request had to compute "
         "first (event 49: load 5 failed: broken)"
     ),
     "15:06:40.073 73.000 49 load 5 failed: broken",
@@ -101,19 +101,19 @@ TEXT = [
     "15:06:40.073 73.000 54 rolled back to 0 computed tokens",
     "15:06:40.080 80.000 55 computed 22 tokens again after a rollback: 22 tokens load_failed",
     (
-        "tokens 128–149 (chunk 2): their load failed, or the load before had failed and the request had to compute "
+        "tokens 128–149 (chunk 2): their load failed, or the previous load had failed and the request had to compute "
         "first (event 49, 7.0 ms before: load 5 failed: broken)"
     ),
     "15:06:40.090 90.000 57 finished (FINISHED_STOPPED) with 151 tokens",
     "",
     _TABLE,
-    "load_failed 128 22 their load failed, or the load before had failed and the request had to compute first",
+    "load_failed 128 22 their load failed, or the previous load had failed and the request had to compute first",
     f"partial_chunk 21 0 {_AFTER_CHUNKS}",
     f"last_token 1 0 {_LAST}",
     "all 150 22",
     "150 tokens at 1 admission = 0 from vLLM's prefix cache + 0 loaded + 150 left to compute",
     "",
-    "what could be changed",
+    "possible changes",
     # A tenth of 150 + 22 is 17.2; chunks have 64 tokens, and blocks 16.
     f"load_failed: {_WORKER}",
     f"partial_chunk: {_SMALLER_CHUNKS}",

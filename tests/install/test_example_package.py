@@ -45,7 +45,7 @@ def test_the_engine_finds_it_by_itself(guarded_python: Path, starving: Path, tmp
     """By its entry point, and so does whoever reads the log where it is installed: its rule is held against the log."""
     kvledger = guarded_python.with_name("kvledger")
     assert "starvation 1, starvation_guard:StarvationGuard" in output_of(kvledger, "core", cwd=tmp_path)
-    assert "which is not here" not in output_of(kvledger, "verify", starving, cwd=tmp_path)
+    assert "which is not installed here" not in output_of(kvledger, "verify", starving, cwd=tmp_path)
     assert "STARVING_KEPT" in output_of(kvledger, "core", starving, cwd=tmp_path)
 
 
@@ -53,7 +53,8 @@ def test_a_reader_without_it_says_so_and_verifies_the_rest(light_python: Path, s
     """Its sub-states and events are shown all the same."""
     kvledger = light_python.with_name("kvledger")
     verdict = output_of(kvledger, "verify", starving, cwd=tmp_path)
-    assert "was written with extension starvation 1 (starvation_guard:StarvationGuard), which is not here" in verdict
+    extension = "extension starvation 1 (starvation_guard:StarvationGuard)"
+    assert f"was written with {extension}, which is not installed here" in verdict
     assert "its rules STARVING_KEPT were not checked" in verdict
     shown = output_of(kvledger, "show", starving, "request 11", cwd=tmp_path)
     assert "starvation 1: starving (num_preemptions 2)" in shown

@@ -103,7 +103,7 @@ def test_a_misspelt_hook_is_refused_with_the_one_that_was_meant() -> None:
         def lookup_request(self, turn: Turn, event: e.LookupRequested) -> None:
             """One letter short of a hook."""
 
-    with pytest.raises(CoreError, match=r"Misspelt has a method lookup_request, .*; lookup_requested was meant"):
+    with pytest.raises(CoreError, match=r"Misspelt has a method lookup_request, .*; rename it to lookup_requested"):
         CORE.replacing(Misspelt())
 
 
@@ -340,7 +340,7 @@ def test_a_rule_is_checked_or_cannot_be_and_never_both() -> None:
     """The two lists together are what a reader may rely on, and each core has its own."""
     assert all(CORE.not_checked.values())
     rule = next(iter(CORE.rules))
-    with pytest.raises(CoreError, match=f"rule {rule} has a checker, and a reason why it cannot be checked"):
+    with pytest.raises(CoreError, match=f"rule {rule} has both a checker and a reason why it cannot be checked"):
         attrs.evolve(CORE, not_checked={rule: "nobody looked"})
 
 
@@ -359,7 +359,7 @@ def test_an_extension_says_which_of_its_rules_no_log_can_decide() -> None:
         name = "unfair"
         not_checked: ClassVar = {"FAIR": ""}
 
-    with pytest.raises(CoreError, match="rule FAIR is not checked for ''; say why in words"):
+    with pytest.raises(CoreError, match="rule FAIR is not checked, with the reason ''; give a reason in words"):
         CORE.extended(Unfair())
     with pytest.raises(CoreError, match="extension other: extension fair has a rule FAIR already"):
         core.extended(type("Other", (Fair,), {"name": "other"})())

@@ -217,13 +217,13 @@ def changed(**parts: Any) -> Extension:
             changed(rows=(("preempted", "blocks.allocated", "preempted.x"),)),
             r"leads from preempted to recovering; a sub-state must go where its parent goes",
         ),
-        (changed(rows=(("running", "blocks.held", "running.x"),)), "leads from running nowhere, it is illegal"),
+        (changed(rows=(("running", "blocks.held", "running.x"),)), "leads from running nowhere, because it is illegal"),
         (
             changed(rows=(("running", "changed/nothing", "running.x"),)),
             "leads from running nowhere",
         ),
         (changed(rows=(("running.x", "changed/starving", "running"),)), "no row enters running.x"),
-        (changed(rows=(("walking", "changed/starving", "walking.x"),)), "walking is no phase"),
+        (changed(rows=(("walking", "changed/starving", "walking.x"),)), "walking is not a phase"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(extension: Extension, message: str) -> None:
@@ -250,9 +250,12 @@ ATTRIBUTES = {
 @pytest.mark.parametrize(
     ("extension", "message"),
     [
-        (Nameless(), "Nameless: its name '' cannot stand in a trigger; take letters"),
-        *((changed(name=name), f"its name {name!r} cannot stand") for name in ("a/b", "tokens.rolled_back", "a b", 7)),
-        (changed(events={"a/b": Starving}), "changed: its event 'a/b' cannot stand in a trigger"),
+        (Nameless(), "Nameless: its name '' cannot be part of a trigger; use letters"),
+        *(
+            (changed(name=name), f"its name {name!r} cannot be part")
+            for name in ("a/b", "tokens.rolled_back", "a b", 7)
+        ),
+        (changed(events={"a/b": Starving}), "changed: its event 'a/b' cannot be part of a trigger"),
         (changed(events={"starving": dict}), "its event starving is <class 'dict'>; name a class .* msgspec.Struct"),
         (
             changed(events={"starving": Starving(1)}),
@@ -260,12 +263,15 @@ ATTRIBUTES = {
         ),
         (changed(version="1"), "changed: its version is '1'; make it a whole number"),
         (changed(rules={"STARVING_KEPT_TOO": None}), "its rule STARVING_KEPT_TOO is None; name its checker's class"),
-        (changed(rows=(("preempted", "changed/starving"),)), "its row .* is no .source, trigger, dest.; write three"),
-        (changed(handlers=Watching), "its handlers are <class .*Watching'>; make them a tuple"),
-        (changed(handlers=("watching:Watching",)), "its handler 'watching:Watching' is none; name a class"),
-        (changed(handlers=(Stateless(),)), "its handler <.*Stateless object at .*> is none; name a class"),
+        (changed(rows=(("preempted", "changed/starving"),)), "its row .* is not .source, trigger, dest.; write three"),
+        (changed(handlers=Watching), "its handlers are <class .*Watching'>; use a tuple"),
+        (changed(handlers=("watching:Watching",)), "its handler 'watching:Watching' is not a handler; name a class"),
+        (changed(handlers=(Stateless(),)), "its handler <.*Stateless object at .*> is not a handler; name a class"),
         (changed(handlers=(Stateless,)), "its handler Stateless has no state; write `state = RequestState"),
-        (changed(projections=(Watching,)), "its projection <class .*Watching'> is none; make it a ProjectionSpec"),
+        (
+            changed(projections=(Watching,)),
+            "its projection <class .*Watching'> is not a projection; use a ProjectionSpec",
+        ),
         *(
             (changed(projections=(ProjectionSpec(name, lambda _its: Any),)), f"its projection {name!r} would hide")
             for name in sorted(ATTRIBUTES - {*CORE_PROJECTIONS})

@@ -71,7 +71,7 @@ class SavesTheSameSlot(Running):
 @pytest.mark.parametrize(
     ("handler", "test", "named"),
     [
-        (Remembers, HandlerContract.test_it_has_no_memory, "was decided before"),
+        (Remembers, HandlerContract.test_it_has_no_memory, "a used handler decided"),
         (
             Raises,
             HandlerContract.test_it_decides_what_it_may_in_every_state_upon_every_observation,

@@ -109,9 +109,9 @@ class Harness:
                 with self.watched():
                     self.engine.update()
         if self.engine.is_stranded:
-            self.remarks.append("vLLM can schedule nothing of its queue (vllm#57841, #45388): not judged to the end")
+            self.remarks.append("vLLM can schedule no waiting request (vllm#57841, #45388): not judged to the end")
         elif not self.engine.scheduler.requests:
-            detail = f"no request is left, and after {MAX_STEPS} steps the engine still has a reason to step again"
+            detail = f"no request is left, but after {MAX_STEPS} steps the connector still needs another step"
             self.failures.append(Failure(Check.COMES_TO_REST, detail))
         else:
             left = ", ".join(f"{key} {each.status.name}" for key, each in self.engine.scheduler.requests.items())
@@ -179,7 +179,7 @@ class Harness:
     def end(self) -> None:
         """Run to the end, and check that all blocks are free."""
         self.run()
-        self._check_blocks(Check.RESTS, "while the engine has no reason to step again")
+        self._check_blocks(Check.RESTS, "although the engine has stopped stepping")
         self.step(_NUM_EMPTY_STEPS)
         self.engine.drain()
         self._check_blocks(Check.BLOCKS_RETURNED, f"after {_NUM_EMPTY_STEPS} more steps")
@@ -219,7 +219,7 @@ class Harness:
         pool = self.engine.scheduler.kv_cache_manager.block_pool
         num_held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         if num_held:
-            self.failures.append(Failure(check, f"{num_held} blocks are not free {when}, and no request is left"))
+            self.failures.append(Failure(check, f"no request is left, but {num_held} blocks are not free {when}"))
 
     def _watch(self, connector: Any) -> None:
         lookup, build = connector.get_num_new_matched_tokens, connector.build_connector_meta
@@ -241,13 +241,14 @@ class Harness:
             after = _fields(scheduler_output)
             changed = [name for name, value in before.items() if after[name] != value]
             if changed:
-                self.failures.append(Failure(Check.OUTPUT_UNCHANGED, f"{', '.join(changed)} of the scheduler's output"))
+                detail = f"the connector changed {', '.join(changed)} of the scheduler's output"
+                self.failures.append(Failure(Check.OUTPUT_UNCHANGED, detail))
             return metadata
 
         def sources_checked(request: Request, num_external_tokens: int) -> Any:
             found = sources(request, num_external_tokens)
             if sum(found.values()) != num_external_tokens:
-                detail = f"{sum(found.values())} tokens are named of {num_external_tokens} for {request.request_id}"
+                detail = f"{request.request_id}: the sources have {sum(found.values())} of {num_external_tokens} tokens"
                 self.failures.append(Failure(Check.HIT_SOURCES, detail))
             return found
 

@@ -61,15 +61,15 @@ class Precondition(enum.StrEnum):
 
     ALWAYS = ""
     LOOKUP = "no request was looked up"
-    ANSWER = "it answered no lookup with tokens"
+    ANSWER = "the connector answered no lookup with tokens"
     LOAD = "nothing was loaded"
-    COPY = "the log has no copy: it made none, or no decoder reads its metadata"
-    SAVE = "the log has no save: it made none, or no decoder reads its metadata"
-    KEPT = "it kept no blocks of a request that ended"
-    ASYNC_LOAD = "it loaded nothing asynchronously"
-    FAILED_LOAD = "no load failed; with --lose some do"
-    RESET = "it reported no reset as done"
-    WORKER = "its worker does not run here"
+    COPY = "the log has no copy: the connector made none, or no decoder reads its metadata"
+    SAVE = "the log has no save: the connector made none, or no decoder reads its metadata"
+    KEPT = "the connector kept no blocks of an ended request"
+    ASYNC_LOAD = "the connector loaded nothing asynchronously"
+    FAILED_LOAD = "no load failed; --lose makes some fail"
+    RESET = "the connector reported no reset as done"
+    WORKER = "the connector's worker does not run here"
 
 
 @attrs.frozen
@@ -104,7 +104,7 @@ _ALL: Final = (
         "hooks-do-not-raise",
         _BOTH,
         "every hook",
-        "No hook raises, and none leads vLLM to an error of its own. Either ends the engine, and every request in it.",
+        "No hook raises, and none makes vLLM itself fail. Either ends the engine and every request in it.",
         ("v1/engine/core.py, run_busy_loop",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES),
@@ -114,9 +114,9 @@ _ALL: Final = (
         "answer-in-range",
         _SCHEDULER,
         "get_num_new_matched_tokens",
-        "The answer counts tokens beyond those that are computed: not negative, and with them at most the tokens "
-        "known. A load within the step leaves the last token to compute. The second element \"must be 'False' if "
-        'the first element is 0".',
+        "The answer counts tokens after the computed ones. It is not negative, and with the computed tokens it is at "
+        'most the known tokens. A load within the step leaves the last token to compute. The second element "must be '
+        "'False' if the first element is 0\".",
         ("base.py, get_num_new_matched_tokens", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         ("LAST_TOKEN", "TOKEN_CONSERVATION"),
@@ -127,8 +127,8 @@ _ALL: Final = (
         "loaded-kv-is-right",
         _BOTH,
         "get_num_new_matched_tokens, start_load_kv",
-        'Only tokens count "for which KV cache is actually available at the time of the call"; they are still '
-        "there when the load begins, and what is loaded is the KV of the request's very tokens.",
+        'Only tokens count "for which KV cache is actually available at the time of the call". They are still '
+        "available when the load begins, and the load brings the KV of exactly these tokens.",
         ("base.py, get_num_new_matched_tokens", "base.py, start_load_kv"),
         Seen.CONTENT,
         (Check.KV_RIGHT,),
@@ -139,46 +139,46 @@ _ALL: Final = (
         "lookup-is-pure",
         _SCHEDULER,
         "get_num_new_matched_tokens",
-        '"Might be called multiple times for a given request and should be side-effect free": it is, in every '
-        "step in which blocks are short, and no hook takes it back.",
+        '"Might be called multiple times for a given request and should be side-effect free": vLLM repeats the lookup '
+        "in every step in which blocks are short, and no hook undoes it.",
         ("base.py, module docstring", "scheduler.py, schedule"),
         Seen.CONTENT,
         (Check.LOOKUP_REPEATED, "ALLOC_MATCHES_LOOKUP"),
         Precondition.ANSWER,
         incidents=("LMCache#4508", "LMCache#2158", "LMCache#4512", "vllm#44100"),
-        limit="a pin that a second lookup takes and nobody gives back",
+        limit="a pin that a second lookup takes and that is never released",
     ),
     Obligation(
         "deferral-ends",
         _SCHEDULER,
         "get_num_new_matched_tokens",
-        "None asks to be asked again in the next step; sooner or later there is an answer.",
+        "None makes vLLM ask again in the next step. Sooner or later the connector gives another answer.",
         ("base.py, get_num_new_matched_tokens", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         (Check.ENDS,),
         Precondition.LOOKUP,
         incidents=("vllm#49829", "vllm#48090"),
-        limit="of a log, `why` shows the run of deferrals; no rule says how many are too many",
+        limit="in a log, how many deferrals are too many: no rule limits them; `why` shows them",
     ),
     Obligation(
         "allocation-decides",
         _SCHEDULER,
         "update_state_after_alloc",
-        'Whether to load is decided "based on num_external_tokens, not on whether blocks is empty"; 0 means '
-        "nothing is loaded, whatever the lookup said.",
+        'The connector decides whether to load "based on num_external_tokens, not on whether blocks is empty". With 0 '
+        "it loads nothing, whatever it answered to the lookup.",
         ("base.py, update_state_after_alloc", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE", "EXTERNAL_ZERO_NO_LOAD"),
         Precondition.ASYNC_LOAD,
         incidents=("LMCache#4355", "LMCache#4762", "vllm#55209", "vllm#51805"),
-        limit="a load within the step that nobody asked for, without a decoder",
+        limit="without a decoder, a load within the step that vLLM did not ask for",
     ),
     Obligation(
         "allocation-comes-twice",
         _SCHEDULER,
         "update_state_after_alloc",
-        'For an asynchronous load it "may be called twice for that same request": with the blocks to load into, '
-        "and when the load has come. The second call begins no second load.",
+        'For an asynchronous load the hook "may be called twice for that same request": with the blocks to load into, '
+        "and after the load has ended. The second call begins no second load.",
         ("base.py, update_state_after_alloc", "scheduler.py, _update_waiting_for_remote_kv"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE",),
@@ -189,8 +189,8 @@ _ALL: Final = (
         "metadata-leaves-the-output",
         _SCHEDULER,
         "build_connector_meta",
-        '"Should NOT modify fields in the scheduler_output"; a connector that loads within the step may take '
-        "blocks out of `new_block_ids_to_zero`.",
+        '"Should NOT modify fields in the scheduler_output", with one exception: a connector that loads within the '
+        "step may remove blocks from `new_block_ids_to_zero`.",
         ("base.py, build_connector_meta", "scheduler.py, _build_kv_connector_meta"),
         Seen.CONTENT,
         (Check.OUTPUT_UNCHANGED,),
@@ -199,7 +199,8 @@ _ALL: Final = (
         "metadata-in-empty-steps",
         _SCHEDULER,
         "build_connector_meta",
-        "It is called once in each step, also in one that schedules nothing, and may have work for the workers there.",
+        "vLLM calls the hook once in each step, also in a step that schedules nothing. The connector may have work for "
+        "the workers in any of them.",
         ("scheduler.py, schedule",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
@@ -210,8 +211,8 @@ _ALL: Final = (
         "table-is-the-requests",
         _SCHEDULER,
         "build_connector_meta",
-        "A copy uses the blocks that stand in its request's table at its tokens. The table is replaced, not "
-        "continued, when a request is resumed, promoted after its load, or has its session's next turn.",
+        "A copy uses the blocks that its request's table has for the copied tokens. vLLM replaces the table, and does "
+        "not extend it, when a request is resumed, is promoted after its load, or gets the next turn of its session.",
         ("scheduler.py, schedule", "scheduler.py, _make_cached_request_data"),
         Seen.DECODER,
         ("TABLE_EQ",),
@@ -233,8 +234,8 @@ _ALL: Final = (
         "saves-are-computed",
         _SCHEDULER,
         "build_connector_meta",
-        "What is saved is computed, in the step of the save at the latest: never the slot of the token sampled "
-        "last, nor what an end or an abort left uncomputed, nor the rest of a block that a step filled in part.",
+        "Saved tokens are computed, in the step of the save at the latest. A save never includes the last sampled "
+        "token, tokens that an end or an abort left uncomputed, or the rest of a block that a step filled in part.",
         ("scheduler.py, _update_after_schedule",),
         Seen.DECODER,
         ("CHUNK_COMPLETE",),
@@ -245,7 +246,8 @@ _ALL: Final = (
         "loads-own-their-destination",
         _BOTH,
         "update_state_after_alloc, build_connector_meta",
-        "A load fills blocks that were allocated for it, each once, and nothing else fills or saves them meanwhile.",
+        "A load fills only blocks that vLLM allocated for it, each once. Until it ends, nothing else fills or saves "
+        "them.",
         ("base.py, update_state_after_alloc", "scheduler.py, schedule"),
         Seen.DECODER,
         ("LOAD_DST_EXCLUSIVE", "LOAD_XOR_STORES"),
@@ -256,8 +258,8 @@ _ALL: Final = (
         "loads-bring-what-was-claimed",
         _BOTH,
         "build_connector_meta, get_block_ids_with_load_errors",
-        "Each block that vLLM claimed of an answer is loaded, or reported as failed, itself or one before it: what is "
-        "reported as loaded is not computed.",
+        "The connector loads each block that vLLM claimed from an answer, or reports it, or a block before it, as "
+        "failed. vLLM does not compute blocks that are reported as loaded.",
         ("base.py, get_block_ids_with_load_errors", "scheduler.py, _update_requests_with_invalid_blocks"),
         Seen.DECODER,
         ("LOAD_COMPLETE",),
@@ -267,21 +269,21 @@ _ALL: Final = (
         "keys-tell-requests-apart",
         _SCHEDULER,
         "get_num_new_matched_tokens, build_connector_meta",
-        "A request is given what was saved under its own keys. Beyond the tokens, a key has what vLLM's block hashes "
-        "have: the LoRA adapter, the media, the cache salt.",
+        "A request gets only KV that was saved under its own keys. A key covers the tokens and all else that vLLM's "
+        "block hashes cover: the LoRA adapter, the media, the cache salt.",
         ("v1/core/kv_cache_utils.py, generate_block_hash_extra_keys",),
         Seen.DECODER,
         ("SAVED_UNDER_KEY",),
         Precondition.COPY,
         incidents=("vllm#53495", "vllm#44250", "LMCache#2961"),
-        limit="of stores that outlive the engine only with digests",
+        limit="without digests, wrong keys in a store that outlives the engine",
     ),
     Obligation(
         "saved-tokens-are-offered",
         _SCHEDULER,
         "get_num_new_matched_tokens, build_connector_meta",
-        "Saves leave no hole behind which nothing is found, and a preempted request is offered what is saved of it. "
-        "vLLM is right without that, and computes again what was there.",
+        "Saves leave no hole, because a lookup finds nothing after one. A preempted request is offered the tokens that "
+        "are saved of it. Breaking this costs time only: vLLM computes the tokens again.",
         ("scheduler.py, schedule",),
         Seen.DECODER,
         ("STORE_CONTIGUOUS", "RESUME_COVERS_OUTPUT"),
@@ -292,9 +294,9 @@ _ALL: Final = (
         "preemption-loses-the-blocks",
         _BOTH,
         "build_connector_meta, handle_preemptions",
-        "A preempted request has lost its blocks before any hook says so; `preempted_req_ids` names it in the "
-        "same step, in which they may be given away. Workers finish what reads them in `handle_preemptions`, "
-        '"before they are overwritten".',
+        "A preempted request has lost its blocks before any hook reports the preemption. `preempted_req_ids` names it "
+        "in the same step, and that step may give its blocks to others. Workers finish the copies that read these "
+        'blocks in `handle_preemptions`, "before they are overwritten".',
         ("base.py, handle_preemptions", "scheduler.py, _preempt_request"),
         Seen.CONTENT,
         (Check.KV_RIGHT, "RECORDED"),
@@ -306,7 +308,7 @@ _ALL: Final = (
         "abort-from-everywhere",
         _SCHEDULER,
         "request_finished",
-        "A request may end before it was scheduled, while it waits, loads, or is preempted; there may be no blocks.",
+        "A request may end before it was scheduled, or while it waits, loads or is preempted. It may have no blocks.",
         ("scheduler.py, finish_requests",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
@@ -317,8 +319,8 @@ _ALL: Final = (
         "load-is-reported-once",
         _BOTH,
         "get_transfer_results, update_connector_output",
-        "Each asynchronous load ends in one `finished_recving` from every rank, also of a request that was "
-        "aborted meanwhile. vLLM asserts that it knows every request named.",
+        "Each asynchronous load ends with one `finished_recving` from every rank, even if the request was aborted "
+        "meanwhile. vLLM asserts that it knows every reported request.",
         ("base.py, get_finished", "scheduler.py, _update_from_kv_xfer_finished"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE",),
@@ -329,7 +331,8 @@ _ALL: Final = (
         "load-comes-to-its-end",
         _BOTH,
         "get_transfer_results",
-        "Each asynchronous load is reported at last, as done or as failed; until then its blocks and its request wait.",
+        "Each asynchronous load is reported sooner or later, as done or as failed. Until then its request waits and "
+        "vLLM keeps its blocks.",
         ("base.py, get_block_ids_with_load_errors", "scheduler.py, _update_waiting_for_remote_kv"),
         Seen.OUTSIDE,
         ("LIVENESS", Check.ENDS),
@@ -340,8 +343,8 @@ _ALL: Final = (
         "kept-blocks-are-let-go",
         _BOTH,
         "request_finished, get_transfer_results",
-        'Who answers True "assumes responsibility": the blocks stay until one `finished_sending` names the '
-        "request. Nobody else is ever named there.",
+        'A connector that answers True "assumes responsibility": vLLM keeps the blocks until one `finished_sending` '
+        "names the request. No other request is ever named there.",
         ("base.py, request_finished", "scheduler.py, _free_request"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE", "LIVENESS"),
@@ -352,7 +355,7 @@ _ALL: Final = (
         "blocks-come-back",
         _SCHEDULER,
         "bind_gpu_block_pool",
-        "References that a connector takes on blocks are given back: an idle engine has all its blocks.",
+        "The connector releases all references that it takes on blocks: an idle engine has all its blocks.",
         ("base.py, bind_gpu_block_pool", "v1/core/block_pool.py, free_blocks"),
         Seen.CONTENT,
         (Check.BLOCKS_RETURNED,),
@@ -362,8 +365,9 @@ _ALL: Final = (
         "steps-while-pending",
         _SCHEDULER,
         "has_pending_push_work",
-        "While a connector has work that needs steps and no request is left, it says so; else the engine sleeps "
-        "and the work waits for the next request. That work comes to its end; else the engine steps for ever.",
+        "The hook returns True while the connector has work that needs steps and no request is left. Otherwise the "
+        "engine sleeps, and the work waits for the next request. The work ends at some point; otherwise the engine "
+        "steps forever.",
         ("base.py, has_pending_push_work", "scheduler.py, has_requests"),
         Seen.CONTENT,
         (Check.RESTS, Check.COMES_TO_REST),
@@ -374,7 +378,8 @@ _ALL: Final = (
         "pending-frees-are-true",
         _SCHEDULER,
         "has_pending_block_frees",
-        "True stops a preemption, because a transfer is about to release blocks. It must come true.",
+        "True stops a preemption, because a transfer is about to release blocks. The connector then does release "
+        "blocks.",
         ("base.py, has_pending_block_frees", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         (Check.ENDS,),
@@ -385,8 +390,9 @@ _ALL: Final = (
         "session-table-is-replaced",
         _SCHEDULER,
         "update_state_after_alloc, build_connector_meta",
-        "A session's next turn comes without `on_new_request` and without a lookup: blocks are allocated, and the "
-        "whole table stands in `NewRequestData` with tokens computed. It replaces the one before.",
+        "The next turn of a session comes without `on_new_request` and without a lookup. vLLM allocates blocks and "
+        "passes the whole table in `NewRequestData`, with tokens already computed. This table replaces the previous "
+        "one.",
         ("scheduler.py, _update_request_as_session", "scheduler.py, _handle_stopped_request"),
         Seen.DECODER,
         ("TABLE_EQ", "SRC_BLOCK_OWNED", Check.KV_RIGHT, "RECORDED"),
@@ -397,7 +403,7 @@ _ALL: Final = (
         "id-is-no-identity",
         _SCHEDULER,
         "on_new_request, request_finished",
-        "The id of a request that has ended may come again with other tokens; nothing of the first may reach the "
+        "vLLM may use the id of an ended request again, with other tokens. Nothing of the first request may reach the "
         "second.",
         ("scheduler.py, add_request",),
         Seen.CONTENT,
@@ -409,8 +415,8 @@ _ALL: Final = (
         "reset-forgets",
         _SCHEDULER,
         "reset_cache",
-        "After True nothing is served that was stored before, also nothing that was on its way. False is passed "
-        "on to whoever asked; None counts as success.",
+        "After True the connector serves nothing that was stored before, also nothing that was still in flight. vLLM "
+        "passes False on to its caller. None counts as success.",
         ("base.py, reset_cache", "scheduler.py, reset_connector_cache"),
         Seen.CONTENT,
         (Check.RESET_HONOURED,),
@@ -421,7 +427,8 @@ _ALL: Final = (
         "reset-at-any-time",
         _SCHEDULER,
         "reset_cache",
-        "It may be called twice, and with copies on their way; what is reported of these later is still understood.",
+        "vLLM may call the hook twice, and while copies are in flight. The connector still accepts the later reports "
+        "of these copies.",
         ("scheduler.py, reset_prefix_cache",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
@@ -437,8 +444,8 @@ _ALL: Final = (
         "failed-loads-are-reported",
         _WORKER,
         "get_block_ids_with_load_errors, get_transfer_results",
-        "A load that did not fill a block names it, no later than the step in which the request is reported; who "
-        'is in `failed_recving` must "also appear in finished_recving".',
+        "A worker reports the blocks that a load did not fill, at the latest in the step in which it reports the "
+        'request. A request in `failed_recving` must "also appear in finished_recving".',
         ("base.py, get_block_ids_with_load_errors", "base.py, KVConnectorTransferResults"),
         Seen.CONTENT,
         (
@@ -448,19 +455,20 @@ _ALL: Final = (
         Precondition.FAILED_LOAD,
         scenarios=("what is stored is lost",),
         incidents=("vllm#52234", "LMCache#3388", "vllm#39732", "vllm#52838"),
-        limit="that a failed copy looks like one that succeeded, unless its KV is read",
+        limit="a failed copy that is reported as done, unless its KV is read",
     ),
     Obligation(
         "load-precedes-the-read",
         _WORKER,
         "start_load_kv, wait_for_layer_load",
-        "What was answered as not asynchronous is in its blocks when a layer has been waited for.",
+        "A load that was answered as not asynchronous has filled the blocks of a layer when `wait_for_layer_load` "
+        "returns for that layer.",
         ("base.py, start_load_kv", "base.py, wait_for_layer_load"),
         Seen.CONTENT,
         (Check.KV_RIGHT,),
         Precondition.LOAD,
         incidents=("vllm#34616", "vllm#50696"),
-        limit="order of streams on a device",
+        limit="the order of streams on a device",
         may_share_its_cause=True,
     ),
     Obligation(
@@ -474,14 +482,14 @@ _ALL: Final = (
         ("SRC_BLOCK_STABLE", "BLOCK_REUSE_FENCED", Check.KV_RIGHT),
         Precondition.SAVE,
         incidents=("vllm#52360", "vllm#45704", "vllm#54193"),
-        limit="what is saved wrongly and never loaded",
+        limit="wrong KV that is saved and never loaded",
         may_share_its_cause=True,
     ),
     Obligation(
         "hit-sources-add-up",
         _SCHEDULER,
         "get_external_cache_hit_sources",
-        '"Counts must sum to num_external_tokens"; else the hit is counted as unspecified.',
+        '"Counts must sum to num_external_tokens"; otherwise vLLM counts the hit as unspecified.',
         ("base.py, get_external_cache_hit_sources",),
         Seen.CONTENT,
         (Check.HIT_SOURCES,),
@@ -491,17 +499,17 @@ _ALL: Final = (
         "shutdown-completes",
         _BOTH,
         "shutdown",
-        "Asynchronous work is completed and everything cleaned up; it does not raise.",
+        "The hook completes asynchronous work, cleans up everything, and does not raise.",
         ("base.py, shutdown",),
         Seen.OUTSIDE,
         (Check.SHUTS_DOWN,),
-        limit="what is left behind",
+        limit="resources that are not released",
     ),
     Obligation(
         "events-are-true",
         _SCHEDULER,
         "take_events",
-        "A stored block is announced when it can be served, and its removal when it cannot.",
+        "The connector announces a stored block when it can be served, and its removal when it no longer can.",
         ("base.py, take_events",),
         Seen.NOT_AT_ALL,
         incidents=("vllm#57159",),
@@ -514,7 +522,7 @@ _ALL: Final = (
         ("base.py, finish_forward", "base.py, save_kv_layer"),
         Seen.NOT_AT_ALL,
         incidents=("vllm#45704", "vllm#47282", "vllm#50696"),
-        limit="digests of pages in production show that bytes changed, not in which order",
+        limit="the order of copies: digests of pages in production show only that bytes changed",
     ),
 )
 

@@ -185,7 +185,7 @@ def _finding(obligation: Obligation, outcomes: Sequence[Outcome]) -> Finding:
     elif not judged:
         reason = obligation.needs.value
     elif is_in_doubt:
-        reason = "what went wrong has another cause, or one that cannot be distinguished from this one"
+        reason = "the failures have another cause, or one that cannot be distinguished from this one"
     elif Check.KV_RIGHT in obligation.checks and all(Precondition.WORKER not in each.met for each in judged):
         reason = Precondition.WORKER.value
     else:

@@ -16,15 +16,15 @@ from kvledger.adapters.lab.conformance.harness import Harness, Play
 _BLOCK = 16
 
 
-def tokens(who: int, count: int) -> list[int]:
+def tokens(number: int, count: int) -> list[int]:
     """Return a prompt that has nothing in common with the prompts of other numbers."""
-    return [(who * 131 + place * 7 + place * place % 11) % 512 for place in range(count)]
+    return [(number * 131 + place * 7 + place * place % 11) % 512 for place in range(count)]
 
 
-def _stored(harness: Harness, who: int = 1, num_tokens: int = 5 * _BLOCK) -> list[int]:
+def _stored(harness: Harness, number: int = 1, num_tokens: int = 5 * _BLOCK) -> list[int]:
     """Return a prompt that was computed, and that only the connector still has."""
-    prompt = tokens(who, num_tokens)
-    harness.add(f"first{who}", prompt, 3)
+    prompt = tokens(number, num_tokens)
+    harness.add(f"first{number}", prompt, 3)
     harness.settle()
     harness.forget_locally()
     return prompt
@@ -78,8 +78,8 @@ def in_chunks(harness: Harness) -> None:
 
 def preempted(harness: Harness) -> None:
     """More tokens than the blocks hold: the last request is preempted and resumes. Another then extends its prompt."""
-    for who in range(1, 5):
-        harness.add(f"r{who}", tokens(who, 3 * _BLOCK + who), 60)
+    for number in range(1, 5):
+        harness.add(f"r{number}", tokens(number, 3 * _BLOCK + number), 60)
     harness.run()
     harness.forget_locally()
     harness.add("after", [*tokens(4, 3 * _BLOCK + 4), *tokens(9, 20)], 5)
@@ -216,8 +216,8 @@ def empty_steps(harness: Harness) -> None:
 
 def full_cache(harness: Harness) -> None:
     """Fifteen prompts, then the first and the last again: caches may have evicted parts of them."""
-    for who in range(1, 16):
-        harness.add(f"r{who}", tokens(who, 6 * _BLOCK), 4)
+    for number in range(1, 16):
+        harness.add(f"r{number}", tokens(number, 6 * _BLOCK), 4)
         harness.step(4)
     harness.settle()
     harness.forget_locally()

@@ -31,8 +31,8 @@ DIRECTORY = Path("build/demo")
 def main() -> int:
     """Run the demo and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m kvledger.adapters.lab.demo", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")
-    parser.add_argument("--directory", type=Path, default=DIRECTORY, help="where to write (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default: %(default)s)")
+    parser.add_argument("--directory", type=Path, default=DIRECTORY, help="output directory (default: %(default)s)")
     arguments = parser.parse_args()
     progress = Console(stderr=True, highlight=False)
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", **ENVIRONMENT, **os.environ}
@@ -52,15 +52,15 @@ def _run(workload: Workload, directory: Path, progress: Console) -> list[str]:
     shutil.rmtree(log_dir, ignore_errors=True)
     progress.print(
         f"{workload.num_requests} requests and {workload.num_blocks} KV blocks of {workload.block_size} tokens: too "
-        "few for all, so vLLM takes blocks away from some.\n"
-        "Prefix caching is off: what comes back can only come from the connector's host memory.",
+        "few for all requests, so vLLM preempts some.\n"
+        "Prefix caching is off, so only the connector can restore computed tokens, from host memory.",
         soft_wrap=True,
     )
     make_model(model)
-    progress.print("without connector …")
+    progress.print("running without a connector …")
     with running_engine(model, workload) as engine:
         plain, plain_outputs = engine.counter, engine.generate(workload.prompts(), workload.max_tokens)
-    progress.print("with kvledger …")
+    progress.print("running with kvledger …")
     with running_engine(model, workload, log_dir.absolute()) as engine:
         ours, outputs = engine.counter, engine.generate(workload.prompts(), workload.max_tokens)
     (log_path,) = log_dir.iterdir()
@@ -69,7 +69,7 @@ def _run(workload: Workload, directory: Path, progress: Console) -> list[str]:
     if request_to_show:
         print("\nTimeline of a preempted request", flush=True)
         kvledger(["show", str(log_path), request_to_show])
-    print("\nThe whole log, checked", flush=True)
+    print("\nCheck of the whole log", flush=True)
     verify_exit_code = kvledger(["verify", str(log_path)])
     are_equal = outputs == plain_outputs
     failures = failures_of(logged, ours, outputs_equal=are_equal, verify_exit_code=verify_exit_code)
@@ -89,7 +89,7 @@ def _run(workload: Workload, directory: Path, progress: Console) -> list[str]:
     report_path.write_text(json.dumps(report, indent=2) + "\n")
     print(
         f"""
-What came back after {logged.num_preemptions} preemptions, in tokens (from the log)
+Tokens after {logged.num_preemptions} preemptions (from the log)
   recovered    {logged.num_tokens_recovered:>6}  copied back from host memory
   retained     {logged.num_tokens_retained:>6}  still in vLLM's own prefix cache
   recomputed   {logged.num_tokens_recomputed:>6}  computed before a preemption and again after it
@@ -100,11 +100,11 @@ Measured at vLLM's scheduler, not from the log    no connector   kvledger
   tokens computed a second time                   {plain.num_tokens_recomputed:>12} {ours.num_tokens_recomputed:>10}
   outputs                                         {"equal" if are_equal else "DIFFERENT":>23}
 
-Look further
+More
   .venv/bin/kvledger show {log_path}
   .venv/bin/kvledger verify {log_path}
   .venv/bin/kvledger stats {log_path}
-  {report_path}   these figures for programs""",
+  {report_path}   these figures as JSON""",
         flush=True,
     )
     return failures
@@ -132,17 +132,17 @@ def failures_of(
     """Return why a run with the connector shows nothing, or something wrong; empty if all is well."""
     found = []
     if not logged.num_preemptions:
-        found.append("nothing was preempted: the pool of KV blocks was large enough for all requests")
+        found.append("no request was preempted: the pool of KV blocks was large enough for all of them")
     elif not logged.num_tokens_recovered:
-        found.append(f"nothing was recovered after {logged.num_preemptions} preemptions; `kvledger show` says why")
+        found.append(f"no token was recovered after {logged.num_preemptions} preemptions; see `kvledger show`")
     if not outputs_equal:
         found.append("the outputs differ from those of the run without a connector: wrong KV was read")
     if verify_exit_code:
-        found.append(f"`kvledger verify` ended with {verify_exit_code}: see its words above")
+        found.append(f"`kvledger verify` exited with {verify_exit_code}; see its output above")
     for name in ("num_preemptions", "num_tokens_recomputed"):
         in_log, seen = getattr(logged, name), getattr(measured, name)
         if in_log != seen:
-            found.append(f"the log counts {name} {in_log}, vLLM's scheduler was seen to do {seen}")
+            found.append(f"{name} is {in_log} in the log, but {seen} at vLLM's scheduler")
     return found
 
 

@@ -57,7 +57,7 @@ def settle(llm: Any) -> None:
         if not core.scheduler.has_requests() and not core.batch_queue:
             return
         core.step_fn()
-    message = "copies are still under way"
+    message = "copies are still in flight"
     raise RuntimeError(message)
 
 

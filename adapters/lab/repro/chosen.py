@@ -98,8 +98,8 @@ class Chosen:
             raise NotRerunnable(f"{by_name} and {by_acceptance} name two connectors; give one of them")
         if not self.connector and not self.run_recorded:
             raise NotRerunnable(
-                f"it names {_named(recorded)}, and kvledger runs no code because a log names it; name the connector "
-                f"to run with {by_name}, or accept what the log names with {by_acceptance}"
+                f"it names {_named(recorded)}, and kvledger does not run code only because a log names it; name the "
+                f"connector to run with {by_name}, or accept the log's with {by_acceptance}"
             )
         found = _transfer(recorded, accepts_code=self.run_recorded, depth=0)
         if self.connector:

@@ -97,7 +97,7 @@ def run(
 ) -> ExitCode:
     """Write a test and its log."""
     if wanted.path.suffix != ".py":
-        raise CommandFailed(f"{wanted.path} is no Python file; name one such as test_incident.py")
+        raise CommandFailed(f"{wanted.path} is not a Python file; name one such as test_incident.py")
     if wanted.connector and wanted.run_recorded:
         raise CommandFailed("give --connector or --run-recorded, not both")
     log, selection = selected_one(reading, output, deciding.core())
@@ -106,12 +106,12 @@ def run(
         remedy = (
             f"give the scheduler's log: {scheduler}"
             if scheduler is not None
-            else "no scheduler's log of that engine is in the same directory: its start failed before the scheduler "
-            "was made, and there is no request to run again"
+            else "its directory has no log of that engine's scheduler: the start failed before the scheduler was "
+            "created, so there is no request to run again"
         )
         raise CommandFailed(f"{log.path} is worker {log.worker_rank}'s log of its calls; {remedy}")
     if wanted.pin and selection.request_id is None:
-        raise CommandFailed("--pin needs a REQUEST: whose answers are to be pinned?")
+        raise CommandFailed("--pin needs a REQUEST; name the request whose answers the test asserts")
     findings = _look(log, selection, output)
     incidents = [found for found in findings.incidents if found.sequence >= selection.first_sequence]
     incident = None if wanted.pin or not incidents else incidents[0]
@@ -126,7 +126,9 @@ def run(
         for path, content in ((wanted.path, written.source), (log_path, written.log_content)):
             stack.enter_context(open_target(path, overwrite=wanted.force)).write(content)
     for later in incidents[1:] if incident else ():
-        output.remark(f"{later.rule} was broken later, at event {later.sequence}: --since {later.sequence} takes that")
+        output.remark(
+            f"{later.rule} was broken later, at event {later.sequence}: choose it with --since {later.sequence}"
+        )
     if output.is_json:
         fields = {
             "test": str(wanted.path),
@@ -177,7 +179,7 @@ def _made(
         command=_command(reading, wanted, deciding),
         remarks=(),
     )
-    with output.progress(log, "leaving out what is not needed"):
+    with output.progress(log, "reducing the test"):
         reduced = _reduced(log, recording, wanted, about, selection)
     written = _written(log, recording, events, reduced, about)
     if wanted.no_run:
@@ -205,8 +207,8 @@ def _chosen(recording: Recording, wanted: Wanted, output: Output) -> Chosen:
     left_out = chosen.left_out(recorded)
     if left_out:
         output.remark(
-            f"options that are not taken from a log, since they may be paths, addresses or code: {left_out}; give "
-            "those that matter with --extra-config"
+            f"options not taken from the log, because they may be paths, addresses or code: {left_out}; give those "
+            "that matter with --extra-config"
         )
     return chosen
 
@@ -276,17 +278,17 @@ def _verdict(written: _Written, log: StoredLog) -> tuple[ExitCode, str]:
     if ended is None:
         return ExitCode.SOUND, "the test was not run; run it before you rely on it"
     if ended is Ended.NOT_RUN:
-        return ExitCode.NOT_VERIFIED, f"the test could not be run here: {text}; run it where that is mended"
+        return ExitCode.NOT_VERIFIED, f"the test could not be run here: {text}; fix that, or run the test elsewhere"
     if ended is Ended.FAILED:
         if is_pin:
-            return ExitCode.DIVERGED, f"the test was run once and fails here already: {text}"
+            return ExitCode.DIVERGED, f"the test was run once and already fails here: {text}"
         return ExitCode.SOUND, "the test was run once and fails, as it should"
     if is_pin:
         return ExitCode.SOUND, "the test was run once and passes"
-    reason = "what is installed here does not have the bug, or the log does not have its cause"
-    remedy = "run the test where the bug is"
+    reason = "the installed code does not have the bug, or the log does not have its cause"
+    remedy = "run the test with the code that has the bug"
     if not written.about.wrapped and not written.about.handlers and _has_other_handlers(log):
-        reason, remedy = "the engine had other state handlers", "name those that are your own with --handlers"
+        reason, remedy = "the engine had other state handlers", "name your own with --handlers"
     return ExitCode.DIVERGED, f"the test was run once and passes, so it does not show the incident: {reason}; {remedy}"
 
 
@@ -304,8 +306,8 @@ def _look(log: StoredLog, selection: Selection, output: Output) -> Findings:
     if log.begins_late or not log.num_events:
         reason = f"it begins with event {log.first_sequence}" if log.num_events else "it holds no event"
         message = (
-            f"{log.path}: nothing can be run again: {reason}; give the whole log directory, or a log that was not cut "
-            "by retention"
+            f"{log.path}: nothing can be run again: {reason}; give the whole log directory, or a log of which "
+            "retention has deleted nothing"
         )
         has_damage = bool(log.damage) and not log.num_events
         raise CommandFailed(message, ExitCode.DAMAGED if has_damage else ExitCode.NOTHING_CHECKED)
@@ -315,7 +317,7 @@ def _look(log: StoredLog, selection: Selection, output: Output) -> Findings:
         )
         raise CommandFailed(message, ExitCode.NOTHING_CHECKED)
     if log.skipped:
-        message = f"{log.path} has events that are not known here ({', '.join(log.skipped)}): use a newer kvledger"
+        message = f"{log.path} has events that this kvledger does not know ({', '.join(log.skipped)}); use a newer one"
         raise CommandFailed(message)
     for damage in log.damage:
         output.remark(str(damage))
@@ -328,16 +330,16 @@ def _nothing(log: StoredLog, selection: Selection, findings: Findings) -> str:
     request_id = selection.request_id
     if not findings.is_known:
         return f"{request_id} is not in the part of {log.path} that can be run again (events 1–{log.trusted_sequence})"
-    whose = "in this log" if request_id is None else f"for {request_id}"
-    message = f"no rule was broken and no hook failed {whose}"
+    where = "in this log" if request_id is None else f"for {request_id}"
+    message = f"no rule was broken and no hook failed {where}"
     others = [name for name, _ in findings.others.most_common(_MAX_NAMED) if name]
     if others:
-        message += f"; something did with {', '.join(others)}"
+        message += f"; something failed for {', '.join(others)}"
     elif findings.others:
-        message += "; something did that belongs to no request: leave REQUEST out"
+        message += "; something failed that belongs to no request: leave REQUEST out"
     if findings.has_diverged:
-        message += "; today's code decides otherwise than the log, see `kvledger verify`"
-    return f"{message}. To pin the answers that a request got: --pin"
+        message += "; the installed code decides differently from the log, see `kvledger verify`"
+    return f"{message}. To assert the answers that a request got: --pin"
 
 
 def _recorded(
@@ -349,8 +351,8 @@ def _recorded(
         end = min(end, incident.sequence + _MAX_EVENTS_OF_A_CALL)
     if end > _MAX_EVENTS:
         raise NotRerunnable(
-            f"the incident is {end} events into it, and a test takes {_MAX_EVENTS} at most: give a log that begins "
-            "nearer to it, or an earlier incident with --until"
+            f"the incident comes after {end} events, and a test takes at most {_MAX_EVENTS}; give a log that begins "
+            "closer to it, or choose an earlier incident with --until"
         )
     with output.progress(log, "reading"):
         numbered = with_numbered_keys(log.trusted_events())
@@ -361,12 +363,12 @@ def _recorded(
     lost = next((event for sequence, event in _left_over(recording) if sequence == incident.sequence), None)
     if lost is not None:
         raise NotRerunnable(
-            f"{incident.detail}, in event {incident.sequence}, before anything was recorded of the call, so it "
-            "cannot be made again; correct it where the error says it was raised"
+            f"{incident.detail}, in event {incident.sequence}, before kvledger recorded the call, so the call cannot "
+            "be repeated; fix the code where the error was raised"
         )
     end = end_of_call(recording.observations, incident.sequence)
-    behind = next((sequence for sequence, _ in recording.observations if sequence > end), events[-1][0] + 1)
-    events = [entry for entry in events if entry[0] < behind]
+    next_sequence = next((sequence for sequence, _ in recording.observations if sequence > end), events[-1][0] + 1)
+    events = [entry for entry in events if entry[0] < next_sequence]
     return record(log.configuration, events), events
 
 
@@ -377,7 +379,7 @@ def _left_over(recording: Recording) -> Iterable[SequencedEvent]:
 def _reduced(log: StoredLog, recording: Recording, wanted: Wanted, about: Description, selection: Selection) -> Reduced:
     is_wrapped, incident = recording.wrapped is not None, about.incident
     if is_wrapped and wanted.core:
-        raise NotRerunnable(f"--core is for kvledger's own logs, and {about.wrapped} decides itself")
+        raise NotRerunnable(f"--core is for logs of kvledger's own connector, not of {about.wrapped}; leave --core out")
     if wanted.all:
         return Reduced(None, recurs=None)
     reduced = reduce(
@@ -391,9 +393,9 @@ def _reduced(log: StoredLog, recording: Recording, wanted: Wanted, about: Descri
     )
     if is_wrapped and not reduced.recurs and reduced.other_answers:
         raise NotRerunnable(
-            f"{reduced.other_answers[0]}. {about.wrapped} answers from what no recording has: files of its "
-            "workers, another process, what an engine before has left. Record it from its first call, with nothing "
-            "stored; --all writes the test nevertheless"
+            f"{reduced.other_answers[0]}. {about.wrapped} answers from something that no recording has: files of its "
+            "workers, another process, or data of an earlier engine. Record it from its first call, with nothing "
+            "stored; or write the test anyway with --all"
         )
     return reduced
 
@@ -404,26 +406,26 @@ def _excused(findings: Findings, incident: Trouble) -> set[str]:
 
 
 def _remarks(log: StoredLog, about: Description, recording: Recording, reduced: Reduced) -> Iterator[str]:
-    incident, who = about.incident, about.wrapped or "the core"
+    incident, code = about.incident, about.wrapped or "the core"
     if reduced.recurs is False and incident is not None:
         yield (
-            f"{who[0].upper()}{who[1:]}, run again with what is installed here, does not go wrong: it was mended, or "
-            "the cause is not in the log. So nothing was left out."
+            f"In a rerun with the installed code, {code} does not fail: the bug is fixed, or its cause is not in the "
+            "log. So kvledger left nothing out."
             if recording.wrapped is not None
-            else "With this kvledger the core alone does not break the rule: it was mended, or the fault is in what "
-            "the adapter makes of hook calls. So nothing was left out."
+            else "With this kvledger the core alone does not break the rule: the bug is fixed, or it is in the "
+            "adapter, which translates hook calls. So kvledger left nothing out."
         )
     elif reduced.num_left_out:
         yield (
-            f"Left out: {plural(reduced.num_left_out, 'request')}, without which {who} still does the same. Event "
-            "numbers of the log next to this file differ from those above."
+            f"Left out: {plural(reduced.num_left_out, 'request')}; without them {code} still does the same. Event "
+            "numbers in the log next to this file differ from those above."
         )
-    yield "Chunk keys have numbers in the place of hashes."
+    yield "Chunk keys are numbers instead of hashes."
     if recording.wrapped is None and not about.handlers and _has_other_handlers(log):
-        yield "The engine had other state handlers: where they are your own, name them with --handlers."
+        yield "The engine had other state handlers: name your own with --handlers."
     left_over = [f"event {sequence}, {event.id}" for sequence, event in _left_over(recording)]
     if left_over:
-        yield f"Of these nothing can be made again: {_few(left_over)}."
+        yield f"The calls of these events cannot be repeated: {_few(left_over)}."
 
 
 def _few(things: Sequence[str]) -> str:

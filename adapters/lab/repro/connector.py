@@ -267,7 +267,9 @@ class WrappedUnderTest(SchedulerHalf):
         self._num_ranks = wrapped.num_ranks
         recorder = _RECORDERS.get(wrapped.recorder)
         if recorder is None:
-            raise NotRerunnable(f"{visible(wrapped.recorder)} is no recorder of this kvledger; use the one it was of")
+            raise NotRerunnable(
+                f"{visible(wrapped.recorder)} is not a recorder of this kvledger; use the one that wrote the log"
+            )
         try:
             transfer = _kept_in_memory(transfer, handlers)
             config = vllm_config(
@@ -302,8 +304,8 @@ class WrappedUnderTest(SchedulerHalf):
             raise_if_unstoppable(error)
             name, reason = visible(str(transfer["kv_connector"])), visible(in_words(error))
             raise NotRerunnable(
-                f"{name} cannot be made here: {reason}; install what it needs, put its module on PYTHONPATH, or give "
-                "the options that are not taken from a log as its extra_config"
+                f"{name} cannot be created here: {reason}; install what it needs, put its module on PYTHONPATH, or "
+                "give the options that are not taken from a log in its extra_config"
             ) from error
         self._refuse_blocks(self.connector.wrapped)
         store = self.connector.recording.log.log.store
@@ -319,8 +321,8 @@ class WrappedUnderTest(SchedulerHalf):
             self._refuse_blocks(child)
         if not children and "bind_gpu_block_pool" in vars(type(wrapped)):
             raise NotRerunnable(
-                f"{type(wrapped).__name__} works on vLLM's own blocks, which no recording has; a world of the "
-                "simulated engine with its seed plays it again (kvledger.adapters.lab.simulation)"
+                f"{type(wrapped).__name__} works on vLLM's own blocks, which no recording has; run it on the simulated "
+                "engine, with the world's seed (kvledger.adapters.lab.simulation)"
             )
 
     def _commit(self) -> None:

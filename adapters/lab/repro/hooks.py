@@ -48,7 +48,7 @@ class HookRun(Run):
     def _make(self, call: HookCall) -> bool:
         make = self._calls.get(call.hook)
         if make is None:
-            self._outcome.left_out.append(f"event {call.sequence}: {call.hook} is no hook of this connector")
+            self._outcome.left_out.append(f"event {call.sequence}: {call.hook} is not a hook of this connector")
             return True
         self._connector.now_ns = max(getattr(event, "time_ns", 0) for _, event in call.observed)
         self._preempted.update(event.request_id for event in call.noticed(e.RequestPreempted))

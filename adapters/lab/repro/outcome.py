@@ -39,8 +39,8 @@ class Trouble:
     """The hook that was called, in a rerun."""
 
     def __str__(self) -> str:
-        of = f" of {self.request_id}" if self.request_id else ""
-        text = f"{self.rule} was broken{of} in {self.hook}, which makes event {self.sequence} again: {self.detail}"
+        request = f" for {self.request_id}" if self.request_id else ""
+        text = f"{self.rule} was broken{request} in {self.hook}, the call of event {self.sequence}: {self.detail}"
         return visible(text)  # an assertion's message reaches a terminal unchanged
 
 
@@ -113,7 +113,7 @@ class Written:
                 if sequence >= self._next_sequence
             ]
         except CodecError as error:
-            raise NotRerunnable(f"its calls lead to an event that no log may hold: {error}") from error
+            raise NotRerunnable(f"its calls lead to an event that a log cannot contain: {error}") from error
         if events:
             self._next_sequence = events[-1][0] + 1
         return events

@@ -91,7 +91,7 @@ def read_recording(path: Path) -> Recording:
     log = open_log(path)
     recording = record(log.configuration, log.trusted_events())
     if log.damage:
-        raise NotRerunnable(f"{path} is not whole: {log.damage[0].detail}; write it anew with `kvledger repro`")
+        raise NotRerunnable(f"{path} is damaged: {log.damage[0].detail}; write it again with `kvledger repro`")
     return recording
 
 
@@ -113,15 +113,15 @@ def _check_tokens(events: Iterable[SequencedEvent]) -> None:
             rows = [(ordinal, max(start + count, known)) for ordinal, start, count, known in event.advanced]
         elif isinstance(event, e.LookupRequested | e.RequestPreempted | e.SessionContinued | e.RequestFinished):
             rows = [(ordinals.get(event.request_id, event.request_id), event.num_tokens)]
-        for whose, count in rows:
-            num_more = count - num_tokens.get(whose, 0)
+        for owner, count in rows:
+            num_more = count - num_tokens.get(owner, 0)
             if num_more > 0:
-                num_tokens[whose] = count
+                num_tokens[owner] = count
                 num_all_tokens += num_more
         if num_all_tokens > _MAX_TOKENS:
             raise NotRerunnable(
-                f"its requests have more than {_MAX_TOKENS:,} tokens by event {sequence}, and all of them would have "
-                "to be made; give a log with fewer or shorter requests, or an earlier incident with --until"
+                f"its requests have more than {_MAX_TOKENS:,} tokens by event {sequence}, and a rerun creates all of "
+                "them; give a log with fewer or shorter requests, or choose an earlier incident with --until"
             )
 
 
@@ -174,14 +174,14 @@ def _is_of_workers(sequence: int, event: e.Event) -> bool:
     """Whether a recorder's event quotes the workers, which a rerun does not have."""
     if isinstance(event, e.LogNote) and event.text.startswith(CHILD):
         raise NotRerunnable(
-            "the recorder stood inside of MultiConnector, whose other children's reports are in its log as well; "
-            "put the recorder around MultiConnector, or around the connector alone"
+            "the recorder was inside MultiConnector, so its log includes the reports of the other children; wrap "
+            "MultiConnector, or the connector alone, in the recorder"
         )
     reported = reported_by_workers(event)
     if reported is not None and reported.unread:
         raise NotRerunnable(
-            f"what the workers reported in event {sequence} is not known: {reported.unread}; add its decoder to "
-            "kvledger.adapters.recorder.decoders, and the way back to kvledger.adapters.lab.repro.vllm_objects"
+            f"the workers' report in event {sequence} has no decoder: {reported.unread}; add one to "
+            "kvledger.adapters.recorder.decoders, and the reverse to kvledger.adapters.lab.repro.vllm_objects"
         )
     return reported is not None or ends_of_connector(event) is not None or bool(ended_transfers(event))
 

@@ -58,8 +58,7 @@ class Run:
         recorded = self._recording.answers.get(sequence, 0)
         if num_external_tokens != recorded:
             self._outcome.other_answers.append(
-                f"{request_id} is answered {num_external_tokens} tokens in the lookup of event {sequence}, "
-                f"not {recorded}"
+                f"{request_id} gets {num_external_tokens} tokens in the lookup of event {sequence}, not {recorded}"
             )
         self._shortfall[request_id] = max(0, (recorded or 0) - (num_external_tokens or 0))
 

@@ -18,17 +18,18 @@ def wrong_part(content: bytes, run: str, names: Sequence[str]) -> str:
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return f"it is no Python file: {type(error).__name__}: {error}"
+        return f"it is not a Python file: {type(error).__name__}: {error}"
     expected = [*_HEAD, f"from kvledger.adapters.lab.repro import {run}", 'LOG = Path(__file__).with_suffix(".kvlog")']
     docstring, head, tests = tree.body[:1], tree.body[1 : 1 + len(expected)], tree.body[1 + len(expected) :]
     if not _is_docstring(docstring):
-        return "it does not begin with a docstring, or that has code which other tools run"
+        return "it does not begin with a docstring, or the docstring has code that other tools run"
     if [ast.dump(statement) for statement in head] != [ast.dump(ast.parse(line).body[0]) for line in expected]:
-        return "something else than its imports and its log follows the docstring"
+        return "the docstring is not followed by its imports and its log"
     if [test.name if isinstance(test, ast.FunctionDef) else "" for test in tests] != list(names):
-        return f"something else than the tests {', '.join(names)} follows its log"
+        return f"its log is not followed by the tests {', '.join(names)} alone"
     return next(
-        (f"{name} has other code" for name, test in zip(names, tests, strict=True) if not _is_test(test, run)), ""
+        (f"{name} has other code" for name, test in zip(names, tests, strict=True) if not _is_test(test, run)),
+        "",
     )
 
 

@@ -128,7 +128,7 @@ def test_source(about: Description) -> bytes:
         names.append(ANSWERS_TEST)
         tests.append(
             f"def {ANSWERS_TEST}() -> None:\n"
-            f'    """Each of them, from {_quotable(about.wrapped) or "kvledger"} as it is installed here."""\n'
+            f'    """Each of them, from the installed {_quotable(about.wrapped) or "kvledger"}."""\n'
             + _assertion(about, run, "other_answers", "")
         )
     source = (
@@ -140,8 +140,8 @@ def test_source(about: Description) -> bytes:
     wrong = wrong_part(content, run, names)
     if wrong:
         raise NotRerunnable(
-            f"the test that would be written of it is not what it should be ({wrong}), so it was neither written nor "
-            "run; this is a mistake in kvledger: please report it, with the log if you may share it"
+            f"the test generated from it is malformed ({wrong}), so kvledger neither wrote nor ran it; this is a bug "
+            "in kvledger: please report it, with the log if you may share it"
         )
     return content
 
@@ -185,17 +185,17 @@ test_source.__test__ = False  # type: ignore[attr-defined]  # pytest takes a fun
 
 
 def _docstring(about: Description) -> str:
-    calls = "Observations are given to the core" if about.on_core else "Hook calls are made to the real connector"
+    calls = "gives the core the observations" if about.on_core else "makes the hook calls to the real connector"
     request_id = _short(about.request_id)
     if about.incident is None:
-        paragraphs = [f"The recorded answers to the lookups of {request_id}, once more."]
+        paragraphs = [f"Checks that the lookups of {request_id} get the recorded answers."]
     else:
         rule, of = _short(about.incident.rule), _short(about.incident.request_id)
         what = ("made a hook fail" if rule == HOOK_FAILED else f"broke {rule}") + (f" for {of}" if of else "")
-        paragraphs = [f"What {what} at event {about.incident.sequence}, once more.", about.incident.detail]
+        paragraphs = [f"Repeats what {what} at event {about.incident.sequence}.", about.incident.detail]
     paragraphs.append(
-        f"{calls} as they were recorded in the log next to this file, which comes from {_short(about.origin)}. What "
-        "vLLM and the workers did is part of it: a fault of theirs stays. Both files were written by:"
+        f"The test {calls} as recorded in the log next to this file, which comes from {_short(about.origin)}. The log "
+        "includes what vLLM and the workers did, so a bug of theirs stays. Both files were written by:"
     )
     filled = [textwrap.fill(_quotable(text), _WIDTH, break_long_words=False) for text in (*paragraphs, *about.remarks)]
     command = textwrap.indent(

@@ -43,12 +43,10 @@ _OWN = (LoadComplete, SavedUnderKey)
 """Rules that the core does not have."""
 RULES: Mapping[str, type[Checker]] = MappingProxyType({checker.rule: checker for checker in (*_REPLACING, *_OWN)})
 
-_SLOTS = "where a recorded connector keeps what it saves is not in the log"
-_CHUNKS = "how a recorded connector cuts into chunks what it saves is not in the log"
-_HITS = "what a recorded connector could have answered is not in the log"
-_KEPT = (
-    "why a recorded connector keeps blocks is its own; that it lets go of them is under COMPLETION_ONCE and LIVENESS"
-)
+_SLOTS = "the log does not show where a recorded connector stores what it saves"
+_CHUNKS = "the log does not show which chunks a recorded connector saves"
+_HITS = "the log does not show what a recorded connector could have answered"
+_KEPT = "the log does not show why a recorded connector keeps blocks; COMPLETION_ONCE and LIVENESS check their release"
 LEFT_OUT: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -64,8 +62,8 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(("LONGEST_HIT", "DEFER_BOUNDED"), _HITS),
         "LOOKUP_PURE": (
-            "between two lookups of a request a step lies, in which the connector may evict and other engines may "
-            "store, and neither is in the log; where asking has moved what is saved, STORE_CONTIGUOUS says so"
+            "between two lookups of a request the connector may evict and other engines may store, and the log shows "
+            "neither; if lookups have moved where a save starts, STORE_CONTIGUOUS reports it"
         ),
         **dict.fromkeys(("RELEASE_ALL", "DELAY_FREE_CONTRACT"), _KEPT),
         **{checker.rule: "" for checker in _REPLACING},

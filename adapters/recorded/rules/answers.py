@@ -29,9 +29,9 @@ class LastToken(Checker):
             return
         most = lookup.num_tokens - lookup.num_computed_tokens - (not lookup.is_async)
         if answer < 0 or answer > max(most, 0):
-            detail = f"{answer} tokens were answered, {lookup.num_computed_tokens} of {lookup.num_tokens} are computed"
+            detail = f"the answer is {answer} tokens with {lookup.num_computed_tokens} of {lookup.num_tokens} computed"
         elif lookup.is_async and not answer:
-            detail = "no tokens were answered, asynchronously"
+            detail = "the answer is 0 tokens with an asynchronous load"
         else:
             return
         self.broken(detail)

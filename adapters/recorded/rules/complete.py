@@ -84,8 +84,8 @@ class ChunkComplete(RuleOfCopies):
         if early is not None:
             first = early // self._num_groups * size
             detail = (
-                f"save {begun.copy.job} reads block {block_ids[early]}, which has the tokens {first} to "
-                f"{first + size - 1}, of a request of which {table.num_tokens} are computed"
+                f"save {begun.copy.job} reads block {block_ids[early]}, which holds tokens {first} to "
+                f"{first + size - 1}, but only {table.num_tokens} tokens of the request are computed"
             )
             self.broken(detail, request_id=begun.request_id)
 
@@ -320,7 +320,7 @@ class LoadComplete(Checker):
         unfilled = [block_id for block_id in load.block_ids[:num_taken] if block_id in load.unfilled]
         if unfilled:
             detail = (
-                f"vLLM takes {num_taken} blocks for loaded, but the connector has given its workers no copy for "
-                f"{len(unfilled)} of them, the first of which is block {unfilled[0]}"
+                f"vLLM counts {num_taken} blocks as loaded, but the connector gave its workers no copy for "
+                f"{len(unfilled)} of them; the first is block {unfilled[0]}"
             )
             self.broken(detail, load.sequence, request_id=load.request_id)

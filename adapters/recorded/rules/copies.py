@@ -78,13 +78,14 @@ class SrcBlockOwned(RuleOfTables):
         own = {NULL_BLOCK, *table}
         foreign = next((block for block in copy.block_ids if block not in own), None)
         if foreign is not None:
-            self.broken(f"copy {copy.job} reads block {foreign}, which is not the request's")
+            self.broken(f"copy {copy.job} reads block {foreign}, which does not belong to the request")
 
 
 def _misplaced(copy: Transferred, block_id: int, start: int, table: Sequence[int]) -> str:
     if start > copy.first_block:
         return (
-            f"copy {copy.job} takes block {block_id} behind block {start - 1} of the request, where it does not stand"
+            f"copy {copy.job} takes block {block_id} after block {start - 1} of the request, "
+            "but the rest of the request's table does not have it"
         )
-    stands = f"block {table[start]}" if start < len(table) else "nothing"
-    return f"copy {copy.job} takes block {block_id} for block {start} of the request, where {stands} stands"
+    entry = f"block {table[start]}" if start < len(table) else "nothing"
+    return f"copy {copy.job} takes block {block_id} for block {start} of the request, where its table has {entry}"

@@ -119,8 +119,8 @@ class CompletionOnce(RuleOfEnds):
                     self._reported_by_workers.setdefault(request_id, set()).add((ends.child, ends.rank))
                 if what and (request_id, was_kept, ends.child) not in self._named:
                     self._named.add((request_id, was_kept, ends.child))
-                    of = "blocks that are kept" if was_kept else "an asynchronous load"
-                    detail = f"{ends.connector} reports an end of {of} of {request_id!r}, {what}"
+                    end = "the release of kept blocks" if was_kept else "the end of an asynchronous load"
+                    detail = f"{ends.connector} reports {end} of {request_id!r}, {what}"
                     self.broken(detail, owed.get(request_id, (0, 0))[0], request_id=request_id)
 
     def _breach_of(
@@ -130,14 +130,14 @@ class CompletionOnce(RuleOfEnds):
             return "a second time"
         is_owed = request_id in owed or (request_id, was_kept) in self._ended or not self._is_from_beginning
         if ends.child == payloads.OWN:
-            return "" if is_owed else "which it does not owe"
+            return "" if is_owed else "but it has none pending"
         if was_kept and not is_owed:  # a kvledger child removes it before vLLM gets it
-            return "which no child owes"
+            return "but no child has one pending"
         keepers = self._kept_by.get(request_id, frozenset()) if was_kept else frozenset()
         if keepers and ends.child not in keepers:
-            return "which other children keep"
+            return "but only other children keep them"
         chosen = None if was_kept or request_id not in owed else self._chosen.get(request_id)
-        return "" if chosen is None or chosen.child == ends.child else f"which {chosen.connector} loads"
+        return "" if chosen is None or chosen.child == ends.child else f"but {chosen.connector} loads for it"
 
     @on(payloads.ReportedToVLLM)
     def _reported(self, ends: payloads.ReportedToVLLM) -> None:
@@ -151,8 +151,8 @@ class CompletionOnce(RuleOfEnds):
             del self.kept[request_id]
             self._ended[request_id, True] = self.moment.sequence
         for ids, owed, was_kept, what in (
-            (received, self.waiting, False, "an asynchronous load"),
-            (sent, self.kept, True, "blocks that are kept"),
+            (received, self.waiting, False, "the end of an asynchronous load"),
+            (sent, self.kept, True, "the release of kept blocks"),
         ):
             for request_id in ids:
                 known = owed.pop(request_id, None)
@@ -160,9 +160,10 @@ class CompletionOnce(RuleOfEnds):
                 if known is not None:
                     self._ended[request_id, was_kept] = self.moment.sequence
                 elif before or self._is_alone:
-                    again = "a second time" if before else "who is owed none"
-                    who = ", ".join(self._reporters.get((request_id, was_kept), ()))
-                    detail = f"vLLM gets an end of {what} of {request_id!r}, {again}{f', from {who}' if who else ''}"
+                    again = "a second time" if before else "but waits for none"
+                    reporters = ", ".join(self._reporters.get((request_id, was_kept), ()))
+                    source = f" from {reporters}" if reporters else ""
+                    detail = f"vLLM gets {what} of {request_id!r}{source}, {again}"
                     self.broken(detail, before, request_id=request_id)
 
 
@@ -185,9 +186,10 @@ class Liveness(RuleOfEnds):
 
     @on(e.StepScheduled)
     def _step(self, event: e.StepScheduled) -> None:
-        for who, what in ((self.waiting, "its asynchronous load"), (self.kept, "what its blocks are kept for")):
-            for request_id, (sequence, time_ns) in list(who.items()):
+        ends = (self.waiting, "the end of its asynchronous load"), (self.kept, "the release of its kept blocks")
+        for pending, what in ends:
+            for request_id, (sequence, time_ns) in list(pending.items()):
                 if event.time_ns - time_ns > MAX_SILENT_NS:
-                    del who[request_id]
-                    detail = f"vLLM has waited for the end of {what} for {(event.time_ns - time_ns) // 10**9} s"
+                    del pending[request_id]
+                    detail = f"vLLM has waited {(event.time_ns - time_ns) // 10**9} s for {what}"
                     self.broken(detail, sequence, request_id=request_id)

@@ -33,11 +33,11 @@ class LoadDstExclusive(RuleOfCopies):
             if not jobs:
                 why = "for which vLLM has claimed no tokens"
             elif foreign not in table:
-                why = "which is not the request's"
+                why = "which does not belong to the request"
             else:
                 load = min(table.index(block_id) for block_id in given if block_id in table)
                 is_before = table.index(foreign) < load
-                why = "whose tokens vLLM counts as computed" if is_before else "which was not given for it"
+                why = "whose tokens vLLM counts as computed" if is_before else "which vLLM did not allocate for it"
             self.broken(f"load {copy.job} fills block {foreign}, {why}", request_id=begun.request_id)
         if len(copy.block_ids) - copy.block_ids.count(NULL_BLOCK) > len(begun.block_ids):
             self.broken(f"load {copy.job} fills a block twice: {list(copy.block_ids)}", request_id=begun.request_id)

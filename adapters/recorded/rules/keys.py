@@ -197,7 +197,7 @@ class SavedUnderKey(RuleOfTables):
         unknown = {block for blocks in self._nameless.values() for block in blocks}
         left = sorted(block for block in unsaved if block not in unknown)
         if left and not self._has_sessions:
-            detail = f"load {copy.job} brings block {left[0]} of the request, which nobody has saved under its key"
+            detail = f"load {copy.job} brings block {left[0]} of the request, but no save had the block's key"
             del self._unsaved[life.ordinal]
             self.broken(detail)
 
@@ -221,8 +221,8 @@ class SavedUnderKey(RuleOfTables):
                 del self._unsaved[event.ordinal]
                 detail = (
                     f"block {block} of the request was loaded with the bytes that {saved.request_id!r} saved under "
-                    "another key, and nobody has saved it under the request's own: the connector's keys leave out what "
-                    "sets the two requests apart, such as the LoRA adapter, the media or the cache salt"
+                    "another key, and no save had the block's own key: the connector's keys leave out what "
+                    "distinguishes the two requests, such as the LoRA adapter, the media or the cache salt"
                 )
                 self.broken(detail, saved.sequence)
                 return

@@ -141,7 +141,7 @@ class ResumeCoversOutput(Checker):
         if num_tokens <= 2 * account.num_computed_tokens + self._block_size:
             return
         detail = (
-            f"nothing is loaded after its preemption, though the connector had {held.num_tokens} of its tokens: "
-            f"all but {account.num_computed_tokens} are computed again"
+            f"the connector offers nothing after the preemption, though it had {held.num_tokens} tokens of the "
+            f"request: all but {account.num_computed_tokens} are computed again"
         )
         self.broken(detail, held.sequence)

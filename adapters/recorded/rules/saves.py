@@ -130,9 +130,9 @@ class StoreContiguous(RuleOfTables):
         account.nameless += [place for place in copied if place >= len(keys)]
         if holes:
             detail = (
-                f"copy {copy.job} saves from block {copied[0]} of the request on, but nobody has saved block "
-                f"{holes[0]}: what lies behind it is never found"
+                f"copy {copy.job} saves from block {copied[0]} of the request on, but no copy has saved block "
+                f"{holes[0]}, so no lookup finds the blocks after it"
             )
             if len(account.hits) > 1 and sum(account.hits) // self._block_size == copied[0]:
-                detail += f"; {len(account.hits)} answers add up to where it begins, so asking has moved it"
+                detail += f"; the hits of {len(account.hits)} answers add up to its start, so lookups have moved it"
             self.broken(detail)

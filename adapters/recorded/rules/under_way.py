@@ -66,8 +66,8 @@ class RuleOfCopies(Checker):
             # Other requests may share a block in the very step in which one computes it, and save it after that.
             taken = taken and taken.difference(self.tables.of(begun.ordinal))
             if taken:
-                what = f"load {begun.copy.job} still fills" if loads else f"save {begun.copy.job} still reads"
-                detail = f"block {min(taken)} is given away, which {what}"
+                what = f"load {begun.copy.job} still fills it" if loads else f"save {begun.copy.job} still reads it"
+                detail = f"block {min(taken)} goes to another request while {what}"
                 self.broken(detail, begun.sequence, request_id=begun.request_id)
 
     # --- copies in flight ---------------------------------------------------------------------

@@ -112,7 +112,7 @@ class Log:
         except RequestNotFound as error:
             if self.unreadable:
                 num_unread = plural(len(self.unreadable), "log")
-                raise RequestNotFound(f"{error}; {num_unread} there could not be read, see `unreadable`") from None
+                raise RequestNotFound(f"{error}; {num_unread} could not be read, see `unreadable`") from None
             raise
         source = sources[log.path]
         return Request(source.start, found, source)

@@ -109,10 +109,10 @@ def _text(given: str) -> str:
     try:
         return Path(given).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else "") or "it is no text"
+        reason = (error.strerror if isinstance(error, OSError) else "") or "not a text file"
         shown = repr(given) if _PATH.fullmatch(given) else Hidden.of(given)
         raise CommandFailed(
-            f"{shown}: neither a JSON object nor a file that can be read ({reason}); give one of the two"
+            f"{shown}: neither a JSON object nor a readable file ({reason}); give a JSON object or a file that has one"
         ) from error
 
 
@@ -121,9 +121,9 @@ def _transfer(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CommandFailed(f"this is no JSON ({error}); quote it with ' in a shell") from error
+        raise CommandFailed(f"not valid JSON ({error}); in a shell, quote it with '") from error
     if not isinstance(given, dict):
-        raise CommandFailed(f"a JSON object is asked for, this is {type(given).__name__}")
+        raise CommandFailed(f"expected a JSON object, got {type(given).__name__}")
     if any(key.startswith("kv_") and key != "kv_cache_layout" for key in given):
         return given
     name = "KVLedgerRecorder" if "connector" in given else _OURS
@@ -140,8 +140,8 @@ def _parts(transfer: dict[str, Any]) -> list[KVTransferConfig]:
         return ours
     names = " and ".join(str(each.kv_connector) for each in every)
     raise CommandFailed(
-        f"{names}: no connector of kvledger's, and not judged; to have one recorded name KVLedgerRecorder, and write "
-        'its object as "connector" in kv_connector_extra_config'
+        f"{names}: not provided by kvledger, so not checked; to record a connector, name KVLedgerRecorder and put its "
+        'object into kv_connector_extra_config as "connector"'
     )
 
 
@@ -182,14 +182,14 @@ def _check(transfer: KVTransferConfig, whole: dict[str, Any], server: Server, ou
     if full_disk:
         output_of.note(full_disk)
     if server.model is None:
-        output_of.note("slots, tokens and bytes of a block are the model's: --model DIR says them")
+        output_of.note("slots, tokens and bytes of a block depend on the model; give --model DIR to show them")
         return
     planned = _planned(server.model, settings, whole, server)
     output_of.plan(planned)
     if server.block_size is None and not planned.groups.declined:
         output_of.note(
-            f"blocks are as vLLM lays them out on this machine ({platform()}); for a server on another device run this "
-            "command there"
+            f"the blocks are those that vLLM lays out on this machine ({platform()}); for a server on another device, "
+            "run this command there"
         )
 
 
@@ -198,7 +198,7 @@ def _planned(model: Path, settings: ConnectorSettings, transfer: dict[str, Any],
     from kvledger.adapters.vllm.without_weights import ModelOptions, configured, in_words, kv_cache_of, platform
 
     if not (model / "config.json").is_file():
-        raise CommandFailed(f"{model} has no config.json; name a model's directory, as Hugging Face has them")
+        raise CommandFailed(f"{model} has no config.json; give the directory of a Hugging Face model")
     options = ModelOptions(
         block_size=server.block_size,
         tensor_parallel_size=server.tensor_parallel_size,
@@ -215,8 +215,8 @@ def _planned(model: Path, settings: ConnectorSettings, transfer: dict[str, Any],
         raise
     except BaseException as error:
         raise_if_unstoppable(error)
-        reason = f"vLLM makes no KV cache for {model} on this machine ({platform()}): {in_words(error)}"
-        remedy = "if that is for want of a device or a package, ask where the server will run"
+        reason = f"vLLM cannot create a KV cache for {model} on this machine ({platform()}): {in_words(error)}"
+        remedy = "if a device or a package is missing, run this command on the machine of the server"
         raise ConfigurationError(Refusal(reason, remedy)) from error
     planned = plan(vllm_config, kv_cache_config, settings)
     planned.refuse_beyond_memory()
@@ -246,7 +246,7 @@ class _Shown:
     def recorder(self, settings: LogSettings, wrapped: str) -> None:
         """Print the settings of a recorder."""
         self.settings(settings)
-        self.note(f"records {wrapped}, which is asked and answers as without it")
+        self.note(f"records {wrapped} without changing its answers")
 
     def note(self, text: str) -> None:
         """Print a note."""
@@ -318,5 +318,9 @@ def _log_text(settings: LogSettings) -> str:
     if settings.log_dir is None:
         return f"in memory, the newest {size(settings.memory_log_bytes)}"
     limit = "without limit" if settings.max_log_bytes is None else f"at most {size(settings.max_log_bytes)}"
-    survives = "machine, but for the last moments" if settings.durability == "disk" else "process, not a power cut"
-    return f"{settings.log_dir.absolute()}, {limit}, survives the {survives}"
+    survives = (
+        "a crash of the machine, except for the last moments"
+        if settings.durability == "disk"
+        else "a crash of the process, but no power cut"
+    )
+    return f"{settings.log_dir.absolute()}, {limit}, survives {survives}"

@@ -151,8 +151,8 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "show the states, handlers, extensions, rules and tables of this installation or of a log",
             {ExitCode.SOUND: "shown", ExitCode.DAMAGED: _UNREADABLE},
             {
-                "what a connector would use here": "kvledger core",
-                "what a log was written with": "kvledger core logs/2026-01-05",
+                "the core that a connector would use here": "kvledger core",
+                "the core that a log was written with": "kvledger core logs/2026-01-05",
             },
         ),
         "ship": Command(
@@ -161,7 +161,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 ExitCode.SOUND: "everything is in the stream",
                 ExitCode.DAMAGED: "a log is damaged, or events were deleted before they were shipped; the rest is in "
                 "the stream",
-                ExitCode.TRY_AGAIN: "not everything is shipped: run the same command later to continue",
+                ExitCode.TRY_AGAIN: "part of the logs is not shipped yet: run the same command later to continue",
                 ExitCode.REFUSED: "the server refused access or a log, the stream does not exist, or the extra `nats` "
                 "is not installed",
             },
@@ -191,7 +191,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "test whether a connector does what vLLM relies on",
             {
                 ExitCode.SOUND: "no obligation is broken",
-                ExitCode.RULE_BROKEN: "an obligation is broken, or a rule that belongs to none",
+                ExitCode.RULE_BROKEN: "an obligation is broken, or a rule that belongs to no obligation",
                 ExitCode.NOTHING_CHECKED: "nothing could be checked: no run allowed a verdict on any obligation",
             },
             {
@@ -207,7 +207,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
                 "not installed",
             },
             {
-                "what a pool of 1 GiB holds": 'kvledger check \'{"host_bytes": "1GiB"}\' --model models/llama',
+                "the capacity of a pool of 1 GiB": 'kvledger check \'{"host_bytes": "1GiB"}\' --model models/llama',
                 "whether a setting is valid": "kvledger check '{\"chunk_size\": 32}' --json",
             },
         ),
@@ -215,8 +215,8 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "delete the oldest segments of logs that no process writes",
             {ExitCode.SOUND: "deleted, or nothing to delete", ExitCode.DAMAGED: _UNREADABLE},
             {
-                "list what would be deleted": "kvledger retire logs --max-bytes 2GiB --max-age 30d --dry-run",
-                "delete it, for example from cron": "kvledger retire logs --max-bytes 2GiB --max-age 30d",
+                "list the segments to delete": "kvledger retire logs --max-bytes 2GiB --max-age 30d --dry-run",
+                "delete segments, for example from cron": "kvledger retire logs --max-bytes 2GiB --max-age 30d",
             },
         ),
         "completion": Command(

@@ -187,7 +187,7 @@ def _chosen(examined: Examined) -> list[Run]:
     found = [each for each in everything if examined.only in (each.name, each.scenario)]
     if not found:
         names = ", ".join(dict.fromkeys(each.scenario for each in everything if each.scenario))
-        raise CommandFailed(f'--only {examined.only}: no such run; there are "world N", and: {names}')
+        raise CommandFailed(f'--only {examined.only}: no such run; give "world N" or one of: {names}')
     return found
 
 
@@ -204,10 +204,10 @@ def _subject(examined: Examined, first: Run, directory: Path) -> tuple[Subject, 
         subject = Subject.named(examined.connector, examined.extra_config, examined.lose)
     except BaseException as error:
         raise_if_unstoppable(error)
-        message = f"{examined.connector}: {text(error)}; say MODULE:CLASS of a connector of vLLM's"
+        message = f"{examined.connector}: {text(error)}; give MODULE:CLASS of a vLLM connector"
         raise CommandFailed(message) from error
     added = {key: value for key, value in subject.extra_config.items() if key not in examined.extra_config}
-    remarks = [f"run with --extra-config {json.dumps(added)}, the default for it here"] if added else []
+    remarks = [f"run with --extra-config {json.dumps(added)}, the default for this connector"] if added else []
     try:
         runs.built(first, subject, directory)
     except BaseException as error:  # noqa: BLE001 -- where its worker is the reason, the other side runs alone
@@ -217,13 +217,11 @@ def _subject(examined: Examined, first: Run, directory: Path) -> tuple[Subject, 
             runs.built(first, without, directory)
         except BaseException as again:  # noqa: BLE001 -- the first error says more
             raise_if_unstoppable(again)
-            message = (
-                f"{examined.connector} cannot be started: {text(error)}; what it needs is said with --extra-config"
-            )
+            message = f"{examined.connector} cannot be started: {text(error)}; give its settings with --extra-config"
             raise CommandFailed(message) from error
         remark = (
-            f"its worker cannot run here ({text(error)}), so its scheduler's side was run alone: no "
-            "byte was moved, and whatever vLLM waited for was reported as done"
+            f"its worker side cannot run here ({text(error)}), so only its scheduler side was run: no "
+            "bytes were copied, and everything that vLLM waited for was reported as done"
         )
         return without, [*remarks, remark]
     return subject, remarks

@@ -41,14 +41,14 @@ def run(
     for state in core.handlers:
         subs = sorted({dest for _, dest in _sub_states(core) if dest.startswith(f"{state}.")})
         written, read = handlers.get(state, []), here[state]
-        other = [] if written == read else [f"read here with {' and '.join(read)}; --handlers names others"]
+        other = [] if written == read else [f"read here with {' and '.join(read)}; choose others with --handlers"]
         output.field(str(state), ", ".join((*written, *other, *(f"sub-state {sub}" for sub in subs))))
     output.field("events", ", ".join(core.events))
     output.field("projections", ", ".join(spec.name for spec in core.projections))
     output.field("rules", ", ".join(core.rules))
     for extension in core.extensions:
         declared = extension.declaration()
-        where = "its code is not here" if extension in core.absent else declared.made_by
+        where = "not installed here" if extension in core.absent else declared.made_by
         since = f", stopped at event {stopped[declared.name]}" if declared.name in stopped else ""
         output.field("extension", f"{declared.name} {declared.version}, {where}{since}")
         output.field("its events", ", ".join(declared.events) or "none")
@@ -86,7 +86,7 @@ def _stopped(log: StoredLog, output: Output) -> dict[str, int]:
     """Return extension → sequence number of the event that stopped it."""
     if not log.core.extensions:
         return {}
-    with output.progress(log, "looking who was stopped"):
+    with output.progress(log, "looking for stopped extensions"):
         return {event.extension: number for number, event in log.events() if isinstance(event, ExtensionStopped)}
 
 

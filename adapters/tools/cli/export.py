@@ -47,15 +47,19 @@ def run(
 ) -> ExitCode:
     """Write the selected part of each log into one file."""
     if [perfetto, html, otlp is not None].count(True) != 1:
-        raise CommandFailed("say which format is wanted, one of --perfetto, --html and --otlp")
+        raise CommandFailed("give one format: --perfetto, --html or --otlp")
     if otlp is not None:
         if path is not None:
-            raise CommandFailed(f"--otlp names where spans go: give --otlp {path}, and no -o")
+            raise CommandFailed(
+                f"--otlp and -o exclude each other, because --otlp has its own target; give only --otlp {path}"
+            )
         return export_spans(otlp, reading, deciding, output, force=force)
     if path is None and Path(reading.request or "").suffix in _SUFFIXES:
-        raise CommandFailed(f"{reading.request} was read as the REQUEST; to write that file, give -o {reading.request}")
+        raise CommandFailed(
+            f"{reading.request} was parsed as the REQUEST; to write that file, give -o {reading.request}"
+        )
     if output.is_json and path is None:
-        raise CommandFailed("--json lists what was written, so name a file with -o")
+        raise CommandFailed("--json prints a list of the written files to stdout; name a file with -o")
     logs = foldable(reading, output, core=deciding.core())
     with open_target(path, overwrite=force) as file:
         if perfetto:

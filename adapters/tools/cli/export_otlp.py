@@ -40,7 +40,7 @@ def export_spans(name: str, reading: Reading, deciding: Deciding, output: Output
         if is_endpoint(name):
             target = stack.enter_context(contextlib.closing(SpanEndpoint(name)))
         elif output.is_json and path is None:
-            raise CommandFailed("--json lists what was written, so name a file: --otlp FILE")
+            raise CommandFailed("--json prints a list of the written files to stdout; name a file: --otlp FILE")
         else:
             target = SpanFile(name, stack.enter_context(open_target(path, overwrite=force)))
         logs = list(selected(reading, output, core=deciding.core()))
@@ -68,7 +68,7 @@ def _export(log: StoredLog, selection: Selection, target: SpanTarget, output: Ou
     opened_at = log.header.get("opened_at_unix_ns")
     if not isinstance(opened_at, int):
         raise CommandFailed(
-            f"{log.path}: its header does not say when it was opened, and spans need a time of day; --perfetto does not"
+            f"{log.path}: its header has no opening time, which spans need; use --perfetto, which does not"
         )
     batches = Batches(target)
     model = begin_model(log)

@@ -50,7 +50,7 @@ class Polls(msgspec.Struct, forbid_unknown_fields=True):
     @property
     def repeats_text(self) -> str:
         """The lookups after the first one, in words."""
-        text = f"asked {plural(self.num_repeats, 'more time')} in {duration(self.last_ns - self.first_ns)}"
+        text = f"looked up {plural(self.num_repeats, 'more time')} in {duration(self.last_ns - self.first_ns)}"
         return (
             f"{text}; the last: {self.last_text}" if self.last_text != self.first_text else f"{text}: the same answer"
         )
@@ -147,7 +147,7 @@ def follow(log: StoredLog, output: Output) -> Iterator[Batch | None]:
             yield batch
         num_polls = 0 if num_new else num_polls + 1
         if num_polls == _STUCK_AFTER_POLLS and log.has_more_than(*place):
-            output.remark(f"what stands at byte {place[1]} of {place[0]} cannot be read; `kvledger verify` says why")
+            output.remark(f"{place[0]} cannot be read at byte {place[1]}; `kvledger verify` reports why")
         yield None
         if has_ended and not num_new:
             return

@@ -32,12 +32,11 @@ def logs_of(reading: Reading, output: Output, *, with_workers: bool = False) -> 
     log, request = reading.log, reading.request
     if request and os.path.lexists(request):
         if isinstance(log, Path) and may_be_request(log):
-            raise CommandFailed(f"LOG stands before REQUEST: {shown_log(request)} {log}")
-        raise CommandFailed(f"{shown_log(log)} and {request} are two logs; give the directory that holds both")
+            raise CommandFailed(f"give LOG before REQUEST: {shown_log(request)} {log}")
+        raise CommandFailed(f"{shown_log(log)} and {request} are two logs; give the directory that contains both")
     if request and isinstance(log, Path) and may_be_request(log) and may_be_request(Path(request)):
         raise CommandFailed(
-            f"there is nothing at {shown_log(log)}; give the LOG (a log directory or a *.kvlog file) and the REQUEST "
-            "in it"
+            f"{shown_log(log)} does not exist; give the LOG (a log directory or a *.kvlog file) and the REQUEST in it"
         )
     logs = find_logs(log, reading.mirror, newest=reading.newest)
     if reading.newest and len(logs) > 1:
@@ -54,8 +53,8 @@ def _newest(logs: Sequence[Path], reading: Reading, *, with_workers: bool) -> li
     if newest.scheduler is None:
         remark(
             f"the newest of {len(starts)} engine starts in {reading.log} has no scheduler log, only "
-            f"{plural(len(newest.workers), 'log')} of workers: it failed before its scheduler was made, or that log "
-            "was removed; `kvledger ls` lists the earlier starts"
+            f"{plural(len(newest.workers), 'log')} of workers: it failed before vLLM created its scheduler, or that "
+            "log was removed; `kvledger ls` lists the earlier starts"
         )
         return newest.logs
     of_what = "logs" if len(starts) == len(logs) else "logs, the scheduler's of the newest engine start,"
@@ -96,7 +95,9 @@ def foldable(
             log.configuration  # noqa: B018 -- it raises
             found.append((log, selection))
     if not found:
-        raise CommandFailed("no log could be read: see above", gravest(output.failures) or ExitCode.DAMAGED)
+        raise CommandFailed(
+            "no log could be read; the messages above have the reasons", gravest(output.failures) or ExitCode.DAMAGED
+        )
     return found
 
 

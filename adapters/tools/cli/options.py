@@ -80,7 +80,7 @@ def moment(text: str) -> Moment:
         at = dt.datetime.fromisoformat(f"1970-01-02T{text}" if is_of_day else text)
     except ValueError:
         message = (
-            f"{text!r} is no moment; give an event number (90211), a time since the log was opened (1.5s, 1h30m), "
+            f"{text!r} is not a moment; give an event number (90211), a time since the log was opened (1.5s, 1h30m), "
             "a date and time (2026-01-05T10:30:00Z) or a time of day (10:30:00.101)"
         )
         raise ValueError(message) from None
@@ -93,7 +93,7 @@ def moment(text: str) -> Moment:
 def count(text: str) -> int:
     """Parse a whole number from 0 on. Raises `ValueError`."""
     if not text.isdecimal():
-        raise ValueError(f"{text!r} is no whole number from 0 on")
+        raise ValueError(f"{text!r} is not a whole number; give 0 or more")
     return int(text)
 
 
@@ -128,9 +128,9 @@ def json_object(text: str) -> dict[str, object]:
     try:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"this is no JSON ({error}); quote it with ' in a shell") from error
+        raise ValueError(f"not valid JSON ({error}); in a shell, quote it with '") from error
     if not isinstance(value, dict):
-        raise ValueError(f"a {type(value).__name__} is no JSON object")  # noqa: TRY004 -- wrong usage
+        raise ValueError(f"expected a JSON object, got {type(value).__name__}")  # noqa: TRY004 -- wrong usage
     return value
 
 
@@ -138,7 +138,7 @@ def _finite(text: str) -> float:
     """Return the number, if it is finite: Python also parses NaN and infinity, and overflows to infinity."""
     number = float(text)
     if not math.isfinite(number):
-        message = f"{text} is no finite number"
+        message = f"{text} is not a finite number"
         raise ValueError(message)
     return number
 
@@ -276,7 +276,7 @@ def _since_opening_ns(asked: Moment | None, log: StoredLog, *, is_end: bool = Fa
     opened_at = log.header.get("opened_at_unix_ns")
     if not isinstance(opened_at, int):
         message = (
-            f"{log.path}: its header does not say when it was opened; give {asked.text} as a time since then (90s)"
+            f"{log.path}: its header has no opening time; give {asked.text} as a time since the log was opened (90s)"
         )
         raise CommandFailed(message)
     at_ns = (asked.last_ns if is_end else asked.value) - opened_at

@@ -310,7 +310,7 @@ def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
 def show_decisions(output: Output, judgement: Judgement, core: Core | None = None) -> None:
     """Print how many decisions differ; with `core`, also the first difference."""
     different = (
-        ("decisions", "made again, ", judgement.divergences),
+        ("decisions", "repeated, ", judgement.divergences),
         ("reference", "", judgement.reference_differences),
     )
     for name, before, found in different:

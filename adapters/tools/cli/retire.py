@@ -36,12 +36,12 @@ def run(
     max_age: Annotated[
         float | None, value(seconds, "AGE", help="delete segments last written more than AGE ago, such as 30d")
     ] = None,
-    dry_run: Annotated[bool, Parameter(help="list what would be deleted, and delete nothing")] = False,
+    dry_run: Annotated[bool, Parameter(help="list the segments that would be deleted, and delete nothing")] = False,
     output: Written,
 ) -> ExitCode:
     """Retire segments, and list them."""
     if max_bytes is None and max_age is None:
-        raise CommandFailed("give --max-bytes, --max-age or both; without a limit everything stays")
+        raise CommandFailed("without a limit nothing would be deleted; give --max-bytes, --max-age or both")
     try:
         retired = _retire(log, max_bytes, max_age, output, dry_run=dry_run)
     except RefusedFile as error:
@@ -54,7 +54,7 @@ def run(
         return ExitCode.SOUND
     for each in retired:
         events = f"events {each.first_sequence} to {each.last_sequence}"
-        lost = "" if each.is_rest_verifiable or dry_run else "; what follows is no longer verifiable"
+        lost = "" if each.is_rest_verifiable or dry_run else "; later events can no longer be verified"
         output.line(f"{each.log}/{each.segment}: {events}, {size(each.num_bytes)}, by {each.reason}{lost}")
     freed = size(sum(each.num_bytes for each in retired))
     verb = "would be retired" if dry_run else "retired"
@@ -67,7 +67,7 @@ def _retire(
 ) -> list[Retirement]:
     is_log = log.is_dir() and bool(segment_paths(log))
     if not is_log and not (log.is_dir() and any(map(segment_paths, directories_in(log)))):
-        raise CommandFailed(f"{log}: give a log directory, or a directory of logs")
+        raise CommandFailed(f"{log} contains no log; give a log directory, or a directory of logs")
 
     def name(error: OSError | LogError) -> None:
         output.unreadable(Path(str(getattr(error, "filename", None) or log)), error)

@@ -58,7 +58,7 @@ def explained(error: BaseException, log: Path | StreamUrl | None = None) -> Exit
         sys.stderr.write(without_credentials("".join(traceback.format_exception(error))))
     place = traceback.extract_tb(error.__traceback__)[-1]
     remark(
-        f"a mistake in kvledger itself, and no judgement of the log: {described(error)} "
+        f"kvledger failed, so the log was not judged: {described(error)} "
         f"({Path(place.filename).name}:{place.lineno}). Please report it with this line, the command and, if "
         "you may share it, the log; KVLEDGER_TRACEBACK=1 prints the traceback"
     )
@@ -68,14 +68,14 @@ def explained(error: BaseException, log: Path | StreamUrl | None = None) -> Exit
 def _usage(error: CycloptsError) -> str:
     """Return what is wrong with the arguments, and the command that lists them."""
     names = error.argument.parameter.env_var if isinstance(error, MissingArgumentError) and error.argument else ()
-    default = "".join(f" {name} in the environment stands for it." for name in names or ())
+    default = "".join(f" You can also set it with {name} in the environment." for name in names or ())
     command = " ".join(["kvledger", *(error.command_chain or ())])
     text = str(error)
     if isinstance(error, MissingArgumentError) and error.argument is not None and error.argument.index is not None:
         text = f"{error.argument.name.lstrip('-').upper()} is missing"
     elif isinstance(error, UnusedCliTokensError):
         unused = ", ".join(map(repr, error.unused_tokens or ()))
-        text = f"{unused}: more arguments than the command takes"
+        text = f"{unused}: too many arguments"
     return f"{text}{'' if text.endswith(('.', '?')) else '.'}{default} See {command} --help"
 
 

@@ -57,14 +57,14 @@ def run(
     if list_ is not None:
         return _list(list_, output)
     if to is None:
-        raise CommandFailed("ship: --to URL is missing, or --list URL; give nats://host")
+        raise CommandFailed("ship: a URL is missing; give --to nats://host or --list nats://host")
     if log is None:
-        raise CommandFailed(f"ship: LOG is missing; {DEFAULT_LOG} in the environment stands for it")
+        raise CommandFailed(f"ship: LOG is missing; give it, or set {DEFAULT_LOG} in the environment")
     if log.is_file():
         message = f"{log}: a segment alone cannot be shipped; give its directory"
         raise CommandFailed(message)
     if not log.exists() and not follow:
-        raise CommandFailed(f"{shown_log(log)}: there is nothing; give a directory")
+        raise CommandFailed(f"{shown_log(log)} does not exist; give a directory")
     address = parse_address(to)
     from kvledger.storage.events.nats import Access, Shipper, label_of, new_stream  # noqa: PLC0415 - a fifth of a second
 

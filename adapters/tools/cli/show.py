@@ -122,7 +122,7 @@ def run(
 ) -> ExitCode:
     """Show logs, or a request."""
     if tail is not None and not follow:
-        raise CommandFailed("--tail is for --follow; --limit shortens the list of requests")
+        raise CommandFailed("--tail needs --follow; to shorten the list of requests, use --limit")
     if at is not None:
         if follow or failed or reading.since is not None or reading.until is not None:
             raise CommandFailed("--at shows one moment; leave out --since, --until, --follow and --failed")
@@ -198,7 +198,7 @@ def _show_timeline(
         return
     show_title(output, request_id, clock, groups[0].time_ns if groups else 0)
     for number, life in enumerate(lives, 1):
-        of = f"incarnation {number} of {len(lives)}: " if len(lives) > 1 else ""
+        of = f"life {number} of {len(lives)}: " if len(lives) > 1 else ""
         text = spent_text(life.spent, life.num_preemptions, has_finished=life.finished_ns is not None)
         output.line(f"{of}{text}")
     columns = {"UTC": "left", "ms": "right", "events": "right", "state": "left", "what happened": "left"}
@@ -227,7 +227,7 @@ def _begin(log: StoredLog, output: Output) -> Model:
     for remark in log.start_remarks:
         output.remark(remark)
     if log.start_sequence:
-        output.remark(f"what came before event {log.start_sequence + 1} is known from a snapshot only")
+        output.remark(f"events before event {log.start_sequence + 1} are known from a snapshot only")
     return model
 
 
@@ -325,7 +325,7 @@ def _fields(summary: RequestSummary, clock: Clock) -> dict[str, object]:
 def _requests(log: StoredLog, outcomes: Counter[str], why_nothing: str) -> str:
     """Return the number of requests and their outcomes, in words."""
     if why_nothing:
-        return f"{f'{outcomes.total()} in what is left; all: ' if outcomes else ''}not known: {why_nothing}"
+        return f"{f'{outcomes.total()} in the remaining log; all: ' if outcomes else ''}not known: {why_nothing}"
     if outcomes:
         return f"{outcomes.total()}: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.most_common())}"
     return "none" if log.worker_rank is None else "none in a worker's log; the scheduler's log has them"

@@ -36,9 +36,11 @@ def show_state(log: StoredLog, selection: Selection, output: Output) -> ExitCode
         output.nothing(log.path, f"{log.path}: nothing could be shown: {reason}")
         return ExitCode.DAMAGED if log.damage else ExitCode.NOTHING_CHECKED
     if log.start_sequence:
-        output.remark(f"folded from event {log.start_sequence + 1} on, from a snapshot")
+        output.remark(f"folded from a snapshot, from event {log.start_sequence + 1} on")
     elif log.begins_late:
-        output.remark(f"the log begins with event {log.first_sequence}; without those before its state is not known")
+        output.remark(
+            f"the log begins with event {log.first_sequence}; without the events before it, its state is not known"
+        )
     if selection.last_sequence is not None and audit.last_sequence < selection.last_sequence:
         output.remark(f"the log can be folded up to event {audit.last_sequence}, not to {selection.last_sequence}")
     _show(output, audit.projections, totals, audit.last_sequence, selection.request_id)
@@ -66,7 +68,7 @@ def _show(output: Output, projections: Projections, totals: Totals, sequence: in
         left, right = dict.fromkeys(("request", "state"), "left"), dict.fromkeys(_COUNTS, "right")
         output.table({**left, **right, "jobs": "left"}, [_request_row(request) for request in requests])
     else:
-        output.line("no request is known" if request_id is None else f"{request_id} is not known then")
+        output.line("no request is known" if request_id is None else f"{request_id} is not known at that moment")
     if request_id is None:
         _show_cache(output, projections)
         _show_totals(output, totals)

@@ -70,7 +70,7 @@ def _incomplete(log: StoredLog, selection: Selection) -> str:
     if reason:
         return f"nothing could be checked: {reason}"
     if log.begins_late:
-        return f"counted from event {log.first_sequence} on; the log does not hold what came before"
+        return f"counted from event {log.first_sequence} on; earlier events are not in the log"
     return ""
 
 

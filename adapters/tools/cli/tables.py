@@ -56,7 +56,7 @@ def run(
     """Write each table of all logs into one file."""
     require("kvledger tables", "pyarrow")
     if folder is None:
-        raise CommandFailed("several files are written: name a folder with -o")
+        raise CommandFailed("this command writes several files; name a folder with -o")
     every_log = logs_of(reading, output)
     logs = foldable(reading, output, every_log, extending.core())
     if folder.exists() and not folder.is_dir():

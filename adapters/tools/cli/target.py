@@ -26,7 +26,7 @@ def open_target(path: Path | None, *, overwrite: bool = False, allow_terminal: b
     """
     if path is None:
         if sys.stdout.isatty() and not allow_terminal:
-            raise CommandFailed("this is nothing for a terminal; name a file with -o, or pipe it to a program")
+            raise CommandFailed("this output is not for a terminal; name a file with -o, or pipe it to a program")
         yield sys.stdout.buffer
         return
     _check(path, overwrite=overwrite)

@@ -176,7 +176,7 @@ def _show_text(output: Output, log: StoredLog, findings: Findings, *, verbose: b
     if is_checked or not judgement.is_sound:
         show_decisions(output, judgement)
     elif log.header:
-        output.field("decisions", "not made again", "yellow")
+        output.field("decisions", "not repeated", "yellow")
     _show_findings(output, log, findings)
     if verbose:
         output.field("not checked", plural(len(log.core.not_checked), "rule"))

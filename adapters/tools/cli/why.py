@@ -37,7 +37,7 @@ _Chain = tuple[RequestHistory, Sequence[Cause]]
 def run(reading: Reading, *, extending: Extending = NO_EXTENSIONS, output: Written) -> ExitCode:
     """Explain one request."""
     if reading.request is None:
-        raise CommandFailed("name a request: its id or a unique part of it; `kvledger show` lists them")
+        raise CommandFailed("REQUEST is missing; give its id or a unique part of it (`kvledger show` lists the ids)")
     log, selection = selected_one(reading, output, extending.core())
     histories = read_histories(log, selection, selection.request_id or "", output)
     chains = [
@@ -64,11 +64,11 @@ def run(reading: Reading, *, extending: Extending = NO_EXTENSIONS, output: Writt
 def _show_json(output: Output, chains: Sequence[_Chain], histories: Histories, log: StoredLog) -> None:
     clock = Clock(log.header)
     for history, causes in chains:
-        whose = {"request_id": history.request_id, "ordinal": history.ordinal}
+        of_life = {"request_id": history.request_id, "ordinal": history.ordinal}
         for cause in causes:
             fields = attrs.asdict(cause, filter=lambda field, _: field.name not in {"spans", "reasons", "words"})
             times = {"time_unix_ns": clock.unix_ns(cause.time_ns), "until_unix_ns": clock.unix_ns(cause.until_ns)}
-            output.record("cause", {**whose, **fields, **times})
+            output.record("cause", {**of_life, **fields, **times})
             for span in cause.spans:
                 fields = {
                     "of": cause.what,
@@ -79,11 +79,11 @@ def _show_json(output: Output, chains: Sequence[_Chain], histories: Histories, l
                     "evidence": span.evidence,
                     "text": reason_text([span], histories, log.configuration.chunk_size, cause.time_ns),
                 }
-                output.record("reason", {**whose, **fields})
+                output.record("reason", {**of_life, **fields})
         spent: dict[str, object] = dict.fromkeys(Spent.__struct_fields__)
         if history.spent is not None:
             spent = msgspec.structs.asdict(history.spent)
-        fields = {**whose, **spent, **total(history.sums), "num_left_out": history.num_left_out}
+        fields = {**of_life, **spent, **total(history.sums), "num_left_out": history.num_left_out}
         output.record("total", {**fields, "advice": _advice(history, log)})
 
 
@@ -119,7 +119,7 @@ def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock, log: Stor
     for number, (history, every_cause) in enumerate(chains, 1):
         causes = folded(every_cause)
         if len(chains) > 1:
-            output.line(f"incarnation {number} of {len(chains)}", style="bold")
+            output.line(f"life {number} of {len(chains)}", style="bold")
         if causes and history.spent is not None:
             output.line(spent_text(history.spent, history.num_preemptions, has_finished=history.has_finished))
         events = [event_range(cause.sequence, cause.last_sequence) for cause in causes]
@@ -136,7 +136,7 @@ def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock, log: Stor
             output.line(f"{history.num_left_out} more of its causes were not kept", style="dim")
         output.line()
         if causes and causes[0].what == _ARRIVED and not (history.lookups or history.admissions):
-            output.line("nobody asked what can be loaded for it, and it got no blocks: it only waited")
+            output.line("never scheduled: vLLM did not look it up and gave it no blocks")
             continue
         show_total(output, history.sums)
         _show_advice(output, _advice(history, log))
@@ -145,14 +145,14 @@ def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock, log: Stor
 def _show_advice(output: Output, texts: Mapping[str, str]) -> None:
     if texts:
         output.line()
-        output.line("what could be changed", style="bold")
+        output.line("possible changes", style="bold")
     for reason, text in texts.items():
         output.line(f"  {reason}: {text}", indent=4)
 
 
 def show_total(output: Output, sums: Sums) -> None:
     """Print the tokens by reason, and the equation that shows that they add up."""
-    columns = {"reason": "left", "left to compute": "right", "computed again": "right", "what it means": "left"}
+    columns = {"reason": "left", "left to compute": "right", "computed again": "right", "meaning": "left"}
     found = sums_by_reason(sums)
     rows = [[reason.value, str(missed), str(again), reason.meaning] for reason, missed, again in found]
     rows.append(["all", str(sum(missed for _, missed, _ in found)), str(sum(again for *_, again in found)), ""])

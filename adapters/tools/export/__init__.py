@@ -1,5 +1,5 @@
-"""A log in the formats of other tools: a trace for Perfetto, a page for a ticket, tables for a notebook, spans.
+"""Exports a log in the formats of other tools: a trace for Perfetto, an HTML page for a ticket, OpenTelemetry spans.
 
-`trace.py` folds the log once and shows a `Visitor` its spans and instants; each format is such a visitor and knows
-nothing of events. Nothing here opens logs or decides what is right.
+`trace.py` reads the log once and calls a `Sink` with its spans and instants. Each format is such a sink and does not
+know events. Nothing here opens logs or judges them.
 """

@@ -1,4 +1,4 @@
-"""An axis of time without the time in which nothing happens: where a moment lies, where idle time was folded, ticks.
+"""A time axis with long idle times folded: positions of moments, folds and ticks.
 
 Times are nanoseconds of any one clock. It must not know what is drawn along it.
 """
@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import attrs
 
 _FOLD_WIDTH = 0.03
-"""What a fold is wide, as a share of the axis; idle time that would not be twice as wide is not folded."""
+"""Width of a fold, as a share of the axis. Idle time less than twice as wide is not folded."""
 _MAX_FOLDED = 0.3
-"""What all folds are wide together."""
+"""Largest total width of the folds, as a share of the axis."""
 _TICK_DISTANCE = 0.11
-"""So far apart, at least, as a share of the axis, are ticks: a time of day needs the room."""
+"""Least distance of ticks, as a share of the axis, so that a time of day fits between them."""
 _STEPS_NS = [
     *(base * 10**power for power in range(1, 10) for base in (1, 2, 5)),
     *(seconds * 10**9 for seconds in (10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 4 * 3600, 12 * 3600)),
@@ -33,12 +33,12 @@ class Fold:
     first_ns: int
     last_ns: int
     share: float
-    """Where it begins."""
+    """Position of its begin, from 0 to 1."""
     width: float
 
     @property
     def duration_ns(self) -> int:
-        """How long nothing happened."""
+        """Length of the idle time."""
         return self.last_ns - self.first_ns
 
 
@@ -49,14 +49,14 @@ class Tick:
     time_ns: int
     share: float
     step_ns: int
-    """So exact is its label: the distance of the round moments; of another one a millisecond at most."""
+    """Precision of its label: the distance between round moments; for other moments at most a millisecond."""
 
 
 class Axis:
-    """The time that is drawn, from 0 to 1."""
+    """Maps times to positions from 0 to 1."""
 
     def __init__(self, busy: Iterable[Interval]) -> None:
-        """Draw these, and what lies between them unless it is long; at least one is needed."""
+        """Draw the given intervals, at least one, and fold long times between them."""
         merged = _merged(busy)
         num_busy = sum(last - first for first, last in merged) or 1
         self._pieces = joined(merged, 2 * _FOLD_WIDTH * num_busy)
@@ -78,7 +78,7 @@ class Axis:
         self._begins = [first for first, _ in self._pieces]
 
     def share(self, time_ns: int) -> float:
-        """Where a time lies, from 0 to 1; what lies outside lies on the border."""
+        """Return the position of a time, from 0 to 1; times outside the axis are at its border."""
         index = bisect.bisect_right(self._begins, time_ns) - 1
         if index < 0:
             return 0.0
@@ -91,17 +91,17 @@ class Axis:
         return fold.share + fold.width * (time_ns - fold.first_ns) / fold.duration_ns
 
     def percent(self, time_ns: int, until_ns: int | None = None) -> str:
-        """The same in percent of the width; with `until_ns`, how wide the time between is."""
+        """Return the same in percent; with `until_ns`, the width of the time between both."""
         share = self.share(time_ns)
         if until_ns is not None:
             share = self.share(until_ns) - share
         return f"{share * 100:.4f}".rstrip("0").rstrip(".") + "%"
 
     def ticks(self, zoom: int = 1) -> Iterator[Tick]:
-        """Moments to label: where a piece begins, and round ones, as far as there is room.
+        """Yield the moments to label: the begins of pieces, and round moments if there is room.
 
         Args:
-            zoom: how many times wider than its window the axis is drawn.
+            zoom: width of the axis divided by the width of its window.
         """
         distance = _TICK_DISTANCE / zoom
         step = next((step for step in _STEPS_NS if self._drawn_ns * distance <= step), _STEPS_NS[-1])
@@ -111,7 +111,7 @@ class Axis:
             limit = (following[0] if following else 1.0) - distance
             for time_ns in (first, *range((first // step + 1) * step, last + 1, step)):
                 share = self.share(time_ns)
-                if share >= room and (time_ns == first or share <= limit):  # a label stands to the right of its tick
+                if share >= room and (time_ns == first or share <= limit):  # a label is to the right of its tick
                     yield Tick(time_ns, share, step if time_ns % step == 0 else min(step, 10**6))
                     room = share + distance
 
@@ -127,7 +127,7 @@ def _merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def joined(intervals: Sequence[Interval], longest_ns: float) -> list[Interval]:
-    """Those with at most so much time between them as one."""
+    """Return the intervals, with those at most `longest_ns` apart joined."""
     pieces = [intervals[0]]
     for first, last in intervals[1:]:
         if first - pieces[-1][1] <= longest_ns:

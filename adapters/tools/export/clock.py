@@ -1,4 +1,4 @@
-"""The times of several logs on one page: of day, where every log knows when it was opened."""
+"""Times of several logs on one page: times of day if every log has its opening time."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ _NS_PER_S = 10**9
 
 
 class PageClock:
-    """Times of day, where every log knows when it was opened; else times since each was opened, side by side."""
+    """Shows times of day if every log has its opening time; otherwise, for each log, the time since it was opened."""
 
     def __init__(self, readings: Sequence[Reading]) -> None:
         self.is_of_day = all(reading.clock.is_known for reading in readings)
         self._is_one_day = len({_day(self.at(each, at)) for each in readings for at in (0, each.now_ns)}) == 1
 
     def at(self, reading: Reading, time_ns: int) -> int:
-        """On the axis."""
+        """Return the time on the axis of the page."""
         unix_ns = reading.clock.unix_ns(time_ns)
         return time_ns if unix_ns is None or not self.is_of_day else unix_ns
 
     def text(self, reading: Reading, time_ns: int) -> str:
-        """For a table."""
+        """Return the time as text for a table."""
         if not self.is_of_day:
             return milliseconds(time_ns)
         return reading.clock.date_and_time(time_ns)[11 if self._is_one_day else 5 : -1].replace("T", " ")
 
     def title(self, reading: Reading, time_ns: int) -> str:
-        """For who looks closer."""
+        """Return the exact time as text for a tooltip."""
         time_of_day = f"{reading.clock.date_and_time(time_ns)}, " if reading.clock.is_known else ""
         return f"{time_of_day}{milliseconds(time_ns)} ms after {reading.log.path.name} was opened"
 
     def day(self, axis: Axis) -> str:
-        """What the axis begins with."""
+        """Return the label of the axis: its first day, or its unit."""
         return f"{_day(axis.first_ns)} UTC" if self.is_of_day else "ms since opening"
 
     def labelled(self, axis: Axis, zoom: int) -> Iterator[tuple[Tick, str, bool]]:
-        """Yield the ticks with their labels, and whether a narrow window has room for them."""
+        """Yield each tick with its label and whether the label also fits into a narrow window."""
         day = _day(axis.first_ns)
         room, distance = 0.0, _TICK_DISTANCE_IF_NARROW / zoom
         for tick in axis.ticks(zoom):
@@ -55,7 +55,7 @@ class PageClock:
 
 
 def time_of_day(tick: Tick) -> str:
-    """The label of a tick whose time counts from 1970, as exact as it says."""
+    """Return the label of a tick in Unix time, with the precision of the tick."""
     text = iso(tick.time_ns)[11:19]
     if tick.step_ns >= _NS_PER_S:
         return text

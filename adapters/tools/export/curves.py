@@ -1,4 +1,4 @@
-"""The curves below a page's axis: what was counted, as areas."""
+"""The curves below the time axis of a page, as areas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_COLUMNS = 800
 HEIGHT = 100
 
 Samples = Sequence[tuple[int, tuple[int, ...]]]
-"""(time, what each of `SERIES` was from then on)."""
+"""(time, value of each of `SERIES` from then on)."""
 
 
 @attrs.frozen
@@ -23,11 +23,11 @@ class Curve:
     name: str
     highest: int
     paths: Sequence[str]
-    """Of each log the area below, as an SVG path, `NUM_COLUMNS` by `HEIGHT`."""
+    """For each log the area below its curve, as an SVG path of `NUM_COLUMNS` by `HEIGHT`."""
 
 
 def curves(axis: Axis, of_logs: Sequence[Samples]) -> Iterator[Curve]:
-    """Those that were ever above 0."""
+    """Yield the curves that are not always 0."""
     for index, name in enumerate(SERIES):
         columns = [_columns(axis, samples, index) for samples in of_logs if samples]
         highest = max(map(max, columns), default=0)
@@ -36,7 +36,7 @@ def curves(axis: Axis, of_logs: Sequence[Samples]) -> Iterator[Curve]:
 
 
 def _columns(axis: Axis, samples: Samples, index: int) -> list[int]:
-    """The highest value in each column."""
+    """Return the highest value in each column."""
     columns = [0] * (NUM_COLUMNS + 1)
     last_column, value = int(axis.share(samples[0][0]) * NUM_COLUMNS), 0
     for time_ns, values in samples:

@@ -1,4 +1,4 @@
-"""How many distinct blocks requests hold, from one table at a time: to count them all at every step takes too long."""
+"""Counts the distinct blocks that requests hold. It updates the count by one table at a time, to save time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvledger.lifecycle.reader import Model
 
 
 class HeldBlocks:
-    """Blocks with a common prefix stand in several tables and count once.
+    """The distinct blocks in the tables of all lives; a shared block is in several tables and counts once.
 
     Args:
-        model: has the tables.
+        model: contains the tables.
         kept: ordinal of a finished life → blocks that are held for its copies until it is released.
     """
 
@@ -28,10 +28,10 @@ class HeldBlocks:
         return len(self._references)
 
     def look(self, ordinal: int) -> None:
-        """Count the table of that life as it is now."""
+        """Update the count to the present table of a life."""
         table = array("I", self._kept.get(ordinal) or self._model.tables.of(ordinal))
         before = self._tables.pop(ordinal, array("I"))
-        num_kept = len(before) if table[: len(before)] == before else 0  # most often it has only grown
+        num_kept = len(before) if table[: len(before)] == before else 0  # usually the table has only grown
         self._references.update(table[num_kept:])
         for block_id in before[num_kept:]:
             self._references[block_id] -= 1
@@ -41,13 +41,13 @@ class HeldBlocks:
             self._tables[ordinal] = table
 
     def keep(self, ordinal: int) -> None:
-        """The life has finished, and its blocks are held for its copies."""
+        """Note that a life has finished and its blocks are held for its copies."""
         life = self._model.lives.of(ordinal)
         if life is not None:
             self._kept[ordinal] = list(self._model.tables.lost_by(life))
             self.look(ordinal)
 
     def forget(self, ordinal: int) -> None:
-        """The life is over."""
+        """Note that a life has been released."""
         self._kept.pop(ordinal, None)
         self.look(ordinal)

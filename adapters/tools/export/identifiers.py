@@ -1,6 +1,6 @@
-"""Ids in little room, cut where they do not differ: what all of them begin and end with, and the middle of long ones.
+"""Shortens ids for narrow columns by hiding the beginning and end that all share, and the middle of long ids.
 
-It must not know what they name.
+It must not know what the ids name.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from collections import Counter
 from collections.abc import Collection
 
 _KEPT = 3
-"""Characters that are left of a beginning or an end that all have in common."""
+"""Characters that stay visible of a beginning or an end that all ids share."""
 _LONGEST = 22
-"""There is room for so many characters."""
+"""Longest id that is shown whole, in characters."""
 _SEPARATORS = "-_.:/"
 
 Pieces = tuple[tuple[str, bool], ...]
-"""The whole id in pieces, and whether each is left out where there is little room."""
+"""The whole id in pieces: text, and whether it is hidden in narrow columns."""
 
 
 def told_apart(names: Collection[str]) -> dict[str, Pieces]:
-    """Each name in pieces; no two of them look the same without the pieces that are left out."""
+    """Return name → its pieces. Two names never look the same without their hidden pieces."""
     names = dict.fromkeys(names)
     begin = end = 0
     if len(names) > 1 and max(map(len, names)) > _LONGEST:
@@ -33,7 +33,7 @@ def told_apart(names: Collection[str]) -> dict[str, Pieces]:
 
 
 def _common(names: list[str]) -> int:
-    """How much of the beginning of each is the same: up to the last separator in it, where there is one."""
+    """Return the length of the common beginning, up to its last separator if it has one."""
     differing = (at for at, characters in enumerate(zip(*names, strict=False)) if len(set(characters)) > 1)
     common = names[0][: next(differing, min(map(len, names)))]
     last = max(map(common.rfind, _SEPARATORS))
@@ -41,7 +41,7 @@ def _common(names: list[str]) -> int:
 
 
 def _cut(name: str, begin: int, end: int) -> Pieces:
-    """Without most of what all begin and end with, and without the middle where that is still too long."""
+    """Return the pieces of a name, with the shared beginning and end hidden, and the middle of a long rest."""
     hidden = [(_KEPT, begin)] if begin else []
     core = (begin, len(name) - end)
     length = core[1] - core[0]

@@ -1,7 +1,6 @@
-"""Spans for OpenTelemetry, made as a log is read: one for a request, and below it its phases, waits, loads and saves.
+"""OpenTelemetry spans of a log: one per request, and below it its phases, waits, loads and saves.
 
-A span is made when it ends; what is open at one moment is all that is kept. It must not know where spans go, nor
-formats.
+Each span is emitted when it ends; only open spans are kept in memory. It must not know targets or formats.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ Emit = Callable[[ReadableSpan], object]
 Attributes = Mapping[str, AttributeValue]
 
 _BEYOND: Final = 2**64 - 1
-"""The last nanosecond that a span can have; a forged log may name later ones."""
+"""Latest time of a span, in nanoseconds. A forged log may have later times."""
 _SUFFIX: Final = re.compile("-[0-9a-f]{8}$")
 """What vLLM appends to the client's id (`assign_request_id`, vllm/v1/engine/input_processor.py, 0.32)."""
 _MAX_EVENTS: Final = 1024
-"""Of a span, the last ones. Of these the SDK keeps `OTEL_SPAN_EVENT_COUNT_LIMIT`, and counts the others."""
+"""Events kept for a span, the last ones. The SDK keeps `OTEL_SPAN_EVENT_COUNT_LIMIT` of them and counts the others."""
 _OF_REQUEST: Final = frozenset({e.TokensRolledBack.id, e.SessionContinued.id, e.SaveDeclined.id, e.TransferAwaited.id})
 _OF_LOG: Final = frozenset({e.CacheReset.id, e.PrefixCacheReset.id, e.LogNote.id})
-"""What becomes an event of a span though nothing went wrong."""
+"""Kinds of instants that are not trouble and become events of a span."""
 
 
 @attrs.frozen
@@ -48,7 +47,7 @@ class _Event:
 
 @attrs.define
 class _Wait:
-    """A request is asked to ask again, until something that is being saved can be loaded."""
+    """Lookups of a request that are deferred in a row, until a save is done."""
 
     deferral: e.LookupDeferred
     sequence: int
@@ -58,13 +57,13 @@ class _Wait:
 
 @attrs.define
 class _Request:
-    """What is known of a request until its span is made."""
+    """A request until its span is emitted."""
 
     life: LifeSpan
     events: deque[_Event] = attrs.field(factory=lambda: deque(maxlen=_MAX_EVENTS))
     wait: _Wait | None = None
     trouble: Instant | None = None
-    """The first."""
+    """The first trouble."""
 
 
 class _Emitting(SpanProcessor):
@@ -76,13 +75,13 @@ class _Emitting(SpanProcessor):
 
 
 class LogSpans(Sink):
-    """One log as spans.
+    """Emits the spans of one log.
 
     Args:
-        log: it knows when it was opened.
-        opened_at_ns: that, in Unix time: what the log's times count from.
-        sums: each request's tokens and why they were not there.
-        emit: given each span when it is made.
+        log: the opened log.
+        opened_at_ns: Unix time at which the log was opened; its times count from there.
+        sums: has the tokens of each request by reason.
+        emit: called with each span.
     """
 
     def __init__(self, log: StoredLog, opened_at_ns: int, sums: RequestSums, emit: Emit) -> None:
@@ -96,18 +95,18 @@ class LogSpans(Sink):
         provider.add_span_processor(_Emitting(emit))
         self._tracer = provider.get_tracer("kvledger", __version__)
         self._requests: dict[int, _Request] = {}
-        """By ordinal: those that are shown now."""
+        """Ordinal → request whose span is open."""
         self._of_log: deque[_Event] = deque(maxlen=_MAX_EVENTS)
 
-    # --- a request and what lies within it ----------------------------------------------------
+    # --- requests and the spans below them ----------------------------------------------------
 
     def began(self, span: Span) -> None:
-        """A request is remembered; everything else is told when it ends."""
+        """Remember a request. Other spans are emitted when they end."""
         if isinstance(span, LifeSpan):
             self._requests[span.ordinal] = _Request(span)
 
     def ended(self, span: Span) -> None:
-        """It becomes a span."""
+        """Emit the span."""
         match span:
             case LifeSpan():
                 self._end_request(span)
@@ -118,7 +117,7 @@ class LogSpans(Sink):
                 self._end_copy(span)
 
     def _end_request(self, span: LifeSpan) -> None:
-        # Where a damaged log gives two requests one ordinal, the first to end has taken what is remembered.
+        # In a damaged log two requests may have one ordinal; then the first to end has removed the record.
         request = self._requests.pop(span.ordinal, None) or _Request(span)
         self._end_wait(span.ordinal, span.last_ns, request)
         summary, trouble = span.summary, request.trouble
@@ -180,10 +179,10 @@ class LogSpans(Sink):
         context = self._ids.within(parent, "wait", request.life.ordinal, wait.sequence)
         self._emit("wait for save", span, context, attributes, parent)
 
-    # --- what happens at once -----------------------------------------------------------------
+    # --- instants -----------------------------------------------------------------------------
 
     def looked_up(self, lookup: Lookup) -> None:
-        """An event, where the answer is another one than before; deferrals in a row are a wait."""
+        """Add an event if the answer differs from the previous one; deferrals in a row become a wait."""
         request = self._requests.get(-1 if lookup.ordinal is None else lookup.ordinal)
         if request is None:
             return
@@ -204,7 +203,7 @@ class LogSpans(Sink):
             request.events.append(_Event(answer.id, lookup.time_ns, attributes))
 
     def happened(self, instant: Instant) -> None:
-        """An event of the request's span, where it is of a request that is there, else of the log's."""
+        """Add an event to the span of the instant's request, or to the log's span if that request has none."""
         request = self._requests.get(-1 if instant.ordinal is None else instant.ordinal)
         if not instant.is_trouble and instant.kind not in (_OF_LOG if request is None else _OF_REQUEST):
             return
@@ -220,7 +219,7 @@ class LogSpans(Sink):
             request.trouble = instant
 
     def end(self, time_ns: int) -> None:
-        """The log ends here: a span for all of it has what happened to no request."""
+        """Emit a span of the whole log, with the events of no request."""
         span = Span(request_id="", sequence=0, since_ns=0, until_ns=time_ns, last_ns=time_ns)
         self._emit("log", span, self._ids.of_request(None, b""), {}, None, self._of_log)
 
@@ -254,15 +253,15 @@ class LogSpans(Sink):
 
 
 def _attributes(record: object, *names: str) -> dict[str, AttributeValue]:
-    """Fields of these names that say something."""
+    """Return the attributes for these fields, without empty ones."""
     values = ((name, getattr(record, name)) for name in names)
     return {f"kvledger.{name}": value for name, value in values if value not in (None, "", [], ())}
 
 
 def _resource(log: StoredLog, log_id: str) -> Resource:
-    """Whose spans these are. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` count, as everywhere."""
+    """Return the source of the spans. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` apply as usual."""
     header = log.header
-    said = {
+    fields = {
         "service.version": header.get("kvledger_version"),
         "service.instance.id": log_id,
         "kvledger.log.path": str(log.path).encode(errors="replace").decode(),
@@ -272,6 +271,6 @@ def _resource(log: StoredLog, log_id: str) -> Resource:
         "kvledger.vllm_version": header.get("vllm_version"),
         "kvledger.process_id": header.get("process_id"),
     }
-    found = Resource.create({name: value for name, value in said.items() if value and isinstance(value, str | int)})
-    is_named = not str(found.attributes[SERVICE_NAME]).startswith("unknown_service")  # that is what nobody named
+    found = Resource.create({name: value for name, value in fields.items() if value and isinstance(value, str | int)})
+    is_named = not str(found.attributes[SERVICE_NAME]).startswith("unknown_service")  # the SDK's default name
     return found if is_named else found.merge(Resource({SERVICE_NAME: "kvledger"}))

@@ -1,6 +1,6 @@
-"""The ids of spans and traces: they follow from the log and the event, so that a second export gives the same.
+"""Ids of spans and traces, computed from the log and the event, so that a second export has the same ids.
 
-All of a request's spans are in one trace: its caller's, where the log has that, else one of its own.
+All spans of a request are in one trace: the trace of its caller if the log has it, otherwise a trace of its own.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 
 
 def parent_of(trace_parent: bytes) -> SpanContext | None:
-    """The span of a request's caller, which is also the parent of vLLM's own `llm_request`."""
+    """Return the span of a request's caller, which is also the parent of vLLM's own `llm_request`; None: unknown."""
     trace_id, span_id = int.from_bytes(trace_parent[:16], "big"), int.from_bytes(trace_parent[16:24], "big")
     parent = SpanContext(trace_id, span_id, is_remote=True, trace_flags=_SAMPLED)
     return parent if parent.is_valid else None
 
 
 class SpanIds(IdGenerator):
-    """Of one log. The SDK is given those of `next`."""
+    """Computes the ids of one log's spans. The SDK gets those of `next`."""
 
     def __init__(self, log_id: str) -> None:
         self._log_id = log_id
         self.next = INVALID_SPAN_CONTEXT
 
     def generate_span_id(self) -> int:
-        """The next span's."""
+        """Return the id of the next span."""
         return self.next.span_id
 
     def generate_trace_id(self) -> int:
-        """The next span's, where it has no parent."""
+        """Return the trace id of the next span, if it has no parent."""
         return self.next.trace_id
 
     def of_request(self, ordinal: int | None, trace_parent: bytes) -> SpanContext:
-        """Of the span of a life; without one of the log's, below which stands what has no request."""
+        """Return the ids of a life's span; without `ordinal`, of the log's span, the parent of all other spans."""
         if ordinal is None:
             return self._context(self._hash(16, "log"), "log")
         parent = parent_of(trace_parent)
@@ -45,7 +45,7 @@ class SpanIds(IdGenerator):
         return self._context(trace_id, "request", ordinal)
 
     def within(self, parent: SpanContext, *what: str | int) -> SpanContext:
-        """Of a span in the same trace, which `what` tells from all others of the log."""
+        """Return the ids of a span in the same trace. `what` must be unique in the log."""
         return self._context(parent.trace_id, *what)
 
     def _context(self, trace_id: int, *what: str | int) -> SpanContext:

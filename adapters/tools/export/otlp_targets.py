@@ -1,6 +1,6 @@
-"""Where spans for OpenTelemetry go: an endpoint that speaks OTLP over HTTP, or a file like that of the collector.
+"""Targets of OpenTelemetry spans: an endpoint for OTLP over HTTP, or a file in the format of the collector.
 
-It must not know what the spans say.
+It must not know the contents of the spans.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.lifecycle import without_credentials
 
 SPANS_PER_REQUEST: Final = 512
-"""As many as OpenTelemetry's batch processor sends at once."""
+"""Spans in one request, as in OpenTelemetry's batch processor."""
 _PATH: Final = "/v1/traces"
 _IDS: Final = ("traceId", "spanId", "parentSpanId")
 _LATER: Final = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
 
 
 class SpanTarget(Protocol):
-    """What takes spans."""
+    """Accepts spans."""
 
     name: str
-    """For messages."""
+    """Its name in messages."""
 
     def send(self, spans: Sequence[ReadableSpan]) -> None:
-        """Take these, or raise."""
+        """Accept the spans, or raise."""
 
 
 class Batches:
-    """Collects spans and sends so many at once; `flush` sends the last ones."""
+    """Collects spans and sends `SPANS_PER_REQUEST` at once; `flush` sends the last ones."""
 
     def __init__(self, target: SpanTarget) -> None:
         self._target = target
@@ -49,13 +49,13 @@ class Batches:
         self.num_spans = 0
 
     def add(self, span: ReadableSpan) -> None:
-        """Collect one span."""
+        """Add a span."""
         self._spans.append(span)
         if len(self._spans) >= SPANS_PER_REQUEST:
             self.flush()
 
     def flush(self) -> None:
-        """Send what has been collected."""
+        """Send the collected spans."""
         spans, self._spans = self._spans, []
         if spans:
             self._target.send(spans)
@@ -63,7 +63,7 @@ class Batches:
 
 
 class SpanFile:
-    """OTLP as JSON, an `ExportTraceServiceRequest` a line: what the collector's file exporter writes.
+    """A file of OTLP as JSON, one `ExportTraceServiceRequest` per line, as the collector's file exporter writes it.
 
     See https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/ .
     """
@@ -73,7 +73,7 @@ class SpanFile:
         self._file = file
 
     def send(self, spans: Sequence[ReadableSpan]) -> None:
-        """Write a line."""
+        """Write one line."""
         request: dict[str, Any] = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
         for of_resource in request["resourceSpans"]:
             for of_scope in of_resource["scopeSpans"]:
@@ -84,7 +84,7 @@ class SpanFile:
 
 
 class SpanEndpoint:
-    """A collector, or a backend that takes OTLP itself. The SDK's exporter reads `OTEL_EXPORTER_OTLP_*`.
+    """A collector, or a backend that accepts OTLP. The SDK's exporter reads `OTEL_EXPORTER_OTLP_*`.
 
     Args:
         url: `http://host:4318`; `/v1/traces` is added if the URL does not end with it.
@@ -97,30 +97,30 @@ class SpanEndpoint:
         self._exporter = OTLPSpanExporter(self._url, session=self._session)
         self._logger = logging.getLogger("opentelemetry.exporter.otlp")
         self._level = self._logger.level
-        self._logger.setLevel(logging.CRITICAL)  # our error line says what went wrong
+        self._logger.setLevel(logging.CRITICAL)  # the error of this command has the reason
 
     def send(self, spans: Sequence[ReadableSpan]) -> None:
-        """Send one request. The exporter repeats it after a passing failure, within its timeout.
+        """Send one request. The exporter retries it after a temporary failure, within its timeout.
 
         Raises:
-            CommandFailed: the endpoint did not take the spans.
+            CommandFailed: the endpoint did not accept the spans.
         """
         self._exporter.export(spans)
         outcome = self._session.take_outcome()
         if not isinstance(outcome, requests.Response):
             raise CommandFailed(
-                f"{self.name} cannot be reached: {self._reason(outcome)}; see that a receiver for OTLP over HTTP is "
-                "there (port 4318; 4317 is gRPC's); the same command sends the same spans again",
+                f"{self.name} cannot be reached: {self._reason(outcome)}; check that a receiver for OTLP over HTTP "
+                "listens there (port 4318; 4317 is for gRPC), then repeat the command: it sends the same spans",
                 ExitCode.TRY_AGAIN,
             )
         status = outcome.status_code
         answered = f"{self.name} answered {status} {outcome.reason}"
         if status in _LATER or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            raise CommandFailed(f"{answered}; the same command sends the same spans again", ExitCode.TRY_AGAIN)
+            raise CommandFailed(f"{answered}; repeat the command: it sends the same spans", ExitCode.TRY_AGAIN)
         if status >= HTTPStatus.MULTIPLE_CHOICES:
             raise CommandFailed(
-                f"{answered}; see that the URL is that of a receiver for OTLP over HTTP, and that "
-                "OTEL_EXPORTER_OTLP_HEADERS has what it asks for, such as authorization=Bearer%20…",
+                f"{answered}; check that the URL belongs to a receiver for OTLP over HTTP, and that "
+                "OTEL_EXPORTER_OTLP_HEADERS has the headers that it requires, such as authorization=Bearer%20…",
                 ExitCode.REFUSED,
             )
 
@@ -130,21 +130,21 @@ class SpanEndpoint:
         self._logger.setLevel(self._level)
 
     def _reason(self, error: BaseException) -> str:
-        """The innermost reason, without the names of the classes of three libraries around it."""
+        """Return the innermost error, without the class names of the three libraries that wrap it."""
         while error.__context__ is not None:
             error = error.__context__
-        said = (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
-        return without_credentials(said.replace(self._url, self.name))
+        message = (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
+        return without_credentials(message.replace(self._url, self.name))
 
 
 class _Session(requests.Session):
-    """Remembers how the last request ended: the exporter returns only whether it succeeded."""
+    """Remembers the outcome of the last request, because the exporter returns only whether it succeeded."""
 
     _outcome: requests.Response | Exception | None = None
 
     def request(self, *arguments: Any, **options: Any) -> requests.Response:  # noqa: ANN401
         try:
-            # An older exporter follows redirects, by which a POST becomes a GET without the spans.
+            # Older exporters follow redirects, which turn the POST into a GET without the spans.
             self._outcome = super().request(*arguments, **{**options, "allow_redirects": False})
         except Exception as error:
             self._outcome = error
@@ -153,14 +153,14 @@ class _Session(requests.Session):
 
     def take_outcome(self) -> requests.Response | Exception:
         outcome, self._outcome = self._outcome, None
-        return RuntimeError("OpenTelemetry's exporter made no request") if outcome is None else outcome
+        return RuntimeError("OpenTelemetry's exporter sent no request") if outcome is None else outcome
 
 
 def is_endpoint(target: str) -> bool:
-    """Whether the target is an endpoint and no file.
+    """Whether the target is an endpoint and not a file.
 
     Raises:
-        CommandFailed: it looks like an endpoint and is none.
+        CommandFailed: it looks like an endpoint but is not a valid one.
     """
     shown = without_credentials(target, is_address=True)
     if re.match(r"https?://", target, re.IGNORECASE):
@@ -169,17 +169,17 @@ def is_endpoint(target: str) -> bool:
         except ValueError:
             has_host = False
         if not has_host:
-            raise CommandFailed(f"--otlp {shown}: there is no host in it; give http://host:4318")
+            raise CommandFailed(f"--otlp {shown}: the URL has no host; give http://host:4318")
         return True
     if "://" in target:
-        raise CommandFailed(f"--otlp {shown}: only OTLP over HTTP is spoken; give http://host:4318, or a file")
+        raise CommandFailed(f"--otlp {shown}: only OTLP over HTTP is supported; give http://host:4318, or a file")
     if re.fullmatch(r"[\w.-]+:\d+(/.*)?", target):
-        raise CommandFailed(f"--otlp {target}: for an endpoint give http://{target}, for a file ./{target}")
+        raise CommandFailed(f"--otlp {target}: this can be an endpoint or a file; give http://{target} or ./{target}")
     return False
 
 
 def _traces_url(url: str) -> str:
-    """The URL of an endpoint for traces: the base that was given, and `/v1/traces`, as the specification says."""
+    """Return the endpoint's URL for traces: the given base and `/v1/traces`, as in the specification."""
     parts = urlsplit(url)
     path = parts.path.rstrip("/")
     return urlunsplit(parts._replace(path=path if path.endswith(_PATH) else path + _PATH))

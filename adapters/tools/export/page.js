@@ -1,4 +1,4 @@
-// Zooms the time axis: everything on it is placed in percent, so that only the width of the lanes changes.
+// Zooms the time axis. Everything on it has its place in percent, so only the width of the lanes changes.
 {
   const timeline = document.querySelector(".timeline");
   const lanes = timeline?.querySelector(".lanes");
@@ -7,7 +7,7 @@
   const labelWidth = () => lanes.querySelector(".label").getBoundingClientRect().width;
   const windowWidth = () => timeline.clientWidth - labelWidth();
   let zoom = 1;
-  // Keeps the moment at `share` of the axis where it is: `x` pixels right of the labels.
+  // Zooms and scrolls so that the moment at `share` of the axis is `x` pixels right of the labels.
   const show = (newZoom, share, x) => {
     zoom = Math.min(Math.max(newZoom, 1), levels.at(-1) * 2);
     lanes.style.setProperty("--zoom", zoom);
@@ -59,7 +59,7 @@
   }
 }
 
-// Sorts a table by a column: a button in each heading, which only appears where scripts run.
+// Sorts a table by the column whose heading is clicked. The buttons exist only where scripts run.
 for (const table of document.querySelectorAll("table.sortable")) {
   const body = table.tBodies[0];
   [...table.tHead.rows[0].cells].forEach((heading, column) => {
@@ -69,7 +69,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
     const value = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent;
     button.addEventListener("click", () => {
       const isNumber = [...body.rows].every((row) => row.cells[column].dataset.value !== undefined);
-      // Numbers begin with the largest: that is what one looks for. Of times and names the first comes first.
+      // Numbers are sorted with the largest first, times and names with the smallest first.
       const isDown = heading.ariaSort ? heading.ariaSort === "ascending" : heading.classList.contains("number");
       const direction = isDown ? -1 : 1;
       for (const other of heading.parentNode.cells) other.removeAttribute("aria-sort");

@@ -1,8 +1,8 @@
-"""One page about the logs of a directory, for a ticket: complete in itself, safe whatever the logs hold.
+"""Writes one self-contained HTML page about the logs of a directory, for a ticket.
 
-The templates say how it looks, and escape what stands in a log; here stands what is on it, and what is left out of logs
-that are too large for a page. The page allows nothing but its own style and its own script (which sorts a table), named
-by their hashes: text which got past the escaping could not run, and nothing can be fetched.
+The page is safe whatever the logs contain. The templates define the look and escape all text from the logs. The page's
+policy allows only its own style and script, by their hashes, so a text that was not escaped could not run, and the page
+fetches nothing. This module chooses the contents of the page, and what to leave out of large logs.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from kvledger.adapters.tools.reasons import BY_DESIGN, Sums
 from kvledger.adapters.units import duration, event_range, milliseconds, plural, ranges, size
 
 _ZOOMS = (1, 4, 16, 64, 256)
-"""How many times wider than its window the time axis may be drawn; each has labels of its own."""
+"""Widths of the time axis, in widths of its window, that have labels of their own."""
 _MAX_TIMELINES = 60
 """Requests that are shown event by event."""
 _WORK_OF_TIMELINES = 20_000_000
-"""Events times timelines: beyond that a page would take minutes, so fewer are shown."""
+"""Largest product of events and timelines. With more, a page would take minutes, so fewer timelines are shown."""
 _MAX_CAUSES = 400
 _MAX_FOLDS_NAMED = 8
 _NUMBERS = frozenset(
     (
-        *("ms", "event", "events", "took", "left to compute", "computed again", "calls", "together", "each", "longest"),
-        *("time", "arrived", "opened (UTC)", "covers", "its end", "requests", "recovered", "retained"),
+        *("ms", "event", "events", "took", "left to compute", "computed again", "calls", "total", "mean", "longest"),
+        *("time", "arrived", "opened (UTC)", "covers", "end of the longest", "requests", "recovered", "retained"),
         *("prompt", "output", "preempted", "loaded", "recomputed", "failures"),
         *("slots", "tokens loaded, estimated", "of those asked for"),
     )
@@ -53,7 +53,7 @@ _NUMBERS = frozenset(
 
 
 def write_page(logs: Sequence[tuple[StoredLog, Selection]], output: Progress) -> Iterator[str]:
-    """The page about the selected parts of these logs, piece by piece."""
+    """Yield the page about the selected parts of these logs, piece by piece."""
     readings = [Reading.of(log, selection, output) for log, selection in logs]
     chosen = _chosen(readings)
     parts = [
@@ -104,16 +104,16 @@ def write_page(logs: Sequence[tuple[StoredLog, Selection]], output: Progress) ->
     )
 
 
-# --- what is chosen -----------------------------------------------------------------------------
+# --- the choice of requests ---------------------------------------------------------------------
 
 
 def _chosen(readings: Sequence[Reading]) -> list[list[Request]]:
-    """Of each log the requests that are drawn, the worst first."""
-    everyone = [
+    """Return for each log the requests to draw, the worst first."""
+    candidates = [
         (request.interest, index, request) for index, each in enumerate(readings) for request in each.shown.requests
     ]
-    everyone.sort(key=lambda one: one[0], reverse=True)
-    kept = {id(request) for _, _, request in everyone[:MAX_REQUESTS]}
+    candidates.sort(key=lambda candidate: candidate[0], reverse=True)
+    kept = {id(request) for _, _, request in candidates[:MAX_REQUESTS]}
     return [
         sorted((request for request in each.shown.requests if id(request) in kept), key=lambda request: request.badness)
         for each in readings
@@ -121,7 +121,7 @@ def _chosen(readings: Sequence[Reading]) -> list[list[Request]]:
 
 
 def _most_interesting(reading: Reading, requests: Sequence[Request], num_requests: int) -> list[str]:
-    """The ids of those that are shown event by event; each log has its share of them."""
+    """Return the ids of the requests to show event by event. Each log has its share of them."""
     share = -(-_MAX_TIMELINES * len(requests) // max(1, num_requests))
     allowed = max(1, min(share, _WORK_OF_TIMELINES // max(1, reading.log.num_events)))
     by_interest = sorted(requests, key=lambda request: request.interest, reverse=True)
@@ -141,15 +141,15 @@ class _Entry:
     request: Request
     pieces: Pieces
     anchor: str
-    """Unique on the page; its events stand there, or else its row."""
+    """Unique id on the page of its events, or of its row if the events are not shown."""
     timeline: RequestTimeline | None
-    """None also where it is a life of an id that is above."""
+    """None: not shown event by event, or shown with an earlier life of the same id."""
     why: str
-    """Why its tokens were missed or computed again: those a cache could have spared."""
+    """Reasons of the tokens that it missed or computed again, without reasons by design."""
 
     @property
     def name(self) -> str:
-        """The id."""
+        """Id of the request."""
         return self.request.life.request_id
 
 
@@ -195,7 +195,7 @@ def _sums(readings: Sequence[Reading]) -> Sums:
 
 def _bars(readings: Sequence[Reading], sums: Sums) -> Iterator[Bar]:
     figures = [reading.figures for reading in readings if reading.figures is not None]
-    is_everything = all(reading.selection.is_everything for reading in readings)  # else they are of more than is shown
+    is_everything = all(reading.selection.is_everything for reading in readings)  # of a part, figures count more
     if is_everything and len(figures) == len(readings):
         yield after_preemptions(figures)
     if sums.num_admissions:
@@ -230,10 +230,10 @@ def _template() -> jinja2.Template:
 
 
 def _visible(value: object) -> object:
-    """What is no markup yet, with each character that cannot be seen as its number: clients choose request ids."""
+    """Return text with invisible characters as numbers, because clients choose request ids. Markup stays."""
     return value if hasattr(value, "__html__") else visible(str(value))
 
 
 def _outcome(outcome: str) -> str:
-    """`FINISHED_LENGTH_CAPPED` as `length capped`."""
+    """Return `length capped` for `FINISHED_LENGTH_CAPPED`."""
     return outcome.removeprefix("FINISHED_").replace("_", " ").lower()

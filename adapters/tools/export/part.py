@@ -1,6 +1,7 @@
-"""What a page says of one log: read once for the requests and the verdict, and once more for those that are shown.
+"""The part of a page about one log.
 
-It must not know how a page looks, nor which other logs are on it.
+The log is read once for the requests and the verdict, and again for the requests that are shown. This module must not
+know the look of the page or its other logs.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from kvledger.storage.events import HowEnded
 
 _MAX_FINDINGS = 50
 _MAX_FOLLOWING = 20
-"""Breaches of a finding that are listed below it."""
+"""Consequences listed below a finding."""
 _VERDICTS = {
     ExitCode.SOUND: (": every rule that a log can decide is kept", "good"),
     ExitCode.RULE_BROKEN: ("a rule is broken", "bad"),
     ExitCode.DAMAGED: ("the log is damaged", "bad"),
-    ExitCode.DIVERGED: ("today's code decides otherwise", "warn"),
+    ExitCode.DIVERGED: ("today's code decides differently", "warn"),
     ExitCode.END_MISSING: ("", "warn"),
     ExitCode.EXTENSION_STOPPED: ("", "warn"),
     ExitCode.NOTHING_CHECKED: ("nothing could be checked", "warn"),
@@ -57,7 +58,7 @@ _ENDINGS = {
 
 @attrs.frozen
 class Reading:
-    """A log that was read once: what to choose the requests from that are shown."""
+    """Results of the first reading of a log, from which the requests to show are chosen."""
 
     log: StoredLog
     selection: Selection
@@ -65,14 +66,14 @@ class Reading:
     accounts: reasons.Reasons
     found: Findings
     pool: Estimate
-    """What pools of other sizes would have loaded."""
+    """Tokens that pools of other sizes would have loaded."""
     figures: Figures | None
-    """None: the snapshot from which the log begins has no totals."""
+    """None: the snapshot at which the log begins has no totals."""
     now_ns: int
 
     @classmethod
     def of(cls, log: StoredLog, selection: Selection, output: Progress) -> Reading:
-        """The selected part of the log."""
+        """Read the selected part of a log."""
         shown = Shown()
         model = begin_model(log)
         accounts = reasons.Reasons(model, selection, shown.explained)
@@ -87,12 +88,12 @@ class Reading:
 
     @property
     def clock(self) -> Clock:
-        """Its times of day."""
+        """Clock of the log's times of day."""
         return Clock(self.log.header)
 
     @property
     def busy(self) -> list[Interval]:
-        """The times to draw, since the log was opened; of one request its own, and a little around it."""
+        """Intervals to draw, since the log was opened; of a selected request, its own with a margin."""
         if self.selection.request_id is None:
             return self.shown.busy or [(0, self.now_ns)]
         states = [state for request in self.shown.requests for state in request.states]
@@ -110,15 +111,15 @@ class ListedFinding:
     detail: str
     request_id: str
     evidence: Sequence[tuple[int, str]]
-    """Events that show it, in words."""
+    """(sequence number, event in words) of the events that show it."""
     follows: Sequence[str]
     num_left_out: int
-    """Breaches that follow and are not listed."""
+    """Consequences that are not listed."""
 
 
 @attrs.frozen
 class Part:
-    """What is on the page of one log."""
+    """Contents of the page about one log."""
 
     reading: Reading
     requests: Sequence[Request]
@@ -126,12 +127,12 @@ class Part:
     findings: Sequence[ListedFinding]
     num_findings: int
     num_uncollected: int
-    """Breaches that are counted and of which it is not known which finding they belong to."""
+    """Breaches that were counted without their findings."""
     explanations: Sequence[Sequence[Cause]]
     verdict: str
     verdict_style: str
     ending: str
-    """In a word or two; `facts` has the rest."""
+    """How the log ended, in a few words; `facts` has the details."""
     ending_style: str
     facts: Mapping[str, str]
     figures: Mapping[str, str]
@@ -141,27 +142,27 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Of the log's folder."""
+        """Name of the log's folder."""
         return self.reading.log.path.name
 
     @property
     def shown(self) -> Shown:
-        """What was gathered."""
+        """Requests and samples of the log."""
         return self.reading.shown
 
     @classmethod
     def of(cls, reading: Reading, requests: Sequence[Request], request_ids: Collection[str], output: Progress) -> Part:
-        """With these requests of it, those with `request_ids` event by event."""
+        """Read the log again, for the given requests; those with `request_ids` are shown event by event."""
         log, selection, shown, found = reading.log, reading.selection, reading.shown, reading.found
         listed = found.listed.findings[:_MAX_FINDINGS]
         evidence = {sequence for finding in listed for sequence in finding.first.evidence}
         named = NamedEvents(evidence | named_by(reading.accounts.histories))
-        with output.progress(log, "reading once more"):
+        with output.progress(log, "reading again"):
             timelines = read_timelines(log, selection, request_ids, named)
         histories = Histories(reading.accounts.histories, named.events, named.names)
         verdict, verdict_style = _VERDICTS[found.exit_code]
-        says_more = found.exit_code in {ExitCode.EXTENSION_STOPPED, ExitCode.NOTHING_CHECKED}
-        if found.checked.why_nothing or not found.checked.is_whole or says_more:
+        has_details = found.exit_code in {ExitCode.EXTENSION_STOPPED, ExitCode.NOTHING_CHECKED}
+        if found.checked.why_nothing or not found.checked.is_whole or has_details:
             verdict = found.verdict
         elif found.exit_code in {ExitCode.SOUND, ExitCode.END_MISSING}:
             verdict = sound_text(log.ending) + verdict
@@ -201,7 +202,7 @@ def _facts(reading: Reading) -> dict[str, str]:
         part += f", request {selection.request_id} only"
     facts = {**facts_of(log, reading.now_ns), "shown": part}
     if log.head_hash:
-        facts["chain's head"] = log.head_hash
+        facts["chain head"] = log.head_hash
     return facts | {"end": ending_text(log.ending, reading.found.end_state.num_open_requests)}
 
 
@@ -229,7 +230,7 @@ def _checked(reading: Reading) -> str:
     if why_nothing:
         return f"Neither rules nor decisions could be checked: {why_nothing}."
     return (
-        f"{len(judgement.judged)} rules were held against {plural(judgement.num_events, 'event')}, and every "
-        f"decision was made again; {len(reading.log.core.not_checked)} rules cannot be decided from a log: kvledger "
+        f"{len(judgement.judged)} rules were checked over {plural(judgement.num_events, 'event')}, and every "
+        f"decision was repeated; {len(reading.log.core.not_checked)} rules cannot be decided from a log: kvledger "
         "verify --verbose lists them."
     )

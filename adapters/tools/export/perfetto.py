@@ -1,7 +1,7 @@
-"""A trace for Perfetto (ui.perfetto.dev), in the JSON of Chrome's Trace Event Format, written as the log is read.
+"""Writes a trace for Perfetto (ui.perfetto.dev) while the log is read, as JSON in Chrome's Trace Event Format.
 
-Two processes an engine: `engine` (steps, what went wrong, cache, copies, counters), which Perfetto shows on top, and
-`requests` with a track per life. Nothing is kept but what is open. It must not know what events mean.
+Each engine has two processes: `engine` (steps, trouble, cache, copies, counters), which Perfetto shows on top, and
+`requests`, with one track per life. Only open spans are kept in memory. It must not know the meaning of events.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ENGINE, _REQUESTS = 1, 2
 _STEPS, _TROUBLE, _CACHE, _COPIES, _FIRST_EXTENSION = 11, 12, 13, 14, 20
 _FIRST_REQUEST = 100
 _ENGINE_BITS = 24
-"""Process and thread ids of engine n begin at n << 24: Perfetto names threads by their id alone."""
+"""Process and thread ids of engine n begin at n << 24, because Perfetto names threads by their id alone."""
 
 _COUNTERS: tuple[tuple[str, str, Callable[[Gauges], int | None]], ...] = (
     ("blocks", "held by requests", attrgetter("num_blocks_held")),
@@ -42,13 +42,13 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Gauges], int | None]], ...] = (
     ("jobs in flight", "loads", attrgetter("num_loads_in_flight")),
     ("jobs in flight", "saves", attrgetter("num_saves_in_flight")),
 )
-"""Name, series, and where its value stands."""
+"""(name, series, function that returns the value)."""
 
 Write = Callable[[bytes], object]
 
 
 class TraceFile:
-    """The frame around the events: begin, any number of `EngineTrace`s, end."""
+    """The trace file, to which any number of `EngineTrace`s write events."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
@@ -63,14 +63,14 @@ class TraceFile:
         self.num_events += 1
 
     def end(self, about: Mapping[str, object]) -> None:
-        """Close the file; `about` says what the trace was made from."""
+        """Complete the file. `about` describes the source of the trace."""
         if not self.num_events:
             self._write(self._separator)
         self._write(b'\n],"otherData":' + self._encode(about) + b"}\n")
 
 
 class EngineTrace(Sink):
-    """One log in a trace. `shift_ns` moves it against others, so that logs opened at different times line up."""
+    """Writes one log into a trace. `shift_ns` is added to its times, to align logs with different opening times."""
 
     def __init__(self, trace: TraceFile, *, engine: int = 0, label: str = "", shift_ns: int = 0) -> None:
         self._trace = trace
@@ -79,27 +79,27 @@ class EngineTrace(Sink):
         self._open_step = False
         self._gauges: Gauges | None = None
         self._values: dict[tuple[str, str], int] = {}
-        """Of the counters, as written last."""
+        """(counter, series) → value that was written last."""
         self._arrows: dict[int | None, str] = {}
-        """Ordinal of who was preempted and does not run again yet -> id of the arrow."""
+        """Ordinal of a preempted request that does not run yet → id of its arrow."""
         self._num_arrows = 0
         self._tracks: set[int] = set()
-        """Ordinals of the requests that are shown now."""
+        """Ordinals of the requests that have a track."""
         self._gone: dict[str, list[Instant]] = {}
-        """Kind -> chunks that left the cache since the last observation."""
+        """Kind → instants since the last observation at which chunks left the cache."""
         self._calls: dict[str, tuple[int, int]] = {}
-        """Extension -> the track of its calls, and the end of the last one."""
+        """Extension → (track of its calls, end of the last call)."""
         suffix = f" {label}" if label else ""
         for number, name in ((_ENGINE, "engine"), (_REQUESTS, "requests")):
             self._metadata("process_name", number, 0, {"name": name + suffix})
             self._metadata("process_sort_index", number, 0, {"sort_index": self._base + number})
-        for track, name in ((_STEPS, "steps"), (_TROUBLE, "what went wrong"), (_CACHE, "cache and log")):
+        for track, name in ((_STEPS, "steps"), (_TROUBLE, "trouble"), (_CACHE, "cache and log")):
             self._name_track(track, name)
 
     # --- spans --------------------------------------------------------------------------------
 
     def began(self, span: Span) -> None:
-        """A request gets a track of its own, a state a slice on it, a copy an asynchronous slice of the engine."""
+        """Begin a track for a request, a slice on it for a state, an asynchronous slice of the engine for a copy."""
         match span:
             case LifeSpan():
                 self._tracks.add(span.ordinal)
@@ -112,7 +112,7 @@ class EngineTrace(Sink):
                 self._begin_call(span)
 
     def ended(self, span: Span) -> None:
-        """The slice ends; of a request, there is no more to say."""
+        """End the slice; forget a request."""
         match span:
             case LifeSpan():
                 self._arrows.pop(span.ordinal, None)
@@ -127,7 +127,7 @@ class EngineTrace(Sink):
                 self._event("E", "call", span.name, span.last_ns, track)
 
     def _begin_state(self, span: StateSpan) -> None:
-        """Where a preempted request runs again, the arrow from its preemption ends."""
+        """Begin a slice. An arrow leads from a preemption to the state in which the request runs again."""
         more: dict[str, object] = {}
         if span.state == "preempted":
             self._num_arrows += 1
@@ -143,11 +143,11 @@ class EngineTrace(Sink):
         is_open = span.until_ns is None
         arguments = _fields(span, "num_computed_tokens_at_end", *([] if is_open else ["left_by"]))
         if is_open:
-            arguments["open"] = "the trace ends before this state does"
+            arguments["open"] = "the trace ends before this state"
         self._event("E", "state", span.state, span.last_ns, _FIRST_REQUEST + span.ordinal, arguments)
 
     def _begin_copy(self, copy: CopySpan) -> None:
-        """A load of a preempted request carries the arrow on."""
+        """Begin a slice. The arrow of a preempted request passes through its load."""
         arguments = _fields(copy, "job_id", "request_id", "ordinal", "generation", "sequence", "num_pages")
         arguments |= {"slots": ranges(copy.slots), "block_ids": ranges(copy.block_ids)}
         arguments |= _fields(copy, "is_async", "before_forward")
@@ -175,7 +175,7 @@ class EngineTrace(Sink):
         self._event("e", "copy", copy.kind, copy.last_ns, _COPIES, arguments, more)
 
     def _begin_call(self, call: CallSpan) -> None:
-        """Behind the one before: slices of a track nest, and who measured it had another clock."""
+        """Begin a slice, not before the end of the previous one: slices of a track nest, and clocks differ."""
         if call.extension not in self._calls:
             self._calls[call.extension] = _FIRST_EXTENSION + len(self._calls), 0
             self._name_track(self._calls[call.extension][0], f"calls, {call.extension}")
@@ -186,7 +186,7 @@ class EngineTrace(Sink):
     # --- instants -----------------------------------------------------------------------------
 
     def looked_up(self, lookup: Lookup) -> None:
-        """An instant, where the answer is another one than before: a waiting request is asked about at every step."""
+        """Write an instant if the answer differs from the last: vLLM looks up a waiting request in every step."""
         track = self._track_of(lookup.ordinal)
         if lookup.is_repeated or track is None:
             return
@@ -194,7 +194,7 @@ class EngineTrace(Sink):
         self._instant("lookup", lookup.answer.id, lookup.time_ns, track, arguments)
 
     def happened(self, instant: Instant) -> None:
-        """On the track of the request, and on the engine's where it is of no request or went wrong."""
+        """Write an instant on the request's track, and on the engine's if it is trouble or has no request."""
         if instant.kind in {"chunks.evicted", "chunks.tainted"}:
             self._gone.setdefault(instant.kind, []).append(instant)
             return
@@ -212,7 +212,7 @@ class EngineTrace(Sink):
         return None if ordinal is None or ordinal not in self._tracks else _FIRST_REQUEST + ordinal
 
     def _show_gone(self) -> None:
-        """One instant for all that left at once: instants of the same time would be drawn inside one another."""
+        """Write one instant for all chunks that left at once, because Perfetto nests instants of the same time."""
         for kind, instants in self._gone.items():
             keys = [str(key) for instant in instants for key in cast("list[str]", instant.fields["keys"])]
             arguments = {
@@ -227,7 +227,7 @@ class EngineTrace(Sink):
     # --- the engine ---------------------------------------------------------------------------
 
     def stepped(self, step: Step) -> None:
-        """A slice to the next step: when a step's forward ended, the log does not say."""
+        """Begin a slice that lasts to the next step, because the log does not have the end of a forward pass."""
         self.idle(step.time_ns)
         arguments = _fields(step, "step", "sequence", "num_scheduled_tokens", "num_events")
         self._event("B", "step", "step", step.time_ns, _STEPS, arguments)
@@ -235,13 +235,13 @@ class EngineTrace(Sink):
         self._count("scheduled tokens", "a step", step.time_ns, step.num_scheduled_tokens)
 
     def idle(self, time_ns: int) -> None:
-        """The step's slice ends."""
+        """End the slice of the step."""
         if self._open_step:
             self._event("E", "step", "step", time_ns, _STEPS)
             self._open_step = False
 
     def counted(self, time_ns: int, gauges: Gauges) -> None:
-        """Counters, and what left the cache."""
+        """Write the counters, and the chunks that left the cache."""
         self._show_gone()
         if gauges == self._gauges:
             return
@@ -252,14 +252,14 @@ class EngineTrace(Sink):
             self._count(name, series, time_ns, value_of(gauges))
 
     def end(self, time_ns: int) -> None:
-        """The log ends here."""
+        """End the trace of this log."""
         self._show_gone()
         self.idle(time_ns)
 
     # --- events -------------------------------------------------------------------------------
 
     def _count(self, name: str, series: str, time_ns: int, value: int | None) -> None:
-        """Where it has changed."""
+        """Write the value if it has changed."""
         if value is not None and self._values.get((name, series)) != value:
             self._values[name, series] = value
             self._event("C", "counter", name, time_ns, _STEPS, {series: value})
@@ -292,7 +292,7 @@ class EngineTrace(Sink):
         self._trace.event(fields)
 
     def _name_track(self, track: int, name: str) -> None:
-        """Also its place among the tracks of its process."""
+        """Set the name of a track, and its place in its process."""
         order = track - _FIRST_REQUEST if track >= _FIRST_REQUEST else track
         self._metadata("thread_name", _process_of(track), track, {"name": name})
         self._metadata("thread_sort_index", _process_of(track), track, {"sort_index": order})

@@ -1,4 +1,4 @@
-"""The curve of a page that shows what pools of other sizes would have loaded."""
+"""The curve of a page that shows the tokens that pools of other sizes would have loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WIDTH, _HEIGHT, _MARGIN = 640, 120, 12
 
 @attrs.frozen
 class Point:
-    """Where a size is drawn."""
+    """Position of a pool size on the curve."""
 
     size: PoolSize
     x: float
@@ -23,7 +23,7 @@ class Point:
 
 @attrs.frozen
 class PoolCurve:
-    """Of all logs together: the size of the pool to the right, the tokens that it would have loaded upwards."""
+    """The curve for all logs together. X: size of the pool; y: tokens that it would have loaded."""
 
     estimate: Estimate
     points: Sequence[Point]
@@ -32,7 +32,7 @@ class PoolCurve:
 
     @classmethod
     def of(cls, estimates: Sequence[Estimate]) -> Self | None:
-        """None if nothing is estimated, or no request asked for anything."""
+        """Return the curve; None if there is no estimate, or no request needed tokens."""
         estimate = Estimate()
         for each in estimates:
             estimate = estimate.with_other(each)
@@ -52,6 +52,6 @@ class PoolCurve:
 
     @property
     def path(self) -> str:
-        """The area below the curve, which begins without a pool, as an SVG path."""
+        """The area below the curve as an SVG path. It begins at a pool of size 0."""
         line = "".join(f"L{point.x} {point.y}" for point in self.points)
         return f"M{_MARGIN} {_HEIGHT}{line}V{_HEIGHT}Z"

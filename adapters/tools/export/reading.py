@@ -1,4 +1,4 @@
-"""Reads a stored log, whole or in part, and shows a sink what it is made of."""
+"""Reads a stored log and calls a sink with its spans and instants."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def read_trace(
     *also: Callable[[Batch], object],
     visitors: Sequence[Visitor[Model]] = (),
 ) -> Trace:
-    """Read the log from its beginning and show the sink the selected part.
+    """Read the log from its beginning and call the sink for the selected part.
 
-    A log that is being written is read up to where it ends now.
+    A log that is being written is read up to its present end.
 
     Args:
         log: the opened log.
         model: as `begin_model` returns it.
-        selection: what is selected of it.
-        sink: is shown it.
-        remark: given, in a sentence, what the reader of the result should know.
-        also: each is given each batch before the trace takes it.
+        selection: the selected part.
+        sink: called with the spans and instants of that part.
+        remark: called with remarks for the user, one sentence each.
+        also: each is called with each batch, before the trace.
         visitors: called before the trace with each event.
     """
     trace = Trace(model, log.core, begin_totals(log, model), sink, selection)

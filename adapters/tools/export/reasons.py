@@ -1,4 +1,4 @@
-"""Why tokens were missed and computed again, for a page: sums of the selected part, and one request's causes."""
+"""Reasons why tokens were missed and computed again, for a page: sums of a part, and the causes of one request."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Reasons(Accounts):
 
     Args:
         model: of the reader.
-        selection: what is selected.
-        explained: given each life of a request, its sums at least; those that are not over at the end of the log.
+        selection: the selected part.
+        explained: called with the history of each life when it ends, or at the end of the log; it may have only sums.
     """
 
     def __init__(
@@ -29,33 +29,33 @@ class Reasons(Accounts):
         self._explained = explained
         self._ended: list[RequestHistory] = []
         self._before: Sums | None = None
-        """Of what precedes the selection; None before it begins."""
+        """Sums before the selection; None until the selection begins."""
         one = selection.request_id
         super().__init__(model, request_id=one, on_end=self._keep, keeps_histories=one is not None)
 
     def visits(self) -> Visits:
-        """Whether the selection has begun, and then what the accounts count."""
+        """Return the visits: first whether the selection begins, then those of the accounts."""
         return [*((event_class, self._reach) for event_class in e.STANDARD_EVENTS.values()), *super().visits()]
 
     def ended(self, life: Life) -> None:
-        """Close its account, in the selection if the event at hand is in it."""
+        """Close the account of the life, as part of the selection if the current event is in it."""
         self._reach()
         super().ended(life)
 
     def finish(self) -> None:
-        """Hand out the lives that are not over."""
+        """Call `explained` with the lives that have not ended."""
         if self._explained is not None:
             for history in super().histories:
                 self._explained(history)
 
     def sums(self) -> Sums:
-        """Of the selected part."""
+        """Return the sums of the selected part."""
         sums = super().sums()
         return sums if self._before is None else sums.since(self._before)
 
     @property
     def histories(self) -> list[RequestHistory]:
-        """Of the lives of the selected request, if one is selected."""
+        """Histories of the selected request's lives; empty if none is selected."""
         return [] if self._selection.request_id is None else [*self._ended, *super().histories]
 
     def _reach(self, _event: e.Event | None = None) -> None:
@@ -70,7 +70,7 @@ class Reasons(Accounts):
 
 
 def totals(sums: Sums) -> dict[str, object]:
-    """The table of tokens by reason, and that it adds up."""
+    """Return the table of tokens by reason, and the equation that shows that it adds up."""
     found = sums_by_reason(sums)
     rows = [(reason.value, missed, again, reason.meaning) for reason, missed, again in found]
     all_missed, all_again = sum(missed for _, missed, _ in found), sum(again for *_, again in found)
@@ -81,6 +81,6 @@ def totals(sums: Sums) -> dict[str, object]:
 
 
 def causes(log: StoredLog, selection: Selection, histories: Histories) -> list[list[Cause]]:
-    """The chain of causes of each incarnation of a request, as `kvledger why` shows it."""
+    """Return the chain of causes of each life of a request, as `kvledger why` shows it."""
     chains = [folded(causes_of(each, histories, log)) for each in histories.of_incarnations]
     return [[cause for cause in chain if cause.last_sequence >= selection.first_sequence] for chain in chains]

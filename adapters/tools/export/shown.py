@@ -1,7 +1,7 @@
-"""What a page shows of a log, gathered in bounded memory.
+"""Collects the contents of a page about a log in bounded memory.
 
-A page is read by a person: of thousands of requests the ones that something happened to are kept, and what is left out
-is counted. It must not know how a page looks.
+Of thousands of requests it keeps those with trouble or preemptions, and counts the others. It must not know the look of
+the page.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from kvledger.adapters.tools.reasons import RequestHistory, Sums
 
 MAX_REQUESTS = 300
 MAX_INSTANTS = 200
-"""Of the engine, and of each request."""
+"""Instants of the engine, and of each request."""
 _MAX_ORDINARY = 200
-"""Lookups, and saves that went well, of one request."""
+"""Lookups of one request, and completed saves of it."""
 _MAX_SAMPLES = 4096
 _MAX_BUSY = 4096
 SLOTS = "host slots used"
 SERIES = ("running", "preempted, recovering", "blocks held", SLOTS, "copies in flight")
-"""What the curves of a page count."""
+"""Names of the curves of a page."""
 
 
 @attrs.define(eq=False)
 class Request:
-    """What is shown of one life of a request."""
+    """One life of a request, as the page shows it."""
 
     life: LifeSpan
     states: list[StateSpan] = attrs.field(factory=list)
@@ -51,22 +51,22 @@ class Request:
     num_left_out: int = 0
     """Ordinary saves and lookups that are not drawn."""
     sums: Sums | None = None
-    """Where its tokens came from; None where the log lacks what they follow from."""
+    """Sources of its tokens; None if the log lacks the events that show them."""
 
     @property
     def num_troubles(self) -> int:
-        """How often something went wrong."""
+        """Number of instants with trouble and of failures."""
         return sum(instant.is_trouble for instant in self.instants) + self.life.summary.num_failures
 
     @property
     def last_ns(self) -> int:
-        """The last moment that is drawn of it, in nanoseconds since the log was opened."""
+        """Latest drawn moment of the request, in nanoseconds since the log was opened."""
         ends = [self.life.summary.arrived_ns, *(span.last_ns for span in (*self.states, *self.copies))]
         return max(ends)
 
     @property
     def badness(self) -> tuple[int, int, int, int]:
-        """The key that sorts the worst first: by trouble, preemptions, time without its blocks or queued, arrival."""
+        """Key that sorts the worst request first: by trouble, preemptions, time preempted or queued, arrival."""
         summary, spent = self.life.summary, self.life.summary.spent
         return (
             -self.num_troubles,
@@ -77,15 +77,15 @@ class Request:
 
     @property
     def interest(self) -> tuple[int, int, int]:
-        """The more, the rather it is shown: trouble, preemptions, then a sample from all over the log."""
-        # Of numbers written backwards the smallest belong to multiples of the highest power of two: evenly spread.
+        """Key whose largest values are shown: by trouble, preemptions, then a sample of the whole log."""
+        # With the bits reversed, the smallest numbers are multiples of the largest powers of two: evenly spread.
         backwards = int(f"{self.life.ordinal % 2**64:064b}"[::-1], 2)
         return self.num_troubles, self.life.summary.num_preemptions, -backwards
 
 
 @attrs.define
 class Calls:
-    """Those of one extension and name."""
+    """Calls of one extension and name."""
 
     longest: CallSpan
     num_calls: int = 0
@@ -93,39 +93,39 @@ class Calls:
 
 
 class Shown(Sink):
-    """Keeps what a page needs of at most `MAX_REQUESTS` requests."""
+    """Keeps the contents of a page, for at most `MAX_REQUESTS` requests."""
 
     def __init__(self) -> None:
         self._requests: dict[int | None, Request] = {}
         self._ended: list[Request] = []
         self.outcomes: Counter[str] = Counter()
-        """How the requests ended -> how many of them."""
+        """Outcome → number of requests."""
         self.num_requests = 0
         self.samples: list[tuple[int, tuple[int, ...]]] = []
-        """(time, what `SERIES` counts), or the most of it around that time."""
+        """(time, values of `SERIES`), or the highest values around that time."""
         self.calls: dict[str, Calls] = {}
         self.troubles: list[Instant] = []
         self.others: list[Instant] = []
-        """What else happened to the engine: resets, notes."""
+        """Other instants of the engine: resets, notes."""
         self.num_instants_left_out = 0
         self.busy: list[Interval] = []
-        """When there were requests to schedule; of very many such times those that are close are one."""
+        """Intervals with requests to schedule. If there are very many, close ones are joined."""
         self._is_busy = False
 
     @property
     def requests(self) -> list[Request]:
-        """The ones to show, in the order of their arrival."""
+        """The requests to show, in the order of arrival."""
         shown = sorted(self._requests.values(), key=lambda request: request.interest, reverse=True)[:MAX_REQUESTS]
         return sorted(shown, key=lambda request: request.life.ordinal)
 
     def began(self, span: Span) -> None:
-        """Another request."""
+        """Add a request."""
         if isinstance(span, LifeSpan):
             self.num_requests += 1
             self._requests[span.ordinal] = Request(span)
 
     def ended(self, span: Span) -> None:
-        """A bar; of a request, how it went."""
+        """Add a bar, or the outcome of a request."""
         match span:
             case LifeSpan():
                 self.outcomes[span.summary.outcome] += 1
@@ -139,7 +139,7 @@ class Shown(Sink):
                 request.num_saves += is_ordinary
                 if is_ordinary and request.num_saves > _MAX_ORDINARY:
                     request.num_left_out += 1
-                else:  # without what would be most of a page's memory
+                else:  # without the largest fields
                     request.copies.append(msgspec.structs.replace(span, slots=(), block_ids=()))
             case CallSpan():
                 calls = self.calls.setdefault(f"{span.extension}: {span.name}", Calls(span))
@@ -148,7 +148,7 @@ class Shown(Sink):
                 calls.longest = max(calls.longest, span, key=lambda call: call.duration_ns)
 
     def looked_up(self, lookup: Lookup) -> None:
-        """A mark, where the answer is a new one."""
+        """Add a mark if the answer is new."""
         request = self._requests.get(lookup.ordinal)
         if request is None or lookup.is_repeated:
             return
@@ -158,7 +158,7 @@ class Shown(Sink):
             request.num_left_out += 1
 
     def happened(self, instant: Instant) -> None:
-        """A mark, and a line in the list of what happened."""
+        """Add a mark, and a line to the list of instants."""
         if instant.is_trouble or not instant.request_id:
             instants = self.troubles if instant.is_trouble else self.others
             if len(instants) < MAX_INSTANTS:
@@ -170,15 +170,15 @@ class Shown(Sink):
             request.instants.append(instant)
 
     def explained(self, history: RequestHistory) -> None:
-        """What became of the tokens of a request."""
+        """Keep the sums of a request."""
         request = self._requests.get(history.ordinal)
         if request is not None:
             request.sums = history.sums
 
     def counted(self, time_ns: int, gauges: Gauges) -> None:
-        """A point of the curves."""
+        """Add a point to the curves."""
         in_state = gauges.num_requests
-        # Copies do not count: the report of the last save comes with the next step, however late that is.
+        # Copies do not count as busy: the report of the last save comes with the next step, however late.
         self._be_busy(time_ns, sum(in_state.values()) > in_state["finished"])
         values = (
             in_state["running"] + in_state["chunked_prefill"],
@@ -194,7 +194,7 @@ class Shown(Sink):
             pairs = zip(self.samples[::2], self.samples[1::2], strict=False)
             self.samples = [(at, tuple(map(max, first, second))) for (at, first), (_, second) in pairs]
 
-    def _be_busy(self, time_ns: int, is_busy: bool) -> None:  # noqa: FBT001 -- what is counted
+    def _be_busy(self, time_ns: int, is_busy: bool) -> None:  # noqa: FBT001 -- a measured value
         if self._is_busy:
             self.busy[-1] = (self.busy[-1][0], time_ns)
         elif is_busy:
@@ -205,7 +205,7 @@ class Shown(Sink):
             self.busy = joined(self.busy, pauses[_MAX_BUSY])
 
     def _forget_ordinary(self) -> None:
-        """Of those that have ended; to the others something may still happen."""
+        """Forget ended requests of little interest. The interest of the others may still change."""
         self._ended.sort(key=lambda request: request.interest, reverse=True)
         for request in self._ended[MAX_REQUESTS:]:
             self._requests.pop(request.life.ordinal, None)

@@ -1,6 +1,6 @@
-"""What a trace of a log is made of: spans (requests, their states, copies), instants, lookups, steps, counts.
+"""Parts of a trace of a log: spans (requests, their states, copies), instants, lookups, steps, counts.
 
-Times are nanoseconds since the log was opened and never run backwards. Nothing here knows a file format.
+Times are nanoseconds since the log was opened and never decrease. This module must not know file formats.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from kvledger.lifecycle.events import LookupAnswered, LookupDeferred
 
 
 class Span(msgspec.Struct, eq=False, kw_only=True):
-    """Something that lasts. It is filled in until it ends."""
+    """A period of time. Its fields are complete when it ends."""
 
     request_id: str
     sequence: int
-    """Of the event that began it."""
+    """Sequence number of the event that began it."""
     since_ns: int
     until_ns: int | None = None
-    """None while it lasts, and where the log ends before it does."""
+    """None while it is open, also at the end of the log."""
     last_ns: int = 0
-    """The end, or how far the log reaches."""
+    """Its end; if it is open at the end of the log, the log's last time."""
 
     @property
     def duration_ns(self) -> int:
-        """As far as the log reaches; known at the end."""
+        """Duration in nanoseconds, up to the end of the log; known when it has ended."""
         return self.last_ns - self.since_ns
 
 
@@ -40,16 +40,16 @@ class LifeSpan(Span, eq=False, kw_only=True):
     summary: RequestSummary
     """Complete at the end."""
     first_running_ns: int | None = None
-    """When every token of the prompt was computed or in flight for the first time."""
+    """Time at which every token of the prompt was first computed or in flight."""
     trace_parent: bytes = b""
-    """Of its arrival; empty also where that is not in the log."""
+    """Trace context of its arrival; empty if it has none or the arrival is not in the log."""
     num_tokens_retained: int = 0
-    """On its ways back from preemptions, like those recovered."""
+    """Tokens retained after preemptions; `num_tokens_recovered`: tokens recovered then."""
     num_tokens_recovered: int = 0
     num_bytes_loaded: int = 0
     num_bytes_saved: int = 0
     state_ns: dict[str, int] = {}
-    """State → how long it was in it."""
+    """State → nanoseconds in that state."""
 
 
 class StateSpan(Span, eq=False, kw_only=True):
@@ -59,7 +59,7 @@ class StateSpan(Span, eq=False, kw_only=True):
     state: str
     generation: int
     cause: str
-    """Id of the event that led here."""
+    """Id of the event that began the state."""
     num_computed_tokens: int
     num_tokens: int
     num_computed_tokens_at_end: int = 0
@@ -71,9 +71,9 @@ class CopySpan(Span, eq=False, kw_only=True):
     """One transfer job, from the decision to its settlement. `kind` is `load`, `save` or `tail save`."""
 
     ordinal: int | None
-    """Of the life; None where the log lacks the request's arrival."""
+    """Ordinal of the life; None if the log lacks the request's arrival."""
     trace_parent: bytes
-    """Of the life."""
+    """Trace context of the life."""
     kind: str
     job_id: int
     generation: int
@@ -84,7 +84,7 @@ class CopySpan(Span, eq=False, kw_only=True):
     num_tokens: int | None
     chunks: tuple[int, ...]
     is_async: bool
-    """Whether steps go on meanwhile."""
+    """Whether steps run in the meantime."""
     before_forward: bool
     """Whether it must be done before the step's forward, because its blocks are free already."""
     outcome: str = "open"
@@ -94,11 +94,11 @@ class CopySpan(Span, eq=False, kw_only=True):
     ranks_failed: list[int] = []
     num_bytes: int = 0
     worker_ns: int = 0
-    """Time that the workers measured, added up over their reports."""
+    """Sum of the times that workers measured, in nanoseconds."""
 
 
 class CallSpan(Span, eq=False, kw_only=True):
-    """Something that an extension's figures say took time: a hook of a recorded connector. Shown when it is over."""
+    """A duration in an extension's figures, such as a hook of a recorded connector. Begins and ends at once."""
 
     extension: str
     name: str
@@ -106,48 +106,48 @@ class CallSpan(Span, eq=False, kw_only=True):
 
 @attrs.frozen
 class Lookup:
-    """What the scheduler asked and was answered."""
+    """An answer to a lookup by the scheduler."""
 
     sequence: int
-    """Of the answer."""
+    """Sequence number of the answer."""
     time_ns: int
     ordinal: int | None
-    """None where the log lacks the request's arrival."""
+    """Ordinal of the life; None if the log lacks the request's arrival."""
     answer: LookupAnswered | LookupDeferred
     is_repeated: bool
-    """Whether question and answer are those of the request's lookup before: who waits is asked about at every step."""
+    """Whether question and answer equal the request's previous lookup. vLLM looks up waiting requests in every step."""
 
 
 @attrs.frozen(kw_only=True)
 class Instant:
-    """Something that happened at once. `kind` is the event's id, or `events.lost`."""
+    """An event without duration. `kind` is the event's id, or `events.lost`."""
 
     kind: str
     sequence: int
     time_ns: int
     request_id: str
     ordinal: int | None
-    """None where it is of no request, or the log lacks the request's arrival."""
+    """Ordinal of the life; None without a request, or if the log lacks the request's arrival."""
     text: str
-    """In plain words."""
+    """The event in words."""
     is_trouble: bool
-    """Whether something went wrong here."""
+    """Whether the event is a failure."""
     fields: Mapping[str, object]
 
 
 @attrs.frozen
 class Gauges:
-    """What can be counted at one instant."""
+    """Counts at one moment."""
 
     num_requests: Mapping[str, int]
-    """State -> requests."""
+    """State → number of requests."""
     num_blocks_held: int
-    """Distinct blocks in the block tables of requests. How many there are in all, the log does not say."""
+    """Distinct blocks in the block tables of requests."""
     num_slots_free: int
     num_slots_used: int
-    """Slots of the host pool that hold a chunk or a tail, or that a copy reads or writes."""
+    """Slots of the host pool that contain a chunk or a tail, or that a copy reads or writes."""
     num_bytes_used: int | None
-    """The same in bytes, by what a page took in the last complete copy; None before there was one."""
+    """The same in bytes, by the page size of the last complete save; None before the first."""
     num_chunks_cached: int
     """Chunks that can be loaded."""
     num_loads_in_flight: int
@@ -156,45 +156,45 @@ class Gauges:
 
 @attrs.frozen
 class Step:
-    """One engine step, and what could be counted when everything was decided about it."""
+    """One engine step, with the counts after all decisions on it."""
 
     step: int
     sequence: int
     time_ns: int
     num_scheduled_tokens: int
     num_events: int
-    """The step's record and the decisions on it."""
+    """Events in the log: the step and the decisions on it."""
     gauges: Gauges
 
 
 class Sink:
-    """Is shown a trace in the order of the log. Everything is ignored until a subclass wants it.
+    """Receives a trace in the order of the log. Each method does nothing unless a subclass overrides it.
 
-    The trace does not compute what a sink ignores.
+    The trace does not compute values for methods that are not overridden.
     """
 
     needs_memory_gauges: ClassVar[bool] = True
-    """Whether `Gauges` counts blocks, slots and chunks, which takes a sixth of the time; otherwise they are 0."""
+    """Whether `Gauges` counts blocks, slots and chunks, a sixth of the total time; otherwise they are 0."""
     needs_recoveries: ClassVar[bool] = True
-    """Whether tokens recovered and retained are counted for each life; otherwise they are 0."""
+    """Whether recovered and retained tokens are counted for each life; otherwise they are 0."""
 
     def began(self, span: Span) -> None:
-        """A request arrived, entered a state (or another generation of it), a copy was issued, a call was made."""
+        """Called when a request arrives or enters a state or generation, a copy is issued, or a call is made."""
 
     def ended(self, span: Span) -> None:
-        """It is over, or the log ends; of a request its states before itself."""
+        """Called when a span or the log ends; for a request, its states end first."""
 
     def happened(self, instant: Instant) -> None:
-        """Something happened at once."""
+        """Called with an instant."""
 
     def looked_up(self, lookup: Lookup) -> None:
-        """A lookup was answered."""
+        """Called with each answer to a lookup."""
 
     def stepped(self, step: Step) -> None:
-        """A step and the decisions on it are complete."""
+        """Called when a step and the decisions on it are complete."""
 
     def counted(self, time_ns: int, gauges: Gauges) -> None:
-        """An observation and the decisions on it are complete."""
+        """Called when an observation and the decisions on it are complete."""
 
     def idle(self, time_ns: int) -> None:
-        """No request is left that could be scheduled."""
+        """Called when no request is left to schedule."""

@@ -1,4 +1,4 @@
-"""Some requests event by event in words, in a second reading of a log."""
+"""Describes chosen requests event by event, in a second reading of a log."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from kvledger.adapters.tools.logs.timeline import Group, begin_timelines
 from kvledger.lifecycle.reader import Reader
 
 _MAX_GROUPS = 500
-"""Of one request that are kept: its first and its last ones."""
+"""Groups kept at the beginning and at the end of one request."""
 
 
 @attrs.frozen
 class RequestTimeline:
-    """All lives of one request id, in groups of events."""
+    """Groups of events of all lives of one request id."""
 
     groups: Sequence[Group]
     num_left_out: int
-    """Groups between the first and the last ones."""
+    """Groups left out in the middle."""
 
 
 def read_timelines(
     log: StoredLog, selection: Selection, request_ids: Collection[str], named: NamedEvents
 ) -> dict[str, RequestTimeline]:
-    """The timelines of these requests by id; `named` is shown the log, too."""
+    """Return request id → timeline; also collect the events that `named` asks for."""
     timelines = begin_timelines(log, request_ids)
     reader = Reader(timelines.model, [timelines])
     for batch in log.batches(selection.last_sequence):

@@ -1,4 +1,4 @@
-"""Where tokens came from, as shares of a bar: after preemptions, and at all admissions."""
+"""Sources of tokens, as shares of a bar: after preemptions, and at all admissions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvledger.adapters.tools.reasons import BY_DESIGN, LoadFate, Reason, Sums
 
 @attrs.frozen
 class Share:
-    """Some of the tokens. `style` names a colour of the page."""
+    """Tokens of one source. `style` is a colour of the page."""
 
     name: str
     style: str
@@ -21,18 +21,18 @@ class Share:
 
 @attrs.frozen
 class Bar:
-    """All of them."""
+    """All tokens, by source."""
 
     title: str
     shares: Sequence[Share]
 
     @property
     def num_tokens(self) -> int:
-        """In all shares."""
+        """Tokens of all shares."""
         return sum(share.num_tokens for share in self.shares)
 
     def placed(self) -> Iterator[tuple[Share, float, float]]:
-        """Each share, where it begins, and how wide it is, in percent of the bar."""
+        """Yield each share with its begin and its width, in percent of the bar."""
         begin = 0.0
         for share in self.shares:
             width = 100 * share.num_tokens / max(1, self.num_tokens)
@@ -41,7 +41,7 @@ class Bar:
 
 
 def after_preemptions(figures: Sequence[Figures]) -> Bar:
-    """Of what had been computed when requests were preempted."""
+    """Return the bar of the tokens that had been computed before requests were preempted."""
     recovered = Share("recovered: copied back", "recovered", sum(each.num_tokens_recovered for each in figures))
     retained = Share("retained in vLLM's cache", "retained", sum(each.num_tokens_retained for each in figures))
     recomputed = Share("recomputed", "recomputed", sum(each.num_tokens_recomputed for each in figures))
@@ -52,11 +52,11 @@ def after_preemptions(figures: Sequence[Figures]) -> Bar:
         else "No request was preempted"
     )
     bar = Bar(title, (recovered, retained, recomputed))
-    return bar if bar.num_tokens or not num_preemptions else Bar(f"{title} nothing had to come back", bar.shares)
+    return bar if bar.num_tokens or not num_preemptions else Bar(f"{title} no tokens had to be recovered", bar.shares)
 
 
 def at_admissions(sums: Sums) -> Bar:
-    """Of what requests needed whenever they were admitted, the first time or again."""
+    """Return the bar of the tokens that requests needed at their admissions, first and repeated ones."""
     missed = sums.misses()
     num_by_design = sum(missed[reason] for reason in BY_DESIGN)
     recorded = missed[Reason.RECORDED]
@@ -69,5 +69,5 @@ def at_admissions(sums: Sums) -> Bar:
         Share("computed: not offered", "computed", recorded),
         Share("computed: missed, see below", "recomputed", sum(missed.values()) - num_by_design - recorded),
     )
-    title = "At the one admission" if sums.num_admissions == 1 else f"At all {sums.num_admissions:,} admissions"
+    title = "At the only admission" if sums.num_admissions == 1 else f"At all {sums.num_admissions:,} admissions"
     return Bar(title, [share for share in shares if share.num_tokens])

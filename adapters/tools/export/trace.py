@@ -1,7 +1,7 @@
-"""Shows a sink the spans and instants of the selected part of a log, as the reader's model knows them.
+"""Calls a sink with the spans and instants of the selected part of a log, from the reader's model.
 
-It remembers what is open and nothing else, so a log of any length takes the memory of its busiest instant. It must not
-know files and formats.
+It keeps only open spans, so the memory that it needs depends on the busiest moment of the log and not on its length. It
+must not know files or formats.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvledger.lifecycle.events import NO_SLOT
 from kvledger.lifecycle.reader import Life, Model, Visitor, Visits
 
 LOST = "events.lost"
-"""The kind of the instant at which events are missing."""
+"""Kind of an instant at which events are missing."""
 
 _TROUBLE = (
     *(e.InvariantViolated, e.HookFailed, e.LoadErrorsObserved, e.RequestQuarantined, e.ChunksTainted),
@@ -48,33 +48,33 @@ _KINDS: dict[type[e.Event], str] = {e.LoadIssued: "load", e.SaveIssued: "save", 
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """What is open."""
+    """The open spans."""
 
     lives: dict[int, LifeSpan] = {}
-    """By ordinal: those whose beginning is known, from the log or a snapshot."""
+    """Ordinal → span, of lives whose beginning is known from the log or a snapshot."""
     states: dict[int, StateSpan] = {}
-    """Of these lives, by ordinal."""
+    """Ordinal of such a life → span of its state."""
     copies: dict[int, CopySpan] = {}
-    """By job id."""
+    """Job id → span."""
     last_answers: dict[int, e.LookupAnswered | e.LookupDeferred] = {}
-    """Of these lives, by ordinal."""
+    """Ordinal of such a life → its last answer."""
     kept_blocks: dict[int, list[int]] = {}
     """Ordinal of a finished life → blocks that are held for its copies."""
     bytes_per_page: float | None = None
-    """Of the last complete save."""
+    """Bytes per page of the last complete save."""
     now_ns: int = 0
-    """The latest time seen. Times that run backwards, as in a damaged log, are taken as this."""
+    """Latest time so far. It replaces earlier times, which a damaged log may have."""
 
 
 class Trace(Visitor[Model]):
-    """Makes spans and instants of what happens.
+    """Turns events into spans and instants.
 
-    The selection limits what is shown, never what is known: spans that are open where it begins have their true
-    beginning, and what reaches beyond its end is left open. Steps, counts and instants of no request belong to every
-    choice of a request.
+    The selection limits the calls of the sink only. Spans that are open when it begins have their real beginning, and
+    spans that continue after its end are left open. Steps, counts and instants without a request are part of every
+    selection of a request.
 
-    A reader must be given `visitors` in this order: the summary of a life must be complete where its span ends, and
-    what came back for a request is known until the totals have counted its step.
+    Pass `visitors` to a reader in their order: the summary of a life must be complete before its span ends, and the
+    recovered tokens of a request are known only until the totals have counted its step.
     """
 
     needs = ("lives", "copies")
@@ -86,7 +86,7 @@ class Trace(Visitor[Model]):
         self.totals = totals
         self._requests = Requests(model, self._summarized)
         self._summaries: dict[int, RequestSummary] = {}
-        """Of lives that are over at the event at hand, by ordinal."""
+        """Ordinal → summary, of lives that end at the current event."""
         self._core = core
         self._sink = sink
         self._shows_counts = type(sink).counted is not Sink.counted
@@ -94,7 +94,7 @@ class Trace(Visitor[Model]):
         self._selection = selection
         self._is_inside = False
         self._step: e.StepScheduled | None = None
-        """The observation at hand, if it is one."""
+        """The current observation, if it is a step."""
         self.index()
         for life in model.lives:
             self._requests.state.summaries[life.ordinal] = self._begin_life(life).summary
@@ -102,30 +102,30 @@ class Trace(Visitor[Model]):
 
     @property
     def visitors(self) -> tuple[Visitor[Model], ...]:
-        """This one, and those that it asks."""
+        """This visitor and those that it needs, in the order of their calls."""
         return (self._requests, self, *([self.totals] if self._sink.needs_recoveries else []))
 
     @property
     def also_needs(self) -> tuple[str, ...]:
-        """Parts of the model that are folded for the gauges of the sink."""
+        """Parts of the model that the gauges of the sink need."""
         return ("tables", "chunks", "tails") if self._sink.needs_memory_gauges else ()
 
     @property
     def now_ns(self) -> int:
-        """The latest time seen."""
+        """Latest time so far, in nanoseconds since the log was opened."""
         state, time_ns = self.state, self.moment.time_ns
         state.now_ns = max(state.now_ns, time_ns)
         return state.now_ns
 
     def index(self) -> None:
-        """Count anew what is counted event by event."""
+        """Compute the counts from the restored state."""
         self._held = HeldBlocks(self.model, self.state.kept_blocks) if self._sink.needs_memory_gauges else None
         self._num_in_state = {state.value: 0 for state in RequestState}
         for span in self.state.states.values():
             self._num_in_state[span.state] += 1
 
     def visits(self) -> Visits:
-        """Whether the selection has begun; a life's state; and what happens besides."""
+        """Return the visits: whether the selection begins, the states of lives, then all others."""
         ignores_instants = type(self._sink).happened is Sink.happened
         ignored: set[object] = {self._happened} if ignores_instants else set()
         if ignores_instants and type(self._sink).began is Sink.began:
@@ -139,7 +139,7 @@ class Trace(Visitor[Model]):
         ]
 
     def decided(self) -> None:
-        """Show what can be counted after an observation and everything that was decided upon it."""
+        """Pass on the counts after an observation and all decisions on it."""
         now_ns = self.now_ns
         step = self._step
         if step is None and not self._shows_counts:
@@ -157,7 +157,7 @@ class Trace(Visitor[Model]):
             self._sink.counted(now_ns, gauges)
 
     def lost(self, first_sequence: int, last_sequence: int) -> None:
-        """Events are missing here. That the oldest are is no trouble: most often they were retired."""
+        """Show that events are missing. Missing oldest events are not a failure: usually they were retired."""
         self.state.kept_blocks.clear()
         self.index()
         self._reach_event(last_sequence)
@@ -176,14 +176,14 @@ class Trace(Visitor[Model]):
         )
 
     def finish(self) -> None:
-        """Show what the log leaves open, as far as the log reaches."""
+        """End the open spans at the end of the log."""
         for copy in self.state.copies.values():
             self._end(copy, is_over=False)
         for life in self.model.lives:
             self._end_life(life, "", is_over=False)
 
     def _gauges(self) -> Gauges:
-        """What can be counted now."""
+        """Return the present counts."""
         slots, copies = self.model.slots, self.model.copies
         if self._held is None:
             return Gauges(
@@ -236,7 +236,7 @@ class Trace(Visitor[Model]):
     # --- lives and their states ---------------------------------------------------------------
 
     def ended(self, life: Life) -> None:
-        """Its span ends, and that of its state."""
+        """End the span of the life, and that of its state."""
         self._reach_event(self.moment.sequence)
         if self._held is not None:
             self._held.forget(life.ordinal)
@@ -248,7 +248,7 @@ class Trace(Visitor[Model]):
         self._summaries[summary.ordinal] = summary
 
     def _look(self, event: e.RequestEvent) -> None:
-        """The life may be in another state or generation than before."""
+        """Begin a span if the life has changed its state or generation."""
         life = self.moment.life
         if life is None:
             return
@@ -257,7 +257,7 @@ class Trace(Visitor[Model]):
             self._begin_state(life, event.id)
             return
         if self._has_moved(life):
-            # While it decodes, only the steps say how many tokens it has. Events that take its blocks forget that.
+            # While it decodes, only steps give its number of tokens. Events that take its blocks reset that number.
             keeps_tokens = isinstance(event, (e.RequestPreempted, e.TokensRolledBack))
             self._move(life, event.id, self.moment.num_computed_tokens, keeps_tokens=keeps_tokens)
 
@@ -325,7 +325,7 @@ class Trace(Visitor[Model]):
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
-        """Whoever runs again has what was found and loaded on its way back; the totals count it in this step."""
+        """Add the retained and recovered tokens of requests that run again; the totals count them in this step."""
         self._step = event
         returning = self.totals.state.returning
         for ordinal, *_ in event.advanced if returning else ():
@@ -363,7 +363,7 @@ class Trace(Visitor[Model]):
             self._sink.looked_up(Lookup(self.moment.sequence, self.now_ns, ordinal, event, is_repeated))
 
     def _shown_ordinal(self, event: e.Event) -> int | None:
-        """Of the present life of the event's request; None if it has no span."""
+        """Return the ordinal of the present life of the event's request; None if it has no span."""
         life = self.model.lives.get(getattr(event, "request_id", ""))
         return None if life is None or life.ordinal not in self.state.lives else life.ordinal
 
@@ -391,7 +391,7 @@ class Trace(Visitor[Model]):
             before_forward=getattr(event, "before_forward", isinstance(event, e.TailSaveIssued)),
         )
         earlier = self.state.copies.get(event.job_id)
-        if earlier is not None:  # a damaged log: job ids are never used twice
+        if earlier is not None:  # a damaged log: job ids are unique
             self._end_copy(earlier, is_over=False)
         self.state.copies[event.job_id] = span
         self._begin(span)
@@ -418,12 +418,12 @@ class Trace(Visitor[Model]):
         if isinstance(event, e.LoadFailed | e.SaveFailed):
             span.outcome = "given up" if isinstance(event, e.SaveFailed) and not event.quiet else "failed"
             span.error = event.error or span.error
-        elif span.kind == "save" and span.num_pages and span.num_bytes:  # what each rank loads may lie there once
+        elif span.kind == "save" and span.num_pages and span.num_bytes:  # ranks may load one shared copy
             self.state.bytes_per_page = span.num_bytes / span.num_pages
         self._end_copy(span)
 
     def _end_copy(self, span: CopySpan, *, is_over: bool = True) -> None:
-        """It is settled, or another one has its number."""
+        """End the span of a copy that is settled, or whose job id is used again."""
         del self.state.copies[span.job_id]
         life = None if span.ordinal is None else self.state.lives.get(span.ordinal)
         if life is not None and span.kind == "load":
@@ -455,7 +455,7 @@ class Trace(Visitor[Model]):
     def _happened(self, event: e.Event) -> None:
         text = describe(event, self._core)
         if not text and isinstance(event, e.ExtensionEvent):
-            return  # another event says it
+            return  # another event describes it
         fields = msgspec.structs.asdict(event)
         fields.pop("time_ns", None)
         self._show_instant(

@@ -119,18 +119,18 @@ def _covered(log: StoredLog, selection: Selection, first: int, last: int) -> Cov
         return Coverage(why_nothing=f"the log ends with event {log.last_sequence}, before the selected part")
     if last < max(first, selection.first_sequence):
         return Coverage(
-            why_nothing=f"events behind event {last} are missing, so the state in the selected part is not known"
+            why_nothing=f"events after event {last} are missing, so the state in the selected part is not known"
         )
     return Coverage(
-        why_nothing=f"the selected part ends with event {selection.last_sequence}, and the state is known from event "
-        f"{max(first, log.first_sequence)} on"
+        why_nothing=f"the selected part ends with event {selection.last_sequence}, but the state is known only from "
+        f"event {max(first, log.first_sequence)} on"
     )
 
 
 def _why_not_known(log: StoredLog) -> str:
     """Return the reason why the state is unknown at every event; empty if it is known somewhere."""
     if not log.header:
-        return "no copy of the log's header is intact, and the configuration stood there"
+        return "no copy of the log's header, which has the configuration, is intact"
     if not log.num_events:
         if log.damage:
             return "no event of the log is intact"

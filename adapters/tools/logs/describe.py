@@ -20,9 +20,9 @@ MISS_REASONS: dict[str, str] = {
     MissReason.COMPLETE: "nothing is missing",
     MissReason.MISSING: "the next chunk is not in the pool",
     MissReason.SAVING: "the next chunk is still being saved",
-    MissReason.WINDOW: "further on, something that a sliding window sees was not saved",
+    MissReason.WINDOW: "tokens that a sliding window sees further on were not saved",
     MissReason.SLOWER: "loads take longer than computing, as measured here",
-    MissReason.LOAD_FAILED: "its last load failed, so it computes first",
+    MissReason.LOAD_FAILED: "its last load failed, so it must compute first",
     MissReason.QUARANTINED: "the request is quarantined",
 }
 
@@ -40,7 +40,7 @@ def state_change(before: str | None, after: str | None) -> str:
 
 def _lookup(answer: e.LookupAnswered) -> str:
     local = f", {answer.num_computed_tokens} of them computed already" if answer.num_computed_tokens else ""
-    asked = f"asked what can be loaded of {plural(answer.num_tokens, 'token')}{local}"
+    asked = f"looked up {plural(answer.num_tokens, 'token')}{local}"
     if answer.miss_reason == MissReason.RECORDED:
         return f"{asked}: the recorded connector offers {plural(answer.num_external_tokens, 'token')}"
     if answer.miss_reason == MissReason.COMPLETE and not answer.num_hit_tokens:
@@ -52,7 +52,9 @@ def _lookup(answer: e.LookupAnswered) -> str:
 def lookups_in_a_row(num_times: int, duration_ns: int, waited_ns: int) -> str:
     """Return what to add to a lookup's text: how often it was repeated, and how long the request had waited for it."""
     repeated = f" — {num_times} times in {duration(duration_ns)}" if num_times > 1 else ""
-    return repeated + (f"; first asked {duration(waited_ns)} after it arrived" if waited_ns >= _LONG_WAIT_NS else "")
+    return repeated + (
+        f"; first looked up {duration(waited_ns)} after it arrived" if waited_ns >= _LONG_WAIT_NS else ""
+    )
 
 
 def spent_text(spent: Spent, num_preemptions: int, *, has_finished: bool) -> str:
@@ -196,18 +198,16 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
         f"the output of the step of event {event.delivered} arrived, from {plural(len(event.ranks), 'rank')}"
     ),
     e.LoadErrorsObserved: lambda event: f"{plural(len(event.block_ids), 'block')} could not be filled",
-    e.CacheReset: lambda _: "cache reset: everything saved before is stale",
-    e.PrefixCacheReset: lambda _: (
-        "vLLM reset its prefix cache, not the connector's: what was saved can still be loaded"
-    ),
+    e.CacheReset: lambda _: "cache reset: all chunks saved before are stale",
+    e.PrefixCacheReset: lambda _: "vLLM reset its prefix cache, not the connector's: saved chunks can still be loaded",
     e.EndRefused: lambda event: f"another connector reported {event.field} too early; removed before vLLM acted on it",
     e.HooksExchanged: _exchanged,
     e.LogNote: lambda event: f"note: {event.text}",
     # Decisions. Progress is left out: the state shows it.
     e.LookupAnswered: _lookup,
     e.LookupDeferred: lambda event: (
-        f"asked what can be loaded of {plural(event.num_tokens, 'token')}: to be asked again"
-        f"{f', job {event.job_id} is under way' * bool(event.job_id)}"
+        f"looked up {plural(event.num_tokens, 'token')}: deferred"
+        f"{f', job {event.job_id} is in flight' * bool(event.job_id)}"
     ),
     e.LoadIssued: _load,
     e.TransferAwaited: _awaited,
@@ -224,7 +224,7 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.RequestReleased: lambda _: "released; no transfers outstanding",
     e.RequestQuarantined: lambda event: f"quarantined ({event.reason}): cache disabled for this request",
     e.ExtensionStopped: lambda event: (
-        f"extension {event.extension} {event.extension_version} is STOPPED, it takes no part from here on: "
+        f"extension {event.extension} {event.extension_version} is STOPPED from here on: "
         f"{event.where} raised {event.error}"
     ),
     e.InvariantViolated: lambda event: f"{event.rule} BROKEN: {event.detail}",
@@ -237,7 +237,7 @@ _MAX_ADVANCED = 4
 
 def _step(event: e.StepScheduled) -> str:
     named = [
-        f"{plural(scheduled, 'token')} of number {ordinal} after {computed} of {known}"
+        f"{plural(scheduled, 'token')} of request number {ordinal} ({computed} of {known} computed before)"
         for ordinal, computed, scheduled, known in event.advanced[:_MAX_ADVANCED]
     ]
     num_others = len(event.advanced) - len(named)
@@ -269,8 +269,7 @@ _MORE_WORDS: dict[type[e.Event], Callable[..., str]] = {
         f"{', '.join(key.hex() for key in event.keys) or 'none'}"
     ),
     e.LookupRequested: lambda event: (
-        f"vLLM asks what can be loaded of {plural(event.num_tokens, 'token')}, {event.num_computed_tokens} of them "
-        "computed already"
+        f"vLLM looks up {plural(event.num_tokens, 'token')}, {event.num_computed_tokens} of them computed already"
     ),
     e.PagesDigested: lambda event: (
         f"rank {event.rank} hashed {plural(len(event.digests), 'block')} of group {event.group} from "

@@ -46,5 +46,5 @@ def under_way_text(call: UnderWay, log: StoredLog) -> str:
     text = f"{call.what} since event {call.sequence} ({milliseconds(call.time_ns)} ms)"
     opened_ns = log.header.get("opened_at_unix_ns")
     if log.ending.how is not HowEnded.OPEN or not isinstance(opened_ns, int):
-        return f"{text}, and the log has no end of it"
+        return f"{text}; the log does not contain its end"
     return f"{text}, {duration(max(0, time.time_ns() - opened_ns - call.time_ns))} ago"

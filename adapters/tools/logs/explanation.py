@@ -61,21 +61,23 @@ _MAX_PREFIXES = 3
 _COMPUTED_AGAIN = {"recomputed": "", "computed_twice": " after a rollback"}
 _ONLY_IF_ANY = frozenset({"still to be loaded", "from elsewhere"})
 _OF_RECORDED = {
-    Reason.COMPUTING: "known to {who}{when}, which was still computing them",
-    Reason.NEVER_GIVEN: "known to {who}{when}, and never given to the connector's workers to save",
+    Reason.COMPUTING: "known to {owner}{when}, which was still computing them",
+    Reason.NEVER_GIVEN: "known to {owner}{when}, but never given to the connector's workers to save",
     Reason.EVICTED_UNSAVED: (
-        "known to {who}{when}, never given to the connector's workers to save, and gone from vLLM's prefix cache"
+        "known to {owner}{when}, never given to the connector's workers to save, and gone from vLLM's prefix cache"
     ),
     Reason.RESET_UNSAVED: (
-        "known to {who}{when}, never given to the connector's workers to save, and lost to a reset of vLLM's cache"
+        "known to {owner}{when}, never given to the connector's workers to save, and lost to a reset of vLLM's cache"
     ),
-    Reason.NEVER_OFFERED: "saved by {who}{when}, and the recorded connector has never offered them to any request",
-    Reason.NOT_OFFERED: "offered to {who}{when}, and not this time; when the connector evicts is not in the log",
+    Reason.NEVER_OFFERED: "saved by {owner}{when}, but the recorded connector never offered them to any request",
+    Reason.NOT_OFFERED: (
+        "offered to {owner}{when}, but not this time; the log does not contain the connector's evictions"
+    ),
 }
 """Reason → text, for chunks in a recorder's log."""
 _WHY_DECLINED = {
     e.POOL_FULL: "the host pool had no room",
-    e.UNFILLED: "a load had failed into blocks that it relies on",
+    e.UNFILLED: "a load into blocks that it depends on had failed",
 }
 
 
@@ -186,7 +188,7 @@ def duplicated_text(sums: Sums) -> str:
     named = [f"{plural(count, 'token')} of the prefix that ends with chunk {key}" for key, count in prefixes]
     num_others = len(sums.duplicated) - len(prefixes)
     others = [f"{num_others} more"] if num_others else []
-    return f"duplicated, loaded while another load brought them: {', '.join((*named, *others))}"
+    return f"duplicated, because another load in flight loaded them too: {', '.join((*named, *others))}"
 
 
 @attrs.frozen
@@ -266,10 +268,10 @@ class _Chain:
         last = before[-1] if before else None
         if last is not None and isinstance(last.event, e.CacheReset) and last.time_ns == cause.time_ns:
             cause.evidence = (last.sequence,)
-            cause.text += f"; the cache was reset at event {last.sequence}: that this took its blocks is inferred"
+            cause.text += f"; inferred: the cache reset at event {last.sequence} took its blocks"
             return
         if step is None or not isinstance(step.event, e.StepScheduled):
-            cause.text += "; the log does not have the step for which its blocks were taken"
+            cause.text += "; the step for which vLLM took its blocks is not in the log"
             return
         cause.evidence = (step.sequence,)
         event = step.event
@@ -288,25 +290,26 @@ class _Chain:
             full = f"its own {plural(own.num_blocks, 'block')} were full, so it needed another one"
         if others:
             cause.text += (
-                f", and blocks went to {', '.join(others)}: vLLM takes a running request's blocks when another needs "
-                f"one and none is free; that it was for these is inferred{f' ({full} itself)' if full else ''}"
+                f", and blocks went to {', '.join(others)}. vLLM takes a running request's blocks when another request "
+                "needs one and none is free; inferred: it took them for that request"
+                f"{f' ({full} itself)' if full else ''}"
             )
         elif full:
             cause.text += (
-                f", and no other request got a block; {full}. vLLM takes the blocks of the running request that comes "
-                "last; that it took those of the request that needed one is inferred"
+                f", and no other request got a block; {full}. vLLM takes the blocks of the last running request; "
+                "inferred: that was the request that needed one"
             )
         else:
             cause.text += (
-                ", and no other request got a block that the log records; a reset of the prefix cache, or a request "
-                "that was preempted itself, looks like this (inferred)"
+                ", and no other request got a block that is in the log; inferred: the prefix cache was reset, or the "
+                "request needed a block itself"
             )
 
     # --- lookups, admissions, steps ---------------------------------------------------------------
 
     def _lookup(self, lookup: Lookup, *, is_first: bool) -> Cause:
         answered = self.histories.events.get(lookup.first_sequence)  # a later one may only repeat it
-        words = text = "asked what can be loaded" if answered is None else describe(answered.event, self.core)
+        words = text = "looked up" if answered is None else describe(answered.event, self.core)
         time_ns = 0 if answered is None else answered.time_ns
         until_ns = max(time_ns, self.histories.time_ns(lookup.last_sequence) or 0)
         arrived = self.histories.events.get(self.history.moments[0]) if is_first and self.history.moments else None
@@ -348,7 +351,7 @@ class _Chain:
     def _duplicated_text(self, other: SharedLoad) -> str:
         where = _where(other.first_token, other.end_token, self.configuration.chunk_size)
         which = f"load {other.job_id} of {other.request_id} (event {other.sequence})"
-        return f"{where}: duplicated, because {which} was bringing them at the time"
+        return f"{where}: duplicated, because {which} was already loading them"
 
     def _recomputed(self, again: Recomputation) -> Cause:
         time_ns = self.histories.time_ns(again.sequence) or 0
@@ -368,14 +371,16 @@ def _dated(num_tokens: int, reset_sequence: int) -> str:
     if not num_tokens:
         return ""
     return (
-        f" ({num_tokens} of these from before a reset of vLLM's cache, event {reset_sequence}, "
-        "that spared the connector: right only if the weights have not changed since)"
+        f" ({num_tokens} of these are older than event {reset_sequence}, which reset vLLM's cache but not the "
+        "connector's: they are right only if the weights have not changed since)"
     )
 
 
 def _awaited_text(load: SharedLoad) -> str:
     where = _where(load.first_token, load.end_token, None)
-    return f"; it waits, because load {load.job_id} of {load.request_id} (event {load.sequence}) brings {where} already"
+    return (
+        f"; it waits for load {load.job_id} of {load.request_id} (event {load.sequence}), which already loads {where}"
+    )
 
 
 def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]:
@@ -409,7 +414,7 @@ def groups_of(spans: Sequence[Span]) -> Iterator[list[Span]]:
     """Yield groups of neighbouring spans with one reason and the same request or event as its origin."""
     group: list[Span] = []
     for span in spans:
-        if group and (group[-1].end_token != span.first_token or _whose(group[-1]) != _whose(span)):
+        if group and (group[-1].end_token != span.first_token or _origin(group[-1]) != _origin(span)):
             yield group
             group = []
         group.append(span)
@@ -417,7 +422,7 @@ def groups_of(spans: Sequence[Span]) -> Iterator[list[Span]]:
         yield group
 
 
-def _whose(span: Span) -> tuple[object, ...]:
+def _origin(span: Span) -> tuple[object, ...]:
     fact = span.fact
     if span.reason is Reason.BEHIND_GAP or span.reason in BY_DESIGN:
         return (span.reason,)
@@ -455,22 +460,22 @@ def _where(first_token: int, end_token: int, chunk_size: int | None) -> str:
 def _fact_text(reason: Reason, facts: Sequence[ChunkFact], histories: Histories, before_ns: int | None) -> str:
     fact = facts[0]
     when = _when([one.sequence for one in facts], histories, before_ns)
-    who = _who(fact, histories)
+    owner = _owner(fact, histories)
     if reason is Reason.EVICTED:
-        text = f"evicted for a save of {who}{when}"
+        text = f"evicted for a save of {owner}{when}"
     elif reason is Reason.DECLINED:
-        text = f"not saved by {who}{when}, because {_WHY_DECLINED.get(fact.detail, fact.detail)}"
+        text = f"not saved by {owner}{when}, because {_WHY_DECLINED.get(fact.detail, fact.detail)}"
     elif reason is Reason.SAVE_FAILED:
-        text = f"save {fact.job_id} by {who} failed{when}: {fact.detail}"
+        text = f"save {fact.job_id} by {owner} failed{when}: {fact.detail}"
     elif reason in {Reason.SAVING, Reason.DEFERRAL_EXHAUSTED}:
         save = f"save {fact.job_id}" if fact.job_id != fact.sequence else "a save"  # a recorded save has no number
-        text = f"{save} by {who}, issued{when}, was still under way"
+        text = f"{save} by {owner}, issued{when}, was still in flight"
         if reason is Reason.DEFERRAL_EXHAUSTED:
-            text += ", after the scheduler had waited as often as is allowed"
+            text += " after the last allowed deferral of the lookup"
     elif reason is Reason.UNSAVED:
-        text = f"known to {who}{when}, and no save had been issued"
+        text = f"known to {owner}{when}, but no save had been issued"
     elif reason in _OF_RECORDED:
-        text = _OF_RECORDED[reason].format(who=who, when=when)
+        text = _OF_RECORDED[reason].format(owner=owner, when=when)
     else:
         text = f"{reason.meaning}{when}"
     return text + _earlier_text(fact.earlier, histories, before_ns)
@@ -481,14 +486,14 @@ def _earlier_text(fact: ChunkFact | None, histories: Histories, before_ns: int |
         return ""
     when = _when([fact.sequence], histories, before_ns)
     if fact.status is ChunkStatus.SAVED:
-        return f"; it had been saved by {_who(fact, histories)}{when}"
+        return f"; it had been saved by {_owner(fact, histories)}{when}"
     if fact.status is ChunkStatus.SAVING:
-        return f"; save {fact.job_id} of {_who(fact, histories)} was under way{when}"
-    by = f" for a save of {_who(fact, histories)}" if fact.status is ChunkStatus.EVICTED else ""
+        return f"; save {fact.job_id} of {_owner(fact, histories)} was in flight{when}"
+    by = f" for a save of {_owner(fact, histories)}" if fact.status is ChunkStatus.EVICTED else ""
     return f"; before, it had been {fact.status}{by}{when}" + _earlier_text(fact.earlier, histories, before_ns)
 
 
-def _who(fact: ChunkFact, histories: Histories) -> str:
+def _owner(fact: ChunkFact, histories: Histories) -> str:
     own = {(history.request_id, history.ordinal) for history in histories.of_incarnations}
     is_own = (fact.request_id, fact.ordinal) in own
     return "the request itself" if is_own else f"request {fact.request_id or '(not recorded)'}"

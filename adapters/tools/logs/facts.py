@@ -39,7 +39,7 @@ def _sizes(configuration: LedgerConfiguration, *, has_own_copies: bool) -> dict[
     return facts
 
 
-UNKNOWN_TOTALS = "not known: the snapshot from which the log begins has no totals of what came before"
+UNKNOWN_TOTALS = "not known: the snapshot from which the log begins has no totals of the events before it"
 
 
 def figures_in_words(figures: Figures, *, has_own_copies: bool, num_deferrals: int | None = None) -> dict[str, str]:

@@ -64,7 +64,7 @@ class Gap:
         return self.first_sequence == 1
 
     def __str__(self) -> str:
-        return f"events {self.first_sequence}–{self.last_sequence} are missing; what follows is described without them"
+        return f"events {self.first_sequence}–{self.last_sequence} are missing; later events are described without them"
 
 
 @attrs.define
@@ -169,8 +169,8 @@ class StoredLog:
         other_code = self.core.other_code(self.header)
         if other_code and not self.trusts_snapshots:
             self.start_remarks.append(
-                f"its snapshots were folded by other code than is here ({other_code}); "
-                "--trust-snapshots begins from one all the same"
+                f"its snapshots were made by other code than this ({other_code}); "
+                "give --trust-snapshots to begin at one anyway"
             )
             return None
         fingerprint = state_fingerprint(self.core, self.configuration)
@@ -203,9 +203,9 @@ class StoredLog:
         """
         if self._configuration is None:
             raise CommandFailed(
-                f"{self.path}: no copy of the log's header is intact, and the configuration stood there: without it "
-                "states, reasons and decisions cannot be shown; `kvledger verify` and `kvledger show` (without a "
-                "request) show what is left",
+                f"{self.path}: no copy of the log's header, which has the configuration, is intact, so states, "
+                "reasons and decisions cannot be shown; `kvledger verify` and `kvledger show` (without a request) show "
+                "the rest",
                 ExitCode.DAMAGED,
             )
         return self._configuration
@@ -239,7 +239,7 @@ class StoredLog:
     def other_code_remarks(self) -> list[str]:
         """Remark that other code makes the decisions again."""
         other = self.core.other_code(self.header) if self.header else ""
-        return [f"decided again by other code ({other}); a divergence may come from that"] if other else []
+        return [f"decisions were repeated by other code ({other}), which can cause divergences"] if other else []
 
     @property
     def skipped(self) -> Mapping[str, int]:
@@ -338,7 +338,7 @@ class StoredLog:
         Raises:
             LogError: the next frame does not follow from it.
         """
-        return self._intact(behind=sequence, head_hash=head_hash)
+        return self._intact(after=sequence, head_hash=head_hash)
 
     def batches_from(self, segment: str, offset: int) -> Iterator[Batch]:
         """Yield the readable batches from a place that an earlier reading gave. Reports no damage."""
@@ -371,15 +371,15 @@ class StoredLog:
         """Whether the last batch can be folded: no event is missing before it, from the log's first or the snapshot."""
         return self.start_sequence < self.last_sequence <= self.trusted_sequence
 
-    def _intact(self, *, behind: int = 0, head_hash: str = "") -> Iterator[Batch]:
-        self._reader.from_sequence = behind + 1
+    def _intact(self, *, after: int = 0, head_hash: str = "") -> Iterator[Batch]:
+        self._reader.from_sequence = after + 1
         self.ending, self._was_open = _NOT_READ, is_being_written(self.path)
         self.damage.clear()
         self.num_bytes = self.num_frames = self.num_events = 0
         self.first_sequence = self.last_sequence = 0
-        self.trusted_sequence = behind or self.start_sequence
+        self.trusted_sequence = after or self.start_sequence
         self._decoder.num_skipped.clear()
-        num_taken, expected = 0, behind + 1
+        num_taken, expected = 0, after + 1
         last: Batch | None = None
         for frame in self._reader:
             num_taken = self._take_damage(num_taken)
@@ -395,7 +395,7 @@ class StoredLog:
                 self._report("undecodable", frame, str(error))
                 continue
             if decoded.num_events != frame.num_events:
-                detail = f"the frame says it holds {plural(frame.num_events, 'event')} and holds {decoded.num_events}"
+                detail = f"the frame declares {plural(frame.num_events, 'event')} and contains {decoded.num_events}"
                 self._report("miscounted", frame, detail)
                 continue
             self.num_events += decoded.num_events
@@ -500,7 +500,7 @@ def open_log(
     except OSError as error:
         raise CommandFailed(f"{path}: {unreadable_text(error)}", ExitCode.DAMAGED) from error
     except (LogError, CodecError, CoreError) as error:
-        hint = "; or skip what is not known with --lenient" if isinstance(error, SchemaTooNew) else ""
+        hint = "; or skip unknown events with --lenient" if isinstance(error, SchemaTooNew) else ""
         raise CommandFailed(f"{path}: {error}{hint}", ExitCode.DAMAGED) from error
 
 

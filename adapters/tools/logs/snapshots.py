@@ -40,7 +40,7 @@ def write_snapshots(log: StoredLog, first_sequence: int | None = None) -> int:
     other_code = log.core.other_code(log.header)
     if other_code:  # a user who trusts a snapshot trusts the code that wrote the log
         raise CommandFailed(
-            f"{log.path}: a snapshot is made by the code that wrote the log, here is other: {other_code}"
+            f"{log.path}: only the code that wrote the log can make its snapshots, and this is other code: {other_code}"
         )
     log_id, fingerprint = str(log.header["log_id"]), state_fingerprint(log.core, log.configuration)
     begun, _ = find_snapshot(log.path, log_id=log_id, fingerprint=fingerprint, at_most=min(lacking), newest=True)
@@ -82,8 +82,8 @@ def _fold(folds: StartFolds, log: StoredLog, batch: Batch) -> None:
             raise
         sequence, event = folds.current
         raise CommandFailed(
-            f"{log.path}: event {sequence} ({event.id}) cannot be folded: {error!r}; no snapshot can be made of what "
-            "follows. `kvledger verify` says what is wrong before it",
+            f"{log.path}: event {sequence} ({event.id}) cannot be folded: {error!r}; no snapshot can be made after "
+            "it. `kvledger verify` reports errors before it",
             ExitCode.DIVERGED,
         ) from error
 

@@ -98,9 +98,7 @@ def find_logs(
         error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         raise CommandFailed(unreadable_text(error), ExitCode.DAMAGED)
     if not path.exists():
-        raise CommandFailed(
-            f"{shown_log(path)}: there is nothing; give a log directory or a *.kvlog file", ExitCode.USAGE
-        )
+        raise CommandFailed(f"{shown_log(path)} does not exist; give a log directory or a *.kvlog file", ExitCode.USAGE)
     path = _without_link(path)
     if not path.is_dir() or segment_paths(path) or _has_traces(path, on_remark):
         return [path]
@@ -108,7 +106,9 @@ def find_logs(
     links = [link for link in links_in(path) if link.name != RETIREMENTS_NAME]
     logs = [*(child for child in directories_in(path) if _may_be_log(child)), *links]
     if not logs:
-        message = f"{path}: holds no log, neither segments (*.kvlog) nor a folder with some; is it the log_dir?"
+        message = (
+            f"{path} contains no log: no segments (*.kvlog) and no folder with segments; give the log_dir or a log"
+        )
         raise CommandFailed(message, ExitCode.USAGE)
     return _by_start(logs)
 
@@ -130,7 +130,7 @@ def _without_link(path: Path) -> Path:
     """
     real = path.resolve() if path.is_symlink() else path
     if not real.exists():
-        message = f"{path}: leads to a pipe or a deleted file, which kvledger does not read; give a regular file"
+        message = f"{path} leads to a pipe or a deleted file, which kvledger does not read; give a regular file"
         raise CommandFailed(message, ExitCode.DAMAGED)
     return real
 
@@ -211,7 +211,7 @@ def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
     named = ", ".join(map(str, starts[-_MAX_NAMED:]))
     more = f" and {len(starts) - _MAX_NAMED} older ones" if len(starts) > _MAX_NAMED else ""
     message = (
-        f"{asked} holds {len(starts)} logs (`kvledger ls` lists them); name one, the newest is the last: {named}{more}"
+        f"{asked} contains {len(starts)} logs (`kvledger ls` lists them); name one, the newest is last: {named}{more}"
     )
     raise CommandFailed(message, ExitCode.USAGE)
 

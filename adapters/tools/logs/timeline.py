@@ -23,7 +23,7 @@ _QUIET_DECISIONS = (e.SaveIssued, e.PrefillAdvanced, e.PrefillCompleted)
 """Decisions on a step that get no line of their own."""
 _ABOUT_ALL = (e.StepScheduled, e.TransferReported, e.CacheReset, e.LogNote)
 """Observations that name no request and may concern several."""
-_NO_ANSWER = "asked what can be loaded; the log has no answer"
+_NO_ANSWER = "looked up; the log has no answer"
 
 
 class Group(msgspec.Struct, forbid_unknown_fields=True):
@@ -275,7 +275,7 @@ class Timelines(ObservationVisitor):
             text = event.id
         if isinstance(event, e.RequestArrived):
             number = 1 + sum(group.what == "arrived" for group in seen.groups)
-            return text if number == 1 else f"{text}, incarnation {number} of this id"
+            return text if number == 1 else f"{text}, life {number} of this id"
         if isinstance(event, e.RequestPreempted) and seen.life is not None:
             num_blocks = len(self.model.tables.lost_by(seen.life))
             if num_blocks or not seen.life.is_partial:

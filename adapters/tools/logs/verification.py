@@ -28,8 +28,8 @@ from kvledger.storage.events import Damage, HowEnded, Retirement
 _NO_CONFIGURATION = LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
 """For the audit of a log whose configuration is lost. That audit gets no event."""
 _HEADER_LOST = (
-    "no copy of the log's header is intact, and the configuration stood there: events were decoded as this version "
-    "writes them, and neither rules nor decisions can be judged"
+    "no copy of the log's header, which has the configuration, is intact: events were decoded as this version "
+    "writes them, and neither rules nor decisions can be checked"
 )
 
 
@@ -118,8 +118,8 @@ class StoppedExtension:
         why = f", because {self.where} raised {self.error}" if self.where else ""
         rules = f", and {_rules(self.rules)} not checked" if self.rules else ""
         return (
-            f"{name} was stopped at event {self.sequence}{why}. From there on it took no part: what it would have "
-            f"decided or kept was not{rules}. Correct it, and start the engine again"
+            f"{name} was stopped at event {self.sequence}{why}. From then on it decided and recorded nothing{rules}. "
+            "Fix it, and restart the engine"
         )
 
 
@@ -262,30 +262,30 @@ def _remarks(
     remarks = [each.text for each in stopped]
     if not selection.is_everything:
         end = "the end" if selection.last_sequence is None else f"event {selection.last_sequence}"
-        whose = "" if selection.request_id is None else f" that concerns {selection.request_id}"
-        remarks.append(f"only what was found from event {selection.first_sequence} to {end}{whose} is reported")
+        about = "" if selection.request_id is None else f" about {selection.request_id}"
+        remarks.append(f"only findings from event {selection.first_sequence} to {end}{about} are reported")
     remarks += _retired(log.retired)
     if _lacks_scheduler(log):
         remarks.append(
-            "no log of this engine's scheduler is in the same directory: the engine start failed before its scheduler "
-            "was made, or that log is elsewhere; no request is in this log"
+            "the log of this engine's scheduler, which has the requests, is not in the same directory: the start "
+            "failed before vLLM created the scheduler, or that log is elsewhere"
         )
     if log.skipped:
         skipped = ", ".join(f"{count} {event_id}" for event_id, count in sorted(log.skipped.items()))
         remarks.append(
-            f"events that this version does not know were skipped: {skipped}; what follows from them is missing, so "
-            "rules may seem broken that are not"
+            f"events that this version does not know were skipped: {skipped}; their effects are missing, so a rule "
+            "may be reported as broken although it is not"
         )
     remarks += log.start_remarks
     if log.start_sequence:
         remarks.append(
-            f"rules and decisions were checked from event {log.start_sequence + 1} on, from a snapshot, whose state is "
-            "trusted"
+            f"rules and decisions were checked from event {log.start_sequence + 1} on, beginning from a "
+            "snapshot whose state was not checked"
         )
     if not log.header:
         remarks.append(_HEADER_LOST)
-    is_told = log.header and (log.start_sequence > 0 or not log.begins_late)
-    if is_told and log.trusted_sequence < log.last_sequence and not selection.is_over(log.last_sequence):
+    is_state_known = log.header and (log.start_sequence > 0 or not log.begins_late)
+    if is_state_known and log.trusted_sequence < log.last_sequence and not selection.is_over(log.last_sequence):
         remarks.append(
             f"rules and decisions were checked up to event {log.trusted_sequence}; the next ones are missing"
         )
@@ -295,13 +295,13 @@ def _remarks(
     remarks += _not_judged(log, judgement, of_extensions.num_events, named)
     table = log.core.table_fingerprint()
     if log.header.get("table_fingerprint", table) != table:
-        remarks.append("the log was written with another transition table; divergences may come from that")
+        remarks.append("the log was written with another transition table, which can cause divergences")
     used = log.core.handler_fingerprint()
     written_with = log.header.get("handler_fingerprint", used)
     if written_with != used and not log.core.absent:
         remarks.append(
-            "the log was written with other handlers than were asked here, so divergences may come from that; "
-            f"name them with --handlers: it was written with {written_with}"
+            "the log was written with other handlers than this command used, which can cause divergences; give its "
+            f"handlers with --handlers: it was written with {written_with}"
         )
     return remarks + log.other_code_remarks
 
@@ -315,11 +315,13 @@ def _retired(retired: Sequence[Retirement]) -> list[str]:
         at = dt.datetime.fromtimestamp(last.retired_at_unix_ns / 1e9, tz=dt.UTC)
         how_many = f"{plural(len(segments), 'segment')}, the last at {at:%Y-%m-%dT%H:%M:%SZ}"
         events = f"events {first.first_sequence}–{last.last_sequence}"
-        remarks.append(f"{events} were retired by {reason} ({how_many}); what is left follows from the recorded hash")
+        remarks.append(
+            f"{events} were retired by {reason} ({how_many}); the remaining events follow from the recorded hash"
+        )
     if retired and not retired[-1].is_rest_verifiable:
         remarks.append(
-            f"{retired[-1].segment} was deleted before the snapshot of what follows existed, for want of room; without "
-            "that snapshot what follows is no longer verifiable, up to the next one"
+            f"{retired[-1].segment} was deleted to free space before the snapshot after it existed, so later events "
+            "cannot be verified up to the next snapshot"
         )
     return remarks
 
@@ -331,7 +333,7 @@ def _not_judged(log: StoredLog, judgement: Judgement, num_events: int, named: Co
     for rule, reason in judgement.not_judged.items():
         if rule in named and reason.startswith("its extension was stopped"):
             continue
-        yield f"rule {rule} of an extension could not be judged, or not to the end: {reason}"
+        yield f"rule {rule} of an extension could not be checked, or only in part: {reason}"
 
 
 def _absence(extension: Extension, judgement: Judgement, num_events: int) -> str:
@@ -339,8 +341,8 @@ def _absence(extension: Extension, judgement: Judgement, num_events: int) -> str
     rules = f"; its rules {', '.join(declared.rules)} were not checked" if declared.rules else ""
     return (
         f"the log was written with extension {extension.name} {extension.version} ({declared.made_by}), which is not "
-        f"here. Its sub-states follow the rows in the header, {plural(num_events, 'event')} of extensions "
-        f"{'was' if num_events == 1 else 'were'} accepted{rules}. What was decided upon "
-        f"{plural(judgement.num_unjudged, 'observation')} it may have influenced: that was not decided again. "
+        f"installed here. Its sub-states follow the rows in the header, {plural(num_events, 'event')} of extensions "
+        f"{'was' if num_events == 1 else 'were'} accepted{rules}. It may have "
+        f"influenced the decisions on {plural(judgement.num_unjudged, 'observation')}, which were not repeated. "
         "Install it, or name it with --extensions"
     )

@@ -64,7 +64,7 @@ class Estimate:
         else:
             direction = "high" if error > 0 else "low"
             text = f"{loaded}; the estimate for the pool as it was is {abs(error):.1%} too {direction}"
-        return text if self.one_of == 1 else f"{text}; one of {self.one_of} chunks was followed"
+        return text if self.one_of == 1 else f"{text}; one of {self.one_of} chunks was sampled"
 
     def with_other(self, other: Estimate) -> Estimate:
         """Return the estimate for both. If only one of them has an estimate, return that one, with a note."""
@@ -74,7 +74,7 @@ class Estimate:
             known, unknown = (self, other) if self.sizes else (other, self)
             if not known.sizes:
                 return known
-            return attrs.evolve(known, note=f"without logs of which nothing is estimated: {unknown.why_not}")
+            return attrs.evolve(known, note=f"logs without an estimate are left out: {unknown.why_not}")
         sizes = tuple(
             PoolSize(
                 mine.factor,

@@ -47,7 +47,7 @@ def of_log(model: Model, core: Core, selection: Selection) -> tuple[PoolSizes | 
 
 def _why_not(configuration: LedgerConfiguration, core: Core, selection: Selection) -> str:
     if selection.request_id is not None:
-        return "it is estimated for all requests together"
+        return "only all requests together have an estimate"
     if any(extension.declaration().replaces for extension in core.extensions):
         return "the size of the recorded connector's pool is not in the log"
     if any(configuration.windows):

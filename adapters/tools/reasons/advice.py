@@ -15,17 +15,17 @@ from kvledger.lifecycle import LedgerConfiguration
 PREEMPTED: Final = "preempted"
 _BY_REASON: Final[Mapping[Reason, str]] = {
     Reason.EVICTED: "a larger `host_bytes` keeps more; `kvledger stats` estimates how many more tokens would be loaded",
-    Reason.DECLINED: "a larger `host_bytes` makes room, if there was none",
-    Reason.UNSAVED: "a smaller `save_interval_tokens` saves what a request decodes earlier",
+    Reason.DECLINED: "a larger `host_bytes` makes room, if the host pool was full",
+    Reason.UNSAVED: "a smaller `save_interval_tokens` saves decoded tokens earlier",
     Reason.DEFERRAL_EXHAUSTED: "a larger `max_deferred_lookups` waits longer for saves",
     Reason.LOAD_FAILED: "the worker's message `copy failed` has the error",
     Reason.SAVE_FAILED: "the worker's message `copy failed` has the error",
     Reason.QUARANTINED: "`kvledger verify` names the broken rule; please report it",
     Reason.NOT_DELIVERED: "`kvledger verify` names the broken rule; please report it",
-    Reason.WITHHELD: "the event log could not be written: look at its disk",
-    Reason.RESET: "reset the connector's cache with vLLM's only where the weights have changed",
+    Reason.WITHHELD: "the event log could not be written: check its disk",
+    Reason.RESET: "reset the connector's cache together with vLLM's only if the weights have changed",
 }
-_SMALLER_CHUNKS = "a smaller `chunk_size` leaves fewer tokens behind the last whole chunk"
+_SMALLER_CHUNKS = "a smaller `chunk_size` leaves fewer tokens after the last whole chunk"
 _FEWER_PREEMPTIONS = (
     "its GPU blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at once, "
     "and a larger `--gpu-memory-utilization` gives them more blocks"

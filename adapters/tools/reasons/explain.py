@@ -49,13 +49,13 @@ class Explainer:
         hit_end = min(answer.num_hit_tokens, last)
         of_last = Span(max(offered_end, last), answer.num_tokens, Reason.LAST_TOKEN, (sequence,))
         if answer.miss_reason == MissReason.RECORDED:
-            of_recorded = _BehindRecorded(self, life, account, sequence, answer)
-            return joined((*_behind_gaps(of_recorded.spans(offered_end, last)), of_last))
-        behind = _Behind(self, life, account, sequence, answer)
+            of_recorded = _AfterRecordedHit(self, life, account, sequence, answer)
+            return joined((*_after_gaps(of_recorded.spans(offered_end, last)), of_last))
+        after_hit = _AfterHit(self, life, account, sequence, answer)
         return joined(
             (
                 *self._cut(answer, sequence, account, offered_end, hit_end),
-                *behind.spans(max(offered_end, hit_end), last),
+                *after_hit.spans(max(offered_end, hit_end), last),
                 of_last,
             )
         )
@@ -65,10 +65,10 @@ class Explainer:
     ) -> tuple[Span, ...]:
         """Return the reasons if the log has no lookup: `reason`, except for tokens that no cache could have spared."""
         last = num_tokens - 1
-        behind = _Behind(self, life, account, sequence, None, reason)
+        after_hit = _AfterHit(self, life, account, sequence, None, reason)
         return joined(
             (
-                *behind.spans(first_token, last),
+                *after_hit.spans(first_token, last),
                 Span(max(first_token, last), num_tokens, Reason.LAST_TOKEN, (sequence,)),
             )
         )
@@ -96,7 +96,7 @@ class Explainer:
 
 
 @attrs.frozen
-class _Behind:
+class _AfterHit:
     """The tokens after the hit, chunk by chunk."""
 
     explainer: Explainer
@@ -162,14 +162,14 @@ class _Behind:
         if not 0 <= chunk < len(life.keys):
             return self._without_key(first_token, end_token)
         fact = self.explainer.memory.chunks.get(life.keys[chunk])
-        told = self._told_of(first_token)
-        if told == MissReason.SAVING:
+        miss_reason = self._miss_reason_of(first_token)
+        if miss_reason == MissReason.SAVING:
             return self._being_saved(first_token, end_token, fact)
         span = self._from_fact(first_token, end_token, fact)
         # Of the missing events, one may have been the save of the chunk.
         may_be_lost = first_token >= self._mark or span.reason is Reason.UNSAVED
         is_in_pool = span.reason in {Reason.BEHIND_GAP, Reason.SAVING, Reason.DEFERRAL_EXHAUSTED}
-        contradicts = told == MissReason.MISSING and is_in_pool
+        contradicts = miss_reason == MissReason.MISSING and is_in_pool
         if contradicts or (may_be_lost and self._is_history_lost(fact)):
             return Span(first_token, end_token, Reason.UNKNOWN, (self.sequence,))
         return span
@@ -191,7 +191,7 @@ class _Behind:
             return self._never_saved(first_token, end_token, None)
         return Span(first_token, end_token, Reason.PARTIAL_CHUNK, (self.sequence,))
 
-    def _told_of(self, first_token: int) -> str:
+    def _miss_reason_of(self, first_token: int) -> str:
         """Return why the chunk is missing by the answer; empty unless it is the first chunk after the hit."""
         size = self.explainer.configuration.chunk_size
         is_first = self.answer is not None and first_token // size == self.answer.num_hit_tokens // size
@@ -208,7 +208,7 @@ class _Behind:
         if fact is None or fact.status is ChunkStatus.KNOWN:
             return self._never_saved(first_token, end_token, fact)
         reason = _GONE[fact.status]
-        evidence = tuple(_told_by(fact))
+        evidence = tuple(_evidence_of(fact))
         limit = self.explainer.configuration.max_deferred_lookups
         if reason is Reason.SAVING and account.num_deferred and account.num_deferred >= limit:
             return Span(first_token, end_token, Reason.DEFERRAL_EXHAUSTED, (*evidence, *account.deferrals), fact)
@@ -227,7 +227,7 @@ class _Behind:
             return Span(first_token, end_token, Reason.UNSAVED, (life.preempted_at,), fact)
         if fact is None or self._is_own(fact):
             return Span(first_token, end_token, Reason.SALTED if life.is_salted else Reason.NEW, (self.sequence,))
-        return Span(first_token, end_token, Reason.UNSAVED, tuple(_told_by(fact)), fact)
+        return Span(first_token, end_token, Reason.UNSAVED, tuple(_evidence_of(fact)), fact)
 
     def _is_own(self, fact: ChunkFact) -> bool:
         """Whether this life brought the key. Before a decision names a partial life, its facts have no ordinal."""
@@ -247,7 +247,7 @@ _IN_REACH = frozenset({Reason.NEVER_OFFERED, Reason.NOT_OFFERED})
 
 
 @attrs.frozen
-class _BehindRecorded(_Behind):
+class _AfterRecordedHit(_AfterHit):
     """Tokens that a recorded connector did not offer."""
 
     def _from_fact(self, first_token: int, end_token: int, fact: ChunkFact | None) -> Span:
@@ -302,16 +302,16 @@ class _BehindRecorded(_Behind):
         return fact is not None and fact.status in AT_REST
 
 
-def _behind_gaps(spans: Iterable[Span]) -> Iterator[Span]:
+def _after_gaps(spans: Iterable[Span]) -> Iterator[Span]:
     """Replace the reason of chunks after the first missing one, because no lookup reaches them."""
-    is_behind = False
+    is_after_gap = False
     for span in spans:
         is_in_reach = span.reason in _IN_REACH
-        yield attrs.evolve(span, reason=Reason.BEHIND_GAP) if is_in_reach and is_behind else span
-        is_behind |= not is_in_reach
+        yield attrs.evolve(span, reason=Reason.BEHIND_GAP) if is_in_reach and is_after_gap else span
+        is_after_gap |= not is_in_reach
 
 
-def _told_by(fact: ChunkFact | None) -> Iterator[int]:
+def _evidence_of(fact: ChunkFact | None) -> Iterator[int]:
     while fact is not None:
         yield fact.sequence
         fact = fact.earlier

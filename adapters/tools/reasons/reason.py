@@ -17,15 +17,15 @@ class Reason(enum.StrEnum):
         reason.meaning = meaning
         return reason
 
-    NEW = "new", "nobody had computed them before"
-    SALTED = "salted", "nobody had computed them under the request's cache salt"
+    NEW = "new", "no request had computed them before"
+    SALTED = "salted", "no request had computed them under this cache salt"
     LAST_TOKEN = "last_token", "the last known token is always computed, because the next one is sampled from it"
-    PARTIAL_CHUNK = "partial_chunk", "behind the last whole chunk, so nothing is saved under a key"
+    PARTIAL_CHUNK = "partial_chunk", "after the last whole chunk, so they have no key to be saved under"
     UNSAVED = "unsaved", "no save had been issued: they had not settled, or were less than a save interval"
-    SAVING = "saving", "their save was still under way"
+    SAVING = "saving", "their save was still in flight"
     DEFERRAL_EXHAUSTED = (
         "deferral_exhausted",
-        "their save was still under way, after the scheduler had waited as often as is allowed",
+        "their save was still in flight after the last allowed deferral of the lookup",
     )
     DECLINED = "declined", "not saved, because the host pool had no room or a load had failed into their blocks"
     SAVE_FAILED = "save_failed", "their save failed"
@@ -35,25 +35,28 @@ class Reason(enum.StrEnum):
     STALE = "stale", "computed before a cache reset and not saved by then"
     BEHIND_GAP = (
         "behind_gap",
-        "saved, but behind a chunk that was not there; a prefix ends at the first that is missing",
+        "saved, but an earlier chunk was missing, and a prefix ends at the first missing chunk",
     )
-    WINDOW = "window", "saved, but not what a sliding window sees at any later boundary"
+    WINDOW = "window", "saved, but at every later boundary a token that a sliding window sees was missing"
     SLOWER = "slower", "saved, but loads took longer than computing, as measured while serving"
-    LOAD_FAILED = "load_failed", "their load failed, or the load before had failed and the request had to compute first"
+    LOAD_FAILED = (
+        "load_failed",
+        "their load failed, or the previous load had failed and the request had to compute first",
+    )
     QUARANTINED = "quarantined", "the request was quarantined: the cache is disabled for it"
     UNALIGNED = "unaligned", "saved, but the local prefix did not end at a block"
-    RIVAL_LOAD = "rival_load", "saved, but another request's load was under way, and there is one at a time"
+    RIVAL_LOAD = "rival_load", "saved, but another request's load was in flight, and only one load runs at a time"
     NO_KEY = "no_key", "the keys of their chunks were not known"
-    SKIPPED = "skipped", "the request reads no cached tokens, as its parameters ask"
-    RECORDED = "recorded", "not offered by the recorded connector; why is not in the log"
-    NOT_CLAIMED = "not_claimed", "offered, and not claimed by the scheduler"
-    NOT_DELIVERED = "not_delivered", "claimed, and not loaded, because a rule was broken"
+    SKIPPED = "skipped", "the request's parameters ask not to read cached tokens"
+    RECORDED = "recorded", "not offered by the recorded connector; the log does not contain the reason"
+    NOT_CLAIMED = "not_claimed", "offered, but the scheduler did not claim them"
+    NOT_DELIVERED = "not_delivered", "claimed, but not loaded, because a rule was broken"
     HOOK_FAILED = "hook_failed", "no lookup was recorded, because a hook failed"
     WITHHELD = "withheld", "withheld from the scheduler, because the event log could not be written"
     NO_LOOKUP = "no_lookup", "no lookup was recorded"
-    ROLLED_BACK = "rolled_back", "taken back by the scheduler"
+    ROLLED_BACK = "rolled_back", "rolled back by the scheduler"
     UNKNOWN = "unknown", "not known: the log lacks events"
-    NEVER_GIVEN = "never_given", "computed before, and never given to the recorded connector's workers to save"
+    NEVER_GIVEN = "never_given", "computed before, but never given to the recorded connector's workers to save"
     EVICTED_UNSAVED = (
         "evicted_unsaved",
         "computed before, never given to the recorded connector's workers to save, and gone from vLLM's prefix cache",
@@ -63,12 +66,12 @@ class Reason(enum.StrEnum):
         "computed before, never given to the recorded connector's workers to save, and lost to a reset of vLLM's cache",
     )
     COMPUTING = "computing", "another request was still computing them"
-    NEVER_OFFERED = "never_offered", "saved, and never offered to any request by the recorded connector"
+    NEVER_OFFERED = "never_offered", "saved, but the recorded connector never offered them to any request"
     NOT_OFFERED = (
         "not_offered",
-        "saved and offered before, and not this time; when the recorded connector evicts is not in the log",
+        "saved and offered before, but not this time; the log does not contain the recorded connector's evictions",
     )
-    SHORT_OF_UNIT = "short_of_unit", "less than the recorded connector matches at a time"
+    SHORT_OF_UNIT = "short_of_unit", "fewer than the recorded connector matches at a time"
 
 
 BY_DESIGN = frozenset({Reason.NEW, Reason.SALTED, Reason.LAST_TOKEN, Reason.PARTIAL_CHUNK, Reason.SKIPPED})

@@ -98,7 +98,9 @@ def data_frame(table: pa.Table) -> pd.DataFrame:
         ModuleNotFoundError: pandas is not installed.
     """
     if importlib.util.find_spec("pandas") is None:
-        raise ModuleNotFoundError("Log.to_pandas needs pandas, not installed here: pip install pandas", name="pandas")
+        raise ModuleNotFoundError(
+            "Log.to_pandas needs pandas, which is not installed: pip install pandas", name="pandas"
+        )
     import pandas as pd  # noqa: PLC0415
     import pyarrow as pa  # noqa: PLC0415
 

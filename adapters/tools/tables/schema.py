@@ -145,13 +145,13 @@ def _num_in_state(state: str) -> _Value:
 
 COMMON: Final = (
     _column("start", _T.STRING, "engine start: the name of the folder of its log"),
-    _column("time", _T.TIMESTAMP, "time of day (UTC); null if the log does not say when it was opened"),
+    _column("time", _T.TIMESTAMP, "time of day (UTC); null if the log has no opening time"),
     _int("time_ns", "the same in nanoseconds since the log was opened"),
     _int("sequence", "sequence number of the event, for `--since` and `--until` of other commands"),
 )
 _REQUEST_ID = _text("request_id", "vLLM's id of the request")
 _ORDINAL = _int("ordinal", "number of the life; with `start` the key of `requests`. null: the log lacks its arrival")
-_GENERATION = _int("generation", "how often the request had lost its blocks by then")
+_GENERATION = _int("generation", "how often the request had been preempted by then")
 
 _REQUESTS = Table(
     "requests",
@@ -161,7 +161,7 @@ _REQUESTS = Table(
         _REQUEST_ID,
         _int("ordinal", "number of the arrival, from 0; unique in a log"),
         _int("first_running_ns", "when the whole prompt was computed for the first time; null: never"),
-        _int("finished_ns", "when vLLM finished it; null: it did not", "summary.finished_ns"),
+        _int("finished_ns", "when vLLM finished it; null: never", "summary.finished_ns"),
         _int("released_ns", "when its last copy was done; null: not in the log", "until_ns"),
         _text("outcome", "vLLM's status at the end, or the last state in the log", "summary.outcome"),
         _int("num_prompt_tokens", "tokens of the prompt", "summary.num_prompt_tokens"),
@@ -171,7 +171,7 @@ _REQUESTS = Table(
             for state in RequestState
         ),
         _int("num_preemptions", "how often it was preempted", "summary.num_preemptions"),
-        _int("num_lookups", "how often the scheduler asked what can be loaded for it", "summary.num_lookups"),
+        _int("num_lookups", "how often the scheduler looked it up", "summary.num_lookups"),
         _int("num_tokens_loaded", "tokens of completed loads", "summary.num_tokens_loaded"),
         _int("num_chunks_saved", "chunks of completed saves", "summary.num_chunks_saved"),
         _int("loaded_bytes", "bytes of its loads, as workers reported them", "num_bytes_loaded"),
@@ -182,7 +182,7 @@ _REQUESTS = Table(
 )
 _LOOKUPS = Table(
     "lookups",
-    "One row per answer to a lookup: the scheduler asked what can be loaded for a request.",
+    "One row per answer to a lookup.",
     (
         _text("request_id", _REQUEST_ID.meaning, "answer.request_id"),
         _ORDINAL,
@@ -191,24 +191,24 @@ _LOOKUPS = Table(
         _int("num_tokens", "tokens of prompt and output", "answer.num_tokens"),
         _int(
             "num_hit_tokens",
-            "tokens of the prefix that can be loaded; null if the answer was to ask again",
+            "tokens of the prefix that can be loaded; null if the lookup was deferred",
             _of(LookupAnswered, "num_hit_tokens"),
         ),
         _int(
             "num_external_tokens",
-            "tokens that were offered; null if the answer was to ask again",
+            "tokens that were offered; null if the lookup was deferred",
             _of(LookupAnswered, "num_external_tokens"),
         ),
         _column(
             "is_async",
             _T.BOOL,
-            "whether the load runs between steps; null if the answer was to ask again",
+            "whether the load runs between steps; null if the lookup was deferred",
             _of(LookupAnswered, "is_async"),
         ),
         _column(
             "miss_reason",
             _T.STRING,
-            "[why the hit ends](events.md#why-a-hit-ends) where it ends; null if the answer was to ask again",
+            "[why the hit ends](events.md#why-a-hit-ends); null if the lookup was deferred",
             _of(LookupAnswered, "miss_reason"),
         ),
         _int(
@@ -218,14 +218,14 @@ _LOOKUPS = Table(
         ),
         _int(
             "num_deferred",
-            "how often in a row the answer was to ask again; null if it was not",
+            "how often in a row the lookup was deferred; null if it was not",
             _of(LookupDeferred, "num_deferred"),
         ),
         _column(
             "is_repeated",
             _T.BOOL,
-            "whether question and answer equal those of the request's previous lookup: vLLM asks again in every step "
-            "while a request waits",
+            "whether question and answer equal those of the request's previous lookup: vLLM repeats the lookup in "
+            "every step while a request waits",
         ),
     ),
 )
@@ -240,16 +240,16 @@ _COPIES = Table(
         _ORDINAL,
         _GENERATION,
         _int("settled_ns", "when every rank had reported; null: never", "until_ns"),
-        _int("duration_ns", "from the decision until then, or to the end of the log"),
-        _int("worker_ns", "time that workers measured, added up over their reports"),
+        _int("duration_ns", "from the decision until every rank had reported, or to the end of the log"),
+        _int("worker_ns", "sum of the times that workers measured"),
         _text("outcome", "`completed`, `failed`, `given up` (a rank never reported it) or `open`"),
-        _text("error", "what a worker reported; null: no error"),
+        _text("error", "the error that a worker reported; null: none"),
         _int("num_pages", "block pages that were copied"),
         _int("copied_bytes", "bytes that workers reported", "num_bytes"),
         _int("first_token", "first token of a load or a tail save; null for saves"),
         _int("num_tokens", "tokens of a load or a tail save; null for saves"),
         _int("num_chunks", "chunks of a save", lambda copy: len(copy.chunks)),
-        _column("is_async", _T.BOOL, "whether steps went on meanwhile"),
+        _column("is_async", _T.BOOL, "whether steps ran in the meantime"),
         _column("is_before_forward", _T.BOOL, "whether it was done before the step's forward", "before_forward"),
         _column("ranks_done", _T.INT64_LIST, "ranks that completed it"),
         _column("ranks_failed", _T.INT64_LIST, "ranks that reported a failure"),
@@ -278,7 +278,7 @@ _EVICTIONS = Table(
         _ORDINAL,
         _GENERATION,
         _int("num_chunks", "chunks that left"),
-        _int("cause_sequence", "sequence number of the event that the save was decided on", "cause"),
+        _int("cause_sequence", "sequence number of the event that caused the save", "cause"),
     ),
 )
 _REASONS = Table(
@@ -300,20 +300,20 @@ _REASONS = Table(
 )
 _VIOLATIONS = Table(
     "violations",
-    "One row per broken rule, as `kvledger verify` finds them: of each log the first 1,000. A rule that is only broken "
+    "One row per broken rule, as `kvledger verify` finds them: the first 1,000 of each log. A rule that is only broken "
     "later has one row without `sequence` and `detail`.",
     (
         _int("rank", "the worker that wrote the log; null: the scheduler"),
         _text("rule", "the [rule](invariants.md)"),
-        _text("request_id", "vLLM's id of the request; null: it concerns no single request"),
-        _int("generation", "that of the request; null: it concerns no single request"),
-        _text("detail", "what is wrong, in words"),
+        _text("request_id", "vLLM's id of the request; null: the breach is not about one request"),
+        _int("generation", "generation of the request; null: the breach is not about one request"),
+        _text("detail", "description of the breach"),
         _column(
             "evidence",
             _T.INT64_LIST,
             "sequence numbers of earlier events that show the breach together with this one",
         ),
-        _int("num_of_rule", "how often this log breaks the rule, also if the table has fewer rows of it"),
+        _int("num_of_rule", "how often this log breaks the rule, even if the table has fewer rows of it"),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""An extension of kvledger: who is preempted too often is starving, and its chunks are kept before all others."""
+"""An extension of kvledger: a request that is preempted too often starves, and its chunks are evicted last."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from kvledger.lifecycle.audit import AuditModel, Checker
 
 
 class Starving(msgspec.Struct, frozen=True):
-    """The event: a request was preempted for the n-th time, n being at least what the setting says."""
+    """The event: a request was preempted again, and at least as often as the setting says."""
 
     num_preemptions: int
 
 
 class Watching(StateHandler):
-    """Says which requests are starving."""
+    """Decides which requests are starving."""
 
     def request_preempted(self, turn: Turn, _event: e.RequestPreempted) -> None:
-        """The record counts this preemption already."""
+        """Decide the event. The record has already counted this preemption."""
         num_preemptions = turn.record.num_preemptions
         if num_preemptions >= StarvationGuard.setting(turn.projections.configuration, "num_preemptions"):
             turn.decide(StarvationGuard.decided(turn, Starving(num_preemptions)))
 
 
 class State(msgspec.Struct):
-    """All that `StarvingRequests` remembers."""
+    """The state of `StarvingRequests`."""
 
     starving: dict[int, str] = {}
-    """Ordinal -> request id; from the event until that life of the request ends."""
+    """Ordinal → request id, from the event until that life of the request ends."""
 
 
 class StarvingRequests(Projection):
-    """The projection of who is starving."""
+    """The projection: the starving requests."""
 
     def __init__(self) -> None:
         self.state = State()
@@ -44,21 +44,21 @@ class StarvingRequests(Projection):
         return len(self.state.starving)
 
     @on(e.ExtensionDecided)
-    def _said(self, event: e.ExtensionDecided, _sequence: int) -> None:
+    def _starves(self, event: e.ExtensionDecided, _sequence: int) -> None:
         if isinstance(StarvationGuard.payload_of(event), Starving):
             self.state.starving[event.ordinal] = event.request_id
 
     @on(e.RequestFinished, e.RequestArrived)
     def _ended(self, event: e.RequestEvent, _sequence: int) -> None:
-        for ordinal in [ordinal for ordinal, who in self.state.starving.items() if who == event.request_id]:
+        for ordinal in [ordinal for ordinal, name in self.state.starving.items() if name == event.request_id]:
             del self.state.starving[ordinal]
 
 
 class StarvingKept(Checker):
-    """STARVING_KEPT: no chunk of a starving request is evicted while one could be that is nobody's who starves.
+    """STARVING_KEPT: no chunk of a starving request is evicted while a chunk of no starving request could be.
 
-    Verifies: this for every eviction, with what the audit folds itself, not with the projection above.
-    Does not verify: who is called starving.
+    Verifies: this for every eviction, with the audit's own state, not with the projection above.
+    Does not verify: that the request is starving.
     """
 
     rule = "STARVING_KEPT"
@@ -66,14 +66,14 @@ class StarvingKept(Checker):
     def __init__(self, model: AuditModel) -> None:
         super().__init__(model)
         self._starving: dict[int, int] = {}
-        """Ordinal -> event that said so."""
+        """Ordinal → sequence number of its last event."""
 
     def begin(self) -> None:
-        """Take over who is starving where an audit starts in the middle of a log."""
+        """Take the starving requests from the model if the audit starts in the middle of a log."""
         self._starving |= {life.ordinal: 0 for life in self.lives if life.sub_state == "starving"}
 
     @on(Starving)
-    def _said(self, _starving: Starving) -> None:
+    def _starves(self, _starving: Starving) -> None:
         if self.moment.life is not None:
             self._starving[self.moment.life.ordinal] = self.moment.sequence
 
@@ -89,17 +89,20 @@ class StarvingKept(Checker):
         if evicted is None:
             return
         life, evicting = kept_for[evicted], self.lives.of(event.ordinal)
-        # What is there, and not of the starving, of who saves, or needed by somebody.
+        # All stored chunks, except those of starving requests, of the request that saves, and those in use.
         could_go = self.chunks.committed.keys() - kept_for.keys() - self.room.relied_on()
         could_go -= set(evicting.keys if evicting else ())
         if could_go:
-            who, said = life.request_id, self._starving[life.ordinal]
-            detail = f"chunk {evicted.hex()} of starving {who!r} was evicted, {min(could_go).hex()} could have been"
-            self.broken(detail, said, event.cause, request_id=who)
+            request_id, sequence = life.request_id, self._starving[life.ordinal]
+            detail = (
+                f"chunk {evicted.hex()} of the starving request {request_id!r} was evicted, though chunk "
+                f"{min(could_go).hex()} could have been"
+            )
+            self.broken(detail, sequence, event.cause, request_id=request_id)
 
 
 class StarvationGuard(Extension):
-    """Keeps the chunks of starving requests before all others."""
+    """Evicts the chunks of starving requests last."""
 
     name = "starvation"
     events: ClassVar[dict[str, type[msgspec.Struct]]] = {"starving": Starving}
@@ -116,7 +119,7 @@ class StarvationGuard(Extension):
     settings: ClassVar[dict[str, int]] = {"num_preemptions": 2}
 
     def keeps(self, projections: Projections, key: bytes) -> bool:
-        """Whether it is a chunk of a starving request."""
+        """Whether the key is of a chunk of a starving request."""
         starving = projections.starving.state.starving  # type: ignore[attr-defined]
         records = (projections.tracker.of(ordinal) for ordinal in starving)
         return any(key in record.keys for record in records if record is not None)

@@ -71,7 +71,7 @@ class BytesUnchanged(Checker):
         self._next_ordinal = max(self._next_ordinal, event.ordinal + 1)
         for number, (digest, stored) in enumerate(zip(event.digests, event.stored, strict=False)):
             if digest != stored:
-                detail = f"the host held {_hex(stored)}, and it was loaded as {_hex(digest)}"
+                detail = f"host memory had {_hex(stored)}, but the device has {_hex(digest)} after the load"
                 self.broken(f"{_where(event, number)}: {detail}")
                 return
         of_life = self._ended.get(event.ordinal) if life is None else self._of_generation(event, life)
@@ -146,7 +146,7 @@ class BytesUnchanged(Checker):
                 place = (event.rank, event.group, block)
                 before, evidence = of_life.seen.setdefault(place, (digest, self.moment.sequence))
                 if before != digest:
-                    detail = f"is {_hex(digest)} now and was {_hex(before)}, while the request kept its blocks"
+                    detail = f"is now {_hex(digest)} and was {_hex(before)}, although the request kept its blocks"
             if detail:
                 self.broken(f"{_where(event, number)}: {detail}", evidence)
                 return  # later blocks mostly show the same error
@@ -177,7 +177,7 @@ class BytesUnchanged(Checker):
         if images is None or page[0] in self._unknown or len(images) > _MAX_IMAGES or digest in images:
             return "", 0
         saved = ", ".join(map(_hex, images))
-        found = "the host held and gave back" if event.stored else "it was loaded as"
+        found = "at the load, host memory had" if event.stored else "after the load, the device has"
         return f"was saved as {saved}; {found} {_hex(digest)}", next(reversed(images.values()))
 
 

@@ -95,7 +95,7 @@ class WaitingKept(Checker):
     def _evicted(self, event: e.ChunksEvicted) -> None:
         for key in event.keys:
             for request_id, sequence in self.answers.waited_for(key):
-                if all(request_id != whose for whose, _ in self.answers.promised(key)):
+                if all(request_id != owner for owner, _ in self.answers.promised(key)):
                     detail = f"chunk {key.hex()} was evicted, though {request_id!r} was preempted and waits for it"
                     self.broken(detail, sequence, event.cause, request_id=request_id)
 
@@ -138,8 +138,8 @@ class PinBalance(Checker):
         if num_missing > 0 and not self._has_room(num_missing, event.request_id):
             return
         detail = (
-            f"chunk {event.first_chunk} was declined for want of {num_pages} slots, but {num_free} were free"
-            f"{', and chunks that nobody relies on could have made room' if num_missing > 0 else ''}"
+            f"chunk {event.first_chunk} was declined because it needs {num_pages} slots, but {num_free} were free"
+            f"{', and evicting chunks that no request relies on would have made room' if num_missing > 0 else ''}"
         )
         self.broken(detail, event.cause)
 
@@ -202,10 +202,10 @@ class EvictionOrder(Checker):
         )
         if copy is not None:
             kind = "load" if copy.is_load else "save"
-            self.broken(f"{what} {kind} {copy.job_id} in flight is of chunks after it", copy.sequence, event.cause)
+            self.broken(f"{what} {kind} {copy.job_id} in flight copies chunks after it", copy.sequence, event.cause)
         elif key in self.room.own_beginning(event.ordinal).key_set:
             life = self.lives.of(event.ordinal)
             if life is not None and life.settled[1]:
-                self.broken(f"{what} it is in the beginning of the request that saves", event.cause)
+                self.broken(f"{what} the request that saves begins with it", event.cause)
         elif oldest is not None:
-            self.broken(f"{what} chunk {oldest.hex()} was used before it and did not have to stay", event.cause)
+            self.broken(f"{what} chunk {oldest.hex()} was used before it and could have been evicted", event.cause)

@@ -12,7 +12,7 @@ _COUNTED = tuple(field for field in e.field_names(e.HooksExchanged) if field.sta
 _WORDS = {
     "num_arrivals": "arrivals of requests",
     "num_answers": "answers to lookups",
-    "num_deferred": "lookups that vLLM is to repeat",
+    "num_deferred": "deferred lookups",
     "num_async": "answers with an asynchronous load",
     "num_tokens": "tokens in answers to lookups",
     "num_allocations": "allocations",
@@ -166,7 +166,7 @@ class ToldAsDecided(Checker):
     def _must_be_counted(self) -> None:
         if self._is_judged and self._is_recorded and any(self._num.values()):
             had = ", ".join(f"{number} {_WORDS[name]}" for name, number in self._num.items() if number)
-            self.broken(f"the log has {had}, and no hooks.exchanged says what left or arrived", self._first)
+            self.broken(f"the log has {had}, but no hooks.exchanged counts them", self._first)
             self._begin_again()
 
     @property
@@ -204,7 +204,7 @@ class ToldAsDecided(Checker):
         for name, number in self._num.items():
             counted = getattr(event, name)
             if counted != number:
-                self.broken(f"{counted} {_WORDS[name]} left or arrived, the log has {number}", self._first)
+                self.broken(f"hooks.exchanged counts {counted} {_WORDS[name]}, the log has {number}", self._first)
 
     def _begin_again(self) -> None:
         self._num = dict.fromkeys(_COUNTED, 0)

@@ -187,7 +187,7 @@ class FailedLoadTaint(Checker):
         self._fill(event.block_ids)
         life, maximum = self.moment.life, self.configuration.max_failed_loads
         if life is not None and life.num_failed_loads >= maximum:
-            detail = f"load {event.job_id} is issued after {life.num_failed_loads} failed ones, {maximum} may be"
+            detail = f"load {event.job_id} is issued after {life.num_failed_loads} failed ones; the limit is {maximum}"
             self.broken(detail, event.cause)
 
     @on(e.LoadFailed)
@@ -232,7 +232,7 @@ class FailedLoadTaint(Checker):
         for request_id, sequence, given in self._hits:
             unfilled = [block_id for block_id in given if block_id in self._unfilled]
             if unfilled:
-                detail = f"it was given blocks {unfilled} as computed, to which nobody has written since a load failed"
+                detail = f"it got blocks {unfilled} as computed, but they have not been written since a load failed"
                 self.broken(detail, sequence, self._unfilled[unfilled[0]], request_id=request_id)
         self._hits.clear()
 
@@ -257,7 +257,7 @@ class FailedLoadTaint(Checker):
     def _save_issued(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
         unfilled = [block_id for block_id in event.block_ids if block_id in self._unfilled]
         if unfilled:
-            detail = f"save {event.job_id} reads blocks {unfilled}, to which nobody has written since a load failed"
+            detail = f"save {event.job_id} reads blocks {unfilled}, which have not been written since a load failed"
             self.broken(detail, self._unfilled[unfilled[0]], event.cause)
         if isinstance(event, e.TailSaveIssued):
             num_tokens = event.first_token + event.num_tokens
@@ -271,7 +271,7 @@ class FailedLoadTaint(Checker):
         self._relied_on.pop(event.job_id, None)
         failed_at = self._spoilt.pop(event.job_id, None)
         if failed_at is not None:
-            self.broken(f"save {event.job_id} is committed, but a load failed that its blocks rely on", failed_at)
+            self.broken(f"save {event.job_id} is committed, but its blocks rely on a load that failed", failed_at)
 
     @on(e.SaveFailed)
     def _save_failed(self, event: e.SaveFailed) -> None:

@@ -88,7 +88,7 @@ class LoadDstExclusive(Checker):
         if event.block_ids != expected or len(expected) != len(pages):
             detail = (
                 f"load {event.job_id} fills blocks {list(event.block_ids)}, "
-                f"in the request's table its tokens, on {len(pages)} pages, have {list(expected)}"
+                f"but in the request's table, its tokens ({len(pages)} pages) have blocks {list(expected)}"
             )
             self.broken(detail, event.cause)
         filled = [] if self.copies.current is None else self.copies.current.filled
@@ -200,5 +200,5 @@ class NewBlockExclusive(Checker):
         if life is None or holder is None or life.quarantined:
             return
         if self.lives.num_computed_tokens(life) > 0 and self.lives.num_computed_tokens(holder) > 0:
-            detail = f"it is given block {block_id} to fill, which {holder.request_id!r} has and still runs"
+            detail = f"it is given block {block_id} to fill, which the running request {holder.request_id!r} has"
             self.broken(detail, *evidence, request_id=life.request_id)

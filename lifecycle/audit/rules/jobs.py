@@ -37,7 +37,7 @@ class CompletionOnce(Checker):
         if job is not None:
             why = f"while {'load' if job.is_load else 'save'} {job.job_id} is in flight"
         elif event.ordinal != e.NO_LIFE:
-            why = "before kvledger had asked its workers to report it"
+            why = "before kvledger asked its workers to report it"
         detail = f"another connector reports {event.field} of {event.request_id!r}, {why}"
         self.broken(detail, 0 if job is None else job.sequence)
 
@@ -54,7 +54,7 @@ class CompletionOnce(Checker):
     @on(e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
     def _issued(self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> None:
         if not self.copies.is_new:
-            detail = f"job {event.job_id} is issued, but {self.copies.last_id} had been reached: ids are used once"
+            detail = f"job {event.job_id} is issued, but ids are used once and {self.copies.last_id} is used already"
             self.broken(detail, event.cause)
 
     @on(e.TransferReported)
@@ -72,7 +72,9 @@ class CompletionOnce(Checker):
                 detail = f"job {job.job_id} was reported more than once by ranks {again or twice}"
                 self.broken(detail, job.sequence, request_id=job.request_id)
             if foreign:
-                detail = f"job {job.job_id} was reported by ranks {foreign}, of {len(self.copies.every_rank)}"
+                detail = (
+                    f"job {job.job_id} was reported by ranks {foreign}, but there are {len(self.copies.every_rank)}"
+                )
                 self.broken(detail, job.sequence, request_id=job.request_id)
 
     @on(e.LoadCompleted, e.LoadFailed)
@@ -106,7 +108,7 @@ class RankAgreement(Checker):
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported) -> None:
         if event.error and not event.ranks_failed:
-            self.broken(f"jobs {list(event.job_ids)} are reported as done, with an error: {event.error}")
+            self.broken(f"jobs {list(event.job_ids)} are reported as done, but with an error: {event.error}")
 
     @on(e.LoadCompleted, e.SaveCompleted)
     def _completed(self, event: e.LoadCompleted | e.SaveCompleted) -> None:
@@ -131,8 +133,8 @@ class RankAgreement(Checker):
 
     def _disagreed(self, event: Settled, job: Copy) -> None:
         detail = (
-            f"{event.id} for job {event.job_id}, which {len(job.ranks_done)} of {len(self.copies.every_rank)} ranks "
-            f"did and {len(job.ranks_failed)} failed to do"
+            f"{event.id} for job {event.job_id}, of {len(self.copies.every_rank)} ranks, "
+            f"{len(job.ranks_done)} reported it as done and {len(job.ranks_failed)} as failed"
         )
         self.broken(detail, job.sequence, event.cause)
 
@@ -177,8 +179,10 @@ class Liveness(Checker):
         job = self.copies.get(job_id)
         if job is not None and job.since_step == since_step:
             self._named.add(job_id)
-            what = "asked after, and still not given up" if job.is_asked_after else "not asked after"
-            detail = f"nobody has spoken of job {job_id} since step {since_step}, and it was {what}"
+            what = (
+                "it did not fail after workers were asked" if job.is_asked_after else "workers were not asked about it"
+            )
+            detail = f"job {job_id} has had no report since step {since_step}, but {what}"
             self.broken(detail, job.sequence, request_id=job.request_id)
 
 
@@ -333,7 +337,7 @@ class DeliveredOnce(Checker):
             overdue = [each for each in self._due.items() if each[1][1] + 1 < self.lives.num_steps]
             for ordinal, (end, _, sequence) in overdue:
                 del self._due[ordinal]
-                self.broken(f"life {ordinal} is to be reported as {end}, and no step has done so", sequence)
+                self.broken(f"life {ordinal} must be reported as {end}, but no step has done so", sequence)
 
     @on(e.HooksExchanged)
     def _exchanged(self, _event: e.HooksExchanged) -> None:
@@ -372,7 +376,7 @@ class DeliveredOnce(Checker):
             self._loads.pop(job_id, None)
         for job_id in event.awaited:
             if job_id not in self._reminders and job_id >= self._first_job:
-                self.broken(f"workers are reminded of job {job_id}, which nobody decided")
+                self.broken(f"workers are reminded of job {job_id}, but no reminder was decided")
             self._reminders.discard(job_id)
 
     @on(e.EffectsDelivered)
@@ -383,8 +387,14 @@ class DeliveredOnce(Checker):
                 self._load_of.pop(ordinal, None)
                 self._due.pop(ordinal, None)
                 if ordinal >= self._first_ordinal and end != end_reported:
-                    came_to = "waits for no load" if end is None else f"waits for a load that came to {end or 'no end'}"
-                    self.broken(f"life {ordinal} is reported as {end_reported}, but it {came_to}")
+                    load = (
+                        "no load"
+                        if end is None
+                        else f"a load that ended as {end}"
+                        if end
+                        else "a load that has not ended"
+                    )
+                    self.broken(f"life {ordinal} is reported as {end_reported}, but it waits for {load}")
 
     @on(e.EffectsDelivered)
     def _frees_reported(self, event: e.EffectsDelivered) -> None:

@@ -48,13 +48,13 @@ class KeyIdentity(Checker):
                 return
             known = self.moment.life.keys
             if event.first_chunk > len(known):
-                detail = f"keys of chunks from {event.first_chunk} on, but {len(known)} are known: what do they follow?"
+                detail = f"keys of chunks from {event.first_chunk} on, but chunk {len(known)} has no key"
                 self.broken(detail)
                 return
             parent = known[event.first_chunk - 1]
         prefixes = _prefixes(event)
         if len(prefixes) != len(event.keys):
-            self.broken(f"{len(event.keys)} keys, and hashes of {len(prefixes)} blocks to check them with")
+            self.broken(f"{len(event.keys)} keys, but {len(prefixes)} block hashes to check them with")
             return
         for chunk, (key, prefix) in enumerate(zip(event.keys, prefixes, strict=True), event.first_chunk):
             named = (chunk, parent, prefix, self.moment.sequence)
@@ -64,8 +64,8 @@ class KeyIdentity(Checker):
                 self.broken(f"key {key.hex()} of chunk {chunk} {wrong}", known_at)
                 break
             if known_chunk != chunk or known_parent != parent:
-                after = "behind another prefix" if parent != known_parent else "behind the same chunk"
-                detail = f"key {key.hex()} names chunk {chunk}, {after}; it had named chunk {known_chunk}"
+                after = "after another prefix" if parent != known_parent else "after the same chunk"
+                detail = f"key {key.hex()} names chunk {chunk}, {after}; it named chunk {known_chunk} before"
                 self.broken(detail, known_at)
                 break
             parent = key
@@ -87,7 +87,7 @@ def _wrong_hash(event: e.ChunkKeysObserved, key: bytes, prefix: bytes, known_pre
     if not prefix:
         return ""
     if known_prefix and prefix != known_prefix:
-        return f"stands for a chunk whose last block has hash {prefix.hex()}…; it had stood for {known_prefix.hex()}…"
+        return f"names a chunk whose last block has hash {prefix.hex()}…; before, it had {known_prefix.hex()}…"
     if event.are_block_hashes and not key.startswith(prefix):
         return f"is not vLLM's hash of the chunk's last block, {prefix.hex()}…"
     if not event.are_block_hashes and key.startswith(prefix):

@@ -42,8 +42,8 @@ class LegalTransition(Checker):
 
     @on(e.StepScheduled)
     def _step_scheduled(self, _event: e.StepScheduled) -> None:
-        for ordinal in self.moment.rows_of_nobody:
-            self.broken(f"a row of the step is about life {ordinal}, which it cannot be about")
+        for ordinal in self.moment.unknown_rows:
+            self.broken(f"a row of the step names life {ordinal}, which cannot be in a step")
         for life, state, blocks in self.moment.refused_rows:
             if not life.quarantined:
                 self.broken(_detail("tokens.scheduled", state, blocks), request_id=life.request_id)
@@ -120,7 +120,7 @@ class GenIsolation(Checker):
             self._named_another(event, life)
 
     def _named_another(self, event: _OfThePresent | _OfBlocks, life: Life) -> None:
-        detail = f"{event.id} names {_words(_life(event))}, the request is in {_words(life.name)}"
+        detail = f"{event.id} names {_words(_life(event))}, but the request is in {_words(life.name)}"
         self.broken(detail, event.cause)
 
     @on(e.TransferAwaited)
@@ -133,7 +133,7 @@ class GenIsolation(Checker):
 
     def _of_job(self, event: _OfAJob, job: Copy | None) -> None:
         if job is not None and _life(event) != job.life:
-            issued = f"the job was issued for {_words(job.life)}"
+            issued = f"but the job was issued for {_words(job.life)}"
             detail = f"{event.id} for job {job.job_id} names {_words(_life(event))}, {issued}"
             self.broken(detail, job.sequence, event.cause)
 
@@ -199,10 +199,12 @@ class ReleaseAll(Checker):
         finished_at = 0 if self.moment.life is None else self.moment.life.finished_at
         left = self.lives.get(event.request_id)
         if left is not None:
-            detail = f"generation {event.generation} of life {event.ordinal} is released, but there is {left.name}"
+            detail = (
+                f"generation {event.generation} of life {event.ordinal} is released, but {_words(left.name)} is left"
+            )
         elif self.copies.owes(event.ordinal):
             jobs = [job.job_id for job in self.copies.of_life(event.ordinal)]
-            detail = f"released, but jobs {jobs} of it are in flight"
+            detail = f"released, but its jobs {jobs} are in flight"
         else:
             return
         self.broken(detail, finished_at, event.cause)
@@ -213,5 +215,5 @@ class ReleaseAll(Checker):
             self._finished.discard(ordinal)
             life = self.lives.of(ordinal)
             if life is not None:
-                detail = "finished and owes no transfer, but was not released by the next step"
+                detail = "finished and has no copy in flight, but was not released by the next step"
                 self.broken(detail, life.finished_at, request_id=life.request_id)

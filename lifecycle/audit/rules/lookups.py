@@ -57,7 +57,7 @@ class LookupPure(Checker):
         if self.layout.num_groups > 1:
             async_from = 0
         if event.is_async and not num_tokens:
-            self.broken("asynchronous, with nothing to load", event.cause)
+            self.broken("answered as asynchronous, but there is nothing to load", event.cause)
         elif num_tokens and event.is_async is not (async_from is not None and num_tokens >= async_from):
             kinds = ("within the step", "asynchronous")
             what = f"a load of {num_tokens} tokens is answered as {kinds[event.is_async]}"
@@ -72,7 +72,7 @@ class LookupPure(Checker):
         if asked.num_computed_tokens != event.num_computed_tokens or asked.num_tokens != event.num_tokens:
             detail = (
                 f"asked with {asked.num_computed_tokens} of {asked.num_tokens} tokens computed, "
-                f"{event.id} for {event.num_computed_tokens} of {event.num_tokens}"
+                f"but {event.id} is for {event.num_computed_tokens} of {event.num_tokens}"
             )
             self.broken(detail, event.cause)
 
@@ -144,9 +144,9 @@ class LongestHit(Checker):
         if event.num_hit_tokens > hit or reason == "window":
             return  # LOADABLE_AFTER_COMMIT, RESET_EPOCH and GROUP_AGREEMENT check these
         if hit != event.num_hit_tokens:
-            self.broken(f"a hit of {event.num_hit_tokens} tokens was found, but {hit} are there", event.cause)
+            self.broken(f"a hit of {event.num_hit_tokens} tokens was found, but {hit} are stored", event.cause)
         elif reason != event.miss_reason:
-            detail = f"the hit ends for the reason {event.miss_reason}, but the log tells {reason}"
+            detail = f"the reason for the end of the hit is {event.miss_reason}, but by the log it is {reason}"
             self.broken(detail, event.cause)
 
     def _expected(self, event: e.LookupAnswered, life: Life, num_chunks: int) -> tuple[int, str]:
@@ -211,13 +211,13 @@ class DeferBounded(Checker):
         count = event.num_deferred if is_told_again else before + 1
         self._in_a_row[event.request_id], self._last_load[event.request_id] = count, event.job_id
         if job is None:
-            self.broken(f"put off for job {event.job_id}, which is not in flight", event.cause)
+            self.broken(f"deferred for job {event.job_id}, which is not in flight", event.cause)
         elif job.is_load and not self.layout.has_windows and not self._is_shared(job):
-            detail = f"put off for load {event.job_id}, which brings none of the chunks that the request lacks"
+            detail = f"deferred for load {event.job_id}, which brings none of the chunks that the request lacks"
             self.broken(detail, job.sequence, event.cause)
         maximum = self.configuration.max_deferred_lookups
         if count > maximum or event.num_deferred != count:
-            detail = f"put off {count} times in a row (recorded: {event.num_deferred}), at most {maximum} may be"
+            detail = f"deferred {count} times in a row (recorded: {event.num_deferred}), at most {maximum} are allowed"
             self.broken(detail, event.cause)
 
     def _is_shared(self, load: Copy) -> bool:

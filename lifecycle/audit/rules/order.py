@@ -84,14 +84,14 @@ class CopyInTime(Checker):
         if last.get(rank, _NEVER)[0] < ended.number:
             last[rank] = ended.number, job_id
         number, other = self._following.get(ended.delivered, {}).get(rank, _NEVER)
-        return f"it ended after job {other} had begun, which had to follow it" if 0 < number < ended.number else ""
+        return f"it ended after job {other} began, but had to end before" if 0 < number < ended.number else ""
 
     def _began(self, began: Moment, rank: int, job_id: int) -> str:
         first = _of(self._following, began.delivered)
         if not 0 < first.get(rank, _NEVER)[0] < began.number:
             first[rank] = began.number, job_id
         number, other = self._preceding.get(began.delivered, {}).get(rank, _NEVER)
-        return f"it began before job {other} had ended, which had to precede it" if began.number < number else ""
+        return f"it began before job {other} ended, but had to begin after" if began.number < number else ""
 
     @on(e.StepReported)
     def _step_reported(self, event: e.StepReported) -> None:
@@ -103,7 +103,7 @@ class CopyInTime(Checker):
             if missing and job_id not in self._missing:
                 self._missing.add(job_id)
                 step = "output after they were asked about it" if job.asked_at else "output of its step"
-                detail = f"job {job_id}, {_kind(job)}, is not among the reports of ranks {missing}, who sent the {step}"
+                detail = f"job {job_id}, {_kind(job)}, is not among the reports of ranks {missing} with the {step}"
                 self.broken(detail, job.sequence, job.asked_at or job.delivered_at, request_id=job.request_id)
 
     @on(e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
@@ -145,7 +145,7 @@ def _wrong_moment(job: Copy, moments: CopyMoments) -> str:
     """Return what is wrong with the moments of one copy; empty if nothing is."""
     began, ended = moments
     if began.delivered != job.delivered_at:
-        return f"it began in the step of event {began.delivered}, and was handed out with event {job.delivered_at}"
+        return f"it began in the step of event {began.delivered}, but was handed out with event {job.delivered_at}"
     hook = _hook_of(job)
     if began.hook != hook:
         return f"it began in {began.hook_name} of its step, not in {hook.name.lower()}"
@@ -153,7 +153,7 @@ def _wrong_moment(job: Copy, moments: CopyMoments) -> str:
         return f"its step did not wait for it: it ended in {_place(ended, began.delivered)}"
     if job.awaited_at and (ended.delivered, ended.hook) > (job.awaited_at, Hook.HANDLE_PREEMPTIONS):
         where = _place(ended, job.awaited_at)
-        return f"the step of event {job.awaited_at} had to wait for it before its forward, and it ended in {where}"
+        return f"the step of event {job.awaited_at} had to wait for it before its forward, but it ended in {where}"
     return ""
 
 

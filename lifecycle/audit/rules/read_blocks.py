@@ -114,9 +114,11 @@ class BlockReuseFenced(Checker):
             has_them = life.held_at != NEVER if ended else life.generation == job.generation
             if has_them and (ended or life.blocks is not BlocksRegion.NONE):
                 given = sorted(set(block_ids) & set(job.block_ids) - {NULL_BLOCK})
-                whom = self.lives.of(ordinal)
-                detail = f"blocks {given} are given away, but save {job_id} of {job.request_id!r} still reads them"
-                request_id = "" if whom is None else whom.request_id
+                receiver = self.lives.of(ordinal)
+                detail = (
+                    f"blocks {given} went to another request, but save {job_id} of {job.request_id!r} still reads them"
+                )
+                request_id = "" if receiver is None else receiver.request_id
                 self.broken(detail, job.sequence, request_id=request_id)
 
 
@@ -150,7 +152,7 @@ class DelayFreeContract(Checker):
         elif not self.copies.reads_blocks_of(life.ordinal):
             detail = "its blocks are held, but no copy reads them"
         elif self.copies.is_loading(life.ordinal, life.generation, outside_steps=True):
-            detail = "its blocks are held for a save, but vLLM keeps them for a load: it would hear of two ends"
+            detail = "its blocks are held for a save, but vLLM keeps them for a load, so it would get two ends"
         else:
             return
         self.broken(detail, life.finished_at, held_before)

@@ -70,7 +70,7 @@ class SaveInterval(Checker):
             threshold = (first_chunk // self._interval_chunks + 1) * self._interval_chunks * chunk_size
         if num_tokens - _NUM_STEPS >= threshold:
             detail = (
-                f"{num_tokens} tokens have settled, {_NUM_STEPS} steps ago it was {num_tokens - _NUM_STEPS}; "
-                f"from {threshold} on chunk {first_chunk} was to be dealt with"
+                f"chunk {first_chunk} had to be saved or declined from {threshold} settled tokens on: there are "
+                f"{num_tokens}, and there were {num_tokens - _NUM_STEPS} {_NUM_STEPS} steps ago"
             )
             self.broken(detail, request_id=life.request_id)

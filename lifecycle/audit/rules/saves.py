@@ -36,8 +36,8 @@ class ChunkComplete(Checker):
         tokens = range(event.first_token, event.first_token + event.num_tokens)
         if not tokens or tokens.start % self.layout.chunk_size or len(tokens) >= self.layout.chunk_size:
             detail = (
-                f"save {event.job_id} is of tokens {tokens.start} to {tokens.stop}, "
-                f"which are no part of a chunk of {self.layout.chunk_size} tokens from its beginning on"
+                f"save {event.job_id} copies tokens {tokens.start} to {tokens.stop}, "
+                f"which are not the beginning of a chunk of {self.layout.chunk_size} tokens"
             )
             self.broken(detail, event.cause)
         self._check(event, tokens.stop)
@@ -110,7 +110,7 @@ class CursorLeFrontier(Checker):
             end_chunk = num_settled_tokens // chunk_size
             if num_chunks not in {first_chunk, NEVER} or first_chunk > end_chunk:
                 detail = (
-                    f"the cursor stands at chunk {first_chunk}, {num_chunks} chunks had been dealt with "
+                    f"the save cursor is at chunk {first_chunk}, but {num_chunks} chunks were handled "
                     f"and {end_chunk} are settled"
                 )
                 self.broken(detail, sequence, request_id=request_id)
@@ -319,7 +319,7 @@ class StoreContiguous(Checker):
             what = f"chunks {missing}" if missing else ""
             if num_unknown > 0:
                 what += f"{' and ' if what else ''}{num_unknown} of the chunks {first_unknown} to {last_chunk - 1}"
-            detail = f"chunk {last_chunk} is saved, but {what} before it were left out without a word"
+            detail = f"chunk {last_chunk} is saved, but {what} before it were neither saved nor declined"
             self.broken(detail, event.cause)
         account.add_all_before(last_chunk)  # report it once
 
@@ -361,7 +361,7 @@ class SettledSaved(Checker):
     def _decided(self, _event: e.Event) -> None:
         taken, self._taken = self._taken, None
         if taken is not None and taken.chunks:
-            detail = f"its blocks were taken, and of the settled chunks {taken.chunks} were left out without a word"
+            detail = f"it lost its blocks, but its settled chunks {taken.chunks} were neither saved nor declined"
             self.broken(detail, taken.sequence, request_id=taken.request_id)
 
     @on(e.RequestPreempted)

@@ -30,7 +30,7 @@ class LoadableAfterCommit(Checker):
         pages = layout.pages_of(range(event.first_token, end_token))
         if len(event.slots) != len(event.block_ids):
             detail = (
-                f"load {event.job_id} of tokens to {end_token} is of {len(pages)} pages, but names {len(event.slots)} "
+                f"load {event.job_id} of tokens to {end_token} has {len(pages)} pages, but names {len(event.slots)} "
                 f"slots and {len(event.block_ids)} blocks"
             )
             self.broken(detail, event.cause)
@@ -112,13 +112,13 @@ class SlotExclusive(Checker):
         """Return what needs the slot, in words, and the event that shows it (0: none)."""
         model = self.model
         if not 0 <= slot < model.slots.num_slots:
-            return f"but the pool has {model.slots.num_slots}", 0
+            return f"but the pool has {model.slots.num_slots} slots", 0
         for job_id, job in model.copies:
             if job_id != event.job_id and slot in job.slots:
                 return f"which {'load' if job.is_load else 'save'} {job_id} is still copying", job.sequence
         for job_id, job in model.copies.given_up.items():
             if slot in job.slots:
-                return f"into which save {job_id}, which was given up, may still write", job.sequence
+                return f"into which save {job_id} may still write, although it counts as failed", job.sequence
         if key is not None:
             return f"which holds chunk {key.hex()}", 0
         return "which holds a saved tail" if model.tails.of_slot(slot) is not None else "twice", 0

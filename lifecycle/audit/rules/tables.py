@@ -33,7 +33,7 @@ class TableEq(Checker):
 
     @on(e.BlockTableObserved)
     def _observed(self, event: e.BlockTableObserved) -> None:
-        detail = f"the scheduler's table has {len(event.block_ids)} blocks and is not the one that the log folds to"
+        detail = f"the scheduler's table has {len(event.block_ids)} blocks and differs from the one in the log"
         self.broken(detail)
 
     @on(e.BlocksAllocated)
@@ -42,14 +42,14 @@ class TableEq(Checker):
         if self.moment.life is not None:
             self._allocated[self.moment.life.ordinal] = self.moment.sequence
         if twice:
-            self.broken(f"blocks {twice} stand twice in the table that was given")
+            self.broken(f"blocks {twice} appear twice in the new table")
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
         for ordinal, sequence in self._allocated.items():
             life, twice = self.lives.of(ordinal), _twice(self.tables.of(ordinal))
             if twice and life is not None:
-                detail = f"blocks {twice} stand in the table already and were appended once more"
+                detail = f"blocks {twice} were in the table already and were appended again"
                 self.broken(detail, sequence, request_id=life.request_id)
         self._allocated.clear()
         block_size, num_groups = self.layout.block_size, self.layout.num_groups
@@ -100,7 +100,7 @@ class SrcBlockOwned(Checker):
         if life is None or (has_ended and not lost):
             return  # LEGAL_TRANSITION and FINISH_IS_LAST report these
         if len(event.chunks) > 1 and any(chunk >= following for chunk, following in pairwise(event.chunks)):
-            detail = f"save {event.job_id} is of chunks {list(event.chunks)}, which do not follow one another"
+            detail = f"save {event.job_id} copies chunks {list(event.chunks)}, which are not in ascending order"
             self.broken(detail, event.cause)
             return
         may_be_async = configuration.async_saves and not was_preempted
@@ -225,8 +225,8 @@ class GroupAgreement(Checker):
             return  # LOOKUP_PURE reports an answer of more than is usable
         if answered == num_computed_tokens and any(job.ordinal != life.ordinal for job in self._loads()):
             return  # it waits for that load
-        what = f"answered tokens to {answered} of a usable hit of {usable}"
-        self.broken(f"{what}, but what windows see is stored for a load to token {end_token}", event.cause)
+        what = f"answered tokens up to {answered} of a usable hit of {usable}"
+        self.broken(f"{what}, but the pages that windows see are stored for a load up to {end_token}", event.cause)
 
     def _loads(self) -> Iterator[Copy]:
         return (job for job_id in self.copies.loads if (job := self.copies.get(job_id)) is not None)

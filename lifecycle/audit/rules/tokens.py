@@ -29,7 +29,7 @@ class LastToken(Checker):
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered) -> None:
         if event.num_computed_tokens + event.num_external_tokens == event.num_tokens <= event.num_hit_tokens:
-            detail = f"all of the {event.num_tokens} tokens are answered, the last one must be computed"
+            detail = f"all {event.num_tokens} tokens are answered, but the last one must be computed"
             self.broken(detail, event.cause)
 
     @on(e.BlocksAllocated)
@@ -41,7 +41,7 @@ class LastToken(Checker):
     def _load_issued(self, event: e.LoadIssued) -> None:
         life, end_token = self.moment.life, event.first_token + event.num_tokens
         if life is not None and end_token > life.num_tokens - 1:
-            detail = f"the load fills tokens up to {end_token}, of {life.num_tokens} the last one must be computed"
+            detail = f"the load fills tokens up to {end_token} of {life.num_tokens}, but the last one must be computed"
             self.broken(detail, event.cause)
 
     @on(e.StepScheduled)
@@ -79,7 +79,7 @@ class AllocMatchesLookup(Checker):
         elif answer.life != life.name:
             detail = (
                 f"{event.num_external_tokens} external tokens were claimed in generation {life.generation} of life "
-                f"{life.ordinal}, the answer was for generation {answer.life[2]} of life {answer.life[1]}"
+                f"{life.ordinal}, but the answer was for generation {answer.life[2]} of life {answer.life[1]}"
             )
             self.broken(detail, answer.sequence)
         elif not 0 <= event.num_external_tokens <= answer.event.num_external_tokens:
@@ -99,12 +99,12 @@ class AllocMatchesLookup(Checker):
         if (event.first_token, event.num_tokens) != (first_token, allocation.num_external_tokens):
             detail = (
                 f"{event.num_tokens} tokens are loaded from token {event.first_token} on, "
-                f"{allocation.num_external_tokens} from {first_token} on had been claimed"
+                f"but {allocation.num_external_tokens} from {first_token} on were claimed"
             )
             self.broken(detail, allocation.sequence)
         if answer is not None and event.is_async is not answer.event.is_async:
-            how = ("a load within its step", "an asynchronous load")
-            detail = f"{how[event.is_async]} was issued, {how[answer.event.is_async]} had been answered"
+            how = ("a synchronous load", "an asynchronous load")
+            detail = f"{how[event.is_async]} was issued, but {how[answer.event.is_async]} was answered"
             self.broken(detail, answer.sequence, allocation.sequence)
 
 
@@ -185,9 +185,9 @@ class TokenConservation(Checker):
         counted = self.lives.num_computed_tokens(life)
         is_complete = event.num_computed_tokens >= event.num_tokens
         if event.num_computed_tokens != counted:
-            detail = f"{event.id} tells {event.num_computed_tokens} computed tokens, the steps add up to {counted}"
+            detail = f"{event.id} has {event.num_computed_tokens} computed tokens, but the steps add up to {counted}"
         elif event.num_tokens != life.num_tokens:
-            detail = f"{event.id} tells of {event.num_tokens} tokens, the steps of {life.num_tokens}"
+            detail = f"{event.id} has {event.num_tokens} tokens, but the steps have {life.num_tokens}"
         elif is_complete is not isinstance(event, e.PrefillCompleted):
             detail = f"{event.id} with {event.num_computed_tokens} of {event.num_tokens} tokens computed"
         else:
@@ -222,7 +222,7 @@ class TokenConservation(Checker):
             if num_computed_tokens != min(num_local_tokens + num_external_tokens, num_tokens - 1):
                 detail = (
                     f"{num_local_tokens} local and {num_external_tokens} external tokens were admitted, "
-                    f"but the step starts behind {num_computed_tokens}"
+                    f"but the step starts after {num_computed_tokens}"
                 )
                 self.broken(detail, sequence, request_id=request_id)
 
@@ -288,9 +288,9 @@ class StepSum(Checker):
         num_tokens, counted = event.num_scheduled_tokens, self.lives.num_scheduled_tokens
         num_before = self.lives.num_steps - 1
         if event.step != num_before:
-            self.broken(f"step {event.step} follows upon {num_before} steps")
+            self.broken(f"the step has number {event.step}, but follows {num_before} steps")
         elif num_tokens != counted and not (self._may_be_hidden and num_tokens > counted):
-            self.broken(f"the step has {num_tokens} tokens, its requests add up to {counted}")
+            self.broken(f"the step has {num_tokens} tokens, but its requests add up to {counted}")
 
 
 class SettledExact(Checker):
@@ -348,14 +348,14 @@ class SettledExact(Checker):
             less = f", {num_in_flight_tokens} of them in flight"
         if event.num_settled_tokens != expected:
             of = f"{num_computed_tokens} computed tokens{less}, {event.num_tokens} known"
-            self.broken(f"{event.num_settled_tokens} tokens are counted as settled, it must be {expected}: {of}")
+            self.broken(f"{event.num_settled_tokens} tokens are recorded as settled, but it must be {expected}: {of}")
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
         if self.configuration.settles_in_flight:
             for moved, counted, num_computed_tokens in self.moment.moved_rows:
                 if counted and not moved.quarantined:
-                    detail = f"the step begins at {num_computed_tokens} tokens, those before it ended at {counted}"
+                    detail = f"the step begins at {num_computed_tokens} tokens, but those before it ended at {counted}"
                     self.broken(detail, request_id=moved.request_id)
         for ordinal, _, num_settled_tokens, num_in_flight_tokens in event.settled:
             life = self.lives.of(ordinal)
@@ -367,8 +367,8 @@ class SettledExact(Checker):
                 expected = min(expected, len(life.keys) * self.configuration.chunk_size)
             if num_settled_tokens != expected:
                 detail = (
-                    f"{num_settled_tokens} tokens are counted as settled, it must be {expected}: {num_computed_tokens} "
-                    f"computed tokens, {num_in_flight_tokens} of them in flight"
+                    f"{num_settled_tokens} tokens are recorded as settled, but it must be {expected}: "
+                    f"{num_computed_tokens} computed tokens, {num_in_flight_tokens} of them in flight"
                 )
                 self.broken(detail, request_id=life.request_id)
 
@@ -382,7 +382,7 @@ class SettledExact(Checker):
         num_computed_tokens = self.lives.num_computed_before_step(life)
         if event.num_settled_tokens != num_computed_tokens - event.num_in_flight_tokens:
             detail = (
-                f"a window is left by {event.num_settled_tokens} tokens, but {num_computed_tokens} were computed "
+                f"{event.id} has {event.num_settled_tokens} settled tokens, but {num_computed_tokens} were computed "
                 f"before the last step, {event.num_in_flight_tokens} of them in flight"
             )
             self.broken(detail)
@@ -390,5 +390,5 @@ class SettledExact(Checker):
     @on(e.SessionContinued, e.TokensRolledBack)
     def _cut(self, event: e.SessionContinued | e.TokensRolledBack) -> None:
         if self.moment.life is not None and event.num_computed_tokens > self.moment.num_computed_tokens:
-            detail = f"{event.num_computed_tokens} computed tokens are kept of {self.moment.num_computed_tokens}"
-            self.broken(detail)
+            num_before = self.moment.num_computed_tokens
+            self.broken(f"{event.num_computed_tokens} computed tokens are kept, but there were {num_before}")

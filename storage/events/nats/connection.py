@@ -206,7 +206,7 @@ def _check_key_files(access: Access) -> None:
         except (OSError, ModuleNotFoundError) as error:
             raise StreamRefused(f"{file}: the keys cannot be used: {error}") from error
         if not all(marker in content for marker in markers):
-            raise StreamRefused(f"{file}: holds no {what}")
+            raise StreamRefused(f"{file}: contains no {what}")
 
 
 def _tls_context(address: StreamAddress, access: Access) -> ssl.SSLContext | None:
@@ -230,7 +230,7 @@ def _insist_on_tls(connection: Connection, *, needed: bool) -> None:
     """
     writer = getattr(connection.client._transport, "_io_writer", None)  # noqa: SLF001 - no public way to ask
     if needed and (writer is None or writer.get_extra_info("ssl_object") is None):
-        raise connection.refused("the server offers no TLS, and TLS was asked for; nothing secret was sent to it")
+        raise connection.refused("the server offers no TLS, but this connection requires it; no secret was sent")
 
 
 def _failure(address: StreamAddress, access: Access, errors: list[Exception]) -> StreamError:

@@ -130,7 +130,7 @@ def record_of_message(headers: Mapping[str, str] | None, data: bytes) -> Record 
     segment = (headers or {}).get(_SEGMENT, "")
     offset = (headers or {}).get(_OFFSET, "")
     if not _SEGMENT_NAME.fullmatch(segment) or not _OFFSET_TEXT.fullmatch(offset):
-        return f"its headers name no place in a log ({_SEGMENT}: {segment!r}, {_OFFSET}: {offset!r})"
+        return f"its headers do not name a place in a log ({_SEGMENT}: {segment!r}, {_OFFSET}: {offset!r})"
     if int(offset) == 0:
         try:
             header = decode_header(data, segment)
@@ -139,5 +139,5 @@ def record_of_message(headers: Mapping[str, str] | None, data: bytes) -> Record 
         return Record(segment, 0, data, header.first_sequence, header.first_sequence, header.chain_hash)
     frame = parse_frame(data, 0)
     if not isinstance(frame, Frame):
-        return f"it holds no intact frame: {frame}"
+        return f"it contains no intact frame: {frame}"
     return record_of_frame(segment, int(offset), data, frame)

@@ -153,10 +153,12 @@ async def _subjects(connection: Connection, *, newest: bool) -> dict[str, int]:
         what = "no log" if wanted is None else f"no log whose id begins with {wanted}"
         raise connection.refused(f"the stream holds {what}; 'kvledger ship --list' shows what it holds")
     if wanted is not None and len(subjects) > 1:
-        raise connection.refused(f"several logs have such an id ({', '.join(ids)}); give more of it")
+        raise connection.refused(
+            f"several logs have an id that begins with {wanted} ({', '.join(ids)}); give more digits"
+        )
     if len(set(ids)) < len(ids):
         twice = sorted({log_id for log_id in ids if ids.count(log_id) > 1})
-        raise connection.refused(f"{', '.join(twice)} is there under several subjects; purge all but one of them")
+        raise connection.refused(f"the stream has {', '.join(twice)} under several subjects; purge all but one of them")
     if newest:
         return {log.subject: log.num_messages for log in _of_newest_start(await find_logs(connection, wanted or ""))}
     return subjects
@@ -176,7 +178,7 @@ def _locked(log: Path) -> Iterator[None]:
     if log.is_symlink():
         raise refused_link(log)
     if log.is_dir() and not is_regular_file(log / _LOCK_NAME) and any(log.iterdir()):
-        raise LogError(f"{log}: is not a mirror, and would be overwritten; give another directory for mirrors")
+        raise LogError(f"{log}: is not a mirror and would be overwritten; give another directory for mirrors")
     make_directory(log, durable=False, mode=PRIVATE_DIRECTORY)
     descriptor = open_for_writing(log / _LOCK_NAME, os.O_RDWR | os.O_CREAT, _FILE)
     try:
@@ -214,8 +216,8 @@ class _LogMirror:
         num_new = await self._fetch(start + 1, num_messages)
         if not self._segments:
             raise NothingToRead(
-                f"{self.connection.address}: of {self.subject} the stream holds {num_new} messages and no beginning of "
-                "a segment: the older ones were dropped (max_age, max_bytes, a purge). Read it where it was written"
+                f"{self.connection.address}: the stream holds {num_new} messages of {self.subject}, but no beginning "
+                "of a segment: older ones were dropped (max_age, max_bytes, a purge); read the log where it was written"
             )
 
     async def _confirmed_end(self) -> int:
@@ -283,7 +285,7 @@ class _LogMirror:
                 messages = await consumer.fetch(min(batch, num_left), timeout=connection.answer_within_s)
             except NatsTimeoutError as error:
                 raise connection.unavailable(
-                    f"{num_left} messages of {self.subject} did not come; try again"
+                    f"{num_left} messages of {self.subject} did not arrive; try again"
                 ) from error
             num_left = self._write(messages)
             num_fetched += len(messages)
@@ -298,7 +300,7 @@ class _LogMirror:
         for message in messages:
             self._consumer_sequence += 1
             if message.metadata.sequence.consumer != self._consumer_sequence:
-                raise self.connection.unavailable("messages were lost on the way; try again")
+                raise self.connection.unavailable("messages were lost in transit; try again")
             record = record_of_message(message.headers, message.data)
             if not isinstance(record, str) and record.is_header:
                 self._append(name, pending)

@@ -129,8 +129,8 @@ def _messages(
         num_bytes = num_message_bytes(headers, record.data)
         if num_bytes > limit:
             return messages, connection.refused(
-                f"{record} takes {num_bytes} bytes as a message, and the server's max_payload is {limit}; set "
-                "max_payload in the server's configuration above that; until then shipping of this log stops here"
+                f"{record} takes {num_bytes} bytes as a message, but the server's max_payload is {limit}; set "
+                "max_payload in the server's configuration above that; until then, shipping of this log stops here"
             )
         messages.append((headers, record.data))
         expected = {EXPECTED_LAST_ID: record.message_id}
@@ -159,10 +159,10 @@ def _result(connection: Connection, answers: Sequence[_Answer], stream_sequence:
 def _problem(connection: Connection, error: _Refusal) -> StreamUnavailable | StreamRefused:
     if error.err_code == _TOO_LARGE:
         return connection.refused(
-            f"{error.description}: the stream's max_msg_size is too small for a frame; raise it or make it -1"
+            f"{error.description}: the stream's max_msg_size is too small for a frame; raise it or set it to -1"
         )
     if "maximum" in error.description:
         return connection.unavailable(
-            f"{error.description}: the stream is full; nothing is dropped, raise its limits or purge old logs"
+            f"{error.description}: the stream is full, and nothing is dropped; raise its limits or purge old logs"
         )
     return connection.unavailable(error.description)

@@ -163,7 +163,7 @@ class Shipment:
         if len(known) > 1:
             raise LogDamaged(f"the stream has this log under several subjects ({', '.join(known)}); purge all but one")
         if progress.subject != wanted:
-            self.remark(f"the stream has it as {progress.subject}, so it is shipped there and not to {wanted}")
+            self.remark(f"the stream has this log as {progress.subject}, so it is shipped there and not to {wanted}")
         self._stream_sequence, progress.last = await last_record(self.connection, progress.subject)
         if known and progress.last is None:
             # nats-server 2.9 finds none after the last one was deleted by hand. The log would be shipped twice.
@@ -176,7 +176,7 @@ class Shipment:
     async def _find_place_again(self, result: BatchResult, records: list[Record], before: Record | None) -> None:
         """Find the stream's position after a record was refused or already known."""
         if self._num_fruitless > _MAX_FRUITLESS:
-            raise self.connection.unavailable(f"{self.progress.subject} keeps changing, others write to it")
+            raise self.connection.unavailable(f"{self.progress.subject} keeps changing, because others write to it")
         # A repeated record should be there; otherwise the stream should end where expected.
         here = [before, *records][result.num_stored + result.is_repetition]
         await self._find_place()

@@ -97,12 +97,12 @@ async def ensure_stream(connection: Connection, new: StreamConfig | None) -> Str
     except NotFoundError:
         if new is None:
             raise connection.refused(
-                f"there is no stream {name}; make it as docs/fleet.md says, or let --create-stream do it"
+                f"there is no stream {name}; create it as in docs/fleet.md, or with --create-stream"
             ) from None
         info = await connection.jetstream.add_stream(new, name=name)
     problems = "; ".join(_problems(info.config))
     if problems:
-        raise connection.refused(f"the stream is not fit for logs: {problems}")
+        raise connection.refused(f"the stream cannot hold logs: {problems}")
     return info.config
 
 
@@ -115,7 +115,7 @@ def _problems(configuration: StreamConfig) -> Iterator[str]:
         yield "it has no_ack: messages are not acknowledged"
     if configuration.max_msgs_per_subject > 0:
         limit = configuration.max_msgs_per_subject
-        yield f"max_msgs_per_subject={limit} drops the beginning of every log; make it -1"
+        yield f"max_msgs_per_subject={limit} drops the beginning of every log; set it to -1"
     if configuration.sealed:
         yield "it is sealed"
 
@@ -126,11 +126,11 @@ def warnings_about(configuration: StreamConfig) -> Iterator[str]:
     if is_bounded and configuration.discard == DiscardPolicy.OLD:
         yield "when the stream is full it drops its oldest messages (discard 'old')"
     if configuration.storage == StorageType.MEMORY:
-        yield "the stream lives in memory: what it holds is gone when its servers restart"
+        yield "the stream is in memory: its logs are lost when its servers restart"
     if configuration.num_replicas == 1:
-        yield "the stream has one replica: what it holds is as safe as that server's disk"
+        yield "the stream has one replica: its logs are lost with that server's disk"
     if 0 < configuration.duplicate_window < 1:
-        yield "the duplicate window is under a second; repetitions are then recognised by the expected sequence alone"
+        yield "the duplicate window is under a second, so only the expected sequence identifies repeated messages"
 
 
 def _covers(subject: str) -> bool:
@@ -154,8 +154,8 @@ async def check_capacity(connection: Connection, configuration: StreamConfig, re
     needed = sum(num_message_bytes(message_headers(record), record.data) + _STORED_BYTES for record in records)
     if used + needed > bound - min(bound // 20, _MAX_RESERVE_BYTES):
         raise connection.unavailable(
-            f"the stream is full (max_bytes {bound}); nothing is dropped. Raise max_bytes, or purge logs that are no "
-            "longer needed"
+            f"the stream is full (max_bytes {bound}), and nothing is dropped; raise max_bytes, or purge logs that are "
+            "no longer needed"
         )
 
 
@@ -186,7 +186,7 @@ async def last_record(connection: Connection, subject: str) -> tuple[int, Record
     record = record_of_message(message.headers, message.data or b"")
     if isinstance(record, str):
         raise LogDamaged(
-            f"{connection.address}: message {message.seq} on {subject} was not written by a shipper: {record}. Find "
+            f"{connection.address}: message {message.seq} on {subject} was not written by a shipper: {record}; find "
             f"out what wrote it; 'nats stream rmm {stream} {message.seq}' removes it"
         )
     return message.seq or 0, record

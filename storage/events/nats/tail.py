@@ -73,8 +73,8 @@ class LogTail:
             num_missing = len(last.data) - len(stored)
             found = f"ends {num_missing} bytes before that" if last.data.startswith(stored) else "differs"
             raise LogForked(
-                f"{segment}: the stream holds {last}, and the file {found}. The log lost what it had (a power cut with "
-                "durability 'os' does that), or was written anew. The stream keeps what it has; begin a new log"
+                f"{segment}: the stream holds {last}, but the file {found}: the log lost data (a power cut with "
+                "durability 'os' does that) or was rewritten. The stream keeps its data; start a new log"
             )
 
     def read(self, max_records: int, max_bytes: int) -> list[Record]:
@@ -202,7 +202,7 @@ def _log_id(directory: Path) -> str:
         try:
             log_id = read_header(segment).log_id
             if not _LOG_ID.fullmatch(log_id):
-                raise LogError(f"{segment}: {log_id!r} is no log id: 32 hex digits")
+                raise LogError(f"{segment}: {log_id!r} is not a log id of 32 hex digits")
             return log_id
         except (LogDamaged, FileNotFoundError) as error:
             reason = f"no segment has a readable header: {error}"

@@ -63,11 +63,9 @@ def found_in(engine: SimulatedEngine) -> dict[str, set[str]]:
 @pytest.mark.parametrize("field", ["finished_recving", "failed_recving", "finished_sending"])
 def test_the_recorder_around_a_child_names_an_end_that_the_child_does_not_owe(field: str, num_steps: int) -> None:
     """Its own workers' reports reach it apart from those of its siblings."""
-    what = "blocks that are kept" if field == "finished_sending" else "an asynchronous load"
+    what = "the release of kept blocks" if field == "finished_sending" else "the end of an asynchronous load"
     engine = engine_with(Several(children=(KVLEDGER, Recorded(inner=meddler(field, num_steps)))))
-    assert found_in(engine) == {
-        "COMPLETION_ONCE": {f"Meddler reports an end of {what} of 'victim', which it does not owe"}
-    }
+    assert found_in(engine) == {"COMPLETION_ONCE": {f"Meddler reports {what} of 'victim', but it has none pending"}}
 
 
 @pytest.mark.parametrize("field", ["finished_recving", "failed_recving"])
@@ -75,7 +73,7 @@ def test_the_recorder_around_the_parent_names_the_child_that_reports_another_one
     """Kvledger was chosen, and the recorder around `MultiConnector` sees which child said that the load had ended."""
     engine = engine_with(Recorded(inner=Several(children=(KVLEDGER, meddler(field, 1)))))
     details = found_in(engine)["COMPLETION_ONCE"]
-    assert "Meddler reports an end of an asynchronous load of 'victim', which KVLedgerConnector loads" in details
+    assert "Meddler reports the end of an asynchronous load of 'victim', but KVLedgerConnector loads for it" in details
 
 
 @pytest.mark.parametrize("inner", [False, True])
@@ -150,7 +148,7 @@ def test_a_phantom_end_that_ends_the_engine_is_named(sibling: ConnectorSetup, re
     details, error = details_of(setup if recorded == "child" else Recorded(inner=setup))
     assert error == "AssertionError"
     assert details
-    assert "Meddler reports an end of blocks that are kept of 'victim'" in details[0]
+    assert "Meddler reports the release of kept blocks of 'victim'" in details[0]
 
 
 @pytest.mark.parametrize("recorded", ["child", "parent"])
@@ -160,8 +158,8 @@ def test_an_end_of_blocks_that_only_a_sibling_keeps_is_named(recorded: str) -> N
     children = (keeper, Recorded(inner=other) if recorded == "child" else other)
     setup: ConnectorSetup = Several(children=children)
     details, _ = details_of(setup if recorded == "child" else Recorded(inner=setup))
-    what = "which it does not owe" if recorded == "child" else "which other children keep"
-    assert f"Meddler reports an end of blocks that are kept of 'victim', {what}" in details
+    what = "but it has none pending" if recorded == "child" else "but only other children keep them"
+    assert f"Meddler reports the release of kept blocks of 'victim', {what}" in details
 
 
 @pytest.mark.parametrize("recorded", ["child", "parent"])
@@ -171,7 +169,7 @@ def test_a_child_that_reports_an_end_twice_while_a_sibling_keeps_the_blocks_is_n
     children = (keeper, Recorded(inner=twice) if recorded == "child" else twice)
     setup: ConnectorSetup = Several(children=children)
     details, _ = details_of(setup if recorded == "child" else Recorded(inner=setup))
-    assert details == ["Meddler reports an end of blocks that are kept of 'victim', a second time"]
+    assert details == ["Meddler reports the release of kept blocks of 'victim', a second time"]
 
 
 @pytest.mark.parametrize("recorded", ["child", "parent"])

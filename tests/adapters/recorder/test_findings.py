@@ -164,7 +164,7 @@ def test_a_sibling_loads_into_a_block_that_offloading_connector_still_saves() ->
     engine.shutdown()
     (found,) = audited(recording).violations
     assert (found.rule, found.request_id) == ("BLOCK_REUSE_FENCED", "a")
-    assert "is given away, which save 0/1 still reads" in found.detail
+    assert "goes to another request while save 0/1 still reads it" in found.detail
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

@@ -183,7 +183,7 @@ class Given(Recorded):
         (
             "KVLedgerRecorderHMA",
             extra("PlainWitness"),
-            "PlainWitness': it does not .*; name KVLedgerRecorder around it",
+            "PlainWitness': it does not .*; wrap it in KVLedgerRecorder",
         ),
     ],
 )
@@ -212,7 +212,7 @@ def test_what_is_no_class_of_connectors_is_not_called(name: str) -> None:
         "log_dir": None,
         "connector": {"kv_connector": name, "kv_connector_module_path": __name__, "kv_role": "kv_both"},
     }
-    with pytest.raises(ValueError, match=f"connector.kv_connector: '{name}': is no class derived from"):
+    with pytest.raises(ValueError, match=f"connector.kv_connector: '{name}': it is not a class derived from"):
         SimulatedEngine(num_blocks=20, setup=Given(inner=WITNESS, name="KVLedgerRecorder", given=given))
 
 

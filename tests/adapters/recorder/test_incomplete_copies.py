@@ -89,8 +89,8 @@ def test_a_block_that_is_saved_before_its_last_tokens_are_computed_is_named(
         assert found == {}
         return
     (detail,) = found.pop("CHUNK_COMPLETE")
-    assert detail.startswith("first: save 0 reads block 6, which has the tokens 80 to 95")
-    assert detail.endswith(f"{num_computed} are computed")
+    assert detail.startswith("first: save 0 reads block 6, which holds tokens 80 to 95")
+    assert detail.endswith(f"but only {num_computed} tokens of the request are computed")
     loaded = found.pop("BYTES_UNCHANGED", [])
     assert [each.split(",")[0] for each in loaded] == ["again: block 5 of the table"] * (digests == "all")
     assert found == {}
@@ -142,7 +142,7 @@ def test_what_is_saved_of_a_request_that_ended_in_the_middle_of_its_prompt_was_c
         assert found == {}
         return
     (detail,) = found.pop("CHUNK_COMPLETE")
-    assert "reads block 3, which has the tokens 32 to 47, of a request of which 40 are computed" in detail
+    assert "reads block 3, which holds tokens 32 to 47, but only 40 tokens of the request are computed" in detail
     assert found == {}
     engine.add("again", range(100), 1)
     with pytest.raises(CorruptKV, match="again reads wrong KV"):
@@ -170,7 +170,7 @@ def test_a_part_of_a_block_that_nixl_copies_in_the_middle_of_a_prompt_is_named(
     details = named(recording).get("CHUNK_COMPLETE", [])
     assert bool(details) is is_named
     if is_named:
-        assert "block 3, which has the tokens 32 to 47, of a request of which 40 are computed" in details[0]
+        assert "block 3, which holds tokens 32 to 47, but only 40 tokens of the request are computed" in details[0]
 
 
 @pytest.mark.parametrize("end", ["abort", "preempt"])
@@ -189,7 +189,7 @@ def test_what_is_saved_of_a_request_that_lost_its_blocks_was_computed(record: Re
         engine.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
     engine.scheduler.schedule()
     (detail,) = named(recording)["CHUNK_COMPLETE"]
-    assert "which has the tokens 32 to 47, of a request of which 40 are computed" in detail
+    assert "which holds tokens 32 to 47, but only 40 tokens of the request are computed" in detail
 
 
 def save(metadata: Any, block_ids: list[int]) -> None:
@@ -257,7 +257,7 @@ def test_a_load_of_fewer_blocks_than_were_claimed_is_named(record: Record, name:
     engine.shutdown()
     found = named(recording)
     assert set(found) == ({"LOAD_COMPLETE"} if is_partial else set())
-    assert all(detail.startswith("again: vLLM takes") for detail in found.get("LOAD_COMPLETE", ()))
+    assert all(detail.startswith("again: vLLM counts") for detail in found.get("LOAD_COMPLETE", ()))
 
 
 def test_a_load_within_a_step_that_ends_the_engine_is_named_too(record: Record) -> None:
@@ -270,7 +270,7 @@ def test_a_load_within_a_step_that_ends_the_engine_is_named_too(record: Record) 
         engine.run()
     engine.shutdown()
     (detail,) = named(recording)["LOAD_COMPLETE"]
-    assert detail.startswith("again: vLLM takes 6 blocks for loaded")
+    assert detail.startswith("again: vLLM counts 6 blocks as loaded")
 
 
 @pytest.mark.parametrize(("failed", "is_named"), [(0, False), (3, False), (5, True)])

@@ -49,8 +49,8 @@ def test_a_lookup_that_is_repeated_leaves_a_hole_in_what_is_stored(record: Recor
     engine.run()
     (violation,) = audited(recording).violations
     assert (violation.rule, violation.request_id) == ("STORE_CONTIGUOUS", "waits")
-    assert f"saves from block {3 * num_answers} of the request on, but nobody has saved block 3" in violation.detail
-    assert f"{num_answers} answers add up to where it begins" in violation.detail
+    assert f"saves from block {3 * num_answers} of the request on, but no copy has saved block 3" in violation.detail
+    assert f"the hits of {num_answers} answers add up to its start" in violation.detail
 
 
 def test_a_lookup_that_is_made_once_leaves_none(record: Record) -> None:
@@ -75,7 +75,9 @@ def test_a_preempted_request_is_given_nothing_of_what_is_there(record: Record) -
     assert engine.num_preemptions > 0
     (violation,) = audited(recording).violations
     assert (violation.rule, violation.request_id) == ("RESUME_COVERS_OUTPUT", "second")
-    assert "nothing is loaded after its preemption, though the connector had 48 of its tokens" in violation.detail
+    assert (
+        "the connector offers nothing after the preemption, though it had 48 tokens of the request" in violation.detail
+    )
     offers = {told.num_external_tokens for told in said_in(recording, LookupReturned) if told.num_tokens > 140}
     assert offers == {0}
 

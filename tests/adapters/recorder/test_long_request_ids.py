@@ -61,7 +61,7 @@ def test_long_ids_are_recorded_cut_and_nothing_else_changes(record: Callable[...
         for recording in recordings(engine.scheduler.connector):
             events = events_of(recording)
             notes = [event.text for _, event in events if isinstance(event, e.LogNote)]
-            assert not any("recording ends" in note for note in notes), notes
+            assert not any("recording stopped" in note for note in notes), notes
             assert audited(recording, events).is_sound
             assert len(recording._ids) == 0
             assert all(is_cut(event) for _, event in events)

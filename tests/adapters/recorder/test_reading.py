@@ -85,7 +85,7 @@ def test_why_says_what_was_not_offered_and_that_more_is_not_known(log: Path, sai
     """The tokens add up, as for kvledger itself."""
     exit_code, out = said("why", log, "a")
     assert exit_code == 0
-    assert "tokens 0–62: nobody had computed them before" in out
+    assert "tokens 0–62: no request had computed them before" in out
     assert "64 left to compute" in out
 
 
@@ -102,7 +102,7 @@ def test_why_names_what_was_saved_where_the_connector_offers_less(record: Record
     answers = [cause for cause in causes if cause["what"] == "lookup" and "offers 0 tokens" in cause["text"]]
     _, text = said("why", recording.log.log.directory, "b")
     assert "offered to the request itself at event" in text
-    assert "and not this time; when the connector evicts is not in the log" in text
+    assert "but not this time; the log does not contain the connector's evictions" in text
     assert len(answers) > 1  # the first one had nothing to remember
     assert "load 1 has arrived" in text
 

@@ -70,7 +70,7 @@ def test_nothing_is_named_where_nothing_is_altered(loaded: tuple[Any, Events]) -
     ("blocks", "words"),
     [
         (lambda load, table: (table[0], *load), "whose tokens vLLM counts as computed"),
-        (lambda load, _: (13, *load), "which is not the request's"),
+        (lambda load, _: (13, *load), "which does not belong to the request"),
         (lambda load, _: (load[0], *load), "twice"),
     ],
     ids=["computed", "foreign", "twice"],
@@ -120,7 +120,7 @@ def test_a_block_that_is_given_away_while_a_load_fills_it_breaks_load_dst_exclus
     other = next(each for _, each in events if isinstance(each, e.RequestArrived) and each.request_id == "other")
     given = msgspec.structs.replace(step, extended=(*step.extended, (other.ordinal, (load.block_ids[-1],))))
     found = named(recording, [*events[:at], (0, given), *events[at + 1 : place], lost, *events[place + 1 :]])
-    assert "is given away, which load" in found["LOAD_DST_EXCLUSIVE"]
+    assert "goes to another request while load" in found["LOAD_DST_EXCLUSIVE"]
 
 
 def test_a_save_of_what_a_load_fills_breaks_load_xor_stores(loaded: tuple[Any, Events]) -> None:
@@ -152,7 +152,7 @@ def test_a_save_before_the_step_that_computes_breaks_chunk_complete(loaded: tupl
     place, event, _ = next(found for found in payloads_in(events, Transferred) if not found[2].is_load)
     given = next(number for number, (_, each) in enumerate(events) if isinstance(each, e.BlocksAllocated))
     found = named(recording, [*events[: given + 1], (0, event), *events[given + 1 : place], *events[place + 1 :]])
-    assert "of which 0 are computed" in found["CHUNK_COMPLETE"]
+    assert "but only 0 tokens of the request are computed" in found["CHUNK_COMPLETE"]
 
 
 def test_blocks_that_are_given_away_under_a_save_break_block_reuse_fenced(record: Record) -> None:
@@ -166,7 +166,7 @@ def test_blocks_that_are_given_away_under_a_save_break_block_reuse_fenced(record
     awaited = [(place, event, said) for place, event, said in payloads_in(events, TransfersAwaited)]
     for place, event, said in awaited:
         events[place] = saying(event, said, jobs=())
-    assert "is given away, which save" in named(recording, events)["BLOCK_REUSE_FENCED"]
+    assert "goes to another request while save" in named(recording, events)["BLOCK_REUSE_FENCED"]
 
 
 def test_what_a_save_of_nobody_reads_is_not_given_away_either(record: Record) -> None:
@@ -185,4 +185,4 @@ def test_what_a_save_of_nobody_reads_is_not_given_away_either(record: Record) ->
     )
     copy = msgspec.structs.replace(said.copy, block_ids=(given,), job="for ever")
     events[place] = saying(event, said, copy=copy)
-    assert "is given away, which save for ever" in named(recording, events)["BLOCK_REUSE_FENCED"]
+    assert "goes to another request while save for ever" in named(recording, events)["BLOCK_REUSE_FENCED"]

@@ -100,10 +100,10 @@ def test_where_the_recorder_fails_each_call_is_forwarded_and_people_are_told_onc
     assert calls[0] == calls[1]
     assert outputs[0] == outputs[1]
     assert recording.log.is_ended
-    told = [line for line in caplog.records if "recorder ends" in line.getMessage()]
+    told = [line for line in caplog.records if "recorder has stopped" in line.getMessage()]
     assert len(told) == 1
     texts = [event.text for _, event in events_of(recording) if isinstance(event, e.LogNote)]
-    assert texts[-1].startswith("recording ends in")
+    assert texts[-1].startswith("recording stopped in")
 
 
 def _break(log: RecorderLog, number: int, monkeypatch: pytest.MonkeyPatch) -> None:

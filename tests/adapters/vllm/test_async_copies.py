@@ -199,7 +199,7 @@ def test_what_nobody_knows_is_reported_as_failed() -> None:
     """A worker that was started again has no memory; its answer ends the waiting."""
     (report,) = AsyncCopies(rank=0).report_again([7])
     assert (report.job_ids, report.done, report.is_repeated) == ((7,), False, True)
-    assert "knows of no such job" in report.error
+    assert "does not know this job" in report.error
 
 
 def test_only_the_latest_reports_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,7 +177,7 @@ def test_chunks_within_a_block_are_not_published_and_people_are_told(
     engine = make_engine(num_blocks=40, chunk_size=BLOCK // 2, subscriber=subscriber)
     engine.serve("a", range(64), 2)
     assert not subscriber.on_host
-    assert "make it a multiple of the block size" in told.text
+    assert "set chunk_size to a multiple of the block size" in told.text
 
 
 def test_token_ids_are_kept_no_longer_than_the_save_takes(engine: Any) -> None:

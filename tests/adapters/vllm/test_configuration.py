@@ -80,13 +80,15 @@ def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
     message = refusal({"log_dir": None, "chunksize": 16, "zebra": True, "kv_role": "kv_both"})
     _, misspelt, strange, misplaced = message.splitlines()
     assert misspelt.strip() == "chunksize: 16: unknown key; did you mean chunk_size?"
-    assert strange.strip() == f"zebra: True: unknown key; known are {', '.join(ConnectorSettings.model_fields)}"
-    assert misplaced.strip().startswith("kv_role: 'kv_both': a key of vLLM's own; write it beside")
+    assert strange.strip() == f"zebra: True: unknown key; use one of {', '.join(ConnectorSettings.model_fields)}"
+    assert misplaced.strip().startswith(
+        "kv_role: 'kv_both': is a key of vLLM; move it out of kv_connector_extra_config, next"
+    )
 
 
 def test_a_size_of_logs_that_is_too_small_for_a_reader_is_refused_also_where_it_is_the_default() -> None:
     """Larger segments need a larger limit."""
-    assert "max_log_bytes: 17179869184: a log needs 3 segments of 17GiB to be read" in refusal(
+    assert "max_log_bytes: 17179869184: is too small: a log needs 3 segments of 17GiB to be readable" in refusal(
         {"segment_bytes": "17GiB"}
     )
 
@@ -117,7 +119,7 @@ def test_every_wrong_key_is_named_at_once() -> None:
 def test_sizes_that_do_not_divide_are_refused(chunk_size: int, block_size: int) -> None:
     """Both figures and what to choose."""
     message = refusal({"log_dir": None, "chunk_size": chunk_size}, block_size)
-    assert f"chunk_size: {chunk_size}: it and block_size {block_size}" in message
+    assert f"chunk_size: {chunk_size}: is neither a multiple nor a divisor of block_size {block_size}" in message
     assert f"a multiple or a divisor of {block_size}" in message
 
 
@@ -135,7 +137,7 @@ def test_how_many_tokens_are_saved_together(chunk_size: int, interval: int | Non
 def test_an_interval_of_less_than_a_chunk_is_refused_with_the_figures() -> None:
     """Nothing smaller than a chunk is saved, so it would not mean what it says."""
     message = refusal({"log_dir": None, "chunk_size": 64, "save_interval_tokens": 48})
-    assert "save_interval_tokens: 48: less than a chunk of 64 tokens" in message
+    assert "save_interval_tokens: 48: is less than a chunk of 64 tokens" in message
     assert "write 0 to save each chunk" in message
 
 
@@ -146,7 +148,7 @@ def test_a_pool_that_cannot_hold_one_chunk_is_refused_with_the_figures() -> None
     assert "15 slots" in message
     assert "needs 16" in message
     assert message.startswith(f"host_bytes: '{written_size(host_bytes)}': ")
-    assert f"of {size(block_bytes(16))}, a block of 16 tokens each" in message
+    assert f"of {size(block_bytes(16))}, one block of 16 tokens each" in message
     assert f'write "{written_size(16 * block_bytes(16))}" or more, or lower chunk_size' in message
 
 
@@ -231,7 +233,7 @@ def test_a_handler_of_one_s_own(make_engine: Any, user_module: str) -> None:
     assert f"new={Shy.__module__}:Shy" in engine.connector.scheduler_side.log.store.header["handler_fingerprint"]
     engine.check_outputs()
     engine.check_replay(ConnectorSettings(handlers=(f"{user_module}:Shy",)).core())
-    assert engine.replay().divergences, "without the handler today's code decides otherwise, and says so"
+    assert engine.replay().divergences, "without the handler today's code decides differently, and says so"
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def test_a_handler_that_cannot_be_made_is_refused(user_module: str, name: str) -
 
 def test_a_class_that_is_no_handler_is_refused(user_module: str) -> None:
     """It can be imported and made, but it handles nothing."""
-    with pytest.raises(ConfigurationError, match=r"is no kvledger\.lifecycle\.StateHandler"):
+    with pytest.raises(ConfigurationError, match=r"is not a kvledger\.lifecycle\.StateHandler"):
         start({"log_dir": None, "handlers": [f"{user_module}:NotAHandler"]})
 
 
@@ -263,7 +265,7 @@ def test_nothing_is_called_that_is_no_class_of_the_kind(
     module = types.ModuleType("other_things")
     module.__dict__["thing"] = makes(called)
     monkeypatch.setitem(sys.modules, "other_things", module)
-    with pytest.raises(ConfigurationError, match=rf"{key}: 'other_things:thing': is no "):
+    with pytest.raises(ConfigurationError, match=rf"{key}: 'other_things:thing': is not a "):
         start({"log_dir": None, key: ["other_things:thing"]})
     assert called == []
 
@@ -318,9 +320,9 @@ def test_parallelism_that_is_not_served_is_refused(setting: str) -> None:
         ("load_mode", "asink", "did you mean 'async'?"),
         ("durability", "dsk", "must be 'os' or 'disk'; did you mean 'disk'?"),
         ("digests", "al", "must be 'off' or 'all', or a valid number; did you mean 'all'?"),
-        ("host_bytes", -5, 'is no size; write one such as "2GiB"'),
-        ("host_bytes", "2 gigs", 'is no size; write one such as "2GiB"'),
-        ("host_bytes", True, 'is no size; write one such as "2GiB"'),
+        ("host_bytes", -5, 'is not a size; write one such as "2GiB"'),
+        ("host_bytes", "2 gigs", 'is not a size; write one such as "2GiB"'),
+        ("host_bytes", True, 'is not a size; write one such as "2GiB"'),
         ("host_bytes", 0, "greater than 0"),
         ("log_dir", 3, "must be a path in quotes"),
         ("save_tails", "perhaps", "must be true or false"),
@@ -458,9 +460,9 @@ def test_more_than_the_machine_has_is_refused_before_a_page_is_touched(caplog: p
         start({"log_dir": None, "host_bytes": "951MiB"}, role=KVConnectorRole.WORKER)
     message = str(caught.value)
     for told in (
-        "host_bytes: '951MiB': asks for 951.0 MiB where 1000.0 MiB can be had",
+        "host_bytes: '951MiB': asks for 951.0 MiB, but 1000.0 MiB is available",
         "(MemAvailable in /proc/meminfo is 1024000 kB)",
-        "50.0 MiB of it is left to the engine",
+        "of which 50.0 MiB is reserved for the engine",
         'write "950MiB" or less',
     ):
         assert told in message
@@ -493,7 +495,7 @@ def test_a_pool_that_all_ranks_share_is_counted_once(rank: int) -> None:
     settings.parallel_config.distributed_executor_backend = "mp"
     same_on_all = kv_cache_config(20, 16)
     same_on_all.kv_tp_replicas = 4
-    refused = pytest.raises(ConfigurationError, match=r'asks for 951.0 MiB where.* write "950MiB" or less')
+    refused = pytest.raises(ConfigurationError, match=r'asks for 951.0 MiB, but.* write "950MiB" or less')
     with refused if rank == 0 else contextlib.nullcontext():
         KVLedgerConnector(settings, KVConnectorRole.WORKER, same_on_all)
 
@@ -511,7 +513,7 @@ def test_where_the_memory_is_not_known_nothing_is_refused(
     monkeypatch.setattr("kvledger.storage.kv.host_memory.ROOT", tmp_path)
     with caplog.at_level("INFO", "vllm.kvledger"):
         start({"log_dir": None, "host_bytes": "1TiB"}, role=KVConnectorRole.WORKER)
-    assert "the memory that can be had is not known here" in caplog.text
+    assert "the available memory is unknown" in caplog.text
 
 
 def test_this_machine_has_no_tebibyte() -> None:

@@ -355,4 +355,4 @@ def test_a_promise_is_compared_with_what_is_saved_without_counting_that_again() 
         assert answer.num_external_tokens == 64
         assert not breach_of_answer(answer, asked, driver.projections)
     more = msgspec.structs.replace(answer, num_external_tokens=65, num_hit_tokens=65)
-    assert "64 can be had" in breach_of_answer(more, asked, driver.projections)
+    assert "only 64 are saved" in breach_of_answer(more, asked, driver.projections)

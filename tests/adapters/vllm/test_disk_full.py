@@ -168,7 +168,7 @@ def test_segments_that_are_hardly_more_than_headers_are_refused_with_the_figures
 @pytest.mark.parametrize("max_log_bytes", ["1MiB", "64MiB", "191MiB"])
 def test_a_size_that_is_too_small_for_a_reader_is_refused_with_the_figures(max_log_bytes: str) -> None:
     """A server whose `max_log_bytes` equaled one segment left logs that nobody could check."""
-    reason = r"max_log_bytes: .*a log needs 3 segments of 64MiB to be read: .*write '192MiB' or more, or lower"
+    reason = r"max_log_bytes: .*a log needs 3 segments of 64MiB to be readable: .*write '192MiB' or more, or lower"
     with pytest.raises(ConfigurationError, match=reason):
         ConnectorSettings.from_extra_config({"max_log_bytes": max_log_bytes})
     assert ConnectorSettings.from_extra_config({"max_log_bytes": "192MiB"})
@@ -180,7 +180,7 @@ def test_a_size_that_is_too_small_for_the_logs_of_all_engines_is_refused_with_th
     settings.refuse_few_segments(5)
     with pytest.raises(
         ConfigurationError,
-        match=r"max_log_bytes: '1GiB': this server writes 8 logs at once, and each needs 3 segments of 64MiB to be "
-        r"read; write '1536MiB' or more, or lower segment_bytes",
+        match=r"max_log_bytes: '1GiB': is too small: this server writes 8 logs at once, and each needs 3 segments of "
+        r"64MiB to be readable; write '1536MiB' or more, or lower segment_bytes",
     ):
         settings.refuse_few_segments(8)

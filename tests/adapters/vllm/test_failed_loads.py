@@ -364,5 +364,5 @@ def test_a_load_that_failed_and_is_reported_as_done_is_named(make_engine: Any, m
     engine.model._check = lambda *_: None
     engine.serve("owner", prompt(1), 20)
     broken = [violation.detail for violation in engine.audit().violations if violation.rule == "RANK_AGREEMENT"]
-    assert broken == ["jobs [2] are reported as done, with an error: RuntimeError: broken on purpose"]
+    assert broken == ["jobs [2] are reported as done, but with an error: RuntimeError: broken on purpose"]
     engine.outputs.clear()

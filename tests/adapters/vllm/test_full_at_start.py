@@ -87,7 +87,7 @@ def test_a_disk_that_the_log_itself_filled_does_not_keep_an_engine_from_starting
         settings = {"segment_bytes": 16384, "max_log_bytes": max_log_bytes, "log_dir": str(disk / "logs")}
         assert ConnectorSettings.from_extra_config(settings).refuse_log_dir()
         served = Served.on(disk / "logs", max_log_bytes=max_log_bytes)
-        warning = "the disk of log_dir was full: the oldest segments were deleted to begin this log"
+        warning = "the disk of log_dir was full: kvledger deleted the oldest segments to create this log"
         assert any(warning in message for message in told.messages)
         assert served.serve()
         # This log is written so fast that its maintenance may have the last room for a moment: then a frame waits.
@@ -115,7 +115,10 @@ def test_without_room_the_engine_starts_and_the_log_begins_as_soon_as_there_is_s
         ballast = fill(disk)
         served = Served.on(disk / "logs")
         (message,) = told.messages
-        assert "the log cannot be begun because its disk is full and old logs give no room: delete other" in message
+        assert (
+            "the log cannot be created because its disk is full and deleting old logs freed too little: delete other"
+            in message
+        )
         assert served.serve() == []
         assert not list((disk / "logs").iterdir())
         ballast.unlink()

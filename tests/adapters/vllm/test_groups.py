@@ -102,7 +102,7 @@ def test_pages_of_different_groups_that_overlap_decline_the_model() -> None:
         (EncoderOnlyAttentionSpec(**SIZES), "EncoderOnlyAttentionSpec"),
         (CrossAttentionSpec(**SIZES), "CrossAttentionSpec"),
         (SlidingWindowSpec(**SIZES, sliding_window=48, extra_retained_tokens=2), "different windows"),
-        (FullAttentionSpec(**{**SIZES, "block_size": 32}), "blocks of 32 tokens, group 0 of 16"),
+        (FullAttentionSpec(**{**SIZES, "block_size": 32}), "blocks of 32 tokens, but group 0 has blocks of 16"),
         *HISPARSE,
     ],
 )
@@ -125,7 +125,8 @@ def test_a_group_that_cannot_be_served_declines_the_model(
 
 
 @pytest.mark.parametrize(
-    ("group", "reason"), [({"host_resident": True}, "host memory"), ({"enable_kv_transfer": False}, "not meant")]
+    ("group", "reason"),
+    [({"host_resident": True}, "host memory"), ({"enable_kv_transfer": False}, "excluded from KV transfer")],
 )
 def test_a_group_that_lives_elsewhere_declines_the_model(group: dict[str, Any], reason: str) -> None:
     """A replica that is rebuilt, or memory that is not the device's."""

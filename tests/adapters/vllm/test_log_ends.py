@@ -379,7 +379,7 @@ def test_more_events_than_were_recorded_are_damage(tmp_path: Path, capsys: pytes
     log.store.append(encode_events([e.LogNote("another", 2)]), 1)
     log.close(ledger.next_sequence)
     assert main(["verify", str(log.directory)]) == 2
-    assert "the writer had recorded 1 events, this log has 2" in " ".join(capsys.readouterr().out.split())
+    assert "the writer had recorded 1 events, but this log has 2" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_event_that_cannot_be_encoded_breaks_a_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def test_what_is_left_of_a_retired_log_is_verified_from_a_snapshot(
     assert found == [violation for violation in expected if violation["sequence"] >= first]
     assert (verdict["num_damage"], verdict["num_divergences"]) == (0, 0)
     assert verdict["num_events_checked"] == whole["num_events_checked"] - first + 1
-    assert any(f"checked from event {first} on, from a snapshot" in remark for remark in verdict["remarks"])
+    assert any(f"checked from event {first} on, beginning from a snapshot" in remark for remark in verdict["remarks"])
     assert any("were retired by size" in remark for remark in verdict["remarks"])
 
 

@@ -108,42 +108,48 @@ CASES = {
     "extension": Refused(ours(extensions=["no_such_module:Class"]), "'no_such_module:Class': cannot be imported"),
     "extension's setting": Refused(ours(extension_settings={"nobody": {"key": 1}}), "nobody"),
     "log_dir": Refused(ours(log_dir="/dev/null/logs"), "log_dir: '/dev/null/logs': /dev/null is a file; name a"),
-    "chunk_size": Refused(ours(log_dir=None, chunk_size=24), "chunk_size: 24: it and block_size 32 do not divide"),
-    "interval": Refused(ours(save_interval_tokens=48), "save_interval_tokens: 48: less than a chunk of 64 tokens"),
-    "memory": Refused(ours(host_bytes="2TiB"), "host_bytes: '2TiB': asks for 2048.0 GiB where "),
-    "too small a pool": Refused(ours(host_bytes="1KiB"), "host_bytes: '1KiB': is "),
-    "size of one log": Refused(ours(max_log_bytes="64MiB"), "a log needs 3 segments of 64MiB to be read"),
+    "chunk_size": Refused(
+        ours(log_dir=None, chunk_size=24), "chunk_size: 24: is neither a multiple nor a divisor of block_size 32"
+    ),
+    "interval": Refused(ours(save_interval_tokens=48), "save_interval_tokens: 48: is less than a chunk of 64 tokens"),
+    "memory": Refused(ours(host_bytes="2TiB"), "host_bytes: '2TiB': asks for 2048.0 GiB, but "),
+    "too small a pool": Refused(ours(host_bytes="1KiB"), "host_bytes: '1KiB': gives "),
+    "size of one log": Refused(
+        ours(max_log_bytes="64MiB"), "is too small: a log needs 3 segments of 64MiB to be readable"
+    ),
     "pipeline": Refused(
         ours(),
-        "pipeline_parallel_size: 2: KVLedgerConnector serves only 1",
+        "pipeline_parallel_size: 2: KVLedgerConnector supports only 1",
         ("-pp", "2"),
         {"pipeline_parallel_size": 2},
     ),
     "decode context": Refused(
         ours(),
-        "decode_context_parallel_size: 2: KVLedgerConnector serves only 1",
+        "decode_context_parallel_size: 2: KVLedgerConnector supports only 1",
         ("-dcp", "2"),
         {"decode_context_parallel_size": 2},
     ),
     "prefill context": Refused(
         ours(),
-        "prefill_context_parallel_size: 2: KVLedgerConnector serves only 1",
+        "prefill_context_parallel_size: 2: KVLedgerConnector supports only 1",
         ("-pcp", "2"),
         {"prefill_context_parallel_size": 2},
     ),
     "logs of several engines": Refused(
         ours(max_log_bytes="300MiB"),
-        "max_log_bytes: '300MiB': this server writes 2 logs at once",
+        "max_log_bytes: '300MiB': is too small: this server writes 2 logs at once",
         ("-dp", "2"),
         {"data_parallel_size_local": 2},
     ),
     "logs of several engines that are told that they are alone": Refused(
         ours(max_log_bytes="300MiB"),
-        "max_log_bytes: '300MiB': this server writes 2 logs at once",
+        "max_log_bytes: '300MiB': is too small: this server writes 2 logs at once",
         ("-dp", "2"),
         {"data_parallel_rank_local": 1},
     ),
-    "child": Refused(several(OFFLOADING, ours(log_dir=None, chunk_size=24)), "chunk_size: 24: it and block_size 32"),
+    "child": Refused(
+        several(OFFLOADING, ours(log_dir=None, chunk_size=24)), "chunk_size: 24: is neither a multiple nor a divisor"
+    ),
     "no connector to record": Refused(transfer("KVLedgerRecorder"), "names no connector to record; write"),
     "unknown connector": Refused(recorder(transfer("Nobody")), "connector.kv_connector: 'Nobody': unknown connector"),
     "module": Refused(
@@ -156,18 +162,23 @@ CASES = {
     "recorder's key": Refused(recorder(EXAMPLE, logdir="x"), "logdir: 'x': unknown key; did you mean log_dir?"),
     "recorder's log_dir": Refused(recorder(EXAMPLE, log_dir="/dev/null/logs"), "/dev/null is a file"),
     "logs of the workers": Refused(
-        recorder(OFFLOADING, max_log_bytes="300MiB"), "max_log_bytes: '300MiB': this server writes 2 logs at once"
+        recorder(OFFLOADING, max_log_bytes="300MiB"),
+        "max_log_bytes: '300MiB': is too small: this server writes 2 logs at once",
     ),
     "hybrid memory": Refused(
         recorder(EXAMPLE, name="KVLedgerRecorderHMA"),
-        "connector.kv_connector: 'ExampleConnector': it does not support vLLM's hybrid memory; name KVLedgerRecorder",
+        "connector.kv_connector: 'ExampleConnector': it does not support vLLM's hybrid memory; "
+        "wrap it in KVLedgerRecorder",
     ),
-    "recorded": Refused(recorder(ours(log_dir=None, chunk_size=24), log_dir=None), "chunk_size: 24: it and block_size"),
+    "recorded": Refused(
+        recorder(ours(log_dir=None, chunk_size=24), log_dir=None), "chunk_size: 24: is neither a multiple nor"
+    ),
     "recorded child": Refused(
         several(OFFLOADING, recorder(ours(chunksize=24), log_dir=None)), "chunksize: 24: unknown"
     ),
     "child that is recorded with its parent": Refused(
-        recorder(several(OFFLOADING, ours(log_dir=None, chunk_size=24)), log_dir=None), "chunk_size: 24: it and block_"
+        recorder(several(OFFLOADING, ours(log_dir=None, chunk_size=24)), log_dir=None),
+        "chunk_size: 24: is neither a multiple nor a divisor",
     ),
 }
 

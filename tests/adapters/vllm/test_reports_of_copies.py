@@ -153,7 +153,7 @@ def test_a_worker_that_knows_nothing_of_a_copy_fails_it(make_engine: Any, async_
     engine.run()
     assert (reported.received, reported.failed) == (["reader"], ["reader"])
     (failed,) = engine.logged(e.LoadFailed)
-    assert "knows of no such job" in failed.error
+    assert "does not know this job" in failed.error
 
 
 @asynchronous

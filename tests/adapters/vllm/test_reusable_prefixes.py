@@ -67,7 +67,7 @@ def test_attention_that_is_not_causal_gets_no_hit(has_own_specs: bool, caplog: p
     config.kv_cache_groups[0] = KVCacheGroupSpec(names, whole)
     connector = KVLedgerConnector(configuration(), KVConnectorRole.SCHEDULER, config)
     assert connector.scheduler_side.journal.is_disabled
-    assert "the model is not served" in caplog.text
+    assert "the model is declined" in caplog.text
     assert "group 0 has attention that is not causal" in caplog.text
     connector.shutdown()
 

@@ -185,7 +185,7 @@ def test_a_worker_with_other_slots_is_refused_at_start_with_both_figures() -> No
     with pytest.raises(ConfigurationError) as caught:
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): agrees, (0, 1): differs})
     message = str(caught.value)
-    assert f"rank 1 has a host pool of 64 slots (1536 bytes each), the scheduler counts on {num_slots}" in message
+    assert f"rank 1 has a host pool of 64 slots (1536 bytes each), the scheduler expects {num_slots}" in message
     assert "rank 0" not in message
     assert "start all processes of the engine with the same versions" in message
     assert "host_bytes" in message

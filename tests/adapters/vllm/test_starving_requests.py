@@ -83,7 +83,7 @@ def test_verify_judges_it_with_the_extension(starving: Path, capsys: pytest.Capt
     """By its own rule, too."""
     code, verdict = told(capsys, "verify", starving, "--extensions", GUARD)
     assert code == 0, verdict
-    assert "which is not here" not in verdict
+    assert "which is not installed here" not in verdict
 
 
 def test_verify_says_what_a_reader_without_it_lacks(starving: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_verify_says_what_a_reader_without_it_lacks(starving: Path, capsys: pyte
     code, verdict = told(capsys, "verify", starving)
     assert code == 0, verdict
     num_said = len(of_starving(starving))
-    assert f"was written with extension starvation 1 ({GUARD}), which is not here" in verdict
+    assert f"was written with extension starvation 1 ({GUARD}), which is not installed here" in verdict
     assert f"{num_said} events of extensions were accepted; its rules {StarvingKept.rule} were not checked" in verdict
     with_it, without = judged(starving, StarvationGuard()), judged(starving)
     assert without.is_sound, (without.violations, without.divergences)

@@ -67,11 +67,11 @@ def test_what_was_saved_may_be_loaded() -> None:
 @pytest.mark.parametrize(
     ("digests", "stored", "words"),
     [
-        ((11, 13), (11, 12), "block 1 .* the host held 0{15}c, and it was loaded as 0{15}d"),
-        ((11, 13), (11, 13), "block 1 .* saved as 0{15}c; the host held and gave back 0{15}d"),
-        ((11, 13), (), "block 1 .* saved as 0{15}c; it was loaded as 0{15}d"),
-        ((12, 11), (12, 11), "block 0 .* saved as 0{15}b; the host held and gave back 0{15}c"),
-        ((-1, 12), (11, 12), "block 0 .* loaded as ffffffffffffffff"),
+        ((11, 13), (11, 12), "block 1 .* host memory had 0{15}c, but the device has 0{15}d after the load"),
+        ((11, 13), (11, 13), "block 1 .* saved as 0{15}c; at the load, host memory had 0{15}d"),
+        ((11, 13), (), "block 1 .* saved as 0{15}c; after the load, the device has 0{15}d"),
+        ((12, 11), (12, 11), "block 0 .* saved as 0{15}b; at the load, host memory had 0{15}c"),
+        ((-1, 12), (11, 12), "block 0 .* the device has ffffffffffffffff"),
     ],
 )
 def test_the_first_other_block_is_named_with_where_it_changed(
@@ -146,7 +146,7 @@ def test_a_full_block_stays_as_it_is() -> None:
     story.digested("a", (12,), first_block=1)
     story.digested("a", (13,), first_block=1)
     (violation,) = story.found()
-    assert "is 000000000000000d now and was 000000000000000c" in violation.detail
+    assert "is now 000000000000000d and was 000000000000000c" in violation.detail
 
 
 @pytest.mark.parametrize("lose", [lambda driver: driver.preempt("a", 64), lambda driver: driver.roll_back("a", 32)])

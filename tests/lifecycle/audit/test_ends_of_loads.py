@@ -35,4 +35,4 @@ def test_a_load_within_a_step_that_is_reported_late_is_not_the_end_that_a_preemp
     for _ in range(3):
         driver.step()
     (violation,) = (each for each in driver.audited().violations if each.rule == "DELIVERED_ONCE")
-    assert "is to be reported as received" in violation.detail
+    assert "must be reported as received" in violation.detail

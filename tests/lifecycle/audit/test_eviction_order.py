@@ -156,7 +156,7 @@ def named(driver: Driver, *keys: bytes) -> list[str]:
 
 def before(key: bytes, older: bytes) -> str:
     """What it says of a chunk that was evicted before its turn."""
-    return f"chunk {key.hex()} was evicted, though chunk {older.hex()} was used before it and did not have to stay"
+    return f"chunk {key.hex()} was evicted, though chunk {older.hex()} was used before it and could have been evicted"
 
 
 @pytest.mark.parametrize("story", USES, ids=lambda story: story.__name__)
@@ -290,7 +290,7 @@ def test_what_is_before_the_chunks_of_a_copy_in_flight_stays(story: Story) -> No
     (job, *_) = driver.projections.jobs
     kind = "load" if story is a_load_reads_what_is_after_it else "save"
     (detail,) = named(driver, USED[0])
-    assert detail == f"chunk {USED[0].hex()} was evicted, though {kind} {job.job_id} in flight is of chunks after it"
+    assert detail == f"chunk {USED[0].hex()} was evicted, though {kind} {job.job_id} in flight copies chunks after it"
 
 
 def test_what_is_promised_or_waited_for_is_left_to_the_rules_about_it() -> None:
@@ -333,9 +333,7 @@ def test_a_request_that_saves_evicts_nothing_of_its_own_beginning() -> None:
     assert evicted(driver) == [*OTHER]
     assert driver.audited().violations == []
     for key in USED:
-        assert named(driver, key) == [
-            f"chunk {key.hex()} was evicted, though it is in the beginning of the request that saves"
-        ]
+        assert named(driver, key) == [f"chunk {key.hex()} was evicted, though the request that saves begins with it"]
 
 
 def test_another_continuation_of_its_own_beginning_may_leave() -> None:
@@ -432,5 +430,5 @@ def test_an_extension_that_says_what_is_evicted_last_takes_the_rule_away() -> No
     driver = pressed(save_other, core=core)
     assert evicted(driver) == [*OTHER]
     assert driver.audited(core=core).violations == []
-    assert core.not_checked["EVICTION_ORDER"] == "extension keeping says what is evicted last"
+    assert core.not_checked["EVICTION_ORDER"] == "extension keeping decides what is evicted last"
     assert driver.audited().num_violations == {"EVICTION_ORDER": 1}

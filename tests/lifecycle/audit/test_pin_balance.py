@@ -95,7 +95,7 @@ def test_it_is_room_as_soon_as_nobody_needs_it(story: Callable[[], Driver]) -> N
     declined = e.SaveDeclined(eviction.request_id, eviction.ordinal, 0, 0, 1, "pool_full", eviction.cause)
     events[place : place + 2] = [(sequence, declined)]
     (detail,) = (each.detail for each in driver.audited(events).violations if each.rule == "PIN_BALANCE")
-    assert detail.endswith("were free, and chunks that nobody relies on could have made room")
+    assert detail.endswith("were free, and evicting chunks that no request relies on would have made room")
 
 
 def test_chunks_of_its_own_that_have_not_settled_are_room() -> None:

@@ -115,12 +115,12 @@ def test_state_of_another_configuration_or_code_is_refused(monkeypatch: pytest.M
     """With a reason; it would mean something else."""
     configuration = LedgerConfiguration(16, 16, num_slots=4)
     stored = known(new_reader(configuration))
-    with pytest.raises(NotResumable, match="for another configuration, or has another layout"):
+    with pytest.raises(NotResumable, match="for another configuration or in another layout"):
         new_reader(attrs.evolve(configuration, num_slots=5)).resume(stored, FINGERPRINT)
     with pytest.raises(NotResumable, match="another layout"):
         new_reader(configuration).resume(stored, "another core")
     monkeypatch.setattr(visitor, "hash_of_reader", lambda: "of tomorrow")
-    with pytest.raises(NotResumable, match="other code has stored it"):
+    with pytest.raises(NotResumable, match="other code stored it"):
         new_reader(configuration).resume(stored, FINGERPRINT)
     new_reader(configuration).resume(stored, FINGERPRINT, trusts_other_code=True)
 

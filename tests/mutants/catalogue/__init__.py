@@ -1,4 +1,4 @@
-"""All mutants, one room per part of a request's life. Importing this declares them."""
+"""All mutants, one module per subject. Importing this package declares them."""
 
 from mutants.catalogue import (
     counts,

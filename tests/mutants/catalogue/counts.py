@@ -1,4 +1,4 @@
-"""Mistakes about counts: how many tokens have settled or are computed, one too many or one too few."""
+"""Mutants that count settled or computed tokens wrongly: one too many or one too few."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TWO_IN_FLIGHT = Worlds(settings=(("num_steps", 120), ("async_scheduling", True))
 
 
 def counted_as(touch: Touch, change: Callable[[e.Event], e.Event]) -> Patch:
-    """An observation that is written down with another count."""
+    """Patch that records every observation as `change` returns it."""
 
     def observe(original: Any, ledger: Ledger, event: e.Event) -> Any:
         counted = change(event)
@@ -31,7 +31,7 @@ def counted_as(touch: Touch, change: Callable[[e.Event], e.Event]) -> Patch:
 
 
 def by(touch: Touch, event_class: type[e.Event], difference: int) -> Patch:
-    """One observation whose settled tokens are that many more."""
+    """Patch that adds `difference` to `num_settled_tokens` of every event of one class."""
 
     def change(event: e.Event) -> e.Event:
         if not isinstance(event, event_class) or event.num_settled_tokens + difference < 0:  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ def by(touch: Touch, event_class: type[e.Event], difference: int) -> Patch:
 
 @mutant("SETTLED_EXACT", "LMCache#653", scene=Worlds())
 def settled_before_it_is_written(touch: Touch) -> Sequence[Patch]:
-    """Of what a request loses one token more counts as written than its steps have computed."""
+    """The connector counts one token too many as written when a request loses its blocks."""
 
     def num_written_tokens(original: Any, reader: RequestReader, request: Any, num_computed_tokens: int) -> int:
         written: int = original(reader, request, num_computed_tokens)
@@ -57,7 +57,7 @@ def settled_before_it_is_written(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "vllm#53498", scene=TWO_IN_FLIGHT)
 def written_counted_as_in_flight(touch: Touch) -> Sequence[Patch]:
-    """Of what a request loses nothing counts that a step in flight has computed, though the copy comes after it."""
+    """Tokens of a step in flight do not count when a request loses its blocks, though the copy follows that step."""
 
     def num_written_tokens(original: Any, reader: RequestReader, request: Any, num_computed_tokens: int) -> int:
         written: int = original(reader, request, num_computed_tokens)
@@ -71,7 +71,7 @@ def written_counted_as_in_flight(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "vllm#54193", "vllm#49285", scene=Worlds())
 def stop_token_counted_as_computed(touch: Touch) -> Sequence[Patch]:
-    """At its end a request is counted with the token that it stopped with, though nobody computed it."""
+    """The stop token of an ended request counts as computed, though no step computed it."""
 
     def change(event: e.Event) -> e.Event:
         if isinstance(event, e.RequestFinished) and event.num_settled_tokens == event.num_tokens - 1:
@@ -83,13 +83,13 @@ def stop_token_counted_as_computed(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "vllm#53498", scene=Worlds())
 def one_short_at_the_end(touch: Touch) -> Sequence[Patch]:
-    """At its end a request is counted without its last computed token, so a chunk that this fills is lost."""
+    """The last computed token of an ended request does not count, so a chunk that it completes is lost."""
     return [by(touch, e.RequestFinished, -1)]
 
 
 @mutant("SETTLED_EXACT", "vllm#53498", scene=Walks())
 def one_short_at_a_preemption(touch: Touch) -> Sequence[Patch]:
-    """A preempted request is counted without its last computed token."""
+    """The last computed token of a preempted request does not count."""
     return [by(touch, e.RequestPreempted, -1)]
 
 
@@ -109,7 +109,7 @@ def in_flight_counted_as_settled(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "vllm#53498", scene=Worlds(connector=(("chunk_size", 8),)))
 def one_short_in_a_step(touch: Touch) -> Sequence[Patch]:
-    """A step counts a computed prompt without its last token."""
+    """A step counts one settled token too few."""
 
     def settled(original: Any, encoder: StepEncoder, record: Any, num_settled: int, num_in_flight: int = -1) -> Any:
         right, entry = (original(encoder, record, num, num_in_flight) for num in (num_settled, num_settled - 1))
@@ -122,7 +122,7 @@ def one_short_in_a_step(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "vllm#47728", scene=HybridWorlds())
 def window_left_too_late(touch: Touch) -> Sequence[Patch]:
-    """What a window has left is counted as if the last step's tokens had settled before it."""
+    """The count of settled tokens at which a sliding window freed its blocks is one too high."""
 
     def left(original: Any, reader: StepReader, record: Any, processed: Any, time_ns: int) -> None:
         if processed is not None:
@@ -135,7 +135,7 @@ def window_left_too_late(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "LMCache#653", scene=Worlds())
 def later_part_counted_from_one_further(touch: Touch) -> Sequence[Patch]:
-    """A later part of a prompt is counted as beginning one token behind the end of the part before."""
+    """A later part of a chunked prompt counts from one token after the end of the previous part."""
 
     def advanced(original: Any, reader: StepReader, counts: Any, num_scheduled: Any) -> list[Any]:
         rows = original(reader, counts, num_scheduled)
@@ -154,7 +154,7 @@ def later_part_counted_from_one_further(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_EXACT", "LMCache#653", scene=Walks())
 def next_turn_keeps_too_much(touch: Touch) -> Sequence[Patch]:
-    """A session's next turn keeps one token more than the turn before had computed."""
+    """A session's next turn keeps one token more than the previous turn computed."""
 
     def change(event: e.Event) -> e.Event:
         if isinstance(event, e.SessionContinued):

@@ -1,4 +1,4 @@
-"""Mistakes about what leaves the ledger: handed out again, told again, told to nobody."""
+"""Mutants that hand out a job twice, or notify vLLM twice, without cause or never."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mutants.scenes import Walks, Worlds
 
 @mutant("DELIVERED_ONCE", "vllm-ascend#16729", scene=Walks())
 def handed_out_again(touch: Touch) -> Sequence[Patch]:
-    """Jobs that the workers were given are given to them with the next step, too."""
+    """The connector gives the workers the same jobs again in the next step."""
 
     def delivered(original: Any, owed: Owed, event: e.EffectsDelivered, sequence: int) -> None:
         jobs = dict(owed.state.unsent)
@@ -32,7 +32,7 @@ def handed_out_again(touch: Touch) -> Sequence[Patch]:
 
 @mutant("DELIVERED_ONCE", "LMCache#4355", "LMCache#4762", scene=Walks())
 def told_again(touch: Touch) -> Sequence[Patch]:
-    """The end of an asynchronous load stays in the list of those that vLLM is to hear of."""
+    """The end of an asynchronous load stays queued after vLLM got it, so vLLM gets it again."""
 
     def delivered(original: Any, owed: Owed, event: e.EffectsDelivered, sequence: int) -> None:
         received = dict(owed.state.received)
@@ -48,7 +48,7 @@ def told_again(touch: Touch) -> Sequence[Patch]:
 
 @mutant("DELIVERED_ONCE", "vllm#43226", "vllm#53079", scene=Worlds())
 def told_to_nobody(touch: Touch) -> Sequence[Patch]:
-    """VLLM is told that the blocks of every ended request are free, also where it was not told to keep them."""
+    """The connector reports the blocks of every ended request as free, even if vLLM did not keep them."""
 
     def finished(original: Any, owed: Owed, event: e.RequestFinished, sequence: int) -> None:
         ordinal = owed.present(event.request_id)
@@ -66,7 +66,7 @@ def told_to_nobody(touch: Touch) -> Sequence[Patch]:
 
 
 def forgetting(touch: Touch, *kinds: str) -> Sequence[Patch]:
-    """An end of these kinds that a copy leads to is never owed to vLLM."""
+    """Patch that drops the notifications of vLLM in these queues when a copy ends."""
 
     def end(original: Any, owed: Owed, copy: Any, *, has_failed: bool) -> None:
         original(owed, copy, has_failed=has_failed)
@@ -80,19 +80,19 @@ def forgetting(touch: Touch, *kinds: str) -> Sequence[Patch]:
 
 @mutant("DELIVERED_ONCE", scene=Worlds(connector=(("load_mode", "async"),)))
 def end_of_load_forgotten(touch: Touch) -> Sequence[Patch]:
-    """VLLM never hears of the end of an asynchronous load, and its request waits for ever."""
+    """The connector never reports the end of an asynchronous load to vLLM, so the request waits forever."""
     return forgetting(touch, "received", "failed")
 
 
 @mutant("DELIVERED_ONCE", scene=Worlds(connector=(("save_mode", "async"),)))
 def end_of_save_forgotten(touch: Touch) -> Sequence[Patch]:
-    """The blocks that an ended request leaves to an asynchronous save are never free again."""
+    """The connector never reports the end of an asynchronous save, so an ended request's blocks are never freed."""
     return forgetting(touch, "sent")
 
 
 @mutant("DELIVERED_ONCE", scene=Worlds())
 def refused_although_issued(touch: Touch) -> Sequence[Patch]:
-    """VLLM is told that a load will not come, and it comes all the same, into blocks that are computed by then."""
+    """The connector refuses a load that it issued, so the load overwrites blocks that are computed by then."""
 
     def observe(original: Any, journal: Journal, event: e.Event) -> list[e.Event]:
         decisions: list[e.Event] = original(journal, event)

@@ -1,4 +1,4 @@
-"""Mistakes about a request's end: told twice, followed by more work, never over."""
+"""Mutants of a request's end: recorded twice, followed by more work, or never recorded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mutants.scenes import Worlds
 
 @mutant("LEGAL_TRANSITION", "vllm#33377", "vllm#25067", scene=Worlds())
 def ends_twice(touch: Touch) -> Sequence[Patch]:
-    """A request that has ended, and is kept for its copies, ends once more."""
+    """The connector records the end of a request twice if its blocks are kept for copies."""
 
     def finish(original: Any, side: SchedulerSide, request: Any, num_blocks: int) -> Any:
         held = original(side, request, num_blocks)
@@ -31,7 +31,7 @@ def ends_twice(touch: Touch) -> Sequence[Patch]:
 
 @mutant("FINISH_IS_LAST", "vllm#49635", scene=Worlds())
 def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
-    """The last save of a request is put off until its copies are done, when it has ended."""
+    """The connector defers the last save of an ended request until its other copies are done."""
     last_tables: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def save_on_finish(turn: Any, event: e.RequestFinished) -> None:
@@ -61,7 +61,7 @@ def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
 
 @mutant("RELEASE_ALL", "vllm#30745", "vllm#44100", "aibrix#2231", scene=Worlds())
 def never_released(touch: Touch) -> Sequence[Patch]:
-    """A request that ends before it was ever scheduled is not forgotten."""
+    """The connector never releases a request that ends before it was scheduled."""
     original = handlers.release_if_settled
 
     def release(turn: Any) -> None:
@@ -75,7 +75,7 @@ def never_released(touch: Touch) -> Sequence[Patch]:
 
 @mutant("DELAY_FREE_CONTRACT", "vllm#46240", "vllm#50297", scene=Worlds())
 def held_for_nobody(touch: Touch) -> Sequence[Patch]:
-    """The blocks of every ended request are held, also where no copy reads them."""
+    """The connector holds the blocks of every ended request, even if no copy reads them."""
 
     def save_on_finish(turn: Any, event: e.RequestFinished) -> None:
         decided: list[e.Event] = []

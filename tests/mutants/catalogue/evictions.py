@@ -1,4 +1,4 @@
-"""Mistakes about the order in which chunks leave a full pool."""
+"""Mutants that evict chunks from a full pool in the wrong order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BY_USE_ALONE = Walks(
 
 
 def unused_by(touch: Touch, fold: str) -> Patch:
-    """The fold of an event that should make what a request has the youngest, and does not."""
+    """Patch that keeps one event from moving the request's chunks to the end of the eviction order."""
 
     def folded(original: Any, pool: Pool, event: e.Event, sequence: int, subject: Any) -> None:
         def use(keys: Sequence[bytes]) -> None:
@@ -39,7 +39,7 @@ def unused_by(touch: Touch, fold: str) -> Patch:
 
 
 def in_another_order(touch: Touch, change: Callable[[list[bytes], Forest], Iterable[bytes]]) -> Patch:
-    """The queue is walked as if its keys stood in another order."""
+    """Patch that evicts chunks in the order that `change` returns."""
 
     def leaving(original: Any, forest: Forest, *arguments: Any) -> Iterator[bytes]:
         order = list(forest._order)
@@ -62,7 +62,7 @@ def youngest_evicted_first(touch: Touch) -> Sequence[Patch]:
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def evicted_in_order_of_their_keys(touch: Touch) -> Sequence[Patch]:
-    """Chunks are evicted in the order of their keys, as if they were in a sorted map."""
+    """Chunks are evicted in the order of their keys, as if the pool were a sorted map."""
     return [in_another_order(touch, lambda order, _forest: sorted(order))]
 
 
@@ -79,7 +79,7 @@ def first_saved_first_evicted(touch: Touch) -> Sequence[Patch]:
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def load_is_no_use(touch: Touch) -> Sequence[Patch]:
-    """A load leaves the chunks that it reads as old as they were."""
+    """A load does not count as a use of the chunks that it reads."""
 
     def load_issued(original: Any, pool: Pool, event: e.LoadIssued, sequence: int, subject: Any) -> None:
         pool.__dict__.setdefault("older", {})[event.job_id] = frozenset(pool.state.queue)
@@ -99,19 +99,19 @@ def load_is_no_use(touch: Touch) -> Sequence[Patch]:
 
 @mutant("EVICTION_ORDER", scene=BY_USE_ALONE)
 def preemption_is_no_use(touch: Touch) -> Sequence[Patch]:
-    """A preemption leaves the chunks of its request as old as they were."""
+    """A preemption does not count as a use of the request's chunks."""
     return [unused_by(touch, "_preempted")]
 
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def end_is_no_use(touch: Touch) -> Sequence[Patch]:
-    """The end of a request leaves its chunks as old as they were."""
+    """The end of a request does not count as a use of its chunks."""
     return [unused_by(touch, "_finished")]
 
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def beginning_young_when_its_end_leaves(touch: Touch) -> Sequence[Patch]:
-    """When the end of a prompt is evicted, what is before it counts as used, and stays longer than what is younger."""
+    """Evicting the end of a prompt counts as a use of the chunk before it, which then outlives younger chunks."""
 
     def remove(original: Any, forest: Forest, keys: Sequence[bytes]) -> None:
         before = frozenset(map(forest._parent_of.get, keys)).difference(forest._order)
@@ -126,7 +126,7 @@ def beginning_young_when_its_end_leaves(touch: Touch) -> Sequence[Patch]:
 
 @mutant("EVICTION_ORDER", scene=WALKS)
 def no_longer_waited_for_is_oldest(touch: Touch) -> Sequence[Patch]:
-    """Chunks that a preempted request had waited for are evicted first as soon as it has blocks again."""
+    """Chunks kept for a preempted request become the first to be evicted when the request gets blocks again."""
 
     def allocated(original: Any, pool: Pool, event: e.Event, sequence: int, subject: Any) -> None:
         key = None if subject.request is None else pool.state.wanted.get(subject.request.ordinal)
@@ -141,7 +141,7 @@ def no_longer_waited_for_is_oldest(touch: Touch) -> Sequence[Patch]:
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def beginning_evicted_before_its_end(touch: Touch) -> Sequence[Patch]:
-    """Of a prompt the first chunk is evicted first, and what is left of it cannot be found any more."""
+    """The first chunk of a prompt is evicted first, so no lookup finds the chunks after it."""
 
     def leaving(original: Any, forest: Forest, *arguments: Any) -> Iterator[bytes]:
         leaving = list(original(forest, *arguments))
@@ -157,7 +157,7 @@ def beginning_evicted_before_its_end(touch: Touch) -> Sequence[Patch]:
 
 @mutant("EVICTION_ORDER", scene=CROWDED)
 def what_precedes_a_save_is_evicted(touch: Touch) -> Sequence[Patch]:
-    """While a save is in flight, the chunks before those that it brings are evicted; nobody finds what it brings."""
+    """The chunks before the ones that a save in flight brings are evicted, so no lookup finds the saved chunks."""
 
     def save_issued(original: Any, pool: Pool, event: e.SaveIssued, sequence: int, subject: Any) -> None:
         def hold(_holds: Any, _holder: int, keys: Sequence[bytes], end_chunk: int) -> None:
@@ -173,7 +173,7 @@ def what_precedes_a_save_is_evicted(touch: Touch) -> Sequence[Patch]:
 
 @mutant("EVICTION_ORDER", scene=WALKS)
 def lookup_is_a_use(touch: Touch) -> Sequence[Patch]:
-    """A lookup makes all stored chunks of its request the youngest, whether they are loaded or not."""
+    """A lookup counts as a use of all stored chunks of its request, whether or not they are loaded."""
 
     def answered(original: Any, pool: Pool, event: e.LookupAnswered, sequence: int, subject: Any) -> None:
         original(pool, event, sequence, subject)

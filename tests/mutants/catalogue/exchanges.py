@@ -1,4 +1,4 @@
-"""Mistakes between a decision and vLLM, or between what arrives and the log: the log itself is right."""
+"""Mutants between the log and vLLM: the log is right, but vLLM, a worker or the log gets something else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FAILING = Worlds(
 
 
 def _answers(change: Callable[[SchedulerSide, Any, tuple[int | None, bool]], tuple[int | None, bool]]) -> Patch:
-    """Every lookup is answered with `change(side, request, answer)`."""
+    """Patch that answers every lookup with `change(side, request, answer)`."""
 
     def answer(original: Any, side: SchedulerSide, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return change(side, request, original(side, request, num_computed_tokens))
@@ -51,7 +51,7 @@ def _answers(change: Callable[[SchedulerSide, Any, tuple[int | None, bool]], tup
 
 
 def _hands_out(change: Callable[[StepJobs], StepJobs]) -> Patch:
-    """The metadata of every step is `change(metadata)`."""
+    """Patch that gives the workers `change(metadata)` in every step."""
 
     def step_jobs(original: Any, *arguments: Any) -> StepJobs:
         return change(original(*arguments))
@@ -61,7 +61,7 @@ def _hands_out(change: Callable[[StepJobs], StepJobs]) -> Patch:
 
 @mutant(RULE, scene=Worlds())
 def answers_a_block_less(touch: Touch) -> Sequence[Patch]:
-    """VLLM is told of one block less than was decided, where that leaves nothing."""
+    """The connector answers a lookup with 0 tokens if it decided on one block or less."""
 
     def change(side: SchedulerSide, _request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
         num_tokens, _ = answer
@@ -75,7 +75,7 @@ def answers_a_block_less(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def answers_the_last_one(touch: Touch) -> Sequence[Patch]:
-    """A lookup of which something is found is answered with what the lookup before it was answered, if that is less."""
+    """The connector answers a lookup that has a hit with the previous lookup's answer, if that is smaller."""
     last: dict[int, tuple[int | None, bool]] = {}
 
     def change(side: SchedulerSide, _request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
@@ -91,7 +91,7 @@ def answers_the_last_one(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "vllm#49829", scene=Worlds())
 def asks_again_instead(touch: Touch) -> Sequence[Patch]:
-    """A lookup that was answered with a hit is answered with "ask again" the first time."""
+    """The connector answers the first hit of a request with None, which defers the lookup."""
     asked: set[tuple[int, str]] = set()
 
     def change(side: SchedulerSide, request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
@@ -107,7 +107,7 @@ def asks_again_instead(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "LMCache#4355", scene=ASYNC_LOADS)
 def async_answered_as_sync(touch: Touch) -> Sequence[Patch]:
-    """An asynchronous load is answered as one that precedes the step, so vLLM computes on blocks that it fills."""
+    """The connector answers an asynchronous load as synchronous, so vLLM computes on blocks still being filled."""
 
     def change(_side: SchedulerSide, _request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
         if not answer[1]:
@@ -120,7 +120,7 @@ def async_answered_as_sync(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=SYNC_LOADS)
 def sync_answered_as_async(touch: Touch) -> Sequence[Patch]:
-    """A load that precedes the step is answered as asynchronous, so vLLM waits for an end that nobody reports."""
+    """The connector answers a synchronous load as asynchronous, so vLLM waits for a report that never comes."""
 
     def change(_side: SchedulerSide, _request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
         if not answer[0] or answer[1]:
@@ -132,7 +132,7 @@ def sync_answered_as_async(touch: Touch) -> Sequence[Patch]:
 
 
 def _ends(change: Callable[[SchedulerSide, Any, bool], bool]) -> Patch:
-    """`request_finished` answers `change(side, request, whether blocks are kept)`."""
+    """Patch that makes `request_finished` answer `change(side, request, keeps_blocks)`."""
 
     def finish(original: Any, side: SchedulerSide, request: Any, num_blocks: int) -> tuple[bool, None]:
         return change(side, request, original(side, request, num_blocks)[0]), None
@@ -142,7 +142,7 @@ def _ends(change: Callable[[SchedulerSide, Any, bool], bool]) -> Patch:
 
 @mutant(RULE, "vllm#46240", scene=ASYNC_SAVES)
 def freed_under_a_copy(touch: Touch) -> Sequence[Patch]:
-    """VLLM frees the blocks of a request that ends, although a copy reads them and it was decided to keep them."""
+    """The connector lets vLLM free an ended request's blocks, though a copy reads them and it decided to hold them."""
 
     def change(_side: SchedulerSide, _request: Any, keeps_blocks: bool) -> bool:
         if keeps_blocks:
@@ -154,7 +154,7 @@ def freed_under_a_copy(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "vllm#50297", scene=Worlds())
 def kept_without_a_copy(touch: Touch) -> Sequence[Patch]:
-    """VLLM keeps the blocks of every request that ends, and waits for an end that nobody reports."""
+    """The connector makes vLLM keep the blocks of every ended request and wait for a report that never comes."""
 
     def change(_side: SchedulerSide, _request: Any, keeps_blocks: bool) -> bool:
         if not keeps_blocks:
@@ -166,7 +166,7 @@ def kept_without_a_copy(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "vllm#30745", scene=Worlds())
 def aborted_while_waiting_stays_open(touch: Touch) -> Sequence[Patch]:
-    """The end of a request that never got blocks is not recorded."""
+    """The connector does not record the end of a request that never got blocks."""
 
     def finish(original: Any, side: SchedulerSide, request: Any, num_blocks: int) -> Any:
         record = side._tracker.get(request.request_id)
@@ -180,7 +180,7 @@ def aborted_while_waiting_stays_open(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=SYNC_LOADS)
 def load_left_out(touch: Touch) -> Sequence[Patch]:
-    """Loads are recorded as handed out, and are not in the metadata of the step."""
+    """Loads are recorded as given to the workers, but are missing from the step's metadata."""
 
     def change(jobs: StepJobs) -> StepJobs:
         if jobs.loads:
@@ -192,7 +192,7 @@ def load_left_out(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "vllm#55209", scene=ASYNC_LOADS)
 def second_load_left_out(touch: Touch) -> Sequence[Patch]:
-    """Of several asynchronous loads in one step, only the first is handed out."""
+    """The workers get only the first of several asynchronous loads in a step."""
 
     def change(jobs: StepJobs) -> StepJobs:
         if len(jobs.async_loads) > 1:
@@ -204,7 +204,7 @@ def second_load_left_out(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def saved_too_late(touch: Touch) -> Sequence[Patch]:
-    """Copies that must precede the forward pass are handed out with those that follow it."""
+    """The workers get copies that must precede the forward pass with the copies that follow it."""
 
     def change(jobs: StepJobs) -> StepJobs:
         if jobs.saves_before_forward:
@@ -216,7 +216,7 @@ def saved_too_late(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def handed_out_with_other_slots(touch: Touch) -> Sequence[Patch]:
-    """A save's slots are handed out in reverse order."""
+    """The workers get a save's slots in reverse order."""
 
     def change(jobs: StepJobs) -> StepJobs:
         saves = tuple(msgspec.structs.replace(job, slots=job.slots[::-1]) for job in jobs.saves)
@@ -229,7 +229,7 @@ def handed_out_with_other_slots(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=LATE)
 def not_waited_for(touch: Touch) -> Sequence[Patch]:
-    """The workers are not told to finish a copy before the step that overwrites its blocks."""
+    """The step's metadata leaves out the copies that the workers must finish before overwriting their blocks."""
 
     def change(jobs: StepJobs) -> StepJobs:
         if jobs.awaited:
@@ -241,7 +241,7 @@ def not_waited_for(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "LMCache#4762", scene=ASYNC_SAVES)
 def end_of_save_left_out(touch: Touch) -> Sequence[Patch]:
-    """That the blocks of an ended request may be freed is recorded, and not handed to the workers."""
+    """The end of an ended request's saves is recorded as given to the workers, but is missing from the metadata."""
 
     def change(jobs: StepJobs) -> StepJobs:
         if jobs.finished_saves:
@@ -253,7 +253,7 @@ def end_of_save_left_out(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=FAILING)
 def failed_load_told_as_save(touch: Touch) -> Sequence[Patch]:
-    """The failure of a load is handed to the workers as the end of a save."""
+    """The workers get the failure of a load as the end of a save."""
 
     def change(jobs: StepJobs) -> StepJobs:
         if jobs.failed_loads:
@@ -265,7 +265,7 @@ def failed_load_told_as_save(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "vllm#18246", scene=Worlds())
 def report_lost(touch: Touch) -> Sequence[Patch]:
-    """What the workers report with every fifth output is not recorded."""
+    """The connector does not record the reports in every fifth output of the workers."""
     num_outputs: dict[int, int] = {}
 
     def observe(original: Any, side: SchedulerSide, output: Any) -> None:
@@ -283,7 +283,7 @@ def report_lost(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "vllm#56104", scene=FAILING)
 def failure_recorded_as_done(touch: Touch) -> Sequence[Patch]:
-    """A copy that a worker could not make is recorded as done."""
+    """The connector records a failed copy as done."""
 
     def take(original: Any, side: SchedulerSide, output: Any) -> None:
         arrived = side._arrived
@@ -299,7 +299,7 @@ def failure_recorded_as_done(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "LMCache#3388", scene=FailedLoads())
 def load_errors_lost(touch: Touch) -> Sequence[Patch]:
-    """Which blocks vLLM was told are not filled is not recorded."""
+    """The connector does not record which blocks were reported to vLLM as not filled."""
 
     def take(_original: Any, *_arguments: Any) -> None:
         touch()
@@ -309,7 +309,7 @@ def load_errors_lost(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "LMCache#4355", "LMCache#4762", scene=ASYNC_LOADS)
 def end_of_load_not_told(touch: Touch) -> Sequence[Patch]:
-    """That a load is in place is recorded as reported, and vLLM waits for it."""
+    """The end of a load is recorded as reported, but vLLM does not get it and waits."""
 
     def end(original: Any, side: SchedulerSide, output: Any) -> None:
         before = output.finished_recving
@@ -323,7 +323,7 @@ def end_of_load_not_told(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "vllm#43226", scene=ASYNC_LOADS)
 def end_of_load_told_too_early(touch: Touch) -> Sequence[Patch]:
-    """With the first load that is in place, all requests that wait for one are reported to vLLM."""
+    """When the first load ends, the connector reports the loads of all waiting requests as ended."""
 
     def end(original: Any, side: SchedulerSide, output: Any) -> None:
         before = output.finished_recving
@@ -338,7 +338,7 @@ def end_of_load_told_too_early(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=ASYNC_SAVES)
 def end_that_workers_told_is_forgotten(touch: Touch) -> Sequence[Patch]:
-    """That vLLM has the end of a save from the workers is not recorded."""
+    """The connector does not record that the workers reported the end of a save to vLLM."""
 
     def reported(original: Any, owed: Owed, request_ids: Any) -> tuple[int, ...]:
         if original(owed, request_ids):
@@ -350,7 +350,7 @@ def end_that_workers_told_is_forgotten(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=LATE_IN_STEPS)
 def nothing_pending(touch: Touch) -> Sequence[Patch]:
-    """VLLM is told that no step is needed while a copy is in flight."""
+    """The connector reports to vLLM that it needs no step, though a copy is in flight."""
 
     def pending(original: Any, side: SchedulerSide) -> bool:
         if original(side):
@@ -362,7 +362,7 @@ def nothing_pending(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "vllm#57727", scene=RESETTING)
 def reset_not_recorded(touch: Touch) -> Sequence[Patch]:
-    """A reset is answered with True, and what was saved stays."""
+    """The connector answers a cache reset with True, but keeps the saved chunks."""
 
     def reset(_original: Any, _side: SchedulerSide) -> bool:
         touch()
@@ -373,7 +373,7 @@ def reset_not_recorded(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def allocation_not_recorded(touch: Touch) -> Sequence[Patch]:
-    """An allocation for which nothing is loaded is not recorded: the step has the blocks."""
+    """The connector does not record an allocation without a load, though the step uses its blocks."""
 
     def observe(original: Any, journal: Journal, event: e.Event) -> Any:
         if not isinstance(event, e.BlocksAllocated) or event.num_external_tokens:
@@ -386,7 +386,7 @@ def allocation_not_recorded(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def second_arrival_not_recorded(touch: Touch) -> Sequence[Patch]:
-    """Of the requests that arrive, every second one is not recorded."""
+    """The connector does not record every second request that arrives."""
     num_arrived: dict[int, int] = {}
 
     def arrive(original: Any, side: SchedulerSide, request: Any) -> None:
@@ -401,7 +401,7 @@ def second_arrival_not_recorded(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def answers_the_stored_hit_again(touch: Touch) -> Sequence[Patch]:
-    """A lookup that a preempted request repeats is answered with what its first one was answered."""
+    """The connector answers every later lookup of a request with 0 tokens if the first one found nothing."""
     first: dict[tuple[int, str], tuple[int | None, bool]] = {}
 
     def change(side: SchedulerSide, request: Any, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
@@ -415,7 +415,7 @@ def answers_the_stored_hit_again(touch: Touch) -> Sequence[Patch]:
 
 
 def _gives(change: Callable[[Any], None]) -> Patch:
-    """What a worker gives vLLM with each output goes through `change(results)`."""
+    """Patch that passes what a worker reports to vLLM through `change(results)`."""
 
     def results(original: Any, connector: KVLedgerConnector) -> Any:
         found = original(connector)
@@ -427,7 +427,7 @@ def _gives(change: Callable[[Any], None]) -> Patch:
 
 @mutant(RULE, "LMCache#4762", scene=ASYNC_SAVES)
 def end_of_save_not_given(touch: Touch) -> Sequence[Patch]:
-    """A worker that is to report the end of a save does not, and vLLM keeps the blocks for ever."""
+    """A worker does not report the end of a save to vLLM, so vLLM keeps the blocks forever."""
 
     def change(results: Any) -> None:
         if results.finished_sending:
@@ -439,7 +439,7 @@ def end_of_save_not_given(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "vllm#56104", scene=FAILING)
 def failed_load_given_as_good(touch: Touch) -> Sequence[Patch]:
-    """A worker gives vLLM the end of a load that failed, and not that it failed."""
+    """A worker reports to vLLM that a failed load has ended, but not that it failed."""
 
     def change(results: Any) -> None:
         if results.failed_recving:
@@ -451,7 +451,7 @@ def failed_load_given_as_good(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, "LMCache#3388", scene=FailedLoads())
 def load_errors_of_good_loads(touch: Touch) -> Sequence[Patch]:
-    """A worker names the blocks of loads that have succeeded as not filled, and not those that failed."""
+    """A worker reports the blocks of successful loads as not filled, instead of those of failed loads."""
 
     def take(original: Any, side: WorkerSide) -> set[int]:
         failed: set[int] = original(side)
@@ -465,7 +465,7 @@ def load_errors_of_good_loads(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=FailedLoads())
 def load_errors_told_again(touch: Touch) -> Sequence[Patch]:
-    """A worker names the blocks of a failed load at every step from then on, and vLLM computes them again for ever."""
+    """A worker reports the blocks of a failed load in every later step, so vLLM recomputes them forever."""
     failed: dict[int, set[int]] = {}
 
     def take(original: Any, side: WorkerSide) -> set[int]:
@@ -481,7 +481,7 @@ def load_errors_told_again(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=SYNC_LOADS)
 def load_errors_of_no_failure(touch: Touch) -> Sequence[Patch]:
-    """A worker names the blocks of all loads of a step as not filled, and none of them has failed."""
+    """A worker reports the blocks of all loads of a step as not filled, though none failed."""
 
     def take(original: Any, side: WorkerSide) -> set[int]:
         failed: set[int] = original(side)
@@ -495,7 +495,7 @@ def load_errors_of_no_failure(touch: Touch) -> Sequence[Patch]:
 
 @mutant(RULE, scene=Worlds())
 def waits_for_blocks_that_nobody_keeps(touch: Touch) -> Sequence[Patch]:
-    """VLLM is told that blocks are coming back, and waits for them instead of preempting a request."""
+    """The connector always reports pending block frees, so vLLM waits instead of preempting a request."""
 
     def pending(original: Any, side: SchedulerSide) -> bool:
         if not original(side):

@@ -1,4 +1,4 @@
-"""Mistakes about loads: from where, to where, how much, and what follows when one fails."""
+"""Mutants of loads: wrong source, destination or length, and failures that are handled wrongly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DIGESTED = Worlds(connector=(("digests", "all"), ("load_mode", "async")))
 
 @mutant("ALLOC_MATCHES_LOOKUP", "vllm#34616", scene=Worlds())
 def counted_from_blocks(touch: Touch) -> Sequence[Patch]:
-    """The tokens claimed are counted again, from the number of blocks."""
+    """The connector counts the claimed tokens from the number of blocks, so it rounds them up."""
 
     def allocated(event: e.Event, journal: Any) -> e.Event:
         if not isinstance(event, e.BlocksAllocated) or not event.num_external_tokens:
@@ -48,7 +48,7 @@ def counted_from_blocks(touch: Touch) -> Sequence[Patch]:
 
 @mutant("ALLOC_MATCHES_LOOKUP", scene=Walks())
 def awaited_load_within_its_step(touch: Touch) -> Sequence[Patch]:
-    """A load that vLLM was asked to wait for is issued as one that precedes its step's forward."""
+    """A load answered as asynchronous is issued as one that precedes the step's forward pass."""
 
     def load(decision: e.Event, *_: Any) -> e.Event:
         if not isinstance(decision, e.LoadIssued) or not decision.is_async:
@@ -61,7 +61,7 @@ def awaited_load_within_its_step(touch: Touch) -> Sequence[Patch]:
 
 @mutant("EXTERNAL_ZERO_NO_LOAD", "LMCache#4355", "LMCache#4762", "vllm#55209", scene=Walks())
 def loads_what_was_not_taken_up(touch: Touch) -> Sequence[Patch]:
-    """A load is decided from the last answer, not from what was claimed."""
+    """The connector loads what it last answered, though vLLM claimed none of it."""
     original = loads.load_what_was_answered
 
     def load(turn: Any, event: e.BlocksAllocated) -> None:
@@ -87,7 +87,7 @@ def _of_pages(pages: range, end_token: int, slots: Sequence[Any], projections: A
 
 @mutant("LOADABLE_AFTER_COMMIT", "vllm#53498", scene=Walks())
 def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
-    """An evicted chunk is still found, where another one lies now."""
+    """A lookup finds an evicted chunk, whose slots hold another chunk by now."""
     stale: dict[tuple[int, bytes], tuple[int, ...]] = {}
 
     def evicted(original: Any, pool: Pool, event: e.ChunksEvicted, sequence: int, subject: Any) -> None:
@@ -126,7 +126,7 @@ def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", "LMCache#2243", "LMCache#2336", scene=Walks())
 def loaded_in_another_order(touch: Touch) -> Sequence[Patch]:
-    """The right slots are loaded, the last one first: they go into one another's blocks."""
+    """A load reads the right slots in reverse order, so its blocks get one another's KV."""
 
     def load(decision: e.Event, *_: Any) -> e.Event:
         if not isinstance(decision, e.LoadIssued) or len(decision.slots) < 2:
@@ -139,7 +139,7 @@ def loaded_in_another_order(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOAD_DST_EXCLUSIVE", "vllm#45357", "vllm#49250", scene=Walks())
 def loads_into_shared_blocks(touch: Touch) -> Sequence[Patch]:
-    """A load begins at the first block of the table, though others share that one."""
+    """A load starts at the first block of the table, though other requests share that block."""
 
     def load(decision: e.Event, _turn: Any, event: Any) -> e.Event:
         if not isinstance(decision, e.LoadIssued) or decision.block_ids == event.block_ids[: len(decision.block_ids)]:
@@ -152,7 +152,7 @@ def loads_into_shared_blocks(touch: Touch) -> Sequence[Patch]:
 
 @mutant("FAILED_LOAD_TAINT", "vllm#55297", scene=Walks())
 def failed_load_offered_again(touch: Touch) -> Sequence[Patch]:
-    """What failed to load is offered again."""
+    """The connector offers chunks again that failed to load."""
 
     def failed(decision: e.Event, *_: Any) -> e.Event | None:
         if not isinstance(decision, e.ChunksTainted):
@@ -165,7 +165,7 @@ def failed_load_offered_again(touch: Touch) -> Sequence[Patch]:
 
 @mutant("FAILED_LOAD_TAINT", "vllm#49250", scene=FailedLoads())
 def unfilled_blocks_stay_hashed(touch: Touch) -> Sequence[Patch]:
-    """What a failed load should have filled can still be hit in vLLM's prefix cache."""
+    """Blocks that a failed load did not fill stay in vLLM's prefix cache."""
 
     def evict(_original: Any, cache: PrefixCache, block_ids: Any) -> None:
         assert cache._manager is not None
@@ -178,7 +178,7 @@ def unfilled_blocks_stay_hashed(touch: Touch) -> Sequence[Patch]:
 
 @mutant("FAILED_LOAD_TAINT", "vllm#49250", scene=FailedLoads(ends=("owner", "sharer")))
 def saved_on_top_of_a_failed_load(touch: Touch) -> Sequence[Patch]:
-    """What was saved before a load failed is offered all the same, although it was computed on top."""
+    """The connector offers chunks that were computed on a failed load and saved before it failed."""
 
     def settled(decision: e.Event, _turn: Any, job: Copy) -> e.Event:
         if not isinstance(decision, e.SaveFailed) or job.ranks_failed or not job.is_doubtful:
@@ -192,7 +192,7 @@ def saved_on_top_of_a_failed_load(touch: Touch) -> Sequence[Patch]:
 
 @mutant("ROLLBACK_OBSERVED", "LMCache#3388", "vllm-ascend#13099", scene=FAILING)
 def failed_blocks_not_told(touch: Touch) -> Sequence[Patch]:
-    """The worker keeps to itself which blocks it could not fill, and the request goes on."""
+    """The worker does not report which blocks it could not fill, so the request goes on."""
 
     def take_failed_block_ids(original: Any, side: WorkerSide) -> set[int]:
         if original(side):
@@ -208,7 +208,7 @@ def failed_blocks_not_told(touch: Touch) -> Sequence[Patch]:
 
 @mutant("GROUP_AGREEMENT", "vllm#52735", "vllm#45268", scene=HybridWorlds())
 def one_group_answers_for_all(touch: Touch) -> Sequence[Patch]:
-    """A hit in the layers that see everything is taken for a hit in all groups."""
+    """A hit in the full-attention group counts as a hit in all groups."""
 
     def last_boundary(original: Any, num_tokens: int, record: Any, projections: Any) -> int:
         if original(num_tokens, record, projections) != num_tokens:
@@ -228,7 +228,7 @@ def one_group_answers_for_all(touch: Touch) -> Sequence[Patch]:
 
 @mutant("BYTES_UNCHANGED", "Mooncake#3140", "vllm#54363", scene=DIGESTED)
 def a_bit_falls_over_in_the_host_pool(touch: Touch) -> Sequence[Patch]:
-    """One bit of a slot is another when it is loaded than when it was saved."""
+    """One bit of a slot flips in host memory between its save and its load."""
 
     def begin_load(original: Any, side: WorkerSide, jobs: Any, engine: Any) -> Any:
         (job,) = jobs
@@ -243,7 +243,7 @@ def a_bit_falls_over_in_the_host_pool(touch: Touch) -> Sequence[Patch]:
 
 @mutant("BYTES_UNCHANGED", "vllm#57912", "LMCache#4558", scene=DIGESTED)
 def two_blocks_of_a_load_change_places(touch: Touch) -> Sequence[Patch]:
-    """The first two slots of a load go into one another's blocks."""
+    """A load copies its first two slots into each other's blocks."""
 
     def begin_load(original: Any, side: WorkerSide, jobs: Any, engine: Any) -> Any:
         (job,) = jobs
@@ -259,7 +259,7 @@ def two_blocks_of_a_load_change_places(touch: Touch) -> Sequence[Patch]:
 
 @mutant("BYTES_UNCHANGED", scene=DIGESTED)
 def joined_saves_mix_their_slots(touch: Touch) -> Sequence[Patch]:
-    """Saves that are copied together have their blocks in one order and their slots in another one."""
+    """Saves that are copied together have their blocks in one order and their slots in another."""
 
     def pairs(original: Any, jobs: Any) -> Any:
         block_ids, slots = original(jobs)

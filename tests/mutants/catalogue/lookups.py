@@ -1,4 +1,4 @@
-"""Mistakes about lookups: what is answered, what it is answered for, and what an answer keeps from being evicted."""
+"""Mutants of lookups: wrong answers, and answers that do not protect their chunks from eviction."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from mutants.scenes import HybridWorlds, Walks, Worlds
 
 SMALL_POOL = Worlds(num_slots=8)
 TINY_POOL = Worlds(num_slots=5)
-"""What is held too long is missed as room, before anything is evicted in its place."""
+"""So small that a chunk held too long leaves no room for saves, before other chunks are evicted instead of it."""
 CROWDED = Worlds(num_slots=16, connector=(("keep_for_preempted", True), ("chunk_size", 16)))
 CACHED = Worlds(settings=(("num_steps", 120), ("enable_prefix_caching", True)))
 ROOMY = Worlds(
     settings=(("num_steps", 120), ("num_blocks", 200)), connector=(("chunk_size", 8), ("save_interval_tokens", 0))
 )
-"""Enough blocks to admit each request after one lookup. A request that is looked up often leaves its cursor behind all
-that it will ever compute. No step can name that cursor, and SAVE_INTERVAL rightly names what is not saved."""
+"""Enough blocks to admit each request after one lookup. Repeated lookups would move a request's cursor past all tokens
+that it ever computes. No step can name such a cursor, and SAVE_INTERVAL correctly reports the missing saves."""
 RESETTING_BESIDE = Worlds(
     faults=frozenset({"resets", "delayed reports"}), connector=(("save_mode", "async"), ("max_silent_steps", 64))
 )
@@ -40,7 +40,7 @@ SLOW_COPIES = Worlds(
     connector=(("offer", "auto"),),
 )
 WHOLE_BLOCKS = ((16, 16), (32, 16))
-"""Images of smaller chunks share slots, and leave them without an eviction."""
+"""No chunks below the block size: their images share slots, and leave them without an eviction."""
 RESETTING = Worlds(faults=frozenset({"aborts", "storms", "resets"}))
 SLOW = Worlds(
     faults=frozenset({"aborts", "storms", "delayed reports"}),
@@ -55,7 +55,7 @@ SHARING = Worlds(
 
 @mutant("LOOKUP_PURE", "LMCache#2158", scene=CACHED)
 def raw_cached_hit(touch: Touch) -> Sequence[Patch]:
-    """A repeated lookup answers the cached hit as it is, not what lies behind the local one."""
+    """A repeated lookup answers the whole cached hit, without subtracting what vLLM has computed itself."""
 
     def answered(decision: e.Event, turn: Any, _event: Any) -> e.Event:
         if turn.record.answer is None or not isinstance(decision, e.LookupAnswered) or not decision.num_external_tokens:
@@ -69,7 +69,7 @@ def raw_cached_hit(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOOKUP_PURE", "LMCache#2158", scene=CACHED)
 def local_hit_frozen(touch: Touch) -> Sequence[Patch]:
-    """What is computed locally is remembered from the first lookup, though it shrinks while it waits."""
+    """A repeated lookup uses the computed tokens of the first lookup, though vLLM has evicted some since."""
     first: dict[tuple[int, str, int], int] = {}
 
     def answered(decision: e.Event, turn: Any, event: Any) -> e.Event:
@@ -88,7 +88,7 @@ def local_hit_frozen(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LONGEST_HIT", "LMCache#4612", "LMCache#5248", scene=Worlds())
 def preempted_finds_nothing(touch: Touch) -> Sequence[Patch]:
-    """A preempted request is told that nothing of it is there."""
+    """The connector answers a preempted request's lookup with 0 tokens, though its chunks are stored."""
 
     def num_hit_chunks(original: Any, cache: LookupCache, request: RequestRecord) -> int:
         found: int = original(cache, request)
@@ -102,7 +102,7 @@ def preempted_finds_nothing(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LONGEST_HIT", scene=SLOW_COPIES)
 def slower_without_proof(touch: Touch) -> Sequence[Patch]:
-    """After a few loads nothing is offered any more, whatever computing costs."""
+    """After a few loads the connector offers nothing more, even if computing takes longer than loading."""
 
     def costs_more(original: Any, costs: TokenCosts) -> bool:
         if not original(costs):
@@ -114,7 +114,7 @@ def slower_without_proof(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LONGEST_HIT", scene=SLOW_COPIES)
 def never_tried_again(touch: Touch) -> Sequence[Patch]:
-    """What was slow once is not offered for the rest of the engine's life."""
+    """After loading was once slower than computing, the connector never offers anything again."""
 
     def is_slower(original: Any, costs: TokenCosts, time_ns: int) -> bool:
         if costs.state.declined_until_ns is None:
@@ -128,7 +128,7 @@ def never_tried_again(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LAST_TOKEN", "LMCache#3322", "vllm#50864", "vllm#55113", scene=Worlds())
 def whole_prompt_loaded(touch: Touch) -> Sequence[Patch]:
-    """A hit of the whole prompt is answered whole, and nothing is left to compute."""
+    """The connector answers a hit on the whole prompt in full, so vLLM has no token left to compute."""
 
     def answered(decision: e.Event, *_: Any) -> e.Event:
         if not isinstance(decision, e.LookupAnswered) or decision.miss_reason in {"load_failed", "quarantined"}:
@@ -140,7 +140,7 @@ def whole_prompt_loaded(touch: Touch) -> Sequence[Patch]:
         return msgspec.structs.replace(decision, num_external_tokens=whole)
 
     def prompt(original: Any, world: Any, rng: Any, num_tokens: int) -> list[int]:
-        """Many clients send the same prompt, of whole chunks."""
+        """Give many clients the same prompt of whole chunks."""
         drawn: list[int] = original(world, rng, num_tokens)
         return world._shared_prefix[:64] if num_tokens % 2 else drawn
 
@@ -152,7 +152,7 @@ def whole_prompt_loaded(touch: Touch) -> Sequence[Patch]:
 
 @mutant("RESUME_COVERS_OUTPUT", "LMCache#1969", "LMCache#1361", scene=Worlds())
 def prompt_only(touch: Touch) -> Sequence[Patch]:
-    """A preempted request is looked up by its prompt alone."""
+    """The lookup of a preempted request covers only its prompt."""
 
     def asked(event: e.Event, journal: Any) -> e.Event:
         if not isinstance(event, e.LookupRequested):
@@ -168,7 +168,7 @@ def prompt_only(touch: Touch) -> Sequence[Patch]:
 
 @mutant("CURSOR_LE_FRONTIER", "LMCache#4508", scene=ROOMY)
 def cursor_moved_by_lookups(touch: Touch) -> Sequence[Patch]:
-    """Every lookup moves the save cursor behind its hit."""
+    """Every lookup advances the save cursor by its hit."""
 
     def folded(original: Any, tracker: RequestTracker) -> dict[Any, Any]:
         def answered(event: e.LookupAnswered, sequence: int, subject: Subject) -> None:
@@ -186,7 +186,7 @@ def cursor_moved_by_lookups(touch: Touch) -> Sequence[Patch]:
 
 @mutant("DEFER_BOUNDED", "vllm#49829", "LMCache#5047", scene=SLOW)
 def deferred_for_ever(touch: Touch) -> Sequence[Patch]:
-    """Nobody counts how often a lookup is put off."""
+    """The connector does not count how often it defers a lookup."""
 
     def next_deferral(original: Any, record: RequestRecord, job_id: int, *, is_shared: bool) -> int:
         if original(record, job_id, is_shared=is_shared) > 1:
@@ -198,7 +198,7 @@ def deferred_for_ever(touch: Touch) -> Sequence[Patch]:
 
 @mutant("DEFER_BOUNDED", "vllm#44294", scene=SHARING)
 def deferred_for_any_load(touch: Touch) -> Sequence[Patch]:
-    """A lookup waits for another request's load, whatever that brings."""
+    """A lookup waits for another request's load, even if that load brings none of its chunks."""
 
     def shared_load(
         original: Any, end_token: int, num_computed_tokens: int, record: RequestRecord, projections: Projections
@@ -215,7 +215,7 @@ def deferred_for_any_load(touch: Touch) -> Sequence[Patch]:
 
 @mutant("HIT_PINNED", "vllm#39702", scene=SMALL_POOL)
 def promise_not_pinned(touch: Touch) -> Sequence[Patch]:
-    """What was promised may be evicted until it is claimed."""
+    """Chunks that an answer offers can be evicted before vLLM claims them."""
 
     def answered(_original: Any, _pool: Pool, event: e.LookupAnswered, _sequence: int, _subject: Any) -> None:
         if event.num_external_tokens:
@@ -226,7 +226,7 @@ def promise_not_pinned(touch: Touch) -> Sequence[Patch]:
 
 @mutant("WAITING_KEPT", "vllm#47234", scene=CROWDED)
 def evicted_while_waited_for(touch: Touch) -> Sequence[Patch]:
-    """What a preempted request will come back for is evicted like anything else."""
+    """Chunks that a preempted request will need again are evicted like any others."""
 
     def preempted(original: Any, pool: Pool, event: e.RequestPreempted, sequence: int, subject: Any) -> None:
         pool._keep_for_preempted = False
@@ -248,7 +248,7 @@ def evicted_while_waited_for(touch: Touch) -> Sequence[Patch]:
 
 @mutant("PIN_BALANCE", "LMCache#1254", "LMCache#3381", "vllm#44100", scene=TINY_POOL)
 def pinned_by_every_poll(touch: Touch) -> Sequence[Patch]:
-    """Every poll pins its hit once more, taking it up or ending releases it once."""
+    """Every repeated lookup pins its hit once more, but the claim or the end of the request unpins it once."""
 
     def answered(original: Any, pool: Pool, event: e.LookupAnswered, sequence: int, subject: Any) -> None:
         ordinal, promised = event.ordinal, pool.state.promised
@@ -300,7 +300,7 @@ def evicted_while_read(touch: Touch) -> Sequence[Patch]:
 
 @mutant("RESET_EPOCH", "vllm#57727", "vllm#48090", scene=RESETTING)
 def chunks_survive_a_reset(touch: Touch) -> Sequence[Patch]:
-    """A reset leaves the saved chunks where they are."""
+    """A cache reset does not remove the saved chunks."""
 
     def reset(_original: Any, pool: Pool, _event: e.CacheReset, _sequence: int, _subject: Any) -> None:
         if len(pool):
@@ -311,7 +311,7 @@ def chunks_survive_a_reset(touch: Touch) -> Sequence[Patch]:
 
 @mutant("RESET_EPOCH", "vllm#48090", scene=RESETTING_BESIDE)
 def late_save_committed(touch: Touch) -> Sequence[Patch]:
-    """A save that was under way during a reset is committed after it."""
+    """A save in flight during a cache reset is committed after it."""
 
     def save_completed(original: Any, pool: Pool, event: e.SaveCompleted, sequence: int, subject: Any) -> None:
         job = subject.copy
@@ -327,7 +327,7 @@ def late_save_committed(touch: Touch) -> Sequence[Patch]:
 
 @mutant("RESET_EPOCH", "kvledger 0.1.0", scene=Walks())
 def stale_session_saved(touch: Touch) -> Sequence[Patch]:
-    """A session's next turn forgets that its blocks are from before the reset."""
+    """A session's next turn counts blocks from before a cache reset as current."""
 
     def continued(
         original: Any, tracker: RequestTracker, event: e.SessionContinued, sequence: int, subject: Any
@@ -342,7 +342,7 @@ def stale_session_saved(touch: Touch) -> Sequence[Patch]:
 
 
 def answered_as(is_async: bool, touch: Touch) -> Sequence[Patch]:
-    """Every load is answered as one of the two kinds."""
+    """Patch that answers every load as asynchronous, or every load as synchronous."""
 
     def answered(decision: e.Event, *_: Any) -> e.Event:
         if not isinstance(decision, e.LookupAnswered) or not decision.num_external_tokens:
@@ -356,11 +356,11 @@ def answered_as(is_async: bool, touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOOKUP_PURE", scene=HybridWorlds())
 def loaded_within_the_step_into_several_groups(touch: Touch) -> Sequence[Patch]:
-    """With several groups of layers a load is to come within the step, where its failure ends the engine."""
+    """With several groups of layers a load is answered as synchronous, so a failure ends the engine."""
     return answered_as(False, touch)
 
 
 @mutant("LOOKUP_PURE", scene=Walks())
 def loaded_asynchronously_against_the_settings(touch: Touch) -> Sequence[Patch]:
-    """A load is answered as an asynchronous one, although the settings want none."""
+    """The connector answers a load as asynchronous, though the settings allow only synchronous ones."""
     return answered_as(True, touch)

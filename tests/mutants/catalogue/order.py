@@ -1,4 +1,4 @@
-"""Mistakes in the order of copies inside a worker: too late, too early, never."""
+"""Mutants of the order of copies in a worker: too late, too early, or never."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mutants.scenes import Worlds
 SYNC = (("load_mode", "sync"), ("save_mode", "sync"))
 ASYNC = (("load_mode", "async"), ("save_mode", "async"))
 NOT_DIGESTED = Worlds(connector=(*SYNC, ("digests", "off")), settings=(("num_steps", 120), ("late_reports", True)))
-"""Wrong bytes would be named first otherwise, by BYTES_UNCHANGED."""
+"""With digests, BYTES_UNCHANGED would report the wrong bytes first."""
 MUST_PRECEDE = ("saves_before_forward", "awaited")
 
 
@@ -25,7 +25,7 @@ def _has(jobs: object, *names: str) -> bool:
 
 
 def _beside_the_step(touch: Touch, begin_name: str) -> Patch:
-    """Copies that begin so are given to the engine for asynchronous copies."""
+    """Patch that gives the copies that `begin_name` begins to the engine for asynchronous copies."""
 
     def copy(original: Any, side: WorkerSide, jobs: Any, begin: Any) -> bool:
         if side._async_engine is None or begin != getattr(side, begin_name):
@@ -51,7 +51,7 @@ def preemptions_unhandled(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds())
 def preemptions_of_the_step_before(touch: Touch) -> Sequence[Patch]:
-    """`handle_preemptions` reads the bound metadata, which is still that of no step, and not what it is given."""
+    """`handle_preemptions` reads the bound metadata, which this step has not set yet, instead of its argument."""
 
     def handle_preemptions(original: Any, connector: KVLedgerConnector, metadata: Any) -> None:
         if _has(metadata, *MUST_PRECEDE):
@@ -63,7 +63,7 @@ def preemptions_of_the_step_before(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds())
 def saved_after_the_forward(touch: Touch) -> Sequence[Patch]:
-    """A save that must precede the forward is made with the other saves."""
+    """A worker makes a save that must precede the forward pass with the saves that follow it."""
 
     def precede(_original: Any, side: WorkerSide, jobs: StepJobs) -> None:
         side._begin(jobs)
@@ -80,7 +80,7 @@ def saved_after_the_forward(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds())
 def saved_before_the_forward(touch: Touch) -> Sequence[Patch]:
-    """Saves begin with the loads, and read blocks that the forward is about to fill."""
+    """A worker makes saves with the loads, so they read blocks before the forward pass fills them."""
 
     def load(original: Any, side: WorkerSide, jobs: StepJobs) -> None:
         original(side, jobs)
@@ -96,7 +96,7 @@ def saved_before_the_forward(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds())
 def loaded_before_what_precedes(touch: Touch) -> Sequence[Patch]:
-    """All copies into the device run as early as possible, before those out of the blocks that they overwrite."""
+    """A worker makes a step's loads before the saves out of the blocks that they overwrite."""
 
     def precede(original: Any, side: WorkerSide, jobs: StepJobs) -> None:
         side._begin(jobs)
@@ -110,7 +110,7 @@ def loaded_before_what_precedes(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=ASYNC))
 def loaded_as_soon_as_handed_out(touch: Touch) -> Sequence[Patch]:
-    """An asynchronous load begins in `handle_preemptions`, beside the saves out of the blocks that it overwrites."""
+    """An asynchronous load begins in `handle_preemptions`, while saves still read the blocks that it overwrites."""
 
     def precede(original: Any, side: WorkerSide, jobs: StepJobs) -> None:
         side._begin(jobs)
@@ -124,7 +124,7 @@ def loaded_as_soon_as_handed_out(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=SYNC))
 def second_load_forgotten(touch: Touch) -> Sequence[Patch]:
-    """Of several loads that a step waits for, the first is made."""
+    """A worker makes only the first of several loads that a step waits for."""
 
     def not_begun(original: Any, side: WorkerSide, jobs: Any) -> Any:
         if side._step is not None and jobs is side._step.loads and len(jobs) > 1:
@@ -137,7 +137,7 @@ def second_load_forgotten(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=SYNC))
 def save_forgotten(touch: Touch) -> Sequence[Patch]:
-    """The last save of a step is never made, unless it is the only one."""
+    """A worker never makes the last of several saves in a step."""
 
     def not_begun(original: Any, side: WorkerSide, jobs: Any) -> Any:
         if side._step is not None and jobs is side._step.saves and len(jobs) > 1:
@@ -150,19 +150,19 @@ def save_forgotten(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=ASYNC))
 def saved_beside_the_step(touch: Touch) -> Sequence[Patch]:
-    """A save that its step must wait for is given to the engine for asynchronous copies, and not waited for."""
+    """A worker makes a synchronous save on the engine for asynchronous copies, and does not wait for it."""
     return [_beside_the_step(touch, "_begin_save")]
 
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=(("load_mode", "sync"), ("save_mode", "async"))))
 def load_not_waited_for(touch: Touch) -> Sequence[Patch]:
-    """A load that its step must wait for is given to the engine for asynchronous copies, and not waited for."""
+    """A worker makes a synchronous load on the engine for asynchronous copies, and does not wait for it."""
     return [_beside_the_step(touch, "_begin_load")]
 
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=ASYNC))
 def not_awaited(touch: Touch) -> Sequence[Patch]:
-    """Copies that a step awaits are not awaited."""
+    """A worker does not wait for the copies that a step awaits."""
 
     def precede(original: Any, copies: AsyncCopies, job_ids: Any) -> Any:
         if _is_awaiting[-1:] != [True]:
@@ -183,7 +183,7 @@ def not_awaited(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=ASYNC))
 def awaited_with_the_loads(touch: Touch) -> Sequence[Patch]:
-    """Copies that a step awaits are awaited when it loads, which may be after its forward."""
+    """A worker waits for awaited copies only when it loads, which may be after the forward pass."""
 
     def begin(original: Any, side: WorkerSide, jobs: StepJobs) -> None:
         if jobs is side._step or not jobs.awaited:
@@ -205,7 +205,7 @@ def awaited_with_the_loads(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=NOT_DIGESTED)
 def load_not_put_in_order(touch: Touch) -> Sequence[Patch]:
-    """Nothing on the device is told to come after a load."""
+    """A worker does not order later work on the device after a load."""
 
     def copy(original: Any, side: WorkerSide, jobs: Any, begin: Any) -> bool:
         if begin != side._begin_load:
@@ -224,7 +224,7 @@ def load_not_put_in_order(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=SYNC))
 def report_forgotten(touch: Touch) -> Sequence[Patch]:
-    """A worker makes a copy that its step waits for, and does not report it."""
+    """A worker makes a copy that its step waits for, but does not report it."""
 
     def take_reports(original: Any, side: WorkerSide) -> Any:
         if len(side._reports) > 1:
@@ -237,7 +237,7 @@ def report_forgotten(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=(*SYNC, ("max_silent_steps", 100_000))))
 def saved_a_step_later(touch: Touch) -> Sequence[Patch]:
-    """A worker makes the saves of a step in the next one, when their blocks may be another request's."""
+    """A worker makes a step's saves in the next step, when their blocks may belong to another request."""
     last: dict[int, Any] = {}
 
     def save(original: Any, side: WorkerSide, jobs: StepJobs) -> None:
@@ -257,7 +257,7 @@ def saved_a_step_later(touch: Touch) -> Sequence[Patch]:
 
 @mutant("COPY_IN_TIME", scene=Worlds(connector=(*ASYNC, ("max_silent_steps", 6), ("max_silent_ms", 0))))
 def questions_unanswered(touch: Touch) -> Sequence[Patch]:
-    """A worker that is asked after a copy says nothing."""
+    """A worker does not answer when the connector asks about a copy."""
 
     def report_again(original: Any, copies: AsyncCopies, job_ids: Any) -> Any:
         if job_ids:
@@ -269,7 +269,7 @@ def questions_unanswered(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_AT_CLOSE", scene=Worlds(connector=(*SYNC, ("max_silent_steps", 100_000)), closes=True))
 def outputs_lost(touch: Touch) -> Sequence[Patch]:
-    """From some step on nothing that the workers report arrives, and the engine is shut down."""
+    """From some step on, all worker reports are lost until the engine shuts down."""
     num_reports = [0]
 
     def take_reports(original: Any, side: WorkerSide) -> Any:

@@ -1,4 +1,4 @@
-"""Shapes that many mistakes share: a decision that is wrapped, an observation that is written down wrongly."""
+"""Helpers of many mutants: they change a decision, an observation or a method."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvledger.lifecycle import handlers
 from mutants.mutant import Patch
 
 LOOKING_UP = LOADING = SAVING = (handlers,)
-"""The modules in whose names such a decision is looked up."""
+"""The modules whose names for these decisions are patched."""
 
 Change = Callable[[Any, Any], e.Event | None]
-"""(event, journal) -> what is written instead, or None where nothing is."""
+"""(event, journal) → the event to record instead; None records nothing."""
 
 
 def written_as(change: Change) -> Patch:
-    """The connector writes down another observation than the one it made, and believes it."""
+    """Patch that makes the connector record another observation than the one it made."""
     observe = Journal.observe
 
     def observing(journal: Journal, event: e.Event) -> list[e.Event]:
@@ -30,7 +30,7 @@ def written_as(change: Change) -> Patch:
 
 
 def decided_otherwise(owner: Any, name: str, change: Callable[..., e.Event | None]) -> Patch:
-    """A function of `lifecycle/decisions/` whose every decision is `change(decision, *arguments)`; None drops it."""
+    """Patch that replaces each decision of a function by `change(decision, turn, *arguments)`; None drops it."""
     decide = getattr(owner, name)
 
     def deciding(turn: Any, *arguments: Any, **named: Any) -> e.Event | None:
@@ -42,7 +42,7 @@ def decided_otherwise(owner: Any, name: str, change: Callable[..., e.Event | Non
 
 
 def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Patch:
-    """A method that is called as `around(original, *arguments)`."""
+    """Patch that calls a method as `around(original, *arguments)`."""
     original = getattr(owner, name)
 
     @wraps(original)  # with the events that it is marked with

@@ -1,4 +1,4 @@
-"""Mistakes about reports of copies: counted twice, taken for all, given to another life, never asked after."""
+"""Mutants of worker reports: counted twice, taken for all ranks, given to another life, or never asked for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LATE = Worlds(
 
 @mutant("COMPLETION_ONCE", "vllm#18246", "LMCache#3640", "vllm-ascend#16729", scene=Worlds())
 def reported_again(touch: Touch) -> Sequence[Patch]:
-    """A worker's list of finished copies is not emptied, and is told again."""
+    """A worker does not empty its list of finished copies, so it reports them again."""
     told: dict[int, tuple[Any, ...]] = {}
 
     def take_reports(original: Any, side: WorkerSide) -> WorkerReports | None:
@@ -47,7 +47,7 @@ def reported_again(touch: Touch) -> Sequence[Patch]:
 
 @mutant("RANK_AGREEMENT", "tpu-inference#3152", "vllm-ascend#16412", "vllm-omni#5636", scene=Walks())
 def first_rank_for_all(touch: Touch) -> Sequence[Patch]:
-    """The first rank's report is taken for that of all."""
+    """The first rank's report counts for all ranks."""
 
     def is_reported(original: Any, jobs: Jobs, copy: Any) -> bool:
         if not original(jobs, copy) and (copy.ranks_done or copy.ranks_failed):
@@ -60,7 +60,7 @@ def first_rank_for_all(touch: Touch) -> Sequence[Patch]:
 
 @mutant("RANK_AGREEMENT", "vllm#56104", scene=Walks())
 def failure_taken_for_quiet(touch: Touch) -> Sequence[Patch]:
-    """One rank's failure ends the job for all, while the others are still copying."""
+    """One rank's failure ends the job, while other ranks still copy."""
 
     def is_reported(original: Any, jobs: Jobs, copy: Any) -> bool:
         if not original(jobs, copy) and copy.ranks_failed:
@@ -73,7 +73,7 @@ def failure_taken_for_quiet(touch: Touch) -> Sequence[Patch]:
 
 @mutant("GEN_ISOLATION", "vllm#51637", "vllm#49796", scene=LATE)
 def completed_for_the_present_life(touch: Touch) -> Sequence[Patch]:
-    """A copy's end is given to whoever has the request's id by then."""
+    """The end of a copy goes to the current life of the request id, not to the life that issued the copy."""
 
     def settled(decision: e.Event, turn: Any, job: Any) -> e.Event:
         record = turn.projections.tracker.get(job.request_id)
@@ -87,7 +87,7 @@ def completed_for_the_present_life(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LIVENESS", "vllm#46283", "vllm#56640", "LMCache#5047", scene=SILENT)
 def silence_not_noticed(touch: Touch) -> Sequence[Patch]:
-    """Nobody asks after a copy that nobody reports."""
+    """The connector never asks the workers about an overdue copy."""
 
     def overdue(original: Any, jobs: Jobs, step: int, now: int) -> list[Any]:
         if original(jobs, step, now):
@@ -99,7 +99,7 @@ def silence_not_noticed(touch: Touch) -> Sequence[Patch]:
 
 @mutant("RECORDED", "LMCache#2336", "vllm#46595", scene=Worlds())
 def handler_raises(touch: Touch) -> Sequence[Patch]:
-    """Whoever saves a resumed request reads behind the end of a list."""
+    """The handler that saves a resumed request raises an IndexError."""
     original = saves.save_settled
 
     def save_settled(turn: Any, *arguments: Any) -> None:

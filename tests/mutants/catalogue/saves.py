@@ -1,4 +1,4 @@
-"""Mistakes about saves: of which tokens, from which blocks, and how long those stay as they are."""
+"""Mutants of saves: wrong tokens, wrong blocks, or blocks that change during the save."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BESIDE = Worlds(connector=(("save_mode", "async"),))
 
 
 def nothing_saved(owner: Any, name: str, touch: Touch) -> Patch:
-    """A function that decides about saves, of which none is issued or declined."""
+    """Patch that drops all saves, and all declined saves, that a function decides."""
 
     def save(decision: e.Event, *_: Any) -> e.Event | None:
         if isinstance(decision, e.SaveIssued | e.SaveDeclined):
@@ -43,7 +43,7 @@ def nothing_saved(owner: Any, name: str, touch: Touch) -> Patch:
 
 @mutant("CHUNK_COMPLETE", "vllm#54193", "vllm#49285", scene=Worlds())
 def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
-    """The token that was sampled last is saved, though nobody computed it."""
+    """The connector saves the last sampled token, though no step computed it."""
 
     def save_on_finish(turn: Any, event: e.RequestFinished) -> None:
         record, projections = turn.record, turn.projections
@@ -67,7 +67,7 @@ def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
 
 @mutant("CHUNK_COMPLETE", "LMCache#653", scene=Worlds())
 def saved_one_token_early(touch: Touch) -> Sequence[Patch]:
-    """A chunk is saved one token before it is full."""
+    """The connector saves a chunk one token before it is full."""
     original = saves.save_settled
 
     def save_settled(turn: Any, first: int, num_settled: int) -> None:
@@ -86,7 +86,7 @@ def saved_one_token_early(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SRC_BLOCK_OWNED", "vllm#52360", "vllm#46595", scene=Worlds())
 def saved_from_old_blocks(touch: Touch) -> Sequence[Patch]:
-    """A resumed request is saved from the blocks that it had before its preemption."""
+    """The connector saves a resumed request from the blocks that it had before its preemption."""
     tables: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def save(decision: e.Event, turn: Any, *_: Any) -> e.Event:
@@ -109,7 +109,7 @@ def saved_from_old_blocks(touch: Touch) -> Sequence[Patch]:
 
 @mutant("STORE_CONTIGUOUS", "vllm#46972", scene=Worlds())
 def trailing_chunk_left_out(touch: Touch) -> Sequence[Patch]:
-    """The last chunk of every part of a prefill is left out, and nobody comes back for it."""
+    """The connector never saves the last chunk of each part of a chunked prefill."""
     original = saves.save_settled
 
     def save_settled(turn: Any, first: int, num_settled: int) -> None:
@@ -123,19 +123,19 @@ def trailing_chunk_left_out(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SETTLED_SAVED", "vllm#53498", scene=Worlds())
 def lost_unsaved(touch: Touch) -> Sequence[Patch]:
-    """Of what a preempted request loses, only that is saved which steps had saved before."""
+    """The connector saves nothing at a preemption, so tokens that no step has saved are lost."""
     return [nothing_saved(owner, "save_on_preemption", touch) for owner in SAVING]
 
 
 @mutant("SETTLED_SAVED", "vllm#53498", scene=Worlds())
 def end_unsaved(touch: Touch) -> Sequence[Patch]:
-    """What settles with the last tokens of a request is not saved when it ends."""
+    """The connector saves nothing at the end of a request, so its last settled tokens are lost."""
     return [nothing_saved(handlers, "save_on_finish", touch)]
 
 
 @mutant("SAVE_INTERVAL", "vllm#33881", scene=Worlds(connector=(("chunk_size", 8), ("save_interval_tokens", 16))))
 def interval_counted_in_chunks(touch: Touch) -> Sequence[Patch]:
-    """The interval is taken for a number of chunks, so that what is decoded is saved much later."""
+    """The connector takes the save interval for a number of chunks, so it saves output tokens much later."""
 
     def threshold(original: Any, tracker: RequestTracker, record: Any, num_chunks: int) -> int:
         tokens: int = original(tracker, record, num_chunks)
@@ -149,7 +149,7 @@ def interval_counted_in_chunks(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SAVE_INTERVAL", "vllm#53498", scene=Worlds(connector=(("chunk_size", 8), ("save_interval_tokens", 64))))
 def prompt_waits_for_the_interval(touch: Touch) -> Sequence[Patch]:
-    """A prompt is saved by intervals, too, though others ask for it."""
+    """The connector saves prompts at intervals too, though other requests look them up."""
 
     def threshold(original: Any, tracker: RequestTracker, record: Any, num_chunks: int) -> int:
         tokens: int = original(tracker, record, num_chunks)
@@ -163,7 +163,7 @@ def prompt_waits_for_the_interval(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SLOT_EXCLUSIVE", "vllm#46951", "pegaflow#418", scene=SMALL_POOL)
 def slot_in_use_offered(touch: Touch) -> Sequence[Patch]:
-    """A save is offered a slot in which another request's chunk lies: the free list has it still."""
+    """The free list still has a slot that holds another request's chunk, so a save overwrites it."""
 
     def candidates(original: Any, slots: HostSlots, count: int) -> tuple[int, ...]:
         offered: tuple[int, ...] = original(slots, count)
@@ -178,7 +178,7 @@ def slot_in_use_offered(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOAD_XOR_STORES", "vllm#46014", scene=Walks())
 def saved_while_loading(touch: Touch) -> Sequence[Patch]:
-    """A request is saved while its load is under way."""
+    """The connector saves blocks of a request while a load still fills them."""
 
     def save_settled(turn: Any, first: int, num_settled: int) -> None:
         record, projections = turn.record, turn.projections
@@ -202,7 +202,7 @@ def saved_while_loading(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SRC_BLOCK_STABLE", "vllm#29870", "vllm#52360", scene=BESIDE)
 def preemption_not_fenced(touch: Touch) -> Sequence[Patch]:
-    """Blocks are taken while a copy reads them, and the next step does not wait for it."""
+    """Blocks are reused while a copy reads them, and the next step does not wait for the copy."""
 
     def fence(decision: e.Event, *_: Any) -> None:
         if isinstance(decision, e.TransferAwaited):
@@ -213,7 +213,7 @@ def preemption_not_fenced(touch: Touch) -> Sequence[Patch]:
 
 @mutant("BLOCK_REUSE_FENCED", "vllm#46951", "sglang#32564", scene=BESIDE)
 def blocks_not_held(touch: Touch) -> Sequence[Patch]:
-    """Nobody tells vLLM to keep the blocks of an ended request that a copy still reads."""
+    """The connector does not make vLLM keep the blocks of an ended request that a copy still reads."""
 
     def hold(_original: Any, owed: Owed, ordinal: int, _request_id: str) -> None:
         if owed._saves_under_way(ordinal):
@@ -233,7 +233,7 @@ def blocks_not_held(touch: Touch) -> Sequence[Patch]:
 
 @mutant("GROUP_AGREEMENT", "vllm#47728", scene=HybridWorlds())
 def saved_behind_the_window(touch: Touch) -> Sequence[Patch]:
-    """Blocks that a window has left are saved as if they were still the request's."""
+    """The connector saves blocks that a sliding window has left as if the request still held them."""
 
     def is_seen(original: Any, savable: SavablePages, block: int, group: int) -> bool:
         if not original(savable, block, group):
@@ -245,7 +245,7 @@ def saved_behind_the_window(touch: Touch) -> Sequence[Patch]:
 
 @mutant("CHUNK_COMPLETE", scene=Worlds(connector=(("save_mode", "sync"),)))
 def saved_from_zeroed_blocks(touch: Touch) -> Sequence[Patch]:
-    """Blocks that vLLM zeroes before they could be copied are saved when a request loses them."""
+    """The connector saves lost blocks that vLLM zeroes before they are copied."""
 
     def num_intact_tokens(event: e.RequestPreempted | e.RequestFinished) -> int:
         if event.blocks_zeroed and event.num_settled_tokens:

@@ -1,6 +1,6 @@
-"""Mistakes of one about where tokens lie: in every function of `geometry.py` that decides something.
+"""Mutants that are off by one about positions of tokens: one or more for each function of `geometry.py` that decides.
 
-The audit computes the same by itself (`reader/layout.py`), so none of these mistakes hides itself.
+The audit computes the same positions with code of its own (`reader/layout.py`), so it sees each of these bugs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BIG_POOL = Worlds(connector=(("chunk_size", 4),), num_slots=400)
 
 
 def off_by_one(owner: Any, name: str, mistaken: Callable[..., Any], touch: Touch) -> Patch:
-    """A function that returns what `mistaken(original, *arguments)` does."""
+    """Patch that makes a function return what `mistaken(original, *arguments)` returns."""
 
     def around(original: Any, *arguments: Any, **named: Any) -> Any:
         right, wrong = original(*arguments, **named), mistaken(original, *arguments, **named)
@@ -45,7 +45,7 @@ def off_by_one(owner: Any, name: str, mistaken: Callable[..., Any], touch: Touch
 
 @mutant("SRC_BLOCK_OWNED", scene=SHARED_BLOCKS)
 def block_before_the_chunk(touch: Touch) -> Sequence[Patch]:
-    """A chunk is looked for in the block of the token before it."""
+    """A chunk is looked up in the block of the token before it."""
 
     def blocks_of(original: Any, geometry: Any, chunks: Any) -> Any:
         chunks = list(chunks)
@@ -58,7 +58,7 @@ def block_before_the_chunk(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SRC_BLOCK_OWNED", scene=LONG_CHUNKS)
 def last_page_of_a_chunk_left_out(touch: Touch) -> Sequence[Patch]:
-    """Of a chunk in several blocks the last one is left out."""
+    """The last block of a chunk of several blocks is left out."""
 
     def pages_of(original: Any, geometry: Any, chunks: Any) -> Any:
         num_pages = geometry.pages_per_chunk
@@ -71,7 +71,7 @@ def last_page_of_a_chunk_left_out(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=HybridWorlds())
 def pages_of_a_save_one_further(touch: Touch) -> Sequence[Patch]:
-    """The slots of a saved chunk are taken to hold the page behind the one that each of them holds."""
+    """Each slot of a saved chunk is taken to hold the page after the one that it holds."""
 
     def pages_for(original: Any, geometry: Any, chunks: Any, num_slots: int) -> list[int]:
         pages, sizes = list(original(geometry, chunks, num_slots)), geometry.window_sizes
@@ -88,7 +88,7 @@ def pages_of_a_save_one_further(touch: Touch) -> Sequence[Patch]:
 
 @mutant("FAILED_LOAD_TAINT", scene=Walks())
 def last_chunk_of_a_load_not_counted(touch: Touch) -> Sequence[Patch]:
-    """A load is taken to end before its last chunk."""
+    """The last chunk of a load does not count as part of it."""
 
     def chunks_of_load(original: Any, *arguments: Any) -> range:
         chunks = original(*arguments)
@@ -99,7 +99,7 @@ def last_chunk_of_a_load_not_counted(touch: Touch) -> Sequence[Patch]:
 
 @mutant("FAILED_LOAD_TAINT", scene=Walks())
 def first_chunk_of_a_load_not_counted(touch: Touch) -> Sequence[Patch]:
-    """A load is taken to begin behind its first chunk."""
+    """The first chunk of a load does not count as part of it."""
 
     def chunks_of_load(original: Any, *arguments: Any) -> range:
         chunks = original(*arguments)
@@ -110,7 +110,7 @@ def first_chunk_of_a_load_not_counted(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOAD_DST_EXCLUSIVE", scene=WITHOUT_TAILS)
 def last_page_not_spanned(touch: Touch) -> Sequence[Patch]:
-    """The pages of tokens are counted without the last one."""
+    """The last page of a range of tokens is left out."""
 
     def pages_spanning(original: Any, *arguments: Any) -> range:
         pages = original(*arguments)
@@ -121,7 +121,7 @@ def last_page_not_spanned(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SRC_BLOCK_OWNED", scene=SHARED_BLOCKS)
 def first_block_not_spanned(touch: Touch) -> Sequence[Patch]:
-    """The blocks of tokens that begin inside a block are counted from the next one on."""
+    """The first block of a range of tokens is left out if the range starts inside it."""
 
     def blocks_spanning(original: Any, geometry: Any, first_token: int, num_tokens: int) -> range:
         return range(-(-first_token // geometry.block_size), original(geometry, first_token, num_tokens).stop)
@@ -131,7 +131,7 @@ def first_block_not_spanned(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOAD_DST_EXCLUSIVE", scene=WITHOUT_TAILS)
 def begun_block_not_spanned(touch: Touch) -> Sequence[Patch]:
-    """A block that the tokens fill in part is not counted among their blocks."""
+    """The last block of a range of tokens is left out if the range ends inside it."""
 
     def blocks_spanning(_original: Any, geometry: Any, first_token: int, num_tokens: int) -> range:
         return range(first_token // geometry.block_size, (first_token + num_tokens) // geometry.block_size)
@@ -141,7 +141,7 @@ def begun_block_not_spanned(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOAD_DST_EXCLUSIVE", scene=WITHOUT_TAILS)
 def blocks_spanned_from_one_earlier(touch: Touch) -> Sequence[Patch]:
-    """The blocks of tokens are counted from the block before the first one on."""
+    """The blocks of a range of tokens start one block too early."""
 
     def blocks_spanning(original: Any, *arguments: Any) -> range:
         blocks = original(*arguments)
@@ -152,7 +152,7 @@ def blocks_spanned_from_one_earlier(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=HybridWorlds())
 def slots_of_a_chunk_one_page_further(touch: Touch) -> Sequence[Patch]:
-    """A chunk's slots are taken to hold the page behind the one that each of them holds."""
+    """Each slot of a committed chunk is taken to hold the page after the one that it holds."""
 
     def slots_of(original: Any, *arguments: Any) -> Any:
         slots = original(*arguments)
@@ -163,7 +163,7 @@ def slots_of_a_chunk_one_page_further(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=BIG_POOL)
 def one_earlier_chunk_left_out(touch: Touch) -> Sequence[Patch]:
-    """A longer image of a block is not taken to hold the chunk right before its last one."""
+    """A saved image of a block is not taken to contain the second-to-last chunk in it."""
 
     def earlier_chunks(original: Any, geometry: Any, chunks: Any, num_known: int) -> list[int]:
         chunks = list(chunks)
@@ -175,7 +175,7 @@ def one_earlier_chunk_left_out(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=SHARED_BLOCKS)
 def image_of_the_next_block(touch: Touch) -> Sequence[Patch]:
-    """The longest image of a block is looked for at the first chunk of the next one."""
+    """The longest image of a block is looked up at the first chunk of the next block."""
 
     def place_of(original: Any, geometry: Any, page: int, num_chunks: int) -> tuple[int, int]:
         chunk, place = original(geometry, page, num_chunks)
@@ -186,7 +186,7 @@ def image_of_the_next_block(touch: Touch) -> Sequence[Patch]:
 
 @mutant("LOADABLE_AFTER_COMMIT", scene=HybridWorlds())
 def place_one_page_further(touch: Touch) -> Sequence[Patch]:
-    """A page is looked for in the chunk's slots where the group's next page lies."""
+    """A page is looked up in the slot of its group's next page."""
 
     def place_of(original: Any, geometry: Any, page: int, num_chunks: int) -> tuple[int, int]:
         chunk, place = original(geometry, page, num_chunks)
@@ -200,7 +200,7 @@ def place_one_page_further(touch: Touch) -> Sequence[Patch]:
 
 @mutant("WAITING_KEPT", scene=WITHOUT_TAILS, beside=["EVICTION_ORDER"])
 def one_whole_chunk_too_few(touch: Touch) -> Sequence[Patch]:
-    """Of some tokens the last whole chunk is not counted."""
+    """The number of full chunks in some tokens is one too low."""
 
     def num_chunks_in(original: Any, *arguments: Any) -> int:
         return max(0, original(*arguments) - 1)
@@ -210,13 +210,13 @@ def one_whole_chunk_too_few(touch: Touch) -> Sequence[Patch]:
 
 @mutant("CHUNK_COMPLETE", scene=BIG_POOL)
 def tail_from_one_chunk_earlier(touch: Touch) -> Sequence[Patch]:
-    """A tail begins one chunk before the end of the last whole one."""
+    """A tail starts one chunk before the end of the last full chunk."""
     return one_whole_chunk_too_few(touch)
 
 
 @mutant("CHUNK_COMPLETE", scene=SHARED_BLOCKS, beside=["PIN_BALANCE"])
 def one_chunk_too_many_taken_for_whole(touch: Touch) -> Sequence[Patch]:
-    """A chunk of which only a part is there is counted as whole."""
+    """A partly filled chunk counts as full."""
 
     def num_chunks_in(original: Any, *arguments: Any) -> int:
         return original(*arguments) + 1
@@ -229,7 +229,7 @@ def one_chunk_too_many_taken_for_whole(touch: Touch) -> Sequence[Patch]:
 
 @mutant("GROUP_AGREEMENT", scene=HybridWorlds())
 def window_one_token_longer(touch: Touch) -> Sequence[Patch]:
-    """A token is taken to see one token more than its window has."""
+    """A sliding window counts as one token longer than it is."""
 
     def first_block(_original: Any, windows: Any, group: int, num_tokens: int) -> int:
         size = windows.sizes[group]
@@ -240,7 +240,7 @@ def window_one_token_longer(touch: Touch) -> Sequence[Patch]:
 
 @mutant("GROUP_AGREEMENT", scene=HybridWorlds())
 def window_one_token_shorter(touch: Touch) -> Sequence[Patch]:
-    """A token is taken to see one token less than its window has."""
+    """A sliding window counts as one token shorter than it is."""
 
     def first_block(_original: Any, windows: Any, group: int, num_tokens: int) -> int:
         size = windows.sizes[group]
@@ -251,7 +251,7 @@ def window_one_token_shorter(touch: Touch) -> Sequence[Patch]:
 
 @mutant("GROUP_AGREEMENT", scene=HybridWorlds())
 def boundary_one_step_too_early(touch: Touch) -> Sequence[Patch]:
-    """Where a load has to end earlier, it ends one chunk earlier still."""
+    """A load that has to end earlier for a sliding window ends one chunk too early."""
 
     def last_boundary(original: Any, windows: Any, num_tokens: int, step: int, is_stored: Any) -> int:
         end: int = original(windows, num_tokens, step, is_stored)
@@ -262,7 +262,7 @@ def boundary_one_step_too_early(touch: Touch) -> Sequence[Patch]:
 
 @mutant("GROUP_AGREEMENT", scene=HybridWorlds())
 def boundary_one_step_too_late(touch: Touch) -> Sequence[Patch]:
-    """Where a load has to end earlier, it ends one chunk too late."""
+    """A load that has to end earlier for a sliding window ends one chunk too late."""
 
     def last_boundary(original: Any, windows: Any, num_tokens: int, step: int, is_stored: Any) -> int:
         end: int = original(windows, num_tokens, step, is_stored)
@@ -273,7 +273,7 @@ def boundary_one_step_too_late(touch: Touch) -> Sequence[Patch]:
 
 @mutant("GROUP_AGREEMENT", scene=HybridWorlds())
 def begun_block_not_looked_at(touch: Touch) -> Sequence[Patch]:
-    """Whether a load may end somewhere is decided without the block that it fills in part."""
+    """The check whether a load may end at a token leaves out the block that the load fills in part."""
 
     def first_missing(original: Any, windows: Any, end: int, is_stored: Any) -> Any:
         begun = end // windows.block_size
@@ -284,7 +284,7 @@ def begun_block_not_looked_at(touch: Touch) -> Sequence[Patch]:
 
 @mutant("SRC_BLOCK_OWNED", scene=SHARED_BLOCKS)
 def blocks_one_place_further(touch: Touch) -> Sequence[Patch]:
-    """Blocks are looked up in the table one place behind their pages."""
+    """Each page is looked up one place too far in the block table."""
 
     def blocks_at(original: Any, pages: Any, table: Any) -> tuple[int, ...]:
         return original([min(page + 1, len(table) - 1) for page in pages], table)
@@ -294,7 +294,7 @@ def blocks_one_place_further(touch: Touch) -> Sequence[Patch]:
 
 @mutant("TABLE_EQ", scene=HybridWorlds())
 def last_blocks_not_interleaved(touch: Touch) -> Sequence[Patch]:
-    """The flat table of all groups ends one block early."""
+    """The flat block table of all groups leaves out the last block of each group."""
 
     def interleave(original: Any, tables: Any) -> tuple[int, ...]:
         return original([table[:-1] for table in tables])

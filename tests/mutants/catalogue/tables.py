@@ -1,4 +1,4 @@
-"""Mistakes about block tables, token counts and chunk keys."""
+"""Mutants of block tables, token counts and chunk keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUNNER_V1 = Worlds(settings=(("num_steps", 120), ("model_runner_v2", False)))
 
 @mutant("TABLE_EQ", "vllm#46595", "vllm#57816", "LMCache#2336", scene=RUNNER_V1)
 def table_appended(touch: Touch) -> Sequence[Patch]:
-    """The table of a resumed request is appended to its table instead of replacing it."""
+    """The block table of a resumed request is appended to its old table instead of replacing it."""
 
     def extended(original: Any, reader: StepReader, cached: Any) -> Any:
         if cached.resumed_req_ids:
@@ -38,7 +38,7 @@ def table_appended(touch: Touch) -> Sequence[Patch]:
 
 @mutant("TABLE_EQ", "LMCache#3640", "vllm#54853", scene=Worlds())
 def later_blocks_skipped(touch: Touch) -> Sequence[Patch]:
-    """Blocks that a resumed request is given later are not written down."""
+    """The connector does not record blocks that a resumed request gets later."""
 
     def extended(original: Any, reader: StepReader, cached: Any) -> Any:
         kept = []
@@ -55,7 +55,7 @@ def later_blocks_skipped(touch: Touch) -> Sequence[Patch]:
 
 @mutant("STEP_SUM", "LMCache#2912", scene=Worlds())
 def paused_not_told(touch: Touch) -> Sequence[Patch]:
-    """Who decodes and is left out of a step is counted as if it had been in it."""
+    """A decoding request that a step leaves out counts as scheduled in it."""
 
     def paused(original: Any, encoder: StepEncoder, scheduled: Any) -> Any:
         if original(encoder, scheduled):
@@ -67,7 +67,7 @@ def paused_not_told(touch: Touch) -> Sequence[Patch]:
 
 @mutant("CURSOR_LE_FRONTIER", "LMCache#3145", scene=Worlds())
 def cursor_regresses(touch: Touch) -> Sequence[Patch]:
-    """The save cursor is one chunk behind what it was."""
+    """The save cursor moves back by one chunk."""
 
     def settled(original: Any, encoder: StepEncoder, *arguments: Any) -> e.SettledTokens | None:
         entry: e.SettledTokens | None = original(encoder, *arguments)
@@ -81,7 +81,7 @@ def cursor_regresses(touch: Touch) -> Sequence[Patch]:
 
 @mutant("TOKEN_CONSERVATION", "LMCache#2912", "vllm#36812", scene=Worlds())
 def counted_from_first_admission(touch: Touch) -> Sequence[Patch]:
-    """A resumed request is counted from where it began the first time."""
+    """The computed tokens of a resumed request start at the count of its first admission."""
     began: dict[tuple[int, str], int] = {}
 
     def advanced(original: Any, reader: StepReader, counts: Any, num_scheduled: Any) -> Any:
@@ -104,7 +104,7 @@ def counted_from_first_admission(touch: Touch) -> Sequence[Patch]:
 
 @mutant("KEY_IDENTITY", "vllm#42119", "LMCache#1380", scene=Worlds(connector=(("chunk_size", 16),)))
 def key_of_own_tokens(touch: Touch) -> Sequence[Patch]:
-    """A chunk's key is made from its own tokens, not from what its KV depends on before them."""
+    """A chunk's key depends only on its own tokens, not on the tokens before it."""
     from sim.world import World
 
     from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
@@ -120,7 +120,7 @@ def key_of_own_tokens(touch: Touch) -> Sequence[Patch]:
         )
 
     def prompt(original: Any, world: Any, rng: Any, num_tokens: int) -> list[int]:
-        """Some clients put a document of their own before what all have in common."""
+        """Put a different document before the shared prefix in some prompts."""
         drawn: list[int] = original(world, rng, num_tokens)
         return [*world.tokens(rng, 16), *world._shared_prefix[:48]] if num_tokens % 2 else drawn
 
@@ -131,7 +131,7 @@ WHOLE_BLOCKS = Worlds(connector=(("chunk_size", 32),))
 
 
 def _keys_moved(touch: Touch, by: int) -> Patch:
-    """Keys of whole blocks come from hashes that are so many blocks further on."""
+    """Patch that makes the keys of whole blocks from the hashes `by` blocks further on."""
     from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 
     def keys_of_blocks(original: Any, source: ChunkKeySource, request: Any, first_chunk: int, parent: Any) -> Any:
@@ -149,19 +149,19 @@ def _keys_moved(touch: Touch, by: int) -> Patch:
 
 @mutant("KEY_IDENTITY", "vllm#42119", scene=WHOLE_BLOCKS)
 def key_of_the_block_before(touch: Touch) -> Sequence[Patch]:
-    """A chunk's key is the hash of the block before its last one: prompts that differ in the last one share it."""
+    """A chunk's key is the hash of the block before its last one, so prompts that differ in the last one share it."""
     return [_keys_moved(touch, -1)]
 
 
 @mutant("KEY_IDENTITY", "vllm#42119", scene=WHOLE_BLOCKS)
 def key_of_the_block_after(touch: Touch) -> Sequence[Patch]:
-    """A chunk's key is the hash of the block after its last one, where there is one."""
+    """A chunk's key is the hash of the block after its last one, if there is one."""
     return [_keys_moved(touch, 1)]
 
 
 @mutant("KEY_IDENTITY", "vllm#42119", "LMCache#1380", scene=WHOLE_BLOCKS)
 def key_of_another_request(touch: Touch) -> Sequence[Patch]:
-    """A request gets the keys of the one that was asked about before it."""
+    """A request gets the chunk keys of the request that was looked up before it."""
     from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 
     before: dict[int, Any] = {}
@@ -182,7 +182,7 @@ def key_of_another_request(touch: Touch) -> Sequence[Patch]:
 
 @mutant("KEY_IDENTITY", "vllm#42119", scene=Worlds(connector=(("chunk_size", 8),)))
 def key_without_its_last_tokens(touch: Touch) -> Sequence[Patch]:
-    """The key of a small chunk that ends a block leaves out the chunk's second half."""
+    """The key of a small chunk that ends a block leaves out the second half of the chunk."""
     from sim.world import World
 
     from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
@@ -205,7 +205,7 @@ def key_without_its_last_tokens(touch: Touch) -> Sequence[Patch]:
         return made
 
     def prompt(original: Any, world: Any, rng: Any, num_tokens: int) -> list[int]:
-        """Prompts differ in the last tokens of a block alone."""
+        """Make prompts differ only in the last tokens of a block."""
         drawn: list[int] = original(world, rng, num_tokens)
         return [*world._shared_prefix[:12], *drawn[12:]] if len(drawn) > 16 else drawn
 
@@ -217,7 +217,7 @@ AS_IN_VLLM = wrapped(RequestReader, "block_table", lambda *_: None)
 
 
 def block_of_another(projections: Projections, ordinal: int) -> int | None:
-    """The last block of another request that computes."""
+    """Return the last block of another request that computes, or None."""
     for record in projections.tracker:
         is_computing = record.state in {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}
         held = record.block_ids or ()
@@ -228,7 +228,7 @@ def block_of_another(projections: Projections, ordinal: int) -> int | None:
 
 @mutant("NEW_BLOCK_EXCLUSIVE", "vllm#46595", scene=WITHIN_STEPS)
 def block_of_another_appended(touch: Touch) -> Sequence[Patch]:
-    """A table grows by a block into which another running request writes."""
+    """A request's table grows by a block that another running request writes to."""
 
     def extended(original: Any, reader: StepReader, cached: Any) -> Any:
         changed = []
@@ -244,7 +244,7 @@ def block_of_another_appended(touch: Touch) -> Sequence[Patch]:
 
 @mutant("NEW_BLOCK_EXCLUSIVE", "vllm#46595", scene=WITHIN_STEPS)
 def block_of_another_given(touch: Touch) -> Sequence[Patch]:
-    """An admitted request gets a block into which a running request writes."""
+    """An admitted request gets a block that another running request writes to."""
 
     def observe(original: Any, ledger: Ledger, event: e.Event) -> Any:
         if isinstance(event, e.BlocksAllocated) and not event.num_external_tokens and event.block_ids:

@@ -50,7 +50,7 @@ def test_a_segment_with_damage_or_a_frame_that_is_too_large_stays_raw(raw: Path,
     store.close()
     for path in (segment, segment_paths(tmp_path / "large")[0]):
         before = path.read_bytes()
-        with pytest.raises(LogDamaged, match="no intact frame that a block can hold"):
+        with pytest.raises(LogDamaged, match="no intact frame that fits into a block"):
             compress_segment(path, replacing=contextlib.nullcontext())
         assert path.read_bytes() == before
         assert not list(path.parent.glob("*.unfinished"))

@@ -162,7 +162,7 @@ def test_an_end_that_somebody_else_wrote_contradicts_the_record(tmp_path: Path) 
     store.append(b"something else", 1)
     store.close()
     (tmp_path / "log.end").write_bytes(record)
-    assert "names chain hash" in _ending(tmp_path).contradiction
+    assert "has another chain hash" in _ending(tmp_path).contradiction
 
 
 def test_events_that_wait_for_a_disk_are_known_after_the_writer_was_killed(
@@ -179,7 +179,7 @@ def test_events_that_wait_for_a_disk_are_known_after_the_writer_was_killed(
                 store.append(bytes(100), 7)
             ending = _ending(tmp_path)
             assert (ending.how, ending.missing) == (HowEnded.OPEN, None)
-            assert "could not be written: [Errno 27] File too large and may be later" in ending.detail
+            assert "could not be written: [Errno 27] File too large; they may still be written" in ending.detail
             os.kill(os.getpid(), signal.SIGKILL)
 
     run_and_kill(fill_up)

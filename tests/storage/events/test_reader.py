@@ -114,7 +114,7 @@ def test_reading_from_a_sequence_starts_in_its_segment(tmp_path: Path) -> None:
 
 def test_what_is_no_log_is_said_so(tmp_path: Path) -> None:
     """An empty directory, nothing at all, and a file of something else."""
-    with pytest.raises(LogError, match="is it the log's directory"):
+    with pytest.raises(LogError, match="give the log's own directory"):
         read_log(tmp_path)
     (tmp_path / "notes.txt").write_text("hello")
     reader = read_log(tmp_path / "notes.txt")

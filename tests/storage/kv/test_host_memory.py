@@ -90,7 +90,7 @@ def test_the_tightest_group_of_the_hierarchy_limits(tmp_path: Path, version: int
     memory = available_memory(tmp_path)
     assert memory is not None
     assert memory.num_bytes == 8 * GIB
-    assert "control group /slice is 12288 MiB, 6144 MiB are used, 2048 MiB of it by files" in memory.limit
+    assert "control group /slice is 12288 MiB, 6144 MiB are used, 2048 MiB of them by files" in memory.limit
     group(tmp_path, "slice", 4 * GIB, 6 * GIB)
     assert available(tmp_path) == 0
 
@@ -178,7 +178,7 @@ def test_in_a_real_control_group_a_pool_is_refused_and_the_process_lives(limited
     assert result.returncode == 0, result.stderr
     assert f"control group /{limited_group.name} is 1024 MiB" in result.stdout
     assert "half of it was had" in result.stdout
-    assert "refused: a host pool of 1024 MiB cannot be had" in result.stdout
+    assert "refused: a host pool of 1024 MiB does not fit into" in result.stdout
 
 
 def test_what_could_be_had_is_the_same_whatever_is_used(tmp_path: Path) -> None:

@@ -72,8 +72,8 @@ def test_one_block_is_enough() -> None:
     [
         (torch.zeros(6, 6, 4), {"num_blocks": 6}, r"\(6, 6, 4\).*dimensions \[0, 1\].*pass block_dim"),
         (torch.zeros(6, 4), {"num_blocks": 5}, r"\(6, 4\).*none does; pass block_dim"),
-        (torch.zeros(6, 4), {"num_blocks": 5, "block_dim": 0}, r"no multiple of num_blocks=5"),
-        (torch.zeros(6, 4), {"num_blocks": 6, "block_dim": 2}, r"block_dim=2 is no dimension"),
+        (torch.zeros(6, 4), {"num_blocks": 5, "block_dim": 0}, r"not a multiple of num_blocks=5"),
+        (torch.zeros(6, 4), {"num_blocks": 6, "block_dim": 2}, r"block_dim=2 is not a dimension"),
         (torch.zeros(6, 1).expand(6, 4), {"num_blocks": 6}, r"overlap"),
         (torch.zeros(99).as_strided((6, 4), (2, 1)), {"num_blocks": 6}, r"overlap"),
         (torch.zeros(6, 0), {"num_blocks": 6}, r"empty"),

@@ -70,5 +70,5 @@ def test_where_a_piece_is_refused_nothing_stays_locked_and_the_message_says_how_
     with pytest.raises(PinningFailed, match="CUDA error 2") as refusal:
         driver.pin(6 * PAGE, 2 * PAGE)
     assert not driver.locked
-    assert f"{2 * PAGE} bytes behind {4 * PAGE} of {6 * PAGE}" in str(refusal.value)
+    assert f"{2 * PAGE} bytes after {4 * PAGE} of {6 * PAGE}" in str(refusal.value)
     assert "lower host_bytes" in str(refusal.value)

@@ -48,5 +48,5 @@ def test_a_closed_pool_says_so() -> None:
     pool = HostPool(2, 8, pin=False)
     pool.close()
     pool.close()
-    with pytest.raises(PoolClosed, match="make a new HostPool"):
+    with pytest.raises(PoolClosed, match="create a new HostPool"):
         _ = pool.buffer

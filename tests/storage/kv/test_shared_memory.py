@@ -195,7 +195,7 @@ def test_what_was_closed_lets_nobody_in_and_keeps_those_who_are() -> None:
     for _ in range(2):
         shared.close()
         other.close()
-    with pytest.raises(MemoryNotShared, match=r"cannot be opened here.*let all worker processes of the machine run as"):
+    with pytest.raises(MemoryNotShared, match=r"cannot be opened here.*run all worker processes of the machine as"):
         SharedMemory(NUM_BYTES, told(1, file))
     assert int(other.memory[3]) == 5
 
@@ -219,7 +219,7 @@ def test_another_size_is_refused_with_both_figures() -> None:
 def test_a_file_that_took_the_place_of_the_first_rank_s_is_refused(tmp_path: Path) -> None:
     """Its process has ended, and the number belongs to another one."""
     (tmp_path / "other").write_bytes(b"1234")
-    with pytest.raises(MemoryNotShared, match="its process has ended"):
+    with pytest.raises(MemoryNotShared, match="the process of rank 0 has ended"):
         SharedMemory(NUM_BYTES, told(1, SharedFile(str(tmp_path / "other"), NUM_BYTES)))
 
 

@@ -1,4 +1,4 @@
-"""What the guard does, and that it keeps what every extension must."""
+"""Tests what the guard does, and that it fulfils the contract of every extension."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from kvledger.lifecycle.testing import ExtensionContract, Play
 
 
 class Careless(StarvationGuard):
-    """Says who is starving, and keeps nothing."""
+    """Decides which requests are starving, but keeps none of their chunks."""
 
     def keeps(self, _projections: Projections, _key: bytes) -> bool:
-        """Nothing."""
+        """Keep nothing."""
         return False
 
 
 class TestStarvationGuard(ExtensionContract):
-    """With a limit that more requests reach than by default."""
+    """The contract, with a limit that more requests reach than the default."""
 
     settings: ClassVar[dict[str, int]] = {"num_preemptions": 1}
 
     def make_extension(self) -> StarvationGuard:
-        """A new one."""
+        """Return a new extension."""
         return StarvationGuard()
 
     def payloads(self) -> Iterable[msgspec.Struct]:
-        """Its one event."""
+        """Return its one event."""
         return [Starving(1)]
 
     def bad_log(self, _rule: str) -> Play:
-        """The pool needs room, and those who starve are the oldest in it."""
+        """Return a play in which the pool needs room and the chunks of starving requests are the oldest."""
         return self.walked(Careless())
 
 
-def test_a_request_starves_from_the_preemption_on_that_the_setting_says() -> None:
-    """It says so each time; the second one, by default."""
+def test_a_request_starves_from_the_preemption_in_the_setting_on() -> None:
+    """By default from the second one on, with an event for each preemption."""
     configuration = LedgerConfiguration(block_size=4, chunk_size=4, num_slots=8)
     play = Play(Core.standard().extended(StarvationGuard()), configuration)
     play.walk()
-    said = [event for event in play.events if isinstance(event, e.ExtensionDecided)]
-    assert [(event.request_id, StarvationGuard.payload_of(event)) for event in said[:3]] == [
+    decided = [event for event in play.events if isinstance(event, e.ExtensionDecided)]
+    assert [(event.request_id, StarvationGuard.payload_of(event)) for event in decided[:3]] == [
         ("walker 2", Starving(2)),
         ("walker 3", Starving(2)),
         ("walker 3", Starving(3)),

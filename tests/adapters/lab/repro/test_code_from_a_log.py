@@ -112,7 +112,10 @@ def test_nothing_that_a_log_names_is_run_unless_the_user_says_so(
     log = log_of(named())
     assert main(["repro", str(log), *options, "-o", str(test_path)]) == ExitCode.USAGE
     said = capsys.readouterr().err
-    assert "it names the connector evil_connector:Class, and kvledger runs no code because a log names it" in said
+    assert (
+        "it names the connector evil_connector:Class, and kvledger does not run code only because a log names it"
+        in said
+    )
     assert "--connector MODULE:CLASS" in said
     assert "--run-recorded" in said
     assert not test_path.exists()
@@ -144,7 +147,7 @@ def test_the_user_s_connector_is_run_in_trials_in_the_test_and_whenever_the_test
     given = ["--connector", "OffloadingConnector", "--extra-config", json.dumps(extra)]
     assert main(["repro", str(log), *given, "-o", str(test_path)]) == ExitCode.DIVERGED
     said = capsys.readouterr().err
-    assert "not taken from a log, since they may be paths, addresses or code: spec_module_path" in said
+    assert "not taken from the log, because they may be paths, addresses or code: spec_module_path" in said
     source = test_path.read_text()
     assert 'connector="OffloadingConnector",\n        extra_config={"cpu_bytes_to_use": 2097152' in source
     assert "--extra-config" in source
@@ -199,7 +202,7 @@ def test_what_is_no_class_of_a_connector_is_not_called(
     evil: Path, log_of: Callable[..., Path], kv_transfer: dict[str, Any]
 ) -> None:
     """Also with --run-recorded: vLLM itself would call whatever it finds under the name."""
-    with pytest.raises(NotRerunnable, match=r"is no class derived from vLLM's KVConn|is not a callable object"):
+    with pytest.raises(NotRerunnable, match=r"is not a class derived from vLLM's KVConn|is not a callable object"):
         rerun(log_of(kv_transfer), run_recorded=True)
     assert evil.read_text() == "evil_connector"  # imported, and not called
 
@@ -234,7 +237,7 @@ def test_neither_a_place_nor_code_is_taken_from_a_log(
     assert old.exists()
     assert not (tmp_path / "kvledger-logs").exists()
     assert not evil.exists()
-    with pytest.raises(NotRerunnable, match="handlers: 'evil_connector:trace': is no class"):
+    with pytest.raises(NotRerunnable, match="handlers: 'evil_connector:trace': is not a class"):
         rerun(log, **way, handlers=["evil_connector:trace"])
 
 
@@ -262,11 +265,11 @@ def test_what_is_said_of_a_log_that_is_not_a_recorders_is_refused(
     [
         ({}, "KVLedgerRecorder", "no connector is named"),
         (named(3), "KVLedgerRecorder", "no connector is named"),
-        (named("Unheard", None), "KVLedgerRecorder", "Unheard cannot be made here: .*Unsupported connector type"),
+        (named("Unheard", None), "KVLedgerRecorder", "Unheard cannot be created here: .*Unsupported connector type"),
         (named("Class", "no_such_module"), "KVLedgerRecorder", "No module named 'no_such_module'"),
         (named("Missing"), "KVLedgerRecorder", "Missing not found in evil_connector"),
-        (named("\x1b", "\x1b"), "KVLedgerRecorder", r"\\u001b cannot be made here"),
-        (OFFLOADING, "composed\n", r"composed\\u000a is no recorder of this kvledger"),
+        (named("\x1b", "\x1b"), "KVLedgerRecorder", r"\\u001b cannot be created here"),
+        (OFFLOADING, "composed\n", r"composed\\u000a is not a recorder of this kvledger"),
         ({**named("Class"), "kv_role": ["kv_both"], "kv_connector_extra_config": 3}, "KVLedgerRecorder", "cpu_bytes"),
     ],
 )
@@ -279,12 +282,22 @@ def test_what_cannot_be_made_is_said_in_words(
         rerun(log_of(kv_transfer, recorder), run_recorded=True)
 
 
-@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": 1e999}', "[1]", "{", "[" * 100_000])
-def test_options_that_are_no_json_are_refused(run: Any, log: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"a": NaN}', "not valid JSON"),
+        ('{"a": 1e999}', "not valid JSON"),
+        ("[1]", "expected a JSON object, got list"),
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+    ],
+    ids=["not a number", "infinite", "a list", "cut", "deep"],
+)
+def test_options_that_are_no_json_are_refused(run: Any, log: Path, text: str, reason: str) -> None:
     """They become a literal in the test."""
     result = run("repro", log, "--extra-config", text)
     assert result.exit_code == ExitCode.USAGE
-    assert "is no JSON" in result.err
+    assert reason in result.err
 
 
 PLACES = [

@@ -63,7 +63,7 @@ def test_a_request_that_was_never_announced_is_asked_about_all_the_same() -> Non
     driver.observe(e.LookupRequested("stray", 0, 40, 0))
     driver.step()
     outcome = rerun(record(driver.configuration, list(enumerate(driver.observed, 1))))
-    assert "LEGAL_TRANSITION was broken of stray in get_num_new_matched_tokens" in outcome.trouble("LEGAL_TRANSITION")
+    assert "LEGAL_TRANSITION was broken for stray in get_num_new_matched_tokens" in outcome.trouble("LEGAL_TRANSITION")
 
 
 def test_handlers_of_ones_own_decide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,4 +87,4 @@ def test_handlers_of_ones_own_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = record(driver.configuration, list(enumerate(driver.observed, 1)))
     assert rerun(recording).troubles == []
     trouble = rerun(recording, handlers=("handlers_of_ones_own:Broken",)).trouble("HANDLER_RAISED")
-    assert "HANDLER_RAISED was broken of r in get_num_new_matched_tokens" in trouble
+    assert "HANDLER_RAISED was broken for r in get_num_new_matched_tokens" in trouble

@@ -175,13 +175,13 @@ def test_no_text_is_an_example_that_other_tools_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "wrong"),
     [
-        (lambda source: source + "import os\n", "something else than the tests"),
+        (lambda source: source + "import os\n", "is not followed by the tests"),
         (lambda source: source.replace("LOG =", "LOG = NO ="), "its imports and its log"),
         (lambda source: source.replace("import Path", "import Path; import os"), "its imports and its log"),
         (lambda source: source.replace("() -> None", "(x=print()) -> None"), "other code"),
         (lambda source: source.replace("() -> None", "() -> print()"), "other code"),
         (lambda source: source.replace("def test_last", "@print\ndef test_last"), "other code"),
-        (lambda source: source.replace("def test_last", "async def test_last"), "something else than the tests"),
+        (lambda source: source.replace("def test_last", "async def test_last"), "is not followed by the tests"),
         (lambda source: source.replace("not trouble,", "print(),"), "other code"),
         (lambda source: source.replace('"LAST_TOKEN"', "print()"), "other code"),
         (lambda source: source.replace('"LAST_TOKEN"', 'f"{print()}"'), "other code"),
@@ -189,12 +189,18 @@ def test_no_text_is_an_example_that_other_tools_run(tmp_path: Path) -> None:
         (lambda source: source.replace("(LOG", "(LOG, **{}"), "other code"),
         (lambda source: source.replace("(LOG", "(LOG, 1"), "other code"),
         (lambda source: source + "    print()\n", "other code"),
-        (lambda source: source.replace('"""What', "f'''{print()}''' \"\"\"What"), "does not begin with a docstring"),
-        (lambda source: source.replace("What", ">>> What"), "does not begin with a docstring, or that has code"),
+        (
+            lambda source: source.replace('"""Repeats', "f'''{print()}''' \"\"\"Repeats"),
+            "does not begin with a docstring",
+        ),
+        (
+            lambda source: source.replace("Repeats", ">>> Repeats"),
+            "does not begin with a docstring, or the docstring has code",
+        ),
         (lambda source: source.replace("Recorded: ", "```"), "other code"),
-        (lambda source: source + "def", "no Python file"),
-        (lambda source: source + "\0", "no Python file"),
-        (lambda source: source + "x = " + "(" * 1000, "no Python file"),
+        (lambda source: source + "def", "not a Python file"),
+        (lambda source: source + "\0", "not a Python file"),
+        (lambda source: source + "x = " + "(" * 1000, "not a Python file"),
     ],
 )
 def test_code_that_should_not_be_in_a_test_is_found(changed: Any, wrong: str) -> None:
@@ -261,5 +267,5 @@ def test_what_a_test_says_of_a_request_is_obeyed_by_no_terminal(tmp_path: Path) 
         text=True,
     )
     assert failed.returncode == 1
-    assert "was broken of chat\\u001b]0;owned\\u0007\\u000a\\u202eE" in failed.stdout
+    assert "was broken for chat\\u001b]0;owned\\u0007\\u000a\\u202eE" in failed.stdout
     assert not {"\x1b", "\x07", "\u202e"} & set(failed.stdout)

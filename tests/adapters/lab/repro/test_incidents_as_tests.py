@@ -178,7 +178,7 @@ def test_a_call_of_which_nothing_was_recorded_is_not_guessed(
     """The error is quoted instead, and where it was raised."""
     log = log_of_engine(BEFORE_ANYTHING_IS_RECORDED[name], tmp_path / "log")
     assert main(["repro", str(log), "-o", str(tmp_path / "test_hook.py")]) == ExitCode.USAGE
-    assert "before anything was recorded of the call" in capsys.readouterr().err
+    assert "before kvledger recorded the call" in capsys.readouterr().err
 
 
 def test_the_cause_comes_before_what_was_withheld_because_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

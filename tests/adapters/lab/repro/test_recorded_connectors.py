@@ -134,7 +134,7 @@ def test_repro_writes_a_test_that_fails_as_the_connector_did(
     tests = checks_of(test_path)
     tests.pop("test_lookups_get_the_recorded_answers")()
     (incident,) = tests.values()
-    with pytest.raises(AssertionError, match="TABLE_EQ was broken of session in build_connector_meta"):
+    with pytest.raises(AssertionError, match="TABLE_EQ was broken for session in build_connector_meta"):
         incident()
     recording = read_recording(test_path.with_suffix(".kvlog"))
     kinds = [type(event) for _, event in recording.observations]
@@ -169,7 +169,7 @@ def test_answers_can_be_asked_for_where_nothing_went_wrong(tmp_path: Path, capsy
     recording = read_recording(test_path.with_suffix(".kvlog"))
     assert list(recording.answers.values()) == [32]
     (other,) = rerun(attrs.evolve(recording, answers={}), run_recorded=True).other_answers
-    assert "b is answered 32 tokens" in other
+    assert "b gets 32 tokens" in other
 
 
 @mended_in_0_33
@@ -190,12 +190,12 @@ def test_what_was_raised_in_a_hook_is_raised_again() -> None:
     assert "AssertionError" in trouble.detail
 
 
-@pytest.mark.parametrize("why", ["is not known: Foreign", "inside of MultiConnector"])
+@pytest.mark.parametrize("why", ["has no decoder: Foreign", "inside MultiConnector"])
 def test_a_log_that_cannot_be_driven_again_says_why(why: str) -> None:
     """With the remedy: of workers' metadata that nobody reads, and of one child among several."""
     recording = hold_session()
     events = events_of(recording)
-    spoilt: e.Event = e.LogNote(f"{CHILD}, its reports concern other connectors as well", 0)
+    spoilt: e.Event = e.LogNote(f"{CHILD}, so the reports include those of other connectors", 0)
     if "Foreign" in why:
         spoilt = Recorder.noted(WorkersReported(unread="Foreign"), 0)
     with pytest.raises(NotRerunnable, match=why):
@@ -209,7 +209,7 @@ def test_a_connector_that_cannot_be_made_here_is_named() -> None:
     assert recording.wrapped is not None
     elsewhere = {**recording.wrapped.kv_transfer, "kv_connector": "Elsewhere", "kv_connector_module_path": "elsewhere"}
     gone = attrs.evolve(recording, wrapped=msgspec.structs.replace(recording.wrapped, kv_transfer=elsewhere))
-    with pytest.raises(NotRerunnable, match=r"(?s)Elsewhere cannot be made here: .* put its module on PYTHONPATH"):
+    with pytest.raises(NotRerunnable, match=r"(?s)Elsewhere cannot be created here: .* put its module on PYTHONPATH"):
         rerun(gone, run_recorded=True)
 
 
@@ -247,7 +247,7 @@ def test_answers_from_where_nothing_is_made_again_are_named(tmp_path: Path, caps
     extra = ["--extra-config", json.dumps({"shared_storage_path": directory.name})]
     given = ["--connector", "ExampleConnector", *extra, "-o", str(test_path)]
     assert main(["repro", str(log), *given]) == ExitCode.USAGE
-    assert "b is answered 0 tokens in the lookup of event" in capsys.readouterr().err
+    assert "b gets 0 tokens in the lookup of event" in capsys.readouterr().err
     assert main(["repro", str(log), "--all", "--no-run", *given]) == 0
     assert "def test_last_token_holds" in test_path.read_text()
 

@@ -124,7 +124,7 @@ def test_a_smaller_answer_is_claimed_as_far_as_it_goes() -> None:
     (lookup,) = recording.answers
     stricter = attrs.evolve(recording, configuration=attrs.evolve(recording.configuration, num_slots=1))
     outcome = rerun_core(stricter)
-    assert outcome.other_answers == [f"reader is answered 16 tokens in the lookup of event {lookup}, not 32"]
+    assert outcome.other_answers == [f"reader gets 16 tokens in the lookup of event {lookup}, not 32"]
     assert outcome.troubles == []
     (first_step,) = [event for _, event in outcome.events if isinstance(event, e.StepScheduled)][-1:]
     assert first_step.advanced == ((1, 16, 24, 40),)

@@ -65,14 +65,14 @@ def test_an_error_about_kvledger_log_names_it(default: Path, run: Any, monkeypat
     monkeypatch.setenv("KVLEDGER_LOG", "/nowhere")
     missing = run("verify")
     assert missing.exit_code == 64
-    assert missing.err.startswith("kvledger: /nowhere: there is nothing; ")
+    assert missing.err.startswith("kvledger: /nowhere does not exist; ")
     assert "KVLEDGER_LOG" in missing.err
 
 
 @pytest.mark.usefixtures("default")
 def test_a_path_that_is_not_there_is_no_request(run: Any) -> None:
     """A slip of the pen in a path is not looked for among the requests."""
-    assert run("show", "nowhere/logs").err.startswith("kvledger: nowhere/logs: there is nothing")
+    assert run("show", "nowhere/logs").err.startswith("kvledger: nowhere/logs does not exist")
 
 
 def test_options_may_stand_anywhere_among_log_and_request(log: Path, run: Any) -> None:
@@ -91,9 +91,7 @@ def test_where_neither_log_nor_request_is_a_path_the_error_says_which_comes_firs
     """They may be in the wrong order."""
     neither = run("why", "chat-17", "chat-18")
     assert neither.exit_code == 64
-    assert (
-        "there is nothing at chat-17; give the LOG (a log directory or a *.kvlog file) and the REQUEST" in neither.err
-    )
+    assert "chat-17 does not exist; give the LOG (a log directory or a *.kvlog file) and the REQUEST" in neither.err
 
 
 def test_a_misspelt_option_gets_the_nearest_one_and_the_help_of_its_command(log: Path, run: Any) -> None:
@@ -102,7 +100,7 @@ def test_a_misspelt_option_gets_the_nearest_one_and_the_help_of_its_command(log:
     assert misspelt.exit_code == 64
     assert misspelt.err == "kvledger: Unknown option: --faild. Did you mean --failed? See kvledger show --help\n"
     assert run("show", log, "chat-17", "chat-9").err.endswith(
-        "'chat-9': more arguments than the command takes. See kvledger show --help\n"
+        "'chat-9': too many arguments. See kvledger show --help\n"
     )
 
 
@@ -118,7 +116,7 @@ def test_without_a_log_the_error_names_kvledger_log(run: Any) -> None:
     """The remedy for whoever types the path again and again."""
     result = run("show")
     assert result.exit_code == 64
-    assert "KVLEDGER_LOG in the environment stands for it" in result.err
+    assert "You can also set it with KVLEDGER_LOG in the environment." in result.err
 
 
 def test_an_empty_kvledger_log_names_no_log(run: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +137,9 @@ def test_a_command_that_is_missing_is_wrong_usage(run: Any) -> None:
 
 def test_two_logs_are_told_from_a_log_and_a_request(run: Any, log: Path) -> None:
     """Each with its remedy."""
-    assert "are two logs; give the directory that holds both" in run("verify", log, log).err
-    assert "LOG stands before REQUEST" in run("show", "chat-17", log).err
-    assert "'b': more arguments than the command takes" in run("show", log, "a", "b").err
+    assert "are two logs; give the directory that contains both" in run("verify", log, log).err
+    assert "give LOG before REQUEST" in run("show", "chat-17", log).err
+    assert "'b': too many arguments" in run("show", log, "a", "b").err
 
 
 def test_the_state_at_a_moment_takes_no_part_of_the_log(run: Any, log: Path) -> None:

@@ -106,7 +106,7 @@ def test_latent_attention_is_counted_once_a_token(check: Any, tmp_path: Path, mo
     for num_ranks in (1, 2):
         exit_code, records = check(transfer(host_bytes="64MiB"), "--model", model, "-tp", str(num_ranks))
         assert exit_code == 0
-        assert "as vLLM lays them out on this machine (cpu)" in records["note"]["text"]
+        assert "those that vLLM lays out on this machine (cpu)" in records["note"]["text"]
         plan = records["plan"]
         assert (plan["declined"], plan["num_groups"], plan["num_pools"]) == ([], 1, 1)
         assert plan["bytes_a_token"] == 3 * (512 + 64) * 2
@@ -183,7 +183,7 @@ def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(check: Any, tmp_
     exit_code, records = check(transfer(), "--model", written(tmp_path, "NobodyForCausalLM", "nobody"))
     assert exit_code == 77
     reason = records["refused"]["reason"]
-    assert f"vLLM makes no KV cache for {tmp_path} on this machine (cpu): The checkpoint" in reason
+    assert f"vLLM cannot create a KV cache for {tmp_path} on this machine (cpu): The checkpoint" in reason
     assert "model type `nobody`" in reason
     assert "\n" not in reason
     assert "pydantic" not in reason
@@ -197,7 +197,7 @@ def test_what_does_not_fit_the_model_is_refused_with_the_figures(check: Any, mod
         "type": "refused",
         "key": "chunk_size",
         "value": 24,
-        "reason": "it and block_size 32 do not divide one another",
+        "reason": "is neither a multiple nor a divisor of block_size 32",
         "remedy": "write a multiple or a divisor of 32",
     }
 
@@ -210,7 +210,7 @@ def test_a_block_size_that_vllm_s_start_refuses_is_refused(check: Any, model: Pa
     refused = records["refused"]
     assert (refused["key"], refused["value"]) == ("--block-size", block_size)
     assert f"No common block size for {block_size} (CPU_ATTN: [MultipleOf(32)])" in refused["reason"]
-    assert refused["remedy"] == "write 32, 64, 128 or 256, or ask where the server will run"
+    assert refused["remedy"] == "write 32, 64, 128 or 256, or run this command on the server's machine"
     assert "plan" not in records
 
 
@@ -233,7 +233,7 @@ def test_a_block_size_that_vllm_takes_is_taken(check: Any, model: Path, block_si
 
 @pytest.mark.parametrize(
     ("host_bytes", "reason", "remedy"),
-    [("1KiB", "0 slots of 16.0 KiB", 'write "32KiB" or more'), ("900TiB", "asks for 921600.0 GiB where", "or less")],
+    [("1KiB", "0 slots of 16.0 KiB", 'write "32KiB" or more'), ("900TiB", "asks for 921600.0 GiB, but", "or less")],
 )
 def test_a_pool_that_is_too_small_or_too_large_is_refused(
     check: Any, model: Path, host_bytes: str, reason: str, remedy: str
@@ -270,10 +270,13 @@ def test_what_vllm_refuses_of_a_model_is_said_without_words_of_pydantic(
         (transfer(host_bytes="much"), "host_bytes: 'much'"),
         (transfer(handlers=["no_such:Thing"]), "handlers: 'no_such:Thing': cannot be imported"),
         (transfer(log_dir="/dev/null/logs"), "log_dir: '/dev/null/logs': /dev/null is a file"),
-        ({**transfer(), "host_bytes": 1}, "host_bytes: 1: a key of kvledger's; write it in kv_connector_extra_config"),
+        (
+            {**transfer(), "host_bytes": 1},
+            "host_bytes: 1: is a key of kvledger; move it into kv_connector_extra_config",
+        ),
         ({**transfer(), "kv_rol": 1}, "kv_rol: 1: unknown key; did you mean kv_role?"),
         ({**transfer(), "kv_role": "kv_booth"}, "did you mean 'kv_both'?"),
-        ({"kv_connector": "KVLedgerConnector"}, 'kv_role: None: a connector needs one; write "kv_both"'),
+        ({"kv_connector": "KVLedgerConnector"}, 'kv_role: None: a connector needs a role; write "kv_both"'),
         ({"kv_role": "kv_both"}, "kv_connector: None: no connector is named"),
         (transfer("KVLedgerConector"), "did you mean KVLedgerConnector?"),
         (transfer(log_dir="/proc/logs"), "log_dir: '/proc/logs': cannot write to /proc"),
@@ -289,7 +292,7 @@ def test_what_vllm_refuses_of_a_model_is_said_without_words_of_pydantic(
         ),
         (
             transfer("KVLedgerRecorderHMA", connector={"kv_connector": "ExampleConnector", "kv_role": "kv_both"}),
-            "name KVLedgerRecorder around it",
+            "wrap it in KVLedgerRecorder",
         ),
     ],
 )
@@ -309,7 +312,7 @@ def test_a_connector_of_others_is_not_judged(capsys: pytest.CaptureFixture[str],
     """No name of kvledger's is suggested; how it can be recorded is said."""
     assert main(["check", json.dumps(configuration)]) == 64
     said = capsys.readouterr().err
-    assert "NixlConnector: no connector of kvledger's, and not judged" in said
+    assert "NixlConnector: not provided by kvledger, so not checked" in said
     assert "KVLedgerRecorder" in said
 
 
@@ -348,7 +351,7 @@ def test_a_file_and_stdin_are_read(check: Any, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [("{'a': 1}", "no JSON"), ("[]", "neither"), ("nowhere.json", "neither a JSON object nor a file")],
+    [("{'a': 1}", "not valid JSON"), ("[]", "neither"), ("nowhere.json", "neither a JSON object nor a readable file")],
 )
 def test_what_is_no_object_is_wrong_usage(capsys: pytest.CaptureFixture[str], given: str, words: str) -> None:
     """With what was read."""
@@ -370,7 +373,7 @@ def test_a_full_disk_is_named_and_not_refused(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("configuration", "options", "reason"),
     [
-        ({"max_log_bytes": "64MiB"}, (), "a log needs 3 segments of 64MiB to be read"),
+        ({"max_log_bytes": "64MiB"}, (), "is too small: a log needs 3 segments of 64MiB to be readable"),
         (
             {"connector": {"kv_connector": "OffloadingConnector"}, "max_log_bytes": "300MiB"},
             ("-tp", "2"),
@@ -447,4 +450,4 @@ def test_the_keys_of_a_recorder_with_a_weak_hash_are_no_secret(check: Any, monke
         transfer("KVLedgerRecorder", connector=WRAPPED), "--prefix-caching-hash-algo", "xxhash_cbor"
     )
     assert exit_code == 0
-    assert records["keys"]["guessable"].startswith("xxhash_cbor is no cryptographic hash")
+    assert records["keys"]["guessable"].startswith("xxhash_cbor is not a cryptographic hash")

@@ -39,7 +39,7 @@ def test_a_path_without_a_log_gives_64(run: Any, tmp_path: Path) -> None:
     assert run("verify", tmp_path / "nowhere").exit_code == 64
     result = run("verify", tmp_path)
     assert result.exit_code == 64
-    assert "holds no log" in result.err
+    assert "contains no log" in result.err
 
 
 def test_help_and_version_give_0(run: Any) -> None:
@@ -84,7 +84,7 @@ def test_a_request_is_found_in_the_log_that_has_it(run: Any, story: Driver, tmp_
     assert run("show", logs, "--request", "chat-9").out.startswith("chat-9")
     twice = run("show", logs, "--at", 9)
     assert twice.exit_code == 64
-    several = "holds 2 logs (`kvledger ls` lists them); name one, the newest is the last: "
+    several = "contains 2 logs (`kvledger ls` lists them); name one, the newest is last: "
     assert several in twice.err
 
 

@@ -26,7 +26,7 @@ def test_a_broken_obligation_is_reported_with_its_run_and_its_log(run: Any) -> N
     result = run("conformance", "small_cache:SmallCache", *mistake, *ONE_RUN)
     assert result.exit_code == 1
     assert "broken      metadata-leaves-the-output (build_connector_meta), in a plain prompt" in result.out
-    assert "OUTPUT_UNCHANGED: free_encoder_mm_hashes of the scheduler's output" in result.out
+    assert "OUTPUT_UNCHANGED: the connector changed free_encoder_mm_hashes of the scheduler's output" in result.out
     assert "again: kvledger conformance small_cache:SmallCache" in result.out
     (log,) = (line.partition("kvledger show ")[2] for line in result.out.splitlines() if line.startswith("    log: "))
     assert run("verify", log).exit_code == 0
@@ -49,8 +49,8 @@ def test_nothing_broken_is_exit_code_0_and_says_what_was_not_judged(run: Any) ->
     [
         (("small_cache:Nobody",), "Class Nobody not found in small_cache"),
         (("Unheard",), "Unsupported connector type: Unheard"),
-        (("small_cache:SmallCache", "--extra-config", "[]"), "is no JSON object"),
-        (("small_cache:SmallCache", "--only", "a tale"), "no such run; there are"),
+        (("small_cache:SmallCache", "--extra-config", "[]"), "expected a JSON object"),
+        (("small_cache:SmallCache", "--only", "a tale"), "no such run; give"),
         (("SimpleCPUOffloadConnector", "--extra-config", '{"cpu_bytes_to_use": "much"}'), "cannot be started"),
     ],
 )
@@ -84,9 +84,9 @@ def test_a_worker_that_cannot_run_here_leaves_the_schedulers_side(run: Any) -> N
     )
     assert result.exit_code == 0, result.out
     (remark,) = (each["text"] for each in result.objects() if each["type"] == "remark")
-    assert "its worker cannot run here (RuntimeError: no device)" in remark
+    assert "its worker side cannot run here (RuntimeError: no device)" in remark
     reasons = {each["obligation"]: each for each in result.objects() if each["type"] == "obligation"}
-    assert reasons["loaded-kv-is-right"]["reason"] == "its worker does not run here"
+    assert reasons["loaded-kv-is-right"]["reason"] == "the connector's worker does not run here"
     assert reasons["load-is-reported-once"]["verdict"] == "kept"
 
 

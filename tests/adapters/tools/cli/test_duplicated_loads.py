@@ -47,7 +47,7 @@ def test_why_names_the_load_that_brought_the_same_tokens(run: Any, tmp_path: Pat
     log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     first = next(sequence for sequence, event in driver.sink.events() if isinstance(event, e.LoadIssued))
     out = run("why", log, "b").out
-    words = f"tokens 0–63 (chunks 0–3): duplicated, because load 2 of a (event {first}) was bringing them at the time"
+    words = f"tokens 0–63 (chunks 0–3): duplicated, because load 2 of a (event {first}) was already loading them"
     assert words in " ".join(out.split())
     out = run("why", log, "a").out
     assert "duplicated" not in out
@@ -70,7 +70,7 @@ def test_why_names_the_load_that_a_lookup_waits_for(run: Any, tmp_path: Path) ->
     driver = burst(awaits_shared_loads=True)
     log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     out = run("why", log, "b").out
-    assert "it waits, because load 2 of a" in " ".join(out.split())
-    assert "brings tokens 0–63 already" in " ".join(out.split())
+    assert "it waits for load 2 of a" in " ".join(out.split())
+    assert "which already loads tokens 0–63" in " ".join(out.split())
     out = run("stats", log).out
     assert "duplicated" not in out

@@ -83,7 +83,7 @@ def test_several_starts_are_named_without_the_logs_of_workers(run: Any, write: W
         write(f"worker-{number}", number + 1, f"id-{number}", worker_rank=0)
     result = run("show", write.log_dir, "--at", 3)
     assert result.exit_code == 64
-    assert "holds 2 logs" in result.err
+    assert "contains 2 logs" in result.err
     assert "worker-" not in result.err
 
 
@@ -118,7 +118,7 @@ def test_a_start_that_left_only_logs_of_workers_is_the_newest_and_is_named_so(ru
     result = run("verify", write.log_dir, "--newest")
     assert result.exit_code == 1
     assert "verdict     rule broken: a hook of worker 0 raised; only the calls of worker 0 were checked" in result.out
-    assert "no log of this engine's scheduler is in the same directory" in result.out
+    assert "the log of this engine's scheduler, which has the requests, is not in the same directory" in result.out
     repro = run("repro", failed)
     assert repro.exit_code == 64
     assert "its start failed before the scheduler was made" in repro.err

@@ -78,7 +78,7 @@ def test_a_log_is_verified_with_its_extension(run: Any, starving: Path) -> None:
     """By its own name; also decisions of its handlers are made again."""
     result = run("verify", starving, "--extensions", GUARD)
     assert result.exit_code == 0, result.out
-    assert "which is not here" not in result.out
+    assert "which is not installed here" not in result.out
 
 
 def test_without_it_the_rest_is_verified_and_what_is_not_is_named(run: Any, starving: Path) -> None:
@@ -86,7 +86,7 @@ def test_without_it_the_rest_is_verified_and_what_is_not_is_named(run: Any, star
     result = run("verify", starving)
     assert result.exit_code == 0, result.out
     printed = " ".join(result.out.split())
-    assert f"was written with extension starvation 1 ({GUARD}), which is not here" in printed
+    assert f"was written with extension starvation 1 ({GUARD}), which is not installed here" in printed
     assert "1 event of extensions was accepted; its rules STARVING_KEPT were not checked" in printed
     assert "name it with --extensions" in printed
 
@@ -130,7 +130,7 @@ def test_an_extension_that_ends_the_process_when_it_is_made_is_refused(run: Any,
     """The exit code was 0, and nothing had been read."""
     result = run("verify", starving, "--extensions", f"{Unreadable.__module__}:{Unreadable.__name__}")
     assert result.exit_code == 64
-    assert "cannot be made (SystemExit: 0)" in result.err
+    assert "cannot be created (SystemExit: 0)" in result.err
 
 
 @pytest.mark.parametrize(("guard", "error"), [(UnsureGuard, "KeyError"), (LeavingGuard, "SystemExit")])
@@ -143,7 +143,7 @@ def test_a_rule_that_raises_is_named_and_the_rest_is_verified(
     assert result.exit_code == 0, result.out
     printed = " ".join(result.out.split())
     assert (
-        f"rule STARVING_KEPT of an extension could not be judged, or not to the end: its checker raised {error}"
+        f"rule STARVING_KEPT of an extension could not be checked, or only in part: its checker raised {error}"
         in printed
     )
     assert "the prompt" not in printed
@@ -204,7 +204,7 @@ def test_its_events_and_sub_states_are_shown(run: Any, starving: Path, options: 
     assert "preempted.starving" in run("show", starving, "--at", 9).out
     described = run("core", starving, *options).out
     assert "sub-state preempted.starving" in described
-    assert ("its code is not here" in described) is not options or not options
+    assert ("not installed here" in described) is not options or not options
     assert "preempted --starvation/starving--> preempted.starving" in described
 
 
@@ -225,7 +225,7 @@ def test_an_extension_is_found_by_its_entry_point(run: Any, starving: Path) -> N
     """Once, also where the configuration names it too; a log written without it is read without it."""
     core = ConnectorSettings.from_extra_config({"extensions": [GUARD]}).core()
     assert [extension.name for extension in core.extensions] == ["starvation"]
-    assert "which is not here" not in run("verify", starving).out
+    assert "which is not installed here" not in run("verify", starving).out
     assert f"starvation 1, {GUARD}" in run("core").out
 
 
@@ -246,7 +246,7 @@ def test_a_log_of_other_handlers_and_an_extension_is_verified_with_both(run: Any
     [
         ({"extensions": ["nowhere.at_all:Guard"]}, "extensions: 'nowhere.at_all:Guard': cannot be imported"),
         ({"extensions": ["os:path"]}, "extensions: 'os:path'"),
-        ({"extensions": [NAMELESS]}, "extensions: extension Nameless: its name '' cannot stand in a trigger"),
+        ({"extensions": [NAMELESS]}, "extensions: extension Nameless: its name '' cannot be part of a trigger"),
         ({"extension_settings": {"starvation": {}}}, "starvation is not loaded"),
         (
             {"extensions": [GUARD], "extension_settings": {"starvation": {"limit": 3}}},

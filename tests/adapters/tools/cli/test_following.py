@@ -96,7 +96,7 @@ def test_following_begins_with_the_last_lines(run: Any, tmp_path: Path) -> None:
     assert run("--json", "show", "--follow", log, "--tail", 0).objects("line") == []
     assert run("--json", "show", "--follow", log, "--since", 1, "--tail", 3).objects("line") == every[-3:]
     refused = run("show", log, "--tail", 3)
-    assert (refused.exit_code, "--tail is for --follow" in refused.err) == (64, True)
+    assert (refused.exit_code, "--tail needs --follow" in refused.err) == (64, True)
 
 
 def lines_of(driver: Driver) -> list[Line]:
@@ -110,7 +110,7 @@ def lines_of(driver: Driver) -> list[Line]:
 def test_polls_with_the_same_answer_are_printed_once(story: Driver) -> None:
     """A waiting request is asked about at every step."""
     lines = lines_of(story)
-    lookups = [line for line in lines if line.text.startswith("asked what can be loaded of 65 tokens")]
+    lookups = [line for line in lines if line.text.startswith("looked up 65 tokens")]
     assert len(lookups) == 1
     assert not any("computed" in line.text and line.text.startswith("save 1") for line in lines)
 
@@ -125,10 +125,10 @@ def test_polls_whose_answers_differ_in_numbers_are_two_lines() -> None:
     driver.step(("a", 32, 33, 65))
     driver.finish("a", 65, 66)
     driver.ledger.commit()
-    asked = [line.text for line in lines_of(driver) if "asked" in line.text]
-    assert asked[0].startswith("asked what can be loaded of 65 tokens, 64 of them computed already")
-    assert asked[1].startswith("asked 3 more times in ")
-    assert "; the last: asked what can be loaded of 65 tokens, 32 of them computed" in asked[1]
+    asked = [line.text for line in lines_of(driver) if "looked up" in line.text]
+    assert asked[0].startswith("looked up 65 tokens, 64 of them computed already")
+    assert asked[1].startswith("looked up 3 more times in ")
+    assert "; the last: looked up 65 tokens, 32 of them computed" in asked[1]
     assert len(asked) == 2
 
 

@@ -136,7 +136,7 @@ def test_the_words_and_the_json_of_a_verdict_over_nothing(run: Any, beginless: P
     text = run("verify", beginless).out
     assert text.endswith("verdict     nothing could be checked\n")
     assert "rules       not checked\n" in text
-    assert "decisions   not made again\n" in text
+    assert "decisions   not repeated\n" in text
     verdict = verdict_of(run("verify", "--json", beginless))
     assert (verdict["verdict"], verdict["exit_code"]) == ("nothing_checked", 5)
     assert (verdict["first_event_checked"], verdict["last_event_checked"], verdict["num_events_checked"]) == (
@@ -148,7 +148,7 @@ def test_the_words_and_the_json_of_a_verdict_over_nothing(run: Any, beginless: P
     page = html.unescape(run("export", "--html", beginless).out)
     assert "nothing could be checked" in page
     assert "every rule that a log can decide is kept" not in page
-    assert "every decision was made again" not in page
+    assert "every decision was repeated" not in page
 
 
 def test_show_and_ls_do_not_count_what_cannot_be_read(run: Any, beginless: Path, empty: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_part_behind_a_gap_is_not_judged(run: Any, whole: Path) -> None:
     segment.unlink()
     result = run("verify", whole, "--since", behind + 5)
     assert result.exit_code == 5
-    assert "events behind event" in result.out
+    assert "events after event" in result.out
     before = run("verify", whole, "--until", 20)
     assert before.exit_code == 0
     assert "; only events 1–20 were checked" in before.out
@@ -307,7 +307,8 @@ def test_a_workers_log_alone_is_not_called_sound(run: Any, tmp_path: Path, many:
             result = run("verify", given, *options)
             assert result.exit_code == 5
             assert "verdict     nothing could be checked but the calls of worker 0" in result.out
-            assert "no log of this engine's scheduler is in the same directory" in result.out
+            remark = "the log of this engine's scheduler, which has the requests, is not in the same directory"
+            assert remark in result.out
     (verdict,) = run("verify", log, "--json").objects("verdict")
     assert verdict["verdict"] == "nothing_checked"
 

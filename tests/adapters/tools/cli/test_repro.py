@@ -52,7 +52,7 @@ def only_test(path: Path) -> Callable[[], None]:
 def test_a_broken_rule_becomes_a_test_that_breaks_it(repro: Any, broken_log: Path, test_path: Path) -> None:
     """What vLLM took up is part of the recording, so the rule stays broken; the message names rule, hook and event."""
     assert repro(broken_log, "chat-17").exit_code == 0
-    with pytest.raises(AssertionError, match=rf"{BROKEN} was broken of chat-17-b6 in update_state_after_alloc"):
+    with pytest.raises(AssertionError, match=rf"{BROKEN} was broken for chat-17-b6 in update_state_after_alloc"):
         only_test(test_path)()
 
 
@@ -104,7 +104,7 @@ def test_nothing_is_replaced_without_a_word(run: Any, repro: Any, broken_log: Pa
     assert not test_path.exists()
     assert repro(broken_log, "--force").exit_code == 0
     assert read_recording(log).observations
-    assert "is no Python file" in run("repro", broken_log, "-o", log).err
+    assert "is not a Python file" in run("repro", broken_log, "-o", log).err
 
 
 def test_without_a_request_the_first_incident_of_the_log_is_taken(
@@ -121,7 +121,7 @@ def test_the_answers_of_a_request_can_be_pinned(repro: Any, log: Path, test_path
     only_test(test_path)()
     recording = read_recording(test_path.with_suffix(".kvlog"))
     stricter = attrs.evolve(recording, configuration=attrs.evolve(recording.configuration, num_slots=1))
-    assert "chat-17-b6 is answered 16 tokens in the lookup of event" in rerun_core(stricter).other_answers[0]
+    assert "chat-17-b6 gets 16 tokens in the lookup of event" in rerun_core(stricter).other_answers[0]
 
 
 HANDLERS = """
@@ -174,7 +174,7 @@ def test_a_bug_that_needs_a_memory_comes_back_in_a_test_of_its_own(
     (run,) = run_once(test_path)
     assert run.ended is Ended.FAILED
     assert "LOOKUP_PURE was broken" in run.text
-    assert "it was mended" not in test_path.read_text()
+    assert "the bug is fixed" not in test_path.read_text()
 
 
 def test_nothing_around_a_log_is_imported(
@@ -246,7 +246,7 @@ def test_a_pinned_answer_that_is_another_one_here_is_reported(
     log = write_log(tmp_path / "other", events, story.configuration)
     result = run("repro", log, "chat-17", "--pin", "--core", "-o", test_path)
     assert result.exit_code == 3
-    assert "fails here already: AssertionError" in result.err
+    assert "already fails here: AssertionError" in result.err
 
 
 def test_where_nothing_went_wrong_pinning_is_offered(repro: Any, log: Path, test_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_others_with_whom_something_went_wrong_are_named(repro: Any, broken_log:
     """The incident may be another request's."""
     result = repro(broken_log, "chat-9")
     assert result.exit_code == 64
-    assert "something did with chat-17-b6" in result.err
+    assert "something failed for chat-17-b6" in result.err
 
 
 def test_what_cannot_be_meant_is_refused(repro: Any, log: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_call_of_which_nothing_was_recorded_cannot_be_made_again(repro: Any, s
     result = repro(log)
     assert result.exit_code == 64
     assert "hook on_new_request raised: KeyError in f, g.py:1" in result.err
-    assert "before anything was recorded of the call" in result.err
+    assert "before kvledger recorded the call" in result.err
 
 
 def test_a_log_that_begins_late_is_refused(repro: Any, story: Driver, tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_a_log_that_is_damaged_next_to_its_test_is_refused(repro: Any, broken_lo
     repro(broken_log, "chat-17")
     log = test_path.with_suffix(".kvlog")
     log.write_bytes(log.read_bytes()[:-3])
-    with pytest.raises(ValueError, match=r"is not whole: .* write it anew"):
+    with pytest.raises(ValueError, match=r"is damaged: .* write it again"):
         only_test(test_path)()
 
 

@@ -45,7 +45,7 @@ def test_retire_makes_the_snapshot_from_which_the_rest_is_read(run: Any, story: 
     result = run("verify", log)
     assert result.exit_code == 0
     assert "from a snapshot" in result.out
-    assert "no longer verifiable" not in result.out
+    assert "can no longer be verified" not in result.out
 
 
 def test_a_log_whose_rest_is_not_verifiable_says_so_when_it_is_retired_and_afterwards(
@@ -59,8 +59,8 @@ def test_a_log_whose_rest_is_not_verifiable_says_so_when_it_is_retired_and_after
     monkeypatch.setattr("kvledger.adapters.tools.cli.retire.write_snapshots", fail)
     log = write_log(tmp_path / "long", story.observed, story.configuration, segment_bytes=9_500)
     result = run("retire", log, "--max-bytes", "1")
-    assert "what follows is no longer verifiable" in result.out
-    assert "no longer verifiable, up to the next one" in run("verify", log).out
+    assert "later events can no longer be verified" in result.out
+    assert "later events cannot be verified up to the next snapshot" in run("verify", log).out
 
 
 def test_a_dry_run_promises_nothing_of_a_log_that_is_being_written(run: Any, story: Driver, tmp_path: Path) -> None:

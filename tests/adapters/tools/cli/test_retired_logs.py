@@ -127,15 +127,15 @@ def test_what_other_code_has_folded_is_not_trusted_unless_that_is_asked_for(run:
     refused, trusted = (run("verify", "--json", *options, miscounted.log) for options in ([], ["--trust-snapshots"]))
     (verdict,), (trusting,) = refused.objects("verdict"), trusted.objects("verdict")
     other_code = f"other code ({__name__})"
-    assert any(f"decided again by {other_code}" in remark for remark in verdict["remarks"])
-    assert any("--trust-snapshots begins from one" in remark for remark in verdict["remarks"])
+    assert any(f"decisions were repeated by {other_code}" in remark for remark in verdict["remarks"])
+    assert any("give --trust-snapshots to begin at one" in remark for remark in verdict["remarks"])
     assert any("neither rules nor decisions could be checked" in remark for remark in verdict["remarks"])
     assert verdict["num_divergences"] == 0
     assert trusting["num_events_checked"] > verdict["num_events_checked"]
-    assert any(f"decided again by {other_code}" in remark for remark in trusting["remarks"])
+    assert any(f"decisions were repeated by {other_code}" in remark for remark in trusting["remarks"])
     shown = run("show", miscounted.log, "--at", 100_000)
-    assert "--trust-snapshots begins from one" in shown.err
-    assert f"decided again by {other_code}" in shown.err
+    assert "give --trust-snapshots to begin at one" in shown.err
+    assert f"decisions were repeated by {other_code}" in shown.err
 
 
 def test_an_index_is_not_trusted_that_begins_with_what_other_code_has_folded(
@@ -151,7 +151,7 @@ def test_an_index_is_not_trusted_that_begins_with_what_other_code_has_folded(
 def test_other_code_is_no_divergence_of_a_log_that_has_its_beginning(run: Any, miscounted: Retired) -> None:
     """It is folded from there, by the code that is here."""
     (verdict,) = run("verify", "--json", miscounted.whole).objects("verdict")
-    assert any(f"decided again by other code ({__name__})" in remark for remark in verdict["remarks"])
+    assert any(f"decisions were repeated by other code ({__name__})" in remark for remark in verdict["remarks"])
     assert (verdict["num_divergences"], verdict["num_events_checked"]) == (0, verdict["num_events"])
 
 
@@ -162,7 +162,7 @@ def test_show_counts_as_if_the_beginning_were_there(
     (whole,) = run("show", "--json", retired.whole).objects("log")
     result = run("show", "--json", retired.log)
     assert result.objects("log")[0]["figures"] == whole["figures"]
-    assert "is known from a snapshot only" in result.err
+    assert "are known from a snapshot only" in result.err
     monkeypatch.setenv("XDG_CACHE_HOME", str(retired.log.parent / "cache"))
     monkeypatch.setattr(index_module, "INDEX_FROM_BYTES", 0)
     assert run("show", "--json", retired.log).objects("log")[0]["figures"] == whole["figures"]
@@ -191,7 +191,7 @@ def test_show_prints_no_totals_where_the_snapshot_has_none(
     assert {_snapshot(path).totals for path in retired.log.glob("*.snapshot")} == {b""}
     for options in ((), ("--at", 100_000)):
         shown = run("show", retired.log, *options)
-        assert "no totals of what came before" in shown.err + shown.out
+        assert "no totals of the events before it" in shown.err + shown.out
     if is_indexed:
         monkeypatch.setattr(index_module, "INDEX_FROM_BYTES", 0)
     result = run("show", "--json", retired.log)

@@ -57,7 +57,7 @@ def test_a_request_is_shown_as_groups_in_plain_words(run: Any, log: Path) -> Non
     assert any("computed 45 tokens (0 → 45)" in line for line in texts)
     assert any("decoded 19 tokens in 19 steps (45 → 64); 1 more block; saving 5 chunks" in line for line in texts)
     assert any("preempted with 64 settled tokens, lost 4 blocks; save 2 starts: chunks 5–7" in line for line in texts)
-    polls = [line for line in texts if "asked what can be loaded of 65 tokens" in line]
+    polls = [line for line in texts if "looked up 65 tokens" in line]
     assert len(polls) == 1
     assert polls[0].endswith("— 3 times in 2.0 µs")
     assert any("load 3 starts: tokens 0–63 into 4 blocks (7–10)" in line for line in texts)
@@ -112,7 +112,7 @@ def test_a_save_that_failed_is_never_told_as_saved(run: Any, tmp_path: Path) -> 
 
 
 def test_a_part_filled_last_chunk_is_shown_when_it_is_saved_and_when_it_is_loaded(run: Any, tmp_path: Path) -> None:
-    """A reader sees where the tokens behind the last whole chunk went, and that they came back."""
+    """A reader sees where the tokens after the last whole chunk went, and that they came back."""
     driver = Driver()
     driver.start("a", keys_of("a", 3), 29, (1, 2))
     driver.preempt("a", 28)
@@ -178,14 +178,14 @@ def test_a_whole_id_wins_over_longer_ones(run: Any, tmp_path: Path) -> None:
     assert "arrived with 6 prompt tokens" in run("show", log, "a").out
 
 
-def test_an_id_that_is_used_again_is_shown_with_all_its_incarnations(run: Any, tmp_path: Path) -> None:
+def test_an_id_that_is_used_again_is_shown_with_all_its_lives(run: Any, tmp_path: Path) -> None:
     """A client may repeat its ids."""
     driver = Driver()
     for _ in range(2):
         driver.arrive("a", 5)
         driver.finish("a", 0, 5)
     log = write_log(tmp_path / "log", driver.observed, driver.configuration)
-    assert "incarnation 2 of this id" in run("show", log, "a").out
+    assert "life 2 of this id" in run("show", log, "a").out
 
 
 def test_a_life_begins_without_what_the_one_before_it_left_open(run: Any, tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_the_state_of_one_request_or_of_all_at_a_moment(run: Any, log: Path) -> 
     (state,) = run("show", "--json", log, REQUEST, "--at", 4).objects("request_state")
     assert (state["state"], state["block_ids"], state["sequence"]) == ("new", [], 4)
     assert "chat-9" not in run("show", log, "--at", 20).out
-    assert "not known then" in run("show", log, "chat-9", "--at", 20).out
+    assert "not known at that moment" in run("show", log, "chat-9", "--at", 20).out
 
 
 def decoding() -> Driver:

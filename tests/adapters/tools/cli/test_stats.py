@@ -179,7 +179,7 @@ def test_where_pools_of_other_sizes_cannot_be_estimated_stats_says_why(
 ) -> None:
     """Chunks of 8 tokens share blocks of 16; and one request alone has no pool."""
     assert "not estimated: chunks that are shorter than a block share slots" in run("stats", walked[0]).out
-    assert "not estimated: it is estimated for all requests together" in run("stats", log, "--request", REQUEST).out
+    assert "not estimated: only all requests together have an estimate" in run("stats", log, "--request", REQUEST).out
     found = one(run("stats", "--json", walked[0]).objects("pool_sizes"))
     assert (found["pool_sizes"], found["why_not"] != "") == ([], True)
 

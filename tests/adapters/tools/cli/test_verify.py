@@ -45,7 +45,7 @@ def test_a_sound_log_gives_0(run: Any, log: Path) -> None:
     assert result.exit_code == 0, result.out
     assert "intact" in result.out
     assert f"{len(Core.standard().rules)} checked" in result.out
-    assert "made again, all equal" in result.out
+    assert "repeated, all equal" in result.out
     assert result.out.endswith("sound\n")
 
 
@@ -57,7 +57,7 @@ def test_a_broken_rule_gives_1_and_is_named_with_its_evidence(run: Any, story: D
     result = run("verify", log)
     assert result.exit_code == 1
     assert f"ALLOC_MATCHES_LOOKUP at event {sequence}, request chat-17-b6, generation 1" in result.out
-    assert f"{sequence - 1}  asked what can be loaded of 65 tokens" in result.out
+    assert f"{sequence - 1}  looked up 65 tokens" in result.out
     assert f"{sequence}  got 5 blocks, 80 offered tokens claimed" in result.out
     first, *_ = run("verify", "--json", log).objects("violation")
     assert first["rule"] == "ALLOC_MATCHES_LOOKUP"
@@ -104,7 +104,7 @@ def test_without_any_header_events_are_still_read_and_it_is_named_what_cannot_be
     assert [damage["kind"] for damage in result.objects("damage")] == ["corrupt_header"]
     (verdict,) = result.objects("verdict")
     assert (verdict["num_events"], verdict["num_events_checked"], verdict["rules"]) == (len(story.observed), 0, [])
-    assert "neither rules nor decisions can be judged" in verdict["remarks"][0]
+    assert "neither rules nor decisions can be checked" in verdict["remarks"][0]
     text = run("verify", log)
     assert "rules       not checked" in text.out
     assert "decisions" not in text.out.replace("nor decisions can", "")
@@ -124,7 +124,7 @@ def test_without_any_header_events_are_still_read_and_it_is_named_what_cannot_be
     ):
         refused = run(*arguments)
         assert refused.exit_code == 2, arguments
-        assert "the configuration stood there" in refused.err, arguments
+        assert "which has the configuration, is intact" in refused.err, arguments
 
 
 def test_events_that_todays_vocabulary_does_not_fit_are_not_guessed_without_a_header(run: Any, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_torn_tail_gives_2(run: Any, log: Path) -> None:
     result = run("verify", log)
     assert result.exit_code == 2
     assert "torn_tail" in result.out
-    assert "made again, all equal" in result.out
+    assert "repeated, all equal" in result.out
 
 
 def test_events_that_the_writer_lost_give_2_and_end_the_checks(run: Any, story: Driver, tmp_path: Path) -> None:
@@ -183,7 +183,10 @@ def test_a_frame_that_is_not_what_the_header_promises_gives_2(run: Any, story: D
     ("changes", "named"),
     [
         ({"schema_version": 99, "kvledger_version": "9.9.9"}, "9.9.9"),
-        ({"schema_version": 1, "kvledger_version": "0.0.1"}, "written with schema 1 by kvledger 0.0.1; read it with"),
+        (
+            {"schema_version": 1, "kvledger_version": "0.0.1"},
+            "has schema version 1, written by kvledger 0.0.1; read it with",
+        ),
         ({"configuration": {"block_size": 16, "chunk_size": 8, "num_slots": 8, "tiers": 2}}, "tiers"),
         ({"configuration": {"block_size": 16, "chunk_size": 7, "num_slots": 8}}, "chunk_size: 7"),
         ({"configuration": None}, "no configuration"),
@@ -266,7 +269,7 @@ def test_another_transition_table_is_pointed_out(run: Any, story: Driver, tmp_pa
     result = run("verify", log)
     assert result.exit_code == 0
     assert "another transition table" in result.out
-    assert "name them with --handlers" in result.out
+    assert "give its handlers with --handlers" in result.out
 
 
 def test_a_later_segment_alone_is_verified_as_far_as_it_can_be(run: Any, story: Driver, tmp_path: Path) -> None:
@@ -372,7 +375,7 @@ def test_a_log_of_other_handlers_is_checked_with_them(
     log = write_log(tmp_path / "log", driver.observed, driver.configuration, header=header)
     without = run("verify", log)
     assert without.exit_code == 3
-    assert "name them with --handlers: it was written with" in without.out
+    assert "give its handlers with --handlers: it was written with" in without.out
     assert "running=shy_handlers:Shy" in without.out
     standard = "read here with kvledger.lifecycle.handlers:Running"
     assert f"running     shy_handlers:Shy, {standard}" in " ".join(run("core", log).out.split("\n"))

@@ -47,7 +47,10 @@ def evicted(tmp_path: Path) -> tuple[Path, Driver]:
 
 @pytest.mark.parametrize(
     ("num_tokens", "text"),
-    [(33, "its own 2 blocks were full, so it needed another one. vLLM takes"), (32, "a reset of the prefix cache, or")],
+    [
+        (33, "its own 2 blocks were full, so it needed another one. vLLM takes"),
+        (32, "inferred: the prefix cache was reset, or"),
+    ],
 )
 def test_a_request_that_lost_its_blocks_to_nobody_needed_one_itself(
     run: Any, tmp_path: Path, num_tokens: int, text: str
@@ -97,7 +100,7 @@ def test_reasons_that_changed_while_the_answer_did_not_stand_at_the_admission(ru
     asked, admitted = run("why", log, "a").out.split("admitted with")
     assert "tokens 0–31 (chunks 0–3): known to request b" in asked
     assert "— 2 times" in asked
-    assert "tokens 0–31: nobody had computed them before" in admitted
+    assert "tokens 0–31: no request had computed them before" in admitted
 
 
 def number_of(driver: Driver, event_class: type[e.Event], index: int = 0) -> int:
@@ -144,9 +147,9 @@ def test_show_and_why_tell_the_same_of_equal_lookups(run: Any, tmp_path: Path) -
     log = write_log(tmp_path / "log", [event for _, event in driver.sink.events()], driver.configuration)
     told = []
     for command in ("show", "why"):
-        (line,) = [line for line in run(command, log, "a").out.splitlines() if "asked what can be loaded" in line]
+        (line,) = [line for line in run(command, log, "a").out.splitlines() if "looked up" in line]
         assert line.endswith(
-            "the next chunk is not in the pool — 3 times in 4.00 s; first asked 20.00 s after it arrived"
+            "the next chunk is not in the pool — 3 times in 4.00 s; first looked up 20.00 s after it arrived"
         )
         told.append([line.split()[0], line.split()[1], line.split()[2]])
     assert told[0] == told[1]
@@ -161,7 +164,7 @@ def test_of_a_request_that_only_waited_that_is_said(run: Any, tmp_path: Path) ->
     """A table of zeros says nothing."""
     driver = waiting_story()
     out = run("why", write_log(tmp_path / "log", driver.observed, driver.configuration), "b").out
-    assert out.endswith("nobody asked what can be loaded for it, and it got no blocks: it only waited\n")
+    assert out.endswith("never scheduled: vLLM did not look it up and gave it no blocks\n")
     assert "left to compute" not in out
 
 
@@ -171,7 +174,7 @@ def test_a_preemption_names_who_got_blocks_and_says_what_is_inferred(run: Any, e
     step = number_of(driver, e.StepScheduled, 2)
     line = next(line for line in run("why", log, "a").out.splitlines() if "preempted with 32 settled tokens" in line)
     assert f"In step 2 (event {step}) 1 request ran 1 token, and blocks went to b (1)" in line
-    assert "that it was for these is inferred" in line
+    assert "inferred: it took them for that request" in line
 
 
 def test_the_table_adds_up_and_says_so(run: Any, evicted: tuple[Path, Driver]) -> None:
@@ -220,8 +223,8 @@ def test_a_request_with_several_incarnations_is_explained_one_by_one(run: Any, t
         driver.finish("a", 0, num_tokens)
     log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     out = run("why", log, "a").out
-    assert out.index("incarnation 1 of 2") < out.index("20 tokens at 1 admission") < out.index("incarnation 2 of 2")
-    assert out.index("incarnation 2 of 2") < out.index("30 tokens at 1 admission")
+    assert out.index("life 1 of 2") < out.index("20 tokens at 1 admission") < out.index("life 2 of 2")
+    assert out.index("life 2 of 2") < out.index("30 tokens at 1 admission")
     assert [total["ordinal"] for total in run("why", "--json", log, "a").objects("total")] == [0, 1]
 
 
@@ -295,12 +298,10 @@ def test_many_lookups_that_differ_in_numbers_are_one_line(run: Any, tmp_path: Pa
         driver.lookup("a", 0, 65)
     log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     out = run("why", log, "a").out
-    several, last = (line for line in out.splitlines() if "asked what can be loaded" in line)
+    several, last = (line for line in out.splitlines() if "looked up" in line)
     asked = [event for event in driver.observed if isinstance(event, e.LookupRequested) and event.request_id == "a"]
     took = duration(asked[6].time_ns - asked[0].time_ns)
-    assert (
-        "asked what can be loaded of 65 tokens: 8 → 56 are saved, 8 → 56 offered; the next chunk is not in" in several
-    )
+    assert "looked up 65 tokens: 8 → 56 are saved, 8 → 56 offered; the next chunk is not in" in several
     assert several.endswith(f" — 7 times in {took}")
     assert "64 are saved, 64 offered; nothing is missing" in last
     assert len([cause for cause in run("why", "--json", log, "a").objects("cause") if cause["what"] == "lookup"]) == 8

@@ -90,9 +90,9 @@ def test_a_file_has_the_rights_that_any_new_file_has(run: Any, log: Path, tmp_pa
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ([], "say which format is wanted"),
-        (["page.html", "--html"], "page.html was read as the REQUEST; to write that file, give -o page.html"),
-        (["--perfetto", "--html"], "say which format is wanted, one of"),
+        ([], "give one format"),
+        (["page.html", "--html"], "page.html was parsed as the REQUEST; to write that file, give -o page.html"),
+        (["--perfetto", "--html"], "give one format: --perfetto"),
         (["--perfetto", "--json"], "name a file with -o"),
         (["--perfetto", "-o", "no/such/folder/t.json"], "No such file or directory"),
         (["--perfetto", "-o", "."], "is a folder"),
@@ -138,7 +138,7 @@ def test_the_page_of_a_log_that_is_decided_otherwise_today_says_so(run: Any, sto
     log, path = write_log(tmp_path / "other", events, story.configuration), tmp_path / "page.html"
     assert run("export", log, "--html", "-o", path).exit_code == 0
     page = html.unescape(path.read_text())
-    assert "today's code decides otherwise" in page
+    assert "today's code decides differently" in page
     assert re.search(r"save.issued: slots is [\[(]8, 9, 10[^<]* in the log and [\[(]0, 1, 2[^<]* when decided", page)
 
 

@@ -347,7 +347,7 @@ def test_a_broken_rule_stands_on_top_with_the_events_that_prove_it(run: Any, tmp
     assert "a rule is broken" in text
     assert f"ALLOC_MATCHES_LOOKUP at event {place + 1}, request {REQUEST}, generation 1" in text
     assert "80 external tokens were claimed, 64 had been answered" in text
-    assert "asked what can be loaded of 65 tokens" in text
+    assert "looked up 65 tokens" in text
 
 
 def test_every_token_that_was_computed_has_its_reason_on_the_page(run: Any, log: Path, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_missing_events_are_shown_where_they_are_missing(run: Any, story: Driver
     assert "corrupt_frame" in result.err
     trace = read_trace(tmp_path / "t.json")
     (lost,) = [found for found in trace.instants if found.name == "events.lost"]
-    assert (lost.track, lost.category) == ("what went wrong", "trouble")
+    assert (lost.track, lost.category) == ("trouble", "trouble")
     assert trace.other_data["logs"][0]["num_damaged_places"] == 1
 
 
@@ -171,7 +171,7 @@ def _compare(trace: Trace, projections: Projections, figures: Figures) -> None:
     assert sum(found.args["num_chunks"] for found in evicted) == figures.num_chunks_evicted
     done = [copy for copy in trace.copies if copy.args["outcome"] == "completed"]
     assert sum(c.args["num_tokens"] for c in done if c.name == "load") == figures.num_tokens_loaded
-    broken = [found for found in trace.instants if found.track == "what went wrong" and "rule" in found.args]
+    broken = [found for found in trace.instants if found.track == "trouble" and "rule" in found.args]
     assert len(broken) == figures.num_violations
     slots = projections.slots
     assert trace.last_value("host slots free") == slots.num_free

@@ -218,5 +218,5 @@ def test_a_log_without_an_estimate_is_named_in_the_sum() -> None:
     known, unknown = estimated(served([[1], [1]], SLOTS)), Estimate(why_not="it has windows")
     for both in (known.with_other(unknown), unknown.with_other(known)):
         assert both.sizes == known.sizes
-        assert both.note == "without logs of which nothing is estimated: it has windows"
+        assert both.note == "logs without an estimate are left out: it has windows"
     assert unknown.with_other(unknown) == unknown

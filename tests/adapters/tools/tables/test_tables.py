@@ -109,7 +109,7 @@ def test_a_file_that_exists_is_only_replaced_with_force(run: Any, log: Path, tmp
     ("arguments", "message"),
     [
         (["-o", "tables", "--table", "unicorns"], "there is no table 'unicorns'; choose one of requests,"),
-        ([], "several files are written: name a folder with -o"),
+        ([], "this command writes several files; name a folder with -o"),
         (["-o", "a_file"], "a_file is not a folder"),
         (["-o", "no/such"], "No such file or directory; name a folder that can be created"),
     ],
