@@ -180,9 +180,14 @@ def _reported_later(whole: Sums, sums: Sums, events: Sequence[tuple[int, e.Event
         whole.to_load += later
 
 
-def _without_times(story: RequestHistory) -> RequestHistory:
-    """A decision has the time of the observation before it, which may concern others."""
-    return attrs.evolve(story, spent=None)
+def _own(story: RequestHistory) -> RequestHistory:
+    """The story without what other requests change: times of decisions, and how many blocks all hold together."""
+    return attrs.evolve(
+        story,
+        spent=None,
+        admissions=[attrs.evolve(each, num_held=0) for each in story.admissions],
+        preemptions=[attrs.evolve(each, num_held=0) for each in story.preemptions],
+    )
 
 
 def check_stories(events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> list[RequestHistory]:
@@ -198,7 +203,7 @@ def check_stories(events: Sequence[tuple[int, e.Event]], configuration: LedgerCo
     assert whole == sums
     check_proofs(events, stories)
     for request_id in {story.request_id for story in stories}:
-        alone = map(_without_times, stories_of(concerning(events, request_id), configuration, request_id))
-        its = (_without_times(story) for story in stories if story.request_id == request_id)
+        alone = map(_own, stories_of(concerning(events, request_id), configuration, request_id))
+        its = (_own(story) for story in stories if story.request_id == request_id)
         assert list(alone) == list(its), request_id
     return stories

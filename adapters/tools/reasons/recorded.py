@@ -38,6 +38,8 @@ class Save(msgspec.Struct):
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """Plain values."""
 
+    is_recorder: bool = False
+    """Whether a recorder wrote the log."""
     lacks_saves: bool = False
     """Whether the workers got saves that cannot be assigned to tokens."""
     has_prefix_cache: bool = False
@@ -86,6 +88,7 @@ class RecordedChunks:
     @on(payloads.RecordingStarted)
     def _started(self, started: payloads.RecordingStarted) -> None:
         state = self._state()
+        state.is_recorder = True
         state.has_prefix_cache = started.enable_prefix_caching
         state.unit_tokens = started.unit_tokens(self._model.configuration.block_size)
 
@@ -197,7 +200,7 @@ class RecordedChunks:
     def _finished(self, event: e.RequestFinished) -> None:
         """Replace facts from before the last reset about unsaved chunks that the request has computed."""
         state, life = self._state(), self._moment.life
-        if life is None or not state.reset_at:
+        if life is None or not state.reset_at or not state.is_recorder:
             return
         computed = life.keys[: max(0, num_intact_tokens(event)) // self._chunk_size]
         self._chunks().known_again(computed, state.reset_at, self._moment.sequence, life)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lifecycle_driver import Driver, play_seed
+from lifecycle_driver import Driver, keys_of, play_seed
 from lifecycle_driver.concerned import CORE, check_reasons, check_stories, differences_of
 
 from kvledger.adapters.tools.logs.totals import LogTotals
@@ -144,3 +144,25 @@ def test_no_event_makes_the_accounts_fail(events: list[e.Event], gap: int) -> No
     assert differences_of(accounts.sums()) == []
     for story in (*ended, *accounts.histories):
         assert differences_of(story.sums) == []
+
+
+def test_an_unsaved_chunk_is_proven_by_its_key_also_after_a_reset() -> None:
+    """Incident: world 801384. Of kvledger's own log, the end of the request that had computed it was named instead."""
+    driver = Driver()
+    driver.start("a", keys_of("a", 2), 32, (1, 2))
+    driver.reset()
+    driver.step(("a", 32, 1, 33))
+    driver.finish("a", 33, 34)
+    driver.arrive("b", 33, keys_of("a", 2))
+    driver.lookup("b", 0, 33)
+    driver.allocate("b", (3, 4, 5))
+    driver.step(("b", 0, 33, 33))
+    driver.ledger.commit()
+    *_, story = check_stories(driver.events(), driver.configuration)
+    (observed,) = (
+        sequence
+        for sequence, event in driver.events()
+        if isinstance(event, e.ChunkKeysObserved) and event.request_id == "a"
+    )
+    (unsaved,) = (span for span in story.lookups[0].spans if span.reason is Reason.UNSAVED)
+    assert unsaved.evidence == (observed,)
