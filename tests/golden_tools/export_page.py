@@ -165,7 +165,7 @@ EVENTS = [
 FIGURES = [
     "requests in this part 2: 1 FINISHED_STOPPED, 1 running",
     # 0 + 42 + 32.
-    "lookups 3 answered; 74 tokens offered",
+    "lookups 3 answered, repeats included; 74 tokens offered",
     "preempted 1 time; tokens recovered 42, retained 0, recomputed 0",
     # 2560 B in 2.5 ms, 1536 B in 2 ms.
     "saved 2 chunks, 2.5 KiB in 2.5 ms (1000.0 KiB/s)",

@@ -21,7 +21,7 @@ LIST = [
     "end closed; 1 request was open",
     "requests 3: 1 FINISHED_STOPPED, 1 FINISHED_ABORTED, 1 running",
     # Answers: events 4, 10, 29, 31, 51. Two of them offer 74 tokens.
-    "lookups 5 answered; 148 tokens offered",
+    "lookups 5 answered, repeats included; 148 tokens offered",
     # 74 tokens had been computed, and 74 are loaded.
     "preempted 1 time; tokens recovered 74, retained 0, recomputed 0",
     # Saves 1, 2 and 5 of a chunk each, 1024 B; the tail has 512 B: 3584 B in 4 x 0.5 ms are 1,792,000 B/s.

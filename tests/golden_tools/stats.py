@@ -42,7 +42,7 @@ TEXT = [
     # The second life of `a`, and `b`.
     "end closed; 2 requests were open",
     # Answers: 4, 15, 28, 39, 48, 65. They offer 56 and 64.
-    "lookups 6 answered, 1 deferral; 120 tokens offered",
+    "lookups 6 answered, repeats included, 1 deferral; 120 tokens offered",
     # `a` had 72 tokens: 16 are still there and 56 are loaded. `b` had 50.
     "preempted 2 times; tokens recovered 56, retained 16, recomputed 50",
     # Saves 1 and 5 of two chunks, 4 of one, the tail of none: 2048 + 512 + 1024 + 2048 = 5632 B, 1,408,000 B/s.

@@ -30,8 +30,8 @@ _COLUMNS = {
 }
 _ENDS = {
     HowEnded.CLOSED: "closed",
-    HowEnded.CUT_OFF: "killed",
-    HowEnded.OPEN: "still written",
+    HowEnded.CUT_OFF: "cut off",
+    HowEnded.OPEN: "open",
     HowEnded.UNKNOWN: "not known",
 }
 

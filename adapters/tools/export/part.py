@@ -50,8 +50,8 @@ _VERDICTS = {
 }
 _ENDINGS = {
     HowEnded.CLOSED: ("closed", "plain"),
-    HowEnded.CUT_OFF: ("killed", "warn"),
-    HowEnded.OPEN: ("still written", "plain"),
+    HowEnded.CUT_OFF: ("cut off", "warn"),
+    HowEnded.OPEN: ("open", "plain"),
     HowEnded.UNKNOWN: ("end not known", "warn"),
 }
 

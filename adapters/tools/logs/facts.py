@@ -44,9 +44,10 @@ UNKNOWN_TOTALS = "not known: the snapshot from which the log begins has no total
 
 def figures_in_words(figures: Figures, *, has_own_copies: bool, num_deferrals: int | None = None) -> dict[str, str]:
     """Return what the cache did. Of another connector's copies only loaded tokens are counted."""
+    offered = f"{plural(figures.num_tokens_offered, 'token')} offered"
     deferred = "" if num_deferrals is None else f", {plural(num_deferrals, 'deferral')}"
     lines = {
-        "lookups": f"{figures.num_lookups} answered{deferred}; {plural(figures.num_tokens_offered, 'token')} offered",
+        "lookups": f"{figures.num_lookups} answered, repeats included{deferred}; {offered}",
         "preempted": f"{plural(figures.num_preemptions, 'time')}; tokens recovered {figures.num_tokens_recovered}, "
         f"retained {figures.num_tokens_retained}, recomputed {figures.num_tokens_recomputed}",
     }

@@ -55,7 +55,7 @@ def test_logs_are_listed_the_newest_first_with_how_each_ended(run: Any, logs: Pa
         ("beheaded", "end missing, closed"),
         ("closed", "closed"),
         ("damaged", "damaged, end missing, closed"),
-        ("killed", "killed"),
+        ("killed", "cut off"),
         ("unreadable", "unreadable"),
     ]
     opened = [line[heading.index("opened") :][:19] for line in lines if not line.startswith("unreadable")]
@@ -78,7 +78,7 @@ def test_a_listed_log_says_what_is_in_it(run: Any, logs: Path, story: Driver) ->
 def test_a_log_whose_disk_is_full_is_told_from_one_that_is_written(run: Any, log: Path) -> None:
     """Its writer lives, and what it was told last is not on the disk."""
     store = BacklogEventStore(reopened(log))
-    assert run("ls", log).out.endswith("  still written\n")
+    assert run("ls", log).out.endswith("  open\n")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     num_bytes = next(log.glob("*.kvlog")).stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))  # as if the disk were full
@@ -90,7 +90,7 @@ def test_a_log_whose_disk_is_full_is_told_from_one_that_is_written(run: Any, log
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         store.close()
-    assert while_full.out.endswith("  still written, events wait for the disk\n")
+    assert while_full.out.endswith("  open, events wait for the disk\n")
     assert "could not be written: [Errno 27] File too large; they may still be written" in listed["detail"]
     assert run("ls", log).out.endswith("  closed\n")
 
