@@ -270,7 +270,7 @@ def _decode_block(descriptor: int, at: int) -> _Piece | str:
         return f"are {len(data)} bytes, too few for a block header"
     marker, header_crc, offset, num_bytes, num_stored, crc = _HEADER.unpack(data)
     if marker != _MARKER or header_crc != crc32c(data[_CRC_COVERS_FROM:]):
-        return "is no intact block header"
+        return "is not an intact block header"
     if num_bytes > MAX_BLOCK_BYTES or offset > _MAX_OFFSET:
         return f"is a block that states {num_bytes} bytes from offset {offset} on, over the limit; not expanded"
     if num_stored > num_bytes + (num_bytes >> 9) + 64:  # more than zlib makes of so many

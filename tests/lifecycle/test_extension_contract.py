@@ -27,9 +27,9 @@ class Remembers(StarvingRequests):
         super().__init__()
         self._num_said = 0
 
-    def _said(self, event: e.ExtensionDecided, sequence: int) -> None:
+    def _starves(self, event: e.ExtensionDecided, sequence: int) -> None:
         self._num_said += 1
-        super()._said(event, sequence)
+        super()._starves(event, sequence)
         self.state.starving[event.ordinal] += str(self._num_said)
 
 

@@ -410,7 +410,7 @@ def test_events_of_a_newer_version_are_refused_or_skipped_and_counted(run: Any, 
     store.close()
     refused = run("verify", tmp_path / "log")
     assert refused.exit_code == 2
-    assert "request.priority_changed version 1, this kvledger knows no version" in refused.err
+    assert "request.priority_changed version 1, but this kvledger knows no version" in refused.err
     assert "kvledger 9.9" in refused.err
     assert "--lenient" in refused.err
     lenient = run("verify", "--lenient", tmp_path / "log")

@@ -278,8 +278,8 @@ def test_nobody_at_the_endpoint_is_a_reason_to_try_again(run: Any, log: Path) ->
         (401, ExitCode.REFUSED, "OTEL_EXPORTER_OTLP_HEADERS"),
         (404, ExitCode.REFUSED, "receiver for OTLP over HTTP"),
         (301, ExitCode.REFUSED, "receiver for OTLP over HTTP"),
-        (503, ExitCode.TRY_AGAIN, "again"),
-        (500, ExitCode.TRY_AGAIN, "again"),
+        (503, ExitCode.TRY_AGAIN, "; repeat the command: it sends the same spans"),
+        (500, ExitCode.TRY_AGAIN, "; repeat the command: it sends the same spans"),
     ],
 )
 def test_an_endpoint_that_does_not_take_them_is_named(
@@ -338,7 +338,7 @@ def test_a_log_that_does_not_know_when_it_was_opened_is_refused(run: Any, story:
     result = run("export", log, "--otlp", "-")
     assert result.exit_code == ExitCode.USAGE
     assert str(log) in result.err
-    assert "opened" in result.err
+    assert "its header has no opening time" in result.err
 
 
 def test_where_it_goes_is_said_once(run: Any, log: Path) -> None:
