@@ -31,7 +31,7 @@ from kvledger.lifecycle.events import (
 )
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.machine import Tables
-from kvledger.lifecycle.projections.base import NOBODY, Before, Fold, Projection, Subject
+from kvledger.lifecycle.projections.base import NO_SUBJECT, Before, Fold, Projection, Subject
 from kvledger.lifecycle.projections.costs import TokenCosts
 from kvledger.lifecycle.projections.extensions import Extensions
 from kvledger.lifecycle.projections.jobs import Jobs
@@ -172,7 +172,7 @@ class Projections:
         def decided(event: RequestDecision) -> Subject:
             request = tracker.of(event.ordinal)
             if request is None:
-                return NOBODY
+                return NO_SUBJECT
             current = request if request.generation == event.generation else None
             return Subject(request, current, only_trigger or trigger_of(event))
 
@@ -199,7 +199,7 @@ class Projections:
             return decided
         if issubclass(event_class, RequestEvent):
             return observed
-        return self._scheduled if event_class is StepScheduled else lambda _event: NOBODY
+        return self._scheduled if event_class is StepScheduled else lambda _event: NO_SUBJECT
 
     def _scheduled(self, step: StepScheduled) -> Subject:
         # A step concerns many requests, so each row is checked separately.
@@ -209,7 +209,7 @@ class Projections:
             record = record_of(row[0])
             if record is not None and (record.state, record.blocks) not in legal:
                 refused[row[0]] = before_of(record)
-        return Subject(refused_rows=refused) if refused else NOBODY
+        return Subject(refused_rows=refused) if refused else NO_SUBJECT
 
     # --- folds ---------------------------------------------------------------------------------
 

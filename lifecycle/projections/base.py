@@ -53,7 +53,7 @@ class Subject(msgspec.Struct, frozen=True, gc=False):
     """The copy that the event settles; None if that copy is not in flight, and for other events."""
 
 
-NOBODY = Subject()
+NO_SUBJECT = Subject()
 
 
 class Projection:

@@ -65,11 +65,19 @@ class Answers:
 
     def promised(self, key: bytes) -> Iterator[tuple[str, int]]:
         """Yield (request id, event) of each pending answer that promises the chunk."""
-        return ((who, answer.sequence) for who, answer in self._pending.items() if key in answer.promised.key_set)
+        return (
+            (request_id, answer.sequence)
+            for request_id, answer in self._pending.items()
+            if key in answer.promised.key_set
+        )
 
     def waited_for(self, key: bytes) -> Iterator[tuple[str, int]]:
         """Yield (request id, event) of each preemption after which the request waits for the chunk."""
-        return ((who, sequence) for who, (prefix, sequence) in self._waited_for.items() if key in prefix.key_set)
+        return (
+            (request_id, sequence)
+            for request_id, (prefix, sequence) in self._waited_for.items()
+            if key in prefix.key_set
+        )
 
     def prefixes(self) -> Iterator[Prefix]:
         """Yield what is promised or waited for."""
@@ -83,12 +91,19 @@ class Answers:
             return answer.sequence, answer.event, chains.stored(answer.promised)
 
         return StoredAnswers(
-            {who: as_stored(answer) for who, answer in self._pending.items()},
+            {request_id: as_stored(answer) for request_id, answer in self._pending.items()},
             {
-                who: (each.sequence, None if each.answer is None else as_stored(each.answer), each.num_external_tokens)
-                for who, each in self._allocations.items()
+                request_id: (
+                    each.sequence,
+                    None if each.answer is None else as_stored(each.answer),
+                    each.num_external_tokens,
+                )
+                for request_id, each in self._allocations.items()
             },
-            {who: (chains.stored(prefix), sequence) for who, (prefix, sequence) in self._waited_for.items()},
+            {
+                request_id: (chains.stored(prefix), sequence)
+                for request_id, (prefix, sequence) in self._waited_for.items()
+            },
         )
 
     def resume(self, stored: StoredAnswers, chains: Chains) -> None:
@@ -97,12 +112,14 @@ class Answers:
         def answer(each: _StoredAnswer) -> Answer:
             return Answer(each[0], each[1], chains.prefix(each[2]))
 
-        self._pending.update((who, answer(each)) for who, each in stored.pending.items())
+        self._pending.update((request_id, answer(each)) for request_id, each in stored.pending.items())
         self._allocations.update(
-            (who, Allocation(sequence, None if claimed is None else answer(claimed), num_tokens))
-            for who, (sequence, claimed, num_tokens) in stored.allocations.items()
+            (request_id, Allocation(sequence, None if claimed is None else answer(claimed), num_tokens))
+            for request_id, (sequence, claimed, num_tokens) in stored.allocations.items()
         )
-        self._waited_for.update((who, (chains.prefix(each), at)) for who, (each, at) in stored.waited_for.items())
+        self._waited_for.update(
+            (request_id, (chains.prefix(each), at)) for request_id, (each, at) in stored.waited_for.items()
+        )
 
     def lost(self) -> None:
         """Forget what is promised and waited for, because events are missing."""

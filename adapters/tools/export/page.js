@@ -3,13 +3,13 @@
   const timeline = document.querySelector(".timeline");
   const lanes = timeline?.querySelector(".lanes");
   const bar = document.querySelector(".zoom");
-  const levels = [1, 4, 16, 64, 256];
+  const levels = [1, 4, 16, 64];
   const labelWidth = () => lanes.querySelector(".label").getBoundingClientRect().width;
   const windowWidth = () => timeline.clientWidth - labelWidth();
   let zoom = 1;
   // Zooms and scrolls so that the moment at `share` of the axis is `x` pixels right of the labels.
   const show = (newZoom, share, x) => {
-    zoom = Math.min(Math.max(newZoom, 1), levels.at(-1) * 2);
+    zoom = Math.min(Math.max(newZoom, 1), levels.at(-1) * 8);
     lanes.style.setProperty("--zoom", zoom);
     const level = levels.findLast((each) => each <= zoom * 1.01);
     if (level > 1) lanes.dataset.ticks = level; else delete lanes.dataset.ticks;

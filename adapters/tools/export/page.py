@@ -33,7 +33,7 @@ from kvledger.adapters.tools.logs.visible import visible
 from kvledger.adapters.tools.reasons import BY_DESIGN, Sums
 from kvledger.adapters.units import duration, event_range, milliseconds, plural, ranges, size
 
-_ZOOMS = (1, 4, 16, 64, 256)
+_ZOOMS = (1, 4, 16, 64)
 """Widths of the time axis, in widths of its window, that have labels of their own."""
 _MAX_TIMELINES = 60
 """Requests that are shown event by event."""
