@@ -10,7 +10,7 @@ from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import Core, RequestState
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.base import NOBODY
+from kvledger.lifecycle.projections.base import NO_SUBJECT
 
 
 def count(driver: Driver, request_id: str) -> int:
@@ -133,7 +133,7 @@ def test_every_observation_that_has_a_time_is_the_time_of_what_it_moves(event_cl
     """`replay` gave a request that an observed block table had moved the time of an older event."""
     tracker = Driver().projections.tracker
     event = event_class(**{**example_values(event_class), "time_ns": 77})
-    tracker.folds()[event_class](event, 1, NOBODY)
+    tracker.folds()[event_class](event, 1, NO_SUBJECT)
     assert tracker.time_ns == 77
 
 
@@ -173,9 +173,9 @@ def test_events_of_unknown_requests_leave_no_trace() -> None:
     before = msgspec.msgpack.encode(tracker.state)
     for event_class, fold in tracker.folds().items():
         if event_class in Core.standard().tables.request_events and event_class is not e.RequestArrived:
-            fold(event_class(**example_values(event_class)), 1, NOBODY)
+            fold(event_class(**example_values(event_class)), 1, NO_SUBJECT)
     tracker.folds()[e.StepScheduled](
-        e.StepScheduled(0, 1, ((9, 0, 1, 1),), (9,), ((9, (1,)),), (e.SettledTokens(9, 0, 1),), 5), 1, NOBODY
+        e.StepScheduled(0, 1, ((9, 0, 1, 1),), (9,), ((9, (1,)),), (e.SettledTokens(9, 0, 1),), 5), 1, NO_SUBJECT
     )
     tracker.state.computed.num_steps = tracker.state.time_ns = tracker.unfilled.num_failures = 0
     assert msgspec.msgpack.encode(tracker.state) == before
