@@ -366,7 +366,7 @@ class CacheReset(Event, frozen=True, tag=12):
 class HookFailed(Event, frozen=True, tag=13):
     """A hook of kvledger raised. vLLM got a safe answer instead.
 
-    An empty `request_id` means the whole step, and every request that holds blocks.
+    If `request_id` is empty, the failure affects the whole step and every request that holds blocks.
     """
 
     hook: str

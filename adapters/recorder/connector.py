@@ -187,7 +187,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     # --- both sides ------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Bind a step's metadata to both connectors: vLLM asks the recorder whether it has any."""
+        """Bind a step's metadata to both connectors, because vLLM checks the recorder for metadata."""
         super().bind_connector_metadata(connector_metadata)
         if self.digests is not None:
             self.digests.step_begins(connector_metadata)

@@ -539,7 +539,7 @@ class Edge:
         self.journal.ledger.on_recorded = None
         what = type(error).__name__
         messages.error(
-            "kvledger no longer compares what its hooks return with the log, because a comparison failed; report this "
+            "the answers of hooks are no longer compared with the log, because a comparison failed; report this "
             "with the log",
             error=what,
         )

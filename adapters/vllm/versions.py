@@ -410,7 +410,7 @@ def uses_speculation(vllm_config: VllmConfig) -> bool:
 
 
 def supports_async_saves(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """Whether asynchronous saves slow no step down: on CUDA, unless new blocks are zeroed."""
+    """Whether saves can run without slowing steps. True on CUDA, unless vLLM zeroes new blocks."""
     return vllm_config.device_config.device_type == "cuda" and not zeroes_new_blocks(kv_cache_config)
 
 

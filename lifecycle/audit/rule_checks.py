@@ -18,7 +18,8 @@ class RuleChecks:
     Args:
         model: in its state before the first event.
         checkers: makers of the checkers, which look at each event in this order.
-        begins_late: whether the audit begins in the middle of a log. The model then knows what came before.
+        begins_late: whether the audit begins in the middle of a log. `model` must then contain the state from
+            the earlier events.
     """
 
     def __init__(self, model: AuditModel, checkers: Iterable[MakeChecker], *, begins_late: bool = False) -> None:

@@ -41,7 +41,7 @@ class Subject(msgspec.Struct, frozen=True, gc=False):
     trigger: str = ""
     """The event's name in the transition tables; empty if there is no request."""
     before: Before | None = None
-    """The request's states before the event; None for decisions."""
+    """State and blocks of the request just before the event; None for decisions."""
     is_refused: bool = False
     """Whether the request's states refuse the observation; also if the event can be refused and the request is unknown.
 

@@ -37,7 +37,7 @@ _MAX_PAUSE_SECONDS: Final = 5.0
 
 @attrs.define(eq=False)
 class _Waiting:
-    """A frame that is not written yet; without a payload it is a gap."""
+    """A frame that is not written yet. Without a payload it is a placeholder for frames that were dropped."""
 
     first_sequence: int
     num_events: int

@@ -215,7 +215,7 @@ def _chosen(recording: Recording, wanted: Wanted, output: Output) -> Chosen:
 
 @attrs.frozen
 class _Written:
-    """Both files, and the results of the test."""
+    """The generated test and its log, and the results of running the test."""
 
     about: Description
     reduced: Reduced

@@ -156,7 +156,7 @@ class HookRun(Run):
         return tuple(block_id for incarnation in incarnations for block_id in incarnation.block_ids)
 
     def _before_step(self) -> None:
-        """Make the calls before a step that are not in the recording."""
+        """Make the calls that precede a step but were not recorded."""
 
     def _output(self, call: HookCall, main: Any) -> None:  # noqa: ANN401 -- of several kinds
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """Reconstructs what vLLM's scheduler must have known about its requests from what the connector observed.
 
-Some counts are in no event: known tokens between two events, and tokens in flight. They are estimated, and corrected by
-every event that has more. The module depends on events only.
+Some counts are in no event: known tokens between two events, and tokens in flight. They are estimated, and raised
+whenever an event shows a higher count. The module depends on events only.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class ChunkComplete(RuleOfCopies):
         self._speculates = False
 
     def begins(self, begun: Begun) -> None:
-        """Check that the tokens of its blocks are computed."""
+        """Check, when a save begins, that every token in its blocks has been computed."""
         table = self._table_of(begun)
         if table is None:
             return

@@ -29,7 +29,7 @@ class RequestNotFound(Error):
 
 
 class RequestAmbiguous(Error):
-    """Several ids have the given part, or several logs have the id."""
+    """Several request ids contain the given text, or several logs contain the id."""
 
 
 _OPTIONS_AS_ARGUMENTS = {"--lenient": "lenient=True"}

@@ -155,7 +155,7 @@ class Reading:
     request: Annotated[str | None, Parameter(help="a request id or a unique part of it")] = None
     newest: Annotated[
         bool,
-        Parameter(help="of a directory of logs, read only the scheduler's log of the newest engine start"),
+        Parameter(help="in a directory of logs, read just the scheduler's log of the newest engine start"),
     ] = attrs.field(default=False, kw_only=True)
     mirror: Annotated[Path | None, Parameter(metavar="DIR", help="directory for the copies of a stream's logs")] = (
         attrs.field(default=None, kw_only=True)

@@ -182,7 +182,7 @@ class Sink:
         """Called when a request arrives or enters a state or generation, a copy is issued, or a call is made."""
 
     def ended(self, span: Span) -> None:
-        """Called when a span or the log ends; for a request, its states end first."""
+        """Called when a span or the log ends. The spans of a request's states end before the request's own span."""
 
     def happened(self, instant: Instant) -> None:
         """Called with an instant."""

@@ -219,8 +219,9 @@ def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
 def _assigned(schedulers: Iterable[_Log], workers: Iterable[_Log]) -> Iterator[tuple[_Log, list[_Log]]]:
     """Yield each scheduler's log with the logs of its workers: at most one of each rank, and no log twice.
 
-    Engine id and connector must be equal. A configured id is the same at every start: then a worker belongs to the
-    scheduler of its own process, or else to the first one that was opened after it.
+    A worker's log has the same engine id and connector as its scheduler's. An id from the configuration does not change
+    at a restart. So a worker's log belongs to the scheduler of its own process or, if there is none, to the first
+    scheduler's log that was opened after it.
     """
     schedulers = list(schedulers)
     pairs = []
