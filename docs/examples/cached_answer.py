@@ -16,7 +16,7 @@ import msgspec
 
 from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, Turn, handlers, log_header
 from kvledger.lifecycle import events as e
-from kvledger.storage.events import SegmentEventStore
+from kvledger.storage.events import LogError, SegmentEventStore
 
 REQUEST = "cmpl-bench-16-0"
 MS = 1_000_000
@@ -88,4 +88,7 @@ def write_log(log_dir: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(write_log(Path(sys.argv[1])))
+    try:
+        print(write_log(Path(sys.argv[1])))
+    except LogError as error:  # as when the folder holds a log already
+        sys.exit(str(error))
