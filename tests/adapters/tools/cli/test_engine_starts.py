@@ -121,7 +121,7 @@ def test_a_start_that_left_only_logs_of_workers_is_the_newest_and_is_named_so(ru
     assert "the log of this engine's scheduler, which has the requests, is not in the same directory" in result.out
     repro = run("repro", failed)
     assert repro.exit_code == 64
-    assert "its start failed before the scheduler was made" in repro.err
+    assert "the start failed before the scheduler was created" in repro.err
     assert (
         f"give the scheduler's log: {write.log_dir / 'scheduler'}"
         in run("repro", failed.parent / "worker-of-first").err
