@@ -115,16 +115,9 @@ class Ledger:
         A corrupt ledger decides nothing. It records the event and folds it into `projections.owed` only.
 
         Raises:
-            ValueError: a request arrives with another ordinal than `next_ordinal`. Nothing is recorded.
             LedgerCorrupt: a projection failed during this call. The events stay and will be committed; the error
                 contains the decisions among them.
         """
-        if type(event) is e.RequestArrived and event.ordinal != self.next_ordinal:
-            message = (
-                f"{event.request_id} arrives with ordinal {event.ordinal}, but the next request of this log has "
-                f"ordinal {self.next_ordinal}; pass ledger.next_ordinal"
-            )
-            raise ValueError(message)
         if self._corrupt is not None:
             sequence = self.next_sequence
             self.next_sequence = sequence + 1

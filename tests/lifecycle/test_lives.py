@@ -212,19 +212,6 @@ def test_a_quarantine_concerns_a_life_whatever_its_generation(ordinal: int, *, i
     assert (driver.record("a").trust == "quarantined") is is_quarantined
 
 
-def test_a_request_that_arrives_with_another_ordinal_than_the_next_is_refused() -> None:
-    """Two lives with one ordinal would be one for every reader. Nothing is recorded, and the ledger goes on."""
-    driver = Driver()
-    driver.arrive("a", 20)
-    num_events = driver.ledger.next_sequence
-    for ordinal in (0, 2, 99):
-        with pytest.raises(ValueError, match=f"ordinal {ordinal}, but the next request of this log has ordinal 1"):
-            driver.ledger.observe(e.RequestArrived("b", ordinal, 20, 1))
-    assert driver.ledger.next_sequence == num_events
-    driver.arrive("b", 20)
-    assert driver.record("b").ordinal == 1
-
-
 def used_again() -> Driver:
     """Two lives of the id "a", of which the first was lost sight of: it is preempted and waits for what it promised."""
     driver = Driver(chunk_size=16, num_slots=16)
