@@ -64,8 +64,8 @@ class TriesAgain(Watching):
 class FoldsNoDecision(StarvingRequests):
     """Fails when it takes up what its handlers said, half way."""
 
-    def _said(self, event: e.ExtensionDecided, sequence: int) -> None:
-        super()._said(event, sequence)
+    def _starves(self, event: e.ExtensionDecided, sequence: int) -> None:
+        super()._starves(event, sequence)
         raise Broken
 
     def index(self) -> None:

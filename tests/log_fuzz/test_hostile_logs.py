@@ -227,7 +227,13 @@ def _cells(path: Path) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "planted", [b"\x91" * 100_000, b"\x90", -1, 1 << 62, "../../../etc/passwd", 1.5], ids=lambda each: repr(each)[:20]
+    "planted",
+    [
+        b"\x91" * 100_000,
+        "../../../etc/passwd",
+        *(pytest.param(each, marks=pytest.mark.long) for each in (b"\x90", -1, 1 << 62, 1.5)),
+    ],
+    ids=lambda each: repr(each)[:20],
 )
 def test_an_index_that_somebody_planted_does_no_harm(
     read: Reader, planted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
