@@ -91,11 +91,12 @@ class Feed(ObservationVisitor):
         for request_id, decisions in concerning.items():
             text = self._text(observation.event if request_id == own else None, decisions)
             has_answer = any(isinstance(decision, e.LookupAnswered | e.LookupDeferred) for decision in decisions)
-            if text and not (has_answer and self._repeats(request_id, text, observation.sequence)):
-                if not has_answer:
+            events = (observation.event, *decisions)
+            num_broken = sum(isinstance(event, e.InvariantViolated | e.HookFailed) for event in events)
+            is_poll = has_answer and not num_broken  # what is broken is never left out
+            if text and not (is_poll and self._repeats(request_id, text, observation.sequence)):
+                if not is_poll:
                     self._end_polls(request_id)
-                events = (observation.event, *decisions)
-                num_broken = sum(isinstance(event, e.InvariantViolated | e.HookFailed) for event in events)
                 place = observation.sequence, self.moment.time_ns, request_id
                 self._lines.append(Line(*place, *self.paths(request_id), text, num_broken))
 

@@ -45,25 +45,22 @@ def run(
 ) -> ExitCode:
     """Show views until the engine has ended, or until Ctrl-C."""
     once = once or not (output.is_terminal or output.is_json)
-    shown = _newest(log)
+    shown, stored, view = _newest(log), None, None
     try:
         with contextlib.nullcontext() if once or output.is_json else output.screen():
-            while True:
+            while stored is None or shown != stored.path:
                 stored = open_log(shown, composed_core((), ()))
-                view = None
                 for view in _views(stored, output, interval, limit):
                     _show(view, output)
                     if once:
                         break
-                newest = _newest(log)
-                if once or newest == shown:
-                    break
-                shown = newest  # the engine has restarted
+                shown = stored.path if once else _newest(log)  # another one if the engine has restarted
         if not once and not output.is_json and view is not None:
             _show(view, output)
     except KeyboardInterrupt:
         pass
-    output.damage_of(stored)
+    if stored is not None:
+        output.damage_of(stored)
     return ExitCode.SOUND
 
 

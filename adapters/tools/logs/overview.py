@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
 
 import attrs
 
@@ -11,12 +10,11 @@ from kvledger.adapters.tools.logs.describe import describe_core_event
 from kvledger.adapters.tools.logs.totals import LogTotals
 from kvledger.lifecycle import RequestState, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reader import Life, Model, Spent, Visitor
+from kvledger.lifecycle.reader import Model, Spent, Visitor
 
 _NS_PER_S = 1_000_000_000
 RECENT_S = 60
-_WAITING = frozenset({RequestState.NEW})
-_LOST = frozenset({RequestState.PREEMPTED, RequestState.RECOVERING})
+"""Seconds that recent figures cover."""
 
 
 @attrs.frozen
@@ -104,8 +102,8 @@ class Overviews(Visitor[Model]):
             time_ns=now_ns,
             last_sequence=self.moment.sequence,
             num_running=states[RequestState.RUNNING] + states[RequestState.CHUNKED_PREFILL],
-            num_waiting=sum(states[state] for state in _WAITING),
-            num_preempted=sum(states[state] for state in _LOST),
+            num_waiting=states[RequestState.NEW],
+            num_preempted=states[RequestState.PREEMPTED] + states[RequestState.RECOVERING],
             num_finished=self._num_finished,
             num_blocks_held=None if model.layout.has_windows else model.tables.num_held(),
             num_loads=num_loads,
@@ -122,18 +120,16 @@ class Overviews(Visitor[Model]):
         )
 
     def _worst(self, num_worst: int) -> tuple[BadRequest, ...]:
-        lives = [life for life in self.model.lives if life.state is not RequestState.FINISHED]
-        waited: Callable[[Life], int] = lambda life: (  # noqa: E731 -- a key
-            self.model.lives.spent(life).queued_ns + self.model.lives.spent(life).preempted_ns
-        )
-        lives.sort(key=waited, reverse=True)
+        lives = self.model.lives
+        spent = [(lives.spent(life), life) for life in lives if life.state is not RequestState.FINISHED]
+        spent.sort(key=lambda each: each[0].queued_ns + each[0].preempted_ns, reverse=True)
         return tuple(
             BadRequest(
                 life.request_id,
                 life.path,
-                self.model.lives.spent(life),
+                its,
                 life.num_preemptions,
-                max(life.num_tokens, self.model.lives.num_computed_tokens(life)),
+                max(life.num_tokens, lives.num_computed_tokens(life)),
             )
-            for life in lives[:num_worst]
+            for its, life in spent[:num_worst]
         )

@@ -132,6 +132,19 @@ def test_polls_whose_answers_differ_in_numbers_are_two_lines() -> None:
     assert len(asked) == 2
 
 
+def test_a_poll_that_breaks_a_rule_is_never_left_out() -> None:
+    """Each of them is a line of its own, though the answers differ only in numbers."""
+    model = Model(Core.standard().tables, Driver().configuration)
+    feed = Feed(model, Core.standard())
+    events: list[e.Event] = [e.RequestArrived("a", 0, 65, 1)]
+    for time_ns in (2, 3):
+        answer = e.LookupAnswered("a", 0, 0, 0, 65, 0, 0, is_async=False, miss_reason="missing", cause=len(events) + 1)
+        broken = e.InvariantViolated("LOOKUP_PURE", "a", 0, 0, f"answered {time_ns}", len(events) + 1)
+        events += [e.LookupRequested("a", 0, 65, time_ns), answer, broken]
+    Reader(model, [feed]).take([*enumerate(events, 1), (len(events) + 1, e.LogNote("the end", 9))])
+    assert [line.num_broken for line in feed.pop_lines() if line.num_broken] == [1, 1]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_every_breach_and_every_change_of_state_is_printed(seed: int) -> None:
     """What is left out is only what is quiet."""
