@@ -200,7 +200,7 @@ async def find_logs(connection: Connection, log_id: str = "") -> list[LogInStrea
         header = await _first_header(connection, subject)
         try:
             number, last = await last_record(connection, subject)
-        except LogDamaged:
+        except (LogDamaged, LogTooNew):
             number, last = 0, None
         logs.append(LogInStream(whole_id, label, subject, num_messages, header, last, number))
     return sorted(logs, key=lambda log: (_opened_at(log), log.last_stream_sequence))
