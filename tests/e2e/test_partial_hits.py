@@ -107,7 +107,7 @@ def leave_chunked_prefill_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(leave_on))
 
 
-@pytest.mark.parametrize("rope", [None, YARN], ids=["default rope", "yarn"])
+@pytest.mark.parametrize("rope", [None, pytest.param(YARN, marks=pytest.mark.long)], ids=["default rope", "yarn"])
 def test_latent_attention_without_chunked_prefill_gets_no_hit(rope: dict[str, Any] | None, tmp_path: Path) -> None:
     """VLLM turns chunked prefill and prefix caching off for MLA on a CPU without AMX, and asked the connector all the
     same: with 64 of 144 tokens loaded three of four outputs differed, and the log was sound.
@@ -128,7 +128,7 @@ def test_latent_attention_reads_a_loaded_prefix(tmp_path: Path) -> None:
     assert num_loaded(log) == [NUM_SHARED] * 3
 
 
-@pytest.mark.parametrize("rotates_right", [False, True])
+@pytest.mark.parametrize("rotates_right", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_model_that_the_kernel_for_cpu_rotates_by_row_gets_no_hit(
     rotates_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +145,11 @@ def test_a_model_that_the_kernel_for_cpu_rotates_by_row_gets_no_hit(
     assert all("rotary kernel for CPU rotates a token of this model by its place in the batch" in why for why in found)
 
 
-@pytest.mark.parametrize("more", [{}, {"enable_chunked_prefill": False}], ids=["prefix caching", "chunked prefill too"])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param({}, marks=pytest.mark.long), {"enable_chunked_prefill": False}],
+    ids=["prefix caching", "chunked prefill too"],
+)
 def test_an_operator_who_switches_prefix_caching_off_still_gets_hits(
     more: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
@@ -155,7 +159,9 @@ def test_an_operator_who_switches_prefix_caching_off_still_gets_hits(
     assert num_loaded(log) == [NUM_SHARED] * 3
 
 
-@pytest.mark.parametrize(("pooling", "is_served"), [("MEAN", False), ("CLS", False), ("LAST", True)])
+@pytest.mark.parametrize(
+    ("pooling", "is_served"), [("MEAN", False), pytest.param("CLS", False, marks=pytest.mark.long), ("LAST", True)]
+)
 def test_a_pooled_result_is_over_every_token_of_the_prompt(
     pooling: str, is_served: bool, model: Path, tmp_path: Path
 ) -> None:

@@ -62,7 +62,7 @@ def engine_with_embeds(
         cleanup_dist_env_and_memory()
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+@pytest.mark.parametrize("enable_prefix_caching", [pytest.param(False, marks=pytest.mark.long), True])
 def test_each_placement_of_embeddings_gets_its_own_answer(
     model: Path, tmp_path: Path, *, enable_prefix_caching: bool
 ) -> None:

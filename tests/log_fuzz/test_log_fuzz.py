@@ -13,7 +13,7 @@ from log_fuzz.seeds import told
 
 pytestmark = pytest.mark.xdist_group("log_fuzz")
 
-NUM_CASES, NUM_SHORT = 2400, 60
+NUM_CASES, NUM_SHORT = 2400, 30
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def test_every_command_is_run_here_or_it_is_said_why_not() -> None:
     assert {*LINES, *NOT_READING} == {*COMMANDS}
 
 
-@pytest.mark.parametrize("share", [8, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
+@pytest.mark.parametrize("share", [16, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 @pytest.mark.parametrize("plant", [*IN_MSGPACK, *IN_JSON], ids=lambda plant: plant.__name__)
 def test_foreign_bytes_end_in_a_stated_exit_code(
     plant: Callable[[Path, bytes], None],

@@ -321,7 +321,9 @@ def test_retiring_works_on_a_full_disk_and_does_what_the_dry_run_said(tmp_path: 
     run_on_small_disk(disk, 1 << 18, look)
 
 
-@pytest.mark.parametrize("moment", ["before", "middle", "after"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("before", marks=pytest.mark.long), "middle", pytest.param("after", marks=pytest.mark.long)]
+)
 def test_a_process_killed_while_it_retires_on_a_full_disk_leaves_no_damage(tmp_path: Path, moment: Moment) -> None:
     """The record is in the room that was reserved for it, before the segment is gone; also of a log that vanishes."""
     disk, whole = tmp_path / "disk", _closed(tmp_path / "whole", 40)

@@ -70,7 +70,7 @@ def answers(run: Any, log: Path, request_ids: list[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 6))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 def test_an_index_changes_no_answer(run: Any, tmp_path: Path, request: Any, seed: int) -> None:
     """Of the whole log, of every request in it, between any two moments."""
     log, driver = walked(tmp_path / "log", seed)
@@ -157,7 +157,7 @@ def tokens_needed(run: Any, log: Path, request_ids: list[str]) -> list[list[int]
     return [[total["num_tokens_needed"] for total in its] for its in totals]
 
 
-@pytest.mark.parametrize("seed", [4, 7, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 14))])
+@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(7, 14))])
 def test_an_index_goes_on_where_the_oldest_segments_were_retired(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any, seed: int
 ) -> None:

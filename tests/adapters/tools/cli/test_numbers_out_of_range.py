@@ -271,7 +271,7 @@ CONFIGURATIONS: dict[str, LedgerConfiguration] = {
 }
 
 
-@pytest.mark.parametrize("many", [1, 2, 2**31 - 1], ids=str)
+@pytest.mark.parametrize("many", [1, pytest.param(2, marks=pytest.mark.long), 2**31 - 1], ids=str)
 def test_no_reader_makes_anything_for_each_slot_rank_group_or_chunk_of_a_configuration(
     many: int, tmp_path: Path
 ) -> None:
