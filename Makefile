@@ -29,7 +29,7 @@ demo: setup ## watch a preempted request recover, and read its log
 setup: ## create .venv from the lock and install kvledger in it
 	@requirements/install.sh
 
-test: setup ## run the tests that a change needs, ten to twenty minutes on two cores (ARGS="-k name" passes options to pytest)
+test: setup ## run the tests that a change needs, half an hour on two cores (ARGS="-k name" passes options to pytest)
 	@requirements/browser.sh
 	@requirements/debian.sh nats-server "log shipping"
 	@requirements/debian.sh prometheus "metrics and alerts"
