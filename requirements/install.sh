@@ -130,6 +130,8 @@ install_kvledger() {
 
 lock_stamp=$(stamp_of requirements/lock.txt)
 kvledger_stamp=$(stamp_of pyproject.toml setup.py)
+# `pip install .` in .venv puts a copy in the place of the checkout.
+compgen -G "$venv/lib/python3*/site-packages/kvledger/lifecycle" > /dev/null && rm -f "$stamps/kvledger"
 if stamp_is_current lock "$lock_stamp" && stamp_is_current kvledger "$kvledger_stamp"; then
     exit 0
 fi
