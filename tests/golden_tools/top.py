@@ -29,8 +29,10 @@ OVERVIEW = {
     "num_tokens_queried": 361,
     # 56 for `a` at 30 ms, 64 for `c`.
     "num_tokens_hit": 120,
-    "num_recently_queried": 0,  # there is one view only
-    "num_recently_hit": 0,
+    # All is recent: the log is 120 ms long.
+    "num_recently_queried": 361,
+    "num_recently_hit": 120,
+    "recent_ns": 120 * MS,
     "num_violations": 0,
     "num_hook_failures": 0,
     "last_fault": "",

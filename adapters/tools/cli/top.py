@@ -22,7 +22,7 @@ from kvledger.adapters.tools.cli.output import Output, Written
 from kvledger.adapters.tools.exit_codes import ExitCode
 from kvledger.adapters.tools.logs.ending import ending_text
 from kvledger.adapters.tools.logs.log import StoredLog, open_log
-from kvledger.adapters.tools.logs.overview import RECENT_S, Overview, Overviews
+from kvledger.adapters.tools.logs.overview import Overview, Overviews
 from kvledger.adapters.tools.logs.reading import begin_model, begin_totals, take_batch
 from kvledger.adapters.tools.logs.sources import engine_starts, find_logs
 from kvledger.adapters.tools.logs.visible import visible
@@ -141,7 +141,7 @@ def _lines(view: _View) -> dict[str, tuple[str, str]]:
         "log": _log_line(view, num_open),
         "requests": (requests + finished, "yellow" if overview.num_preempted else ""),
         "blocks": (_blocks(overview, log.num_device_blocks), ""),
-        "hit rate": (f"last {RECENT_S} s: {recently}; since the start: {in_all}", ""),
+        "hit rate": (f"last {-(-overview.recent_ns // _NS_PER_S)} s: {recently}; since the start: {in_all}", ""),
         "copies": (_copies(overview), ""),
         "faults": (f"{faults} recorded{last}" if num_faults else "none recorded", "red" if num_faults else ""),
     }

@@ -51,8 +51,10 @@ class Overview:
     """Tokens of admissions beyond vLLM's own prefix hit, since the log was opened."""
     num_tokens_hit: int
     num_recently_queried: int
-    """The same since the newest overview that is a minute old, or since the first one."""
+    """The same in the last `recent_ns`."""
     num_recently_hit: int
+    recent_ns: int
+    """`RECENT_S`, or less: the log, or what was read of it behind a snapshot, is younger."""
     num_violations: int
     num_hook_failures: int
     last_fault: str
@@ -76,12 +78,27 @@ class Overviews(Visitor[Model]):
         self._totals = totals
         self._num_finished = 0
         self._last_fault = ""
-        self._queried: deque[tuple[int, int, int]] = deque()
-        """(time, tokens queried, tokens hit), the newest last."""
+        self._admitted: deque[tuple[int, int, int]] = deque()
+        """(time, tokens queried, tokens hit) before the first event and after each admission, the newest last. The
+        first is the newest that is not recent, if there is such a one."""
+        self._note_figures()
 
     @on(e.RequestFinished)
     def _finished(self, _event: e.RequestFinished) -> None:
         self._num_finished += not self.moment.is_refused
+
+    @on(e.BlocksAllocated)
+    def _allocated(self, _event: e.BlocksAllocated) -> None:
+        self._note_figures()
+
+    def _note_figures(self) -> None:
+        now_ns, figures = self.moment.time_ns, self._totals.figures
+        self._admitted.append((now_ns, figures.num_tokens_queried, figures.num_tokens_hit))
+        self._forget_before(now_ns - RECENT_S * _NS_PER_S)
+
+    def _forget_before(self, time_ns: int) -> None:
+        while len(self._admitted) > 1 and self._admitted[1][0] <= time_ns:
+            self._admitted.popleft()
 
     @on(e.InvariantViolated, e.HookFailed)
     def _failed(self, event: e.InvariantViolated | e.HookFailed) -> None:
@@ -94,10 +111,8 @@ class Overviews(Visitor[Model]):
         copies = [copy for _, copy in model.copies]
         num_loads = sum(copy.is_load for copy in copies)
         now_ns = self.moment.time_ns
-        self._queried.append((now_ns, figures.num_tokens_queried, figures.num_tokens_hit))
-        while len(self._queried) > 1 and self._queried[1][0] <= now_ns - RECENT_S * _NS_PER_S:
-            self._queried.popleft()
-        _, queried_before, hit_before = self._queried[0]
+        self._forget_before(now_ns - RECENT_S * _NS_PER_S)
+        since_ns, queried_before, hit_before = self._admitted[0]
         return Overview(
             time_ns=now_ns,
             last_sequence=self.moment.sequence,
@@ -113,6 +128,7 @@ class Overviews(Visitor[Model]):
             num_tokens_hit=figures.num_tokens_hit,
             num_recently_queried=figures.num_tokens_queried - queried_before,
             num_recently_hit=figures.num_tokens_hit - hit_before,
+            recent_ns=min(now_ns - since_ns, RECENT_S * _NS_PER_S),
             num_violations=figures.num_violations,
             num_hook_failures=figures.num_hook_failures,
             last_fault=self._last_fault,

@@ -96,16 +96,33 @@ def test_it_goes_on_with_the_next_start_of_the_engine(engine: tuple[Path, Segmen
 
 def test_it_begins_at_the_newest_snapshot(run: Any, tmp_path: Path) -> None:
     """A log of gigabytes is not read from its beginning, and what is shown of the engine is the same."""
-    driver = play_seed(3, 300, chunk_size=16, block_size=16)
+    driver = play_seed(3, 120, chunk_size=16, block_size=16)
     log = write_log(tmp_path / "log", driver.observed, driver.configuration, segment_bytes=4096)
     (whole,) = run("top", log, "--once", "--json").objects("overview")
     assert write_snapshots(open_log(log, Core.standard())) > 1
     (resumed,) = run("top", log, "--once", "--json").objects("overview")
-    of_reading = {"num_finished", "last_fault", "num_recently_queried", "num_recently_hit"}
+    of_reading = {"num_finished", "last_fault", "num_recently_queried", "num_recently_hit", "recent_ns"}
     assert {name: value for name, value in resumed.items() if name not in of_reading} == {
         name: value for name, value in whole.items() if name not in of_reading
     }
     assert resumed["num_finished"] < whole["num_finished"]
+
+
+def test_one_view_counts_the_admissions_of_the_last_minute(run: Any, tmp_path: Path) -> None:
+    """Incident: only admissions that this process had watched counted as recent, so one view said "no admission"."""
+    driver = Driver()
+    driver.start("early", keys_of("early", 2), 33, (1, 2, 3))
+    driver.pass_ns(100 * 1_000_000_000)
+    driver.start("late", keys_of("late", 4), 65, (4, 5, 6, 7, 8))
+    driver.pass_ns(10 * 1_000_000_000)
+    driver.arrive("last", 65, keys_of("last", 8))
+    driver.ledger.commit()
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    (overview,) = run("top", log, "--once", "--json").objects("overview")
+    assert (overview["num_tokens_queried"], overview["num_recently_queried"]) == (33 + 65, 65)
+    assert overview["recent_ns"] == 60 * 1_000_000_000
+    (line,) = (line for line in run("top", log).out.splitlines() if line.startswith("hit rate"))
+    assert line.endswith("last 60 s: 0% (0 of 65 tokens); since the start: 0% (0 of 98 tokens)")
 
 
 def test_a_terminal_is_given_back_with_the_last_view_on_it(tmp_path: Path) -> None:
