@@ -83,7 +83,8 @@ class LogReader:
         self._list_segments()
         if not self._segments:
             traces = traces_of_log(self.path)
-            question = f"they are missing: {traces}" if traces else "give the log's own directory"
+            missing = f"they are missing: {traces}; restore them from a copy, or delete the directory"
+            question = missing if traces else "give the log's own directory"
             msg = f"{self.path} holds no log segment (*.kvlog); {question}"
             raise LogError(msg)
         header = next((found for each in self._segments if (found := self._header_of(each)) is not None), None)

@@ -166,7 +166,7 @@ def _decode_copy(data: bytes, at: int, name: str) -> SegmentHeader | str:
         return f"{name}: {len(data) - at} bytes are too few for a segment header"
     magic, version, num_body_bytes, crc = _PREFIX.unpack_from(data, at)
     if magic != _MAGIC:
-        return f"{name}: does not begin with {_MAGIC!r}, so it is not a log segment or its first bytes are damaged"
+        return f"{name}: does not begin with {_MAGIC.decode()}, so it is not a log segment or its first bytes are damaged"
     size = _PREFIX.size + num_body_bytes
     if at not in {0, size}:
         return f"{name}: the segment header is cut or its CRC-32C does not match"

@@ -81,6 +81,8 @@ def run(
     if stdin is (configuration is not None):
         raise CommandFailed("give the JSON, a file with it, or - for stdin")
     transfer = _transfer(sys.stdin.read() if configuration is None else _text(configuration))
+    if server.model is not None and not (server.model / "config.json").is_file():
+        raise CommandFailed(f"{server.model} has no config.json; give the directory of a Hugging Face model")
     require("kvledger check", *CONNECTOR)
     register()  # a recorder may name a connector of kvledger without its module
     logging.disable(logging.CRITICAL)  # vLLM's own messages would hide the result
@@ -197,8 +199,6 @@ def _planned(model: Path, settings: ConnectorSettings, transfer: dict[str, Any],
     from kvledger.adapters.vllm.plan import plan
     from kvledger.adapters.vllm.without_weights import ModelOptions, configured, in_words, kv_cache_of, platform
 
-    if not (model / "config.json").is_file():
-        raise CommandFailed(f"{model} has no config.json; give the directory of a Hugging Face model")
     options = ModelOptions(
         block_size=server.block_size,
         tensor_parallel_size=server.tensor_parallel_size,

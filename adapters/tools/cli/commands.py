@@ -96,7 +96,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "show a log, the timeline of a request, or the state at one moment",
             {
                 ExitCode.SOUND: _DAMAGED_TOO,
-                ExitCode.DAMAGED: _UNREADABLE,
+                ExitCode.DAMAGED: f"{_UNREADABLE}; --at: the log is damaged before that moment",
                 ExitCode.DIVERGED: "--at: an event before that moment cannot be folded",
                 ExitCode.NOTHING_CHECKED: _NOTHING,
             },

@@ -41,13 +41,16 @@ def show_state(log: StoredLog, selection: Selection, output: Output) -> ExitCode
         output.remark(
             f"the log begins with event {log.first_sequence}; without the events before it, its state is not known"
         )
-    if selection.last_sequence is not None and audit.last_sequence < selection.last_sequence:
+    is_short = selection.last_sequence is not None and audit.last_sequence < selection.last_sequence
+    if is_short:
         output.remark(f"the log can be folded up to event {audit.last_sequence}, not to {selection.last_sequence}")
     _show(output, audit.projections, totals, audit.last_sequence, selection.request_id)
     unfoldable = audit.judgement().unfoldable
     if unfoldable is not None:
         output.remark(str(unfoldable))
         return ExitCode.DIVERGED
+    if is_short and log.damage:
+        return ExitCode.DAMAGED
     return output.coverage_of(log, selection, is_found=lives_in(log, selection, output))
 
 

@@ -26,6 +26,8 @@ from kvledger.storage.events.segment_file import segment_paths
 
 _MAX_NAMED = 10
 _DATA_PARALLEL = re.compile(r"_dp\d+$")
+_STREAM = re.compile(r"(?:nats|tls):/")
+"""The beginning of a stream's URL, as a path; commands that read streams convert their argument."""
 
 
 @attrs.frozen
@@ -97,6 +99,9 @@ def find_logs(
     if path.is_symlink() and not path.exists():
         error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         raise CommandFailed(unreadable_text(error), ExitCode.DAMAGED)
+    if not path.exists() and _STREAM.match(str(path)):
+        message = "this command reads files only; `kvledger ship --list nats://HOST/STREAM` lists the logs of a stream"
+        raise CommandFailed(f"{shown_log(path)}: {message}", ExitCode.USAGE)
     if not path.exists():
         raise CommandFailed(f"{shown_log(path)} does not exist; give a log directory or a *.kvlog file", ExitCode.USAGE)
     path = _without_link(path)
