@@ -264,7 +264,7 @@ def test_whoever_reads_a_log_counts_what_was_counted_live(seed: int) -> None:
     assert read.figures.num_preemptions > 0
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(any_log())
 def test_what_states_refuse_is_counted_in_neither_way(log: tuple[LedgerConfiguration, list[e.Event]]) -> None:
     """Observations in any order."""

@@ -12,7 +12,7 @@ from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, Replay, fold
 from kvledger.lifecycle import events as e
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     events=st.lists(observations, max_size=40),
     sizes=SIZES,

@@ -129,7 +129,7 @@ def test_a_log_that_begins_late_has_lives_without_a_beginning() -> None:
     assert life.path == "preempted"
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(log=any_log(), data=st.data())
 def test_no_order_of_events_makes_the_model_raise(
     log: tuple[LedgerConfiguration, list[e.Event]], data: st.DataObject

@@ -103,7 +103,7 @@ def test_the_model_and_the_projections_agree_on_every_life(seed: int) -> None:
     assert num_compared
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(any_log())
 def test_the_model_and_the_projections_agree_on_what_states_refuse(
     log: tuple[LedgerConfiguration, list[e.Event]],

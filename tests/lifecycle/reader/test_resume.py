@@ -167,7 +167,7 @@ def test_the_model_of_the_rules_knows_more_than_a_reader_needs() -> None:
         Reader(audited, ()).resume(plain, FINGERPRINT)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_damaged_state_is_refused_and_never_raises_anything_else(data: st.DataObject) -> None:
     """Bytes that are cut or changed."""

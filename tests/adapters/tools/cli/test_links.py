@@ -65,8 +65,14 @@ PLACES = (
 )
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        pytest.param(place, kind, marks=[pytest.mark.long] if (row + column) % 3 else [])
+        for row, place in enumerate(PLACES)
+        for column, kind in enumerate(KINDS)
+    ],
+)
 def test_no_command_follows_or_opens_what_is_no_file_of_a_log(
     run: Any, long_log: Path, tmp_path: Path, place: str, kind: str
 ) -> None:

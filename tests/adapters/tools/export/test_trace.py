@@ -197,7 +197,7 @@ class Several(Sink):
             sink.idle(time_ns)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(log=any_log(), data=st.data())
 def test_no_order_of_events_makes_an_export_raise(
     log: tuple[LedgerConfiguration, list[e.Event]], data: st.DataObject

@@ -127,7 +127,7 @@ def is_readable(event: e.Event) -> bool:
     return True
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(events=st.lists(st.one_of(*map(any_event, CORE.events.values())), max_size=60), gap=st.integers(0, 60))
 def test_no_event_makes_the_accounts_fail(events: list[e.Event], gap: int) -> None:
     """A forged or damaged log gives odd reasons, never none, and the sums still add up."""
