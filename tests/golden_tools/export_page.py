@@ -73,10 +73,13 @@ def _marks(ordinal: int | None) -> list[str]:
 
 
 REQUESTS = [
-    # Arrived, took, ended, prompt, output, preempted, loaded, recomputed, failures, why.
-    # The life whose load failed is the worst, so it comes first.
-    "doc 15:06:40.040 – running 33 1 0 0 0 1 load_failed 32",
-    "doc 15:06:40.000 35.0 ms stopped 40 25 1 42 0 0",
+    # Arrived, took, queued, preempted, ended, prompt, output, loaded, recomputed, failures; then why.
+    # The life whose load failed is the worst, so it comes first. It ran at 44 ms. 32 tokens were missed, 1 was computed
+    # twice.
+    "doc 15:06:40.040 – 4.0 ms 0 running 33 1 0 0 1",
+    "why: load_failed 33",
+    # Running at 1 ms, preempted from 10 ms to 24 ms.
+    "doc 15:06:40.000 35.0 ms 1.0 ms 14.0 ms (1) stopped 40 25 42 0 0",
 ]
 
 WHY = [

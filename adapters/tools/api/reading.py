@@ -21,6 +21,7 @@ from kvledger.adapters.tools.logs.histories import read_histories
 from kvledger.adapters.tools.logs.index import index_for
 from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.logs.reading import HEADER_LOST, begin_model, take_batch
+from kvledger.adapters.tools.logs.report_shares import shares_of
 from kvledger.adapters.tools.logs.requests import Requests, RequestSummary
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.reasons import RequestHistory, Span
@@ -146,9 +147,9 @@ def copies(entries: Iterable[Entry]) -> Iterator[Copy]:
                 yield in_flight.pop(event.job_id)
             in_flight[event.job_id] = _issued(entry, event)
         elif isinstance(event, e.TransferReported):
-            for job_id, num_bytes in zip(event.job_ids, event.num_bytes, strict=False):
+            for job_id, num_bytes, duration_ns in shares_of(event):
                 if job_id in in_flight:
-                    in_flight[job_id] = _reported(in_flight[job_id], event, num_bytes)
+                    in_flight[job_id] = _reported(in_flight[job_id], event, num_bytes, duration_ns)
         elif isinstance(event, _SETTLED) and event.job_id in in_flight:
             yield _settled(in_flight.pop(event.job_id), entry, event)
     yield from in_flight.values()
@@ -183,13 +184,13 @@ def _issued(entry: Entry, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued)
     )
 
 
-def _reported(copy: Copy, event: e.TransferReported, num_bytes: int) -> Copy:
+def _reported(copy: Copy, event: e.TransferReported, num_bytes: int, duration_ns: int) -> Copy:
     return attrs.evolve(
         copy,
         ranks_done=tuple(dict.fromkeys((*copy.ranks_done, *event.ranks_done))),
         ranks_failed=tuple(dict.fromkeys((*copy.ranks_failed, *event.ranks_failed))),
         num_bytes=copy.num_bytes + num_bytes,
-        worker_ns=copy.worker_ns + event.duration_ns,
+        worker_ns=copy.worker_ns + duration_ns,
         error=copy.error or event.error,
     )
 

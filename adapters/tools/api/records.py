@@ -167,7 +167,7 @@ class Copy:
     num_bytes: int
     """Bytes that workers reported."""
     worker_ns: int
-    """Time that workers measured, summed over their reports."""
+    """Time that workers measured, summed over their reports: its share, by bytes, of reports about several copies."""
 
 
 @attrs.frozen

@@ -61,14 +61,15 @@
 
 // Sorts a table by the column whose heading is clicked. The buttons exist only where scripts run.
 for (const table of document.querySelectorAll("table.sortable")) {
-  const body = table.tBodies[0];
+  const groups = [...table.tBodies];  // of each request its row, and the row with its reasons
   [...table.tHead.rows[0].cells].forEach((heading, column) => {
     const button = document.createElement("button");
     button.append(...heading.childNodes);
     heading.append(button);
-    const value = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent;
+    const cell = (group) => group.rows[0].cells[column];
+    const value = (group) => cell(group).dataset.value ?? cell(group).textContent;
     button.addEventListener("click", () => {
-      const isNumber = [...body.rows].every((row) => row.cells[column].dataset.value !== undefined);
+      const isNumber = groups.every((group) => cell(group).dataset.value !== undefined);
       // Numbers are sorted with the largest first, times and names with the smallest first.
       const isDown = heading.ariaSort ? heading.ariaSort === "ascending" : heading.classList.contains("number");
       const direction = isDown ? -1 : 1;
@@ -76,7 +77,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
       heading.ariaSort = isDown ? "descending" : "ascending";
       const compare = isNumber ? (a, b) => Number(value(a)) - Number(value(b))
         : (a, b) => value(a).localeCompare(value(b), "en", { numeric: true });
-      body.append(...[...body.rows].sort((a, b) => direction * compare(a, b)));
+      table.append(...groups.sort((a, b) => direction * compare(a, b)));
     });
   });
 }

@@ -45,7 +45,7 @@ _NUMBERS = frozenset(
     (
         *("ms", "event", "events", "took", "left to compute", "computed again", "calls", "total", "mean", "longest"),
         *("time", "arrived", "opened (UTC)", "covers", "end of the longest", "requests", "recovered", "retained"),
-        *("prompt", "output", "preempted", "loaded", "recomputed", "failures"),
+        *("prompt", "output", "preempted", "loaded", "recomputed", "failures", "queued"),
         *("slots", "tokens loaded, estimated", "of those asked for"),
     )
 )
@@ -175,7 +175,7 @@ def _entries(parts: Sequence[Part]) -> list[_Entry]:
 def _why(sums: Sums | None) -> str:
     if sums is None:
         return ""
-    tokens = sums.misses() | sums.recomputed
+    tokens = (sums.misses() | sums.recomputed) + sums.computed_twice
     return ", ".join(f"{reason} {count:,}" for reason, count in tokens.most_common() if reason not in BY_DESIGN)
 
 

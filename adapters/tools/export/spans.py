@@ -94,7 +94,7 @@ class CopySpan(Span, eq=False, kw_only=True):
     ranks_failed: list[int] = []
     num_bytes: int = 0
     worker_ns: int = 0
-    """Sum of the times that workers measured, in nanoseconds."""
+    """Sum of the times that workers measured, in nanoseconds. See `shares_of`."""
 
 
 class CallSpan(Span, eq=False, kw_only=True):

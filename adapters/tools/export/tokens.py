@@ -9,6 +9,9 @@ import attrs
 from kvledger.adapters.figures import Figures
 from kvledger.adapters.tools.reasons import BY_DESIGN, LoadFate, Reason, Sums
 
+_OWN_SHARES = [reason for reason in Reason if reason in BY_DESIGN or reason is Reason.RECORDED]
+"""Reasons with a share of their own: they are not misses, or the log does not show whether they are."""
+
 
 @attrs.frozen
 class Share:
@@ -58,16 +61,15 @@ def after_preemptions(figures: Sequence[Figures]) -> Bar:
 def at_admissions(sums: Sums) -> Bar:
     """Return the bar of the tokens that requests needed at their admissions, first and repeated ones."""
     missed = sums.misses()
-    num_by_design = sum(missed[reason] for reason in BY_DESIGN)
-    recorded = missed[Reason.RECORDED]
+    own = [Share(f"computed: {reason}", "computed", missed[reason]) for reason in _OWN_SHARES]
+    num_others = missed.total() - sum(share.num_tokens for share in own)
     shares = (
-        Share("loaded: copied in", "recovered", sums.to_load[LoadFate.LOADED]),
+        Share("loaded", "recovered", sums.to_load[LoadFate.LOADED]),
         Share("still to be loaded", "coming", sums.to_load[LoadFate.UNDER_WAY]),
-        Share("in vLLM's cache", "retained", sums.num_retained),
+        Share("from vLLM's prefix cache", "retained", sums.num_retained),
         Share("from elsewhere", "elsewhere", sums.num_elsewhere),
-        Share("computed: new", "computed", num_by_design),
-        Share("computed: not offered", "computed", recorded),
-        Share("computed: missed, see below", "recomputed", sum(missed.values()) - num_by_design - recorded),
+        *own,
+        Share("computed: other reasons, see below", "recomputed", num_others),
     )
     title = "At the only admission" if sums.num_admissions == 1 else f"At all {sums.num_admissions:,} admissions"
     return Bar(title, [share for share in shares if share.num_tokens])

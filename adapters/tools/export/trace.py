@@ -23,6 +23,7 @@ from kvledger.adapters.tools.export.spans import (
 )
 from kvledger.adapters.tools.logs.describe import describe, figures_of_extension, plain
 from kvledger.adapters.tools.logs.log import Gap
+from kvledger.adapters.tools.logs.report_shares import shares_of
 from kvledger.adapters.tools.logs.requests import Requests, RequestSummary
 from kvledger.adapters.tools.logs.selection import Selection
 from kvledger.adapters.tools.logs.totals import LogTotals
@@ -398,11 +399,11 @@ class Trace(Visitor[Model]):
 
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported) -> None:
-        for job_id, num_bytes in zip(event.job_ids, event.num_bytes, strict=False):
+        for job_id, num_bytes, duration_ns in shares_of(event):
             span = self.state.copies.get(job_id)
             if span is not None:
                 span.num_bytes += num_bytes
-                span.worker_ns += event.duration_ns
+                span.worker_ns += duration_ns
                 span.error = span.error or event.error
         for reported in self.model.copies.reported:
             span = self.state.copies.get(reported.job_id)

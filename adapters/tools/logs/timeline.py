@@ -14,6 +14,7 @@ from kvledger.adapters.tools.logs.describe import describe, describe_decisions, 
 from kvledger.adapters.tools.logs.log import Gap, StoredLog
 from kvledger.adapters.tools.logs.observation import Observation, ObservationVisitor
 from kvledger.adapters.tools.logs.reading import begin_model
+from kvledger.adapters.tools.logs.report_shares import shares_of
 from kvledger.adapters.units import duration, plural, size
 from kvledger.lifecycle import Core, RequestState, SequencedEvent
 from kvledger.lifecycle import events as e
@@ -48,7 +49,7 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
     """Chunks of saves that were issued here. Their results are shown where they were reported."""
     num_bytes: int = 0
     duration_ns: int = 0
-    """Time that copies took, added up over their reports."""
+    """Time that copies took: their shares of the time of each report."""
     num_broken: int = 0
     """Rules that were broken here."""
     waited_ns: int = 0
@@ -210,9 +211,11 @@ class Timelines(ObservationVisitor):
                 done = plural(len(event.ranks_done), "rank")
                 last.texts.append(f"{done} of {num_ranks} did {kind} {copies[0].job_id}")
             last.num_tokens = copies[0].num_tokens if copies[0].is_load else 0
-        num_bytes = dict(zip(event.job_ids, event.num_bytes, strict=False))
-        last.num_bytes += sum(num_bytes.get(copy.job_id, 0) for copy in copies)
-        last.duration_ns += event.duration_ns
+        job_ids = {copy.job_id for copy in copies}
+        for job_id, num_bytes, duration_ns in shares_of(event):
+            if job_id in job_ids:
+                last.num_bytes += num_bytes
+                last.duration_ns += duration_ns
 
     def _add_own(self, seen: _Seen) -> None:
         event = seen.observation.event

@@ -224,8 +224,9 @@ _LOOKUPS = Table(
         _column(
             "is_repeated",
             _T.BOOL,
-            "whether question and answer equal those of the request's previous lookup: vLLM repeats the lookup in "
-            "every step while a request waits",
+            "whether question and answer equal those of the request's previous lookup. vLLM repeats the lookup in "
+            "every step while a request waits, also with fewer computed tokens: for one row per admission, take the "
+            "last of each `start`, `ordinal` and `generation`",
         ),
     ),
 )
@@ -241,7 +242,11 @@ _COPIES = Table(
         _GENERATION,
         _int("settled_ns", "when every rank had reported; null: never", "until_ns"),
         _int("duration_ns", "from the decision until every rank had reported, or to the end of the log"),
-        _int("worker_ns", "sum of the times that workers measured"),
+        _int(
+            "worker_ns",
+            "sum of the times that workers measured. Workers report the saves of a step together; each has a share of "
+            "that time by its bytes, so the sums equal `save_duration_ns` and `load_duration_ns` of `kvledger stats`",
+        ),
         _text("outcome", "`completed`, `failed`, `given up` (a rank never reported it) or `open`"),
         _text("error", "the error that a worker reported; null: none"),
         _int("num_pages", "block pages that were copied"),
@@ -261,7 +266,11 @@ _STEPS = Table(
     (
         _int("step", "number of the step, from 0"),
         _int("num_scheduled_tokens", "tokens of all requests in this step"),
-        _int("num_events", "events in the log: the step and the decisions made on it"),
+        _int(
+            "num_events",
+            "events of the step itself: `step.scheduled` and the decisions on it. `events_per_step` of `kvledger "
+            "stats` also counts all events since the previous step, such as lookups and reports",
+        ),
         *(
             _int(f"num_{state.value}_requests", f"requests in the state `{state.value}`", _num_in_state(state.value))
             for state in RequestState

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import urllib.parse
+from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 from headless_browser import Page
-from lifecycle_driver import keys_of
+from lifecycle_driver import Driver, keys_of, play_seed
 from stored_logs import OPENED_AT, serve_many, tell_story, write_log
 
 from kvledger.adapters.tools.logs.sources import find_logs
+from kvledger.adapters.tools.reasons import BY_DESIGN, Reason
 from kvledger.lifecycle import events as e
 
 REQUEST = "chat-17-b6"
@@ -41,6 +43,18 @@ def opened(page: Page, path: Path, fragment: str = "") -> Page:
     assert page.console == []
     assert page.requests == [path.as_uri()]
     return page
+
+
+def at_pace(events: Iterable[e.Event]) -> Iterator[e.Event]:
+    """The events with long ids, at an engine's pace, and never back in time."""
+    now_ns = 0
+    for event in events:
+        fields: dict[str, Any] = {}
+        if getattr(event, "request_id", ""):
+            fields["request_id"] = f"chatcmpl-tenant-1-{event.request_id:>04}"  # type: ignore[attr-defined]
+        if hasattr(event, "time_ns"):
+            fields["time_ns"] = now_ns = max(now_ns, 300_000 * event.time_ns)
+        yield msgspec.structs.replace(event, **fields)
 
 
 class _Text(HTMLParser):
@@ -260,13 +274,53 @@ def test_the_requests_can_be_sorted_by_a_click(run: Any, page: Page, tmp_path: P
     log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     assert run("export", log, "--html", "-o", path).exit_code == 0
     shown = opened(page, path)
-    names = "[...document.querySelectorAll('table.sortable tbody tr')].map((e) => e.cells[0].textContent)"
+    names = "[...document.querySelectorAll('table.sortable tbody')].map((e) => e.rows[0].cells[0].textContent)"
     heading = "[...document.querySelectorAll('table.sortable th')].find((e) => e.textContent === 'prompt')"
     assert shown.evaluate(names) == ["r0", "r1", "r2", "long"]
     for order, first in (("descending", "long"), ("ascending", "r0"), ("descending", "long")):
         shown.evaluate(f"{heading}.querySelector('button').click()")
         assert shown.evaluate(names)[0] == first
         assert shown.evaluate(f"{heading}.ariaSort") == order
+
+
+def test_the_rows_of_requests_fit_in_1024_pixels_and_name_every_reason(run: Any, page: Page, tmp_path: Path) -> None:
+    """Incident: reasons of tokens that were computed twice were missing, and a row had no room for times."""
+    rolled_back = Driver(chunk_size=16)
+    rolled_back.start("a", keys_of("a", 4), 65, range(1, 6))
+    rolled_back.roll_back("a", 33)
+    rolled_back.step(("a", 33, 32, 65))
+    rolled_back.ledger.commit()
+    for hour, driver in enumerate([play_seed(3, 200, chunk_size=16, block_size=16, is_watched=False), rolled_back], 10):
+        log = tmp_path / "logs" / f"20250615T{hour}0640Z-12370-805320"
+        write_log(log, at_pace(driver.observed), driver.configuration)
+    path = tmp_path / "page.html"
+    assert run("export", tmp_path / "logs", "--html", "-o", path).exit_code == 0
+    shown = opened(page, path)
+    shown.look(width=1024)
+    table = "document.querySelector('table.sortable')"
+    assert shown.evaluate(f"{table}.scrollWidth <= {table}.parentElement.clientWidth")
+    assert all(shown.evaluate(f"[...{table}.tBodies].map((e) => Number(e.rows[0].cells[4].dataset.value))"))
+    total = run("stats", tmp_path / "logs", "--json").objects("total")[-1]
+    assert "rolled_back" in total["computed_twice"]
+    reasons = {*total["missed"], *total["recomputed"], *total["computed_twice"]} - BY_DESIGN
+    whys = shown.evaluate(f"[...{table}.querySelectorAll('.why')].map((e) => e.textContent.trim())")
+    assert {reason for why in whys for reason in re.findall(r"(\w+) [\d,]+", why)} == reasons
+
+
+def test_a_bar_counts_by_the_names_of_stats(run: Any, tmp_path: Path) -> None:
+    """Incident: `new` had one value in the bar, and another one in the table of reasons."""
+    driver = play_seed(3, 200, chunk_size=16, block_size=16, is_watched=False)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    path = tmp_path / "page.html"
+    assert run("export", log, "--html", "-o", path).exit_code == 0
+    found = re.findall(r"<b>([\d,]+)</b> (?:computed: )?([^<]+)</li>", path.read_text())
+    shares = {name: int(count.replace(",", "")) for count, name in found}
+    (total,) = run("stats", log, "--json").objects("total")
+    by_design = {reason: count for reason, count in total["missed"].items() if Reason(reason) in BY_DESIGN}
+    assert len(by_design) > 2
+    assert shares.items() >= by_design.items()
+    assert shares["loaded"] == total["num_tokens_loaded"]
+    assert shares["other reasons, see below"] == total["num_tokens_missed"]
 
 
 def test_ids_that_only_differ_in_the_middle_are_told_apart_and_copied_whole(

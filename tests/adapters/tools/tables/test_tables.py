@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lifecycle_driver import Driver, play_seed
+from lifecycle_driver import Driver, keys_of, play_seed
 from pyarrow import parquet
 from stored_logs import OPENED_AT, header_of, tell_story, write_log
 
@@ -176,6 +176,28 @@ def test_tokens_by_reason_add_up_to_stats(run: Any, random_log: Path) -> None:
         for reason, num_tokens in total[kind].items()
     }
     assert +found == {key: num_tokens for key, num_tokens in expected.items() if num_tokens}
+
+
+def test_times_of_workers_add_up_to_stats(run: Any, tmp_path: Path) -> None:
+    """Incident: workers report the saves of a step together, and each save had the whole time."""
+    driver = Driver(chunk_size=16)
+    for name, first_block in (("a", 1), ("b", 11)):
+        driver.start(name, keys_of(name, 2), 33, range(first_block, first_block + 3))
+        driver.finish(name, 33, 34)
+    first, second = (job.job_id for job in driver.projections.jobs)
+    driver.report(first, together=(second,), duration_ns=11)
+    driver.ledger.commit()
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    (statistics,) = run("stats", log, "--json").objects("statistics")
+    assert statistics["figures"]["save_duration_ns"] == 11
+    opened = kvledger.open_log(log)
+    shown = [run("show", log, name, "--json").objects("group") for name in ("a", "b")]
+    for times in (
+        opened.to_arrow("copies")["worker_ns"].to_pylist(),
+        [copy.worker_ns for copy in opened.copies()],
+        [sum(group["duration_ns"] for group in groups) for groups in shown],
+    ):
+        assert times == [5, 6]
 
 
 def test_a_broken_rule_has_a_row_with_its_time_and_how_often_it_is_broken(tmp_path: Path) -> None:
