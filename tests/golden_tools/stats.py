@@ -37,6 +37,13 @@ _TWICE = {"rolled_back": 21, "load_failed": 1}
 # Of whole chunks: `a` 2, `b` 1, `a` 56 tokens with its tail, `b` 1, `a` 2, `c` 2.
 _ASKED = 64 + 32 + 56 + 32 + 64 + 64
 
+_FEWER_PREEMPTIONS = (
+    "vLLM's KV blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at once, "
+    "and a larger `--gpu-memory-utilization` gives them more blocks"
+)
+_WORKER = "the worker's message `copy failed` has the error"
+_NO_RESET = "reset the connector's cache together with vLLM's only if the weights have changed"
+
 TEXT = [
     "covers 120.0 ms, 4 requests, 12 steps",
     # The second life of `a`, and `b`.
@@ -74,6 +81,14 @@ TEXT = [
     f"all {sum(_LEFT.values())} {sum(_RECOMPUTED.values()) + sum(_TWICE.values())}",
     # 377 = 16 + 56 + 305.
     f"{_NEEDED} tokens at 6 admissions = 16 from vLLM's prefix cache + 56 loaded + 305 left to compute",
+    "",
+    "possible changes",
+    # `a` lives from 0 to 70 and from 80 ms, `b` from 15, `c` from 100, up to 120 ms: 235 ms in all. Preempted are `a`
+    # from 20 ms until its load arrives at 34 ms, `b` from 50 to 60 ms: 24 ms, more than a tenth.
+    f"preempted: {_FEWER_PREEMPTIONS}",
+    # A tenth of 305 + 22 is 32.7; 64 + 1 failed to load, 64 are lost to the reset.
+    f"load_failed: {_WORKER}",
+    f"reset: {_NO_RESET}",
     "",
     "request tokens computed again",
     "b 50",
@@ -152,6 +167,7 @@ TOTAL = {
     "to_load": {"loaded": 56, "failed": 64},
     "num_tokens_duplicated": 0,
     "duplicated": {},
+    "advice": {"preempted": _FEWER_PREEMPTIONS, "load_failed": _WORKER, "reset": _NO_RESET},
 }
 
 POOL_SIZES = {

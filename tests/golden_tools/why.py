@@ -24,7 +24,7 @@ _ASKED = "looked up"
 _LARGER_POOL = "a larger `host_bytes` keeps more; `kvledger stats` estimates how many more tokens would be loaded"
 _ROOM = "a larger `host_bytes` makes room, if the host pool was full"
 _FEWER_PREEMPTIONS = (
-    "its GPU blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at once, "
+    "vLLM's KV blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at once, "
     "and a larger `--gpu-memory-utilization` gives them more blocks"
 )
 _WORKER = "the worker's message `copy failed` has the error"
@@ -48,7 +48,7 @@ TEXT = [
         "blocks went to rival (1). vLLM takes a running request's blocks when another request needs one and none is "
         "free; inferred: it took them for that request"
     ),
-    "15:06:40.030 30.000 20 1 settled chunk from 2 on not saved: pool_full",
+    "15:06:40.030 30.000 20 1 settled chunk from 2 on not saved: the host pool had no room",
     f"15:06:40.040 40.000 26–27 {_ASKED} 153 tokens: 64 are saved, 64 offered; the next chunk is not in the pool",
     # Evicted at 30 ms and saved at 12 ms; now it is 40 ms.
     (
@@ -77,10 +77,11 @@ TEXT = [
     "303 tokens at 2 admissions = 0 from vLLM's prefix cache + 64 loaded + 239 left to compute",
     "",
     "possible changes",
+    # A tenth of 60 ms is 6: it was preempted for 14, and queued for less than half.
+    f"preempted: {_FEWER_PREEMPTIONS}",
     # A tenth of 239 is 23.9: 64 are evicted, 24 declined; 21 are too few.
     f"evicted: {_LARGER_POOL}",
     f"declined: {_ROOM}",
-    f"preempted: {_FEWER_PREEMPTIONS}",
     "life 2 of 2",
     # From 70 to 90 ms; its load is reported at 73 ms.
     "took 20.0 ms: 3.0 ms queued, 17.0 ms running",

@@ -16,6 +16,11 @@ class Percentiles:
     max: int = 0
     _counts: Counter[int] = attrs.field(factory=Counter)
 
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        return self._counts.total()
+
     def add(self, value: int) -> None:
         """Count a value; a negative one counts as 0."""
         value = max(0, value)
@@ -41,4 +46,4 @@ class Percentiles:
     def summary(self) -> dict[str, int]:
         """Return name → value: `count`, `sum`, `p50`, `p90`, `p99`, `max`."""
         percentiles = {f"p{per_cent}": self.at(per_cent / 100) for per_cent in (50, 90, 99)}
-        return {"count": self._counts.total(), "sum": self.sum, **percentiles, "max": self.max}
+        return {"count": self.count, "sum": self.sum, **percentiles, "max": self.max}

@@ -26,7 +26,10 @@ def show_pool_sizes(output: Output, path: str | None, estimate: Estimate) -> Non
 
 
 def _show_table(output: Output, estimate: Estimate) -> None:
-    output.table(_COLUMNS, [_row(size, estimate) for size in estimate.sizes if size.name])
+    own = next((size.num_slots for size in estimate.sizes if size.factor == 1), None)
+    # A pool holds a chunk at least, so half of a tiny pool may be the pool as it was.
+    sizes = [size for size in estimate.sizes if size.factor == 1 or own is None or size.num_slots != own]
+    output.table(_COLUMNS, [_row(size, estimate) for size in sizes if size.name])
     output.line(estimate.comparison)
     if estimate.note:
         output.line(estimate.note, "yellow")

@@ -6,6 +6,7 @@ import heapq
 from collections import Counter
 
 import attrs
+import msgspec
 
 from kvledger.adapters.figures import Figures, Took
 from kvledger.adapters.tools.cli.percentiles import Percentiles
@@ -47,6 +48,8 @@ class Statistics:
     """Time from the first to the last counted event."""
     figures: Figures = attrs.field(factory=Figures)
     sums: Sums = attrs.field(factory=Sums)
+    spent: Counter[str] = attrs.field(factory=Counter)
+    """Field of `Spent` → sum over the requests, in nanoseconds."""
     events: Counter[str] = attrs.field(factory=Counter)
     event_bytes: Counter[str] = attrs.field(factory=Counter)
     percentiles: dict[str, Percentiles] = attrs.field(factory=lambda: {name: Percentiles() for name in _PERCENTILES})
@@ -56,6 +59,11 @@ class Statistics:
     top: list[tuple[int, str, int]] = attrs.field(factory=list)
     """(tokens recomputed, request id, ordinal), in descending order."""
     pool: Estimate = attrs.field(factory=Estimate)
+
+    @property
+    def num_queued(self) -> int:
+        """Number of requests that have left the queue."""
+        return self.percentiles[_QUEUED].count
 
     def add(self, other: Statistics) -> None:
         """Add the figures of another log."""
@@ -203,7 +211,11 @@ class Counting(Visitor[Model]):
             self._statistics.percentiles[_DURATIONS[took.of]].add(took.duration_ns)
 
     def _explained(self, history: RequestHistory) -> None:
-        if history.sums.num_recomputed and self._before is not None:
+        if self._before is None:
+            return
+        if history.spent is not None:
+            self._statistics.spent.update(msgspec.structs.asdict(history.spent))
+        if history.sums.num_recomputed:
             self._statistics.top.append((history.sums.num_recomputed, history.request_id, history.ordinal))
             if len(self._statistics.top) > 8 * MAX_TOP:
                 self._statistics.top = heapq.nlargest(MAX_TOP, self._statistics.top)

@@ -12,14 +12,15 @@ from kvledger.adapters.tools.cli.options import NO_EXTENSIONS, Extending, Readin
 from kvledger.adapters.tools.cli.output import Output, Written, show_ending
 from kvledger.adapters.tools.cli.pool_sizes import show_pool_sizes
 from kvledger.adapters.tools.cli.statistics import Counting, Statistics
-from kvledger.adapters.tools.cli.why import show_total, total
+from kvledger.adapters.tools.cli.why import show_advice, show_total, total
 from kvledger.adapters.tools.exit_codes import ExitCode, gravest
 from kvledger.adapters.tools.logs.coverage import readable
 from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.logs.reading import take_batch
 from kvledger.adapters.tools.logs.selection import Selection
+from kvledger.adapters.tools.reasons import advice
 from kvledger.adapters.units import duration, plural, size
-from kvledger.lifecycle.reader import Model, Reader
+from kvledger.lifecycle.reader import Model, Reader, Spent
 
 _NS_PER_S = 1_000_000_000
 
@@ -71,6 +72,9 @@ def _incomplete(log: StoredLog, selection: Selection) -> str:
         return f"nothing could be checked: {reason}"
     if log.begins_late:
         return f"counted from event {log.first_sequence} on; earlier events are not in the log"
+    if log.damage:
+        kinds = ", ".join(sorted({damage.kind for damage in log.damage}))
+        return f"the log is damaged ({kinds}): events may be missing"
     return ""
 
 
@@ -102,7 +106,7 @@ def _show_json(output: Output, log: StoredLog | None, statistics: Statistics, so
     )
     if log is not None:
         show_ending(output, log, statistics.num_open_requests)
-    output.record("total", {"path": path, **total(statistics.sums)})
+    output.record("total", {"path": path, **total(statistics.sums), "advice": _advice(log, statistics)})
     for name, percentiles in statistics.percentiles.items():
         output.record("percentiles", {"path": path, "of": name, **percentiles.summary()})
     for name, amount in sorted(statistics.of_extensions.items()):
@@ -115,6 +119,13 @@ def _show_json(output: Output, log: StoredLog | None, statistics: Statistics, so
     for num_recomputed, request_id, ordinal in statistics.top:
         fields = {"request_id": request_id, "ordinal": ordinal, "num_tokens_recomputed": num_recomputed}
         output.record("top_request", {"path": path, **fields})
+
+
+def _advice(log: StoredLog | None, statistics: Statistics) -> dict[str, str]:
+    """Return what to change; nothing for several logs, which may have different configurations."""
+    if log is None or log.decides_elsewhere:
+        return {}
+    return advice(statistics.sums, log.configuration, Spent(**statistics.spent), statistics.num_queued)
 
 
 def _rates(statistics: Statistics) -> dict[str, float]:
@@ -162,6 +173,7 @@ def _show_text(output: Output, log: StoredLog | None, statistics: Statistics, so
     _show_percentiles(output, statistics)
     output.line()
     show_total(output, statistics.sums)
+    show_advice(output, _advice(log, statistics))
     if statistics.top:
         output.line()
         rows = [[request_id, str(count)] for count, request_id, _ in statistics.top]

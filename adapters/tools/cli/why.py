@@ -8,7 +8,7 @@ import attrs
 import msgspec
 
 from kvledger.adapters.tools.cli.finding import selected_one
-from kvledger.adapters.tools.cli.options import NO_EXTENSIONS, Extending, Reading
+from kvledger.adapters.tools.cli.options import NO_EXTENSIONS, Extending, Reading, may_be_request
 from kvledger.adapters.tools.cli.output import Output, Written, show_title
 from kvledger.adapters.tools.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.tools.logs.clock import Clock
@@ -30,6 +30,9 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reader import Spent
 
 _ARRIVED = e.RequestArrived.id
+_GIVE_LOG = "give the LOG before it or set KVLEDGER_LOG (`kvledger ls` lists the logs of a directory)"
+_FOR_PEOPLE = frozenset({"spans", "reasons", "words", "held"})
+"""Fields of a cause that its own object does not have."""
 _Chain = tuple[RequestHistory, Sequence[Cause]]
 """One life, and its causes."""
 
@@ -37,6 +40,8 @@ _Chain = tuple[RequestHistory, Sequence[Cause]]
 def run(reading: Reading, *, extending: Extending = NO_EXTENSIONS, output: Written) -> ExitCode:
     """Explain one request."""
     if reading.request is None:
+        if may_be_request(reading.log):
+            raise CommandFailed(f"{reading.log} does not exist; if it is the REQUEST, {_GIVE_LOG}")
         raise CommandFailed("REQUEST is missing; give its id or a unique part of it (`kvledger show` lists the ids)")
     log, selection = selected_one(reading, output, extending.core())
     histories = read_histories(log, selection, selection.request_id or "", output)
@@ -66,7 +71,7 @@ def _show_json(output: Output, chains: Sequence[_Chain], histories: Histories, l
     for history, causes in chains:
         of_life = {"request_id": history.request_id, "ordinal": history.ordinal}
         for cause in causes:
-            fields = attrs.asdict(cause, filter=lambda field, _: field.name not in {"spans", "reasons", "words"})
+            fields = attrs.asdict(cause, filter=lambda field, _: field.name not in _FOR_PEOPLE)
             times = {"time_unix_ns": clock.unix_ns(cause.time_ns), "until_unix_ns": clock.unix_ns(cause.until_ns)}
             output.record("cause", {**of_life, **fields, **times})
             for span in cause.spans:
@@ -88,7 +93,7 @@ def _show_json(output: Output, chains: Sequence[_Chain], histories: Histories, l
 
 
 def _advice(history: RequestHistory, log: StoredLog) -> dict[str, str]:
-    return {} if log.decides_elsewhere else advice(history.sums, log.configuration, history.num_preemptions)
+    return {} if log.decides_elsewhere else advice(history.sums, log.configuration, history.spent)
 
 
 def total(sums: Sums) -> dict[str, object]:
@@ -137,12 +142,13 @@ def _show_text(output: Output, chains: Sequence[_Chain], clock: Clock, log: Stor
         output.line()
         if causes and causes[0].what == _ARRIVED and not (history.lookups or history.admissions):
             output.line("never scheduled: vLLM did not look it up and gave it no blocks")
-            continue
-        show_total(output, history.sums)
-        _show_advice(output, _advice(history, log))
+        else:
+            show_total(output, history.sums)
+        show_advice(output, _advice(history, log))
 
 
-def _show_advice(output: Output, texts: Mapping[str, str]) -> None:
+def show_advice(output: Output, texts: Mapping[str, str]) -> None:
+    """Print what to change, a line each; nothing without advice."""
     if texts:
         output.line()
         output.line("possible changes", style="bold")

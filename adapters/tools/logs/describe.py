@@ -26,6 +26,10 @@ MISS_REASONS: dict[str, str] = {
     MissReason.QUARANTINED: "the request is quarantined",
 }
 
+WHY_DECLINED: dict[str, str] = {
+    e.POOL_FULL: "the host pool had no room",
+    e.UNFILLED: "a load into blocks that it depends on had failed",
+}
 
 _LONG_WAIT_NS = 100_000_000
 """Nanoseconds from which the text mentions a wait: other requests were served first."""
@@ -46,7 +50,10 @@ def _lookup(answer: e.LookupAnswered) -> str:
     if answer.miss_reason == MissReason.COMPLETE and not answer.num_hit_tokens:
         return f"{asked}: no whole chunk, nothing to load"
     why = MISS_REASONS.get(answer.miss_reason, answer.miss_reason)
-    return f"{asked}: {answer.num_hit_tokens} are saved, {answer.num_external_tokens} offered; {why}"
+    num_saved, num_offered = answer.num_hit_tokens, answer.num_external_tokens
+    if 0 < num_saved <= answer.num_computed_tokens and not num_offered:
+        return f"{asked}: {num_saved} are saved, but vLLM has these itself, so 0 offered; {why}"
+    return f"{asked}: {num_saved} are saved, {num_offered} offered; {why}"
 
 
 def lookups_in_a_row(num_times: int, duration_ns: int, waited_ns: int) -> str:
@@ -98,7 +105,8 @@ def _tail_save(save: e.TailSaveIssued) -> str:
 
 
 def _declined(save: e.SaveDeclined) -> str:
-    return f"{plural(save.num_chunks, 'settled chunk')} from {save.first_chunk} on not saved: {save.reason}"
+    why = WHY_DECLINED.get(save.reason, save.reason)
+    return f"{plural(save.num_chunks, 'settled chunk')} from {save.first_chunk} on not saved: {why}"
 
 
 def _chunks(keys: Sequence[bytes]) -> str:

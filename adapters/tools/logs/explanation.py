@@ -12,7 +12,13 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from kvledger.adapters.tools.logs.describe import describe, describe_core_event, lookups_in_a_row, without_numbers
+from kvledger.adapters.tools.logs.describe import (
+    WHY_DECLINED,
+    describe,
+    describe_core_event,
+    lookups_in_a_row,
+    without_numbers,
+)
 from kvledger.adapters.tools.logs.histories import Histories, NamedEvent
 from kvledger.adapters.tools.logs.log import StoredLog
 from kvledger.adapters.tools.reasons import (
@@ -30,7 +36,7 @@ from kvledger.adapters.tools.reasons import (
     Sums,
 )
 from kvledger.adapters.tools.reasons.spans import joined
-from kvledger.adapters.units import duration, plural, ranges
+from kvledger.adapters.units import duration, milliseconds, plural, ranges
 from kvledger.lifecycle import Core, LedgerConfiguration, suppressed
 from kvledger.lifecycle import events as e
 
@@ -75,10 +81,6 @@ _OF_RECORDED = {
     ),
 }
 """Reason → text, for chunks in a recorder's log."""
-_WHY_DECLINED = {
-    e.POOL_FULL: "the host pool had no room",
-    e.UNFILLED: "a load into blocks that it depends on had failed",
-}
 
 
 @attrs.define
@@ -104,7 +106,9 @@ class Cause:
     """The reasons worth a line, in words."""
     evidence: tuple[int, ...] = ()
     num_blocks_held: int = 0
-    """Blocks of vLLM's KV cache that all requests held then; 0 if unknown."""
+    """Blocks of vLLM's KV cache that all requests held then, at several lookups at the first; 0 if unknown."""
+    held: str = ""
+    """The same in words, for the first lookup of a request that waited."""
     notes: list[str] = attrs.field(factory=list)
     """Lines from extensions."""
 
@@ -158,8 +162,17 @@ def _one_lookup(same: Sequence[Cause]) -> Cause:
     num_times = sum(cause.num_times for cause in same)
     parts = zip(re.split(r"(\d+)", first.words), re.split(r"(\d+)", last.words), strict=True)
     text = "".join(before if before == after else f"{before} → {after}" for before, after in parts)
-    text += lookups_in_a_row(num_times, last.until_ns - first.time_ns, first.waited_ns)
-    return attrs.evolve(last, sequence=first.sequence, time_ns=first.time_ns, text=text, num_times=num_times)
+    text += lookups_in_a_row(num_times, last.until_ns - first.time_ns, first.waited_ns) + first.held
+    if last.reasons:
+        text += f"; at the last ones, from event {last.sequence} ({milliseconds(last.time_ns)} ms) on:"
+    return attrs.evolve(
+        last,
+        sequence=first.sequence,
+        time_ns=first.time_ns,
+        text=text,
+        num_times=num_times,
+        num_blocks_held=first.num_blocks_held,
+    )
 
 
 def sums_by_reason(sums: Sums) -> list[tuple[Reason, int, int]]:
@@ -314,12 +327,16 @@ class _Chain:
         until_ns = max(time_ns, self.histories.time_ns(lookup.last_sequence) or 0)
         arrived = self.histories.events.get(self.history.moments[0]) if is_first and self.history.moments else None
         waited_ns = time_ns - arrived.time_ns if arrived and isinstance(arrived.event, e.RequestArrived) else 0
-        text += lookups_in_a_row(lookup.num_times, until_ns - time_ns, waited_ns)
+        repeated = lookups_in_a_row(lookup.num_times, until_ns - time_ns, waited_ns)
+        held = self._held_text(lookup.num_held) if is_first and repeated else ""
+        held = f"; at first, requests held {held}" if held else ""
+        text += repeated + held
         if lookup.awaited is not None:
             text += _awaited_text(lookup.awaited)
         asked = lookup.first_sequence if answered is None else getattr(answered.event, "cause", 0)
         cause = Cause("lookup", asked, lookup.last_sequence, time_ns, text, words, lookup.num_times)
         cause.until_ns, cause.waited_ns, cause.spans = until_ns, waited_ns, lookup.spans
+        cause.num_blocks_held, cause.held = lookup.num_held, held
         cause.reasons = self._texts(lookup.spans, time_ns)
         return cause
 
@@ -464,7 +481,7 @@ def _fact_text(reason: Reason, facts: Sequence[ChunkFact], histories: Histories,
     if reason is Reason.EVICTED:
         text = f"evicted for a save of {owner}{when}"
     elif reason is Reason.DECLINED:
-        text = f"not saved by {owner}{when}, because {_WHY_DECLINED.get(fact.detail, fact.detail)}"
+        text = f"not saved by {owner}{when}, because {WHY_DECLINED.get(fact.detail, fact.detail)}"
     elif reason is Reason.SAVE_FAILED:
         text = f"save {fact.job_id} by {owner} failed{when}: {fact.detail}"
     elif reason in {Reason.SAVING, Reason.DEFERRAL_EXHAUSTED}:

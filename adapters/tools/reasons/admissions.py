@@ -123,6 +123,7 @@ class Admissions:
             lookup = Lookup(sequence, sequence, (), awaited=self._awaited(life, event))
         else:
             lookup = Lookup(sequence, sequence, self._explainer.explain(event, sequence, life, account))
+        lookup.num_held = self._memory.num_held_blocks()
         history.keep(history.lookups, lookup)
 
     def _awaited(self, life: Life, event: e.LookupDeferred) -> SharedLoad | None:

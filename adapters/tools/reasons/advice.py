@@ -1,19 +1,31 @@
-"""What an operator can change so that fewer tokens are computed, by reason.
+"""What an operator can change so that requests wait less and fewer tokens are computed.
 
 For logs of kvledger's own connector only, because it names kvledger's settings.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
 from kvledger.adapters.tools.reasons.reason import Reason
 from kvledger.adapters.tools.reasons.sums import Sums
 from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle.reader import Spent
 
+QUEUED: Final = "queued"
 PREEMPTED: Final = "preempted"
-_BY_REASON: Final[Mapping[Reason, str]] = {
+_TEXTS: Final[Mapping[str, str]] = {
+    QUEUED: (
+        "vLLM starts a request if enough KV blocks are free, within `--max-num-seqs` and `--max-num-batched-tokens`. "
+        "If blocks ran out, a larger `--gpu-memory-utilization` gives more; if not, raise these two; another replica "
+        "helps in both cases"
+    ),
+    PREEMPTED: (
+        "vLLM's KV blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at once, "
+        "and a larger `--gpu-memory-utilization` gives them more blocks"
+    ),
     Reason.EVICTED: "a larger `host_bytes` keeps more; `kvledger stats` estimates how many more tokens would be loaded",
     Reason.DECLINED: "a larger `host_bytes` makes room, if the host pool was full",
     Reason.UNSAVED: "a smaller `save_interval_tokens` saves decoded tokens earlier",
@@ -26,28 +38,46 @@ _BY_REASON: Final[Mapping[Reason, str]] = {
     Reason.RESET: "reset the connector's cache together with vLLM's only if the weights have changed",
 }
 _SMALLER_CHUNKS = "a smaller `chunk_size` leaves fewer tokens after the last whole chunk"
-_FEWER_PREEMPTIONS = (
-    "its GPU blocks ran out; a smaller `--max-num-seqs` lets fewer requests run at once, "
-    "and a larger `--gpu-memory-utilization` gives them more blocks"
-)
 _BY_RESETS: Final = frozenset({Reason.RESET, Reason.STALE})
 """Reasons of tokens preempted by a reset of vLLM's cache and not for lack of blocks."""
-_LEAST_SHARE: Final = 10
-"""Least share of the computed tokens, in percent, for which a reason gets advice."""
+_LEAST_SHARE: Final = 0.1
+"""Least share of the computed tokens, or of the time that was spent preempted, that gets advice."""
+_LEAST_QUEUED: Final = 0.5
+"""Least share of the time spent in the queue that gets advice."""
+_LEAST_WAIT_NS: Final = 100_000_000
+"""Nanoseconds a request that count as a queue. Less may be the load of the first step, which counts as queued, too."""
 
 
-def advice(sums: Sums, configuration: LedgerConfiguration, num_preemptions: int) -> dict[str, str]:
-    """Reason, or `PREEMPTED` → what to change, the reason with the most tokens first."""
+def advice(
+    sums: Sums, configuration: LedgerConfiguration, spent: Spent | None, num_requests: int = 1
+) -> dict[str, str]:
+    """Return what to change: `QUEUED` and `PREEMPTED` by their time, then these and reasons by their tokens.
+
+    Args:
+        sums: of one life, or of several.
+        configuration: of their log.
+        spent: their time in all; None if it is not known.
+        num_requests: how many requests were queued for this time.
+    """
     computed = sums.misses() + sums.computed_twice  # recomputed tokens were missed at the admission before
-    least = computed.total() * _LEAST_SHARE / 100
-    texts = dict(_BY_REASON)
+    again = +sums.recomputed
+    num_again = sum(num_tokens for reason, num_tokens in again.items() if reason not in _BY_RESETS)
+    times: Counter[str] = Counter()
+    if spent is not None:
+        if spent.queued_ns >= max(_LEAST_QUEUED * spent.total_ns, _LEAST_WAIT_NS * num_requests):
+            times[QUEUED] = spent.queued_ns
+        if spent.preempted_ns >= _LEAST_SHARE * spent.total_ns and (num_again or not again):
+            times[PREEMPTED] = spent.preempted_ns
+    tokens = Counter({**{str(reason): count for reason, count in computed.items()}, PREEMPTED: num_again})
+    least = max(1, _LEAST_SHARE * computed.total())
+    texts = dict(_TEXTS)
     if configuration.chunk_size > configuration.block_size:
         texts[Reason.PARTIAL_CHUNK] = _SMALLER_CHUNKS
     found: dict[str, str] = {}
-    for reason, num_tokens in computed.most_common():
-        text = texts.get(reason)
-        if text is not None and num_tokens >= least and text not in found.values():
-            found[reason.value] = text
-    if num_preemptions and not _BY_RESETS.issuperset(sums.recomputed):
-        found[PREEMPTED] = _FEWER_PREEMPTIONS
+    names = [name for name, _ in (+times).most_common()]
+    names += [name for name, count in tokens.most_common() if count >= least]
+    for name in names:
+        text = texts.get(name)
+        if text is not None and text not in found.values():
+            found[name] = text
     return found

@@ -43,6 +43,8 @@ class Lookup:
     num_times: int = 1
     awaited: SharedLoad | None = None
     """The load of the same tokens for which it was deferred."""
+    num_held: int = 0
+    """Blocks that all requests held at the first of them; 0 if unknown."""
 
 
 @attrs.define

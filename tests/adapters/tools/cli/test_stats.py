@@ -174,6 +174,33 @@ def test_a_window_counts_what_was_asked_in_it_and_knows_what_was_saved_before(ru
     assert "so the error of the estimate is not known" in run("stats", log).out
 
 
+def test_a_pool_size_that_equals_the_pool_as_it_was_is_left_out(run: Any, tmp_path: Path) -> None:
+    """A pool holds a chunk at least, so half of this one is the whole."""
+    driver = Driver(chunk_size=16, block_size=16, num_slots=1)
+    driver.save_prefix("a", keys_of("a", 1))
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    lines = run("stats", log).out.splitlines()
+    first = next(place for place, line in enumerate(lines) if line.startswith("pool "))
+    assert [line.split()[:2] for line in lines[first + 1 : first + 3]] == [["as", "it"], ["twice", "2"]]
+
+
+def test_changes_are_advised_for_each_log_and_not_for_all_together(run: Any, tmp_path: Path) -> None:
+    """Logs may have different configurations. A request that still waits counts."""
+    driver = Driver()
+    driver.start("a", keys_of("a", 4), 32, (1, 2))
+    driver.arrive("b", 33)
+    driver.pass_ns(9 * 10**9)
+    driver.preempt("a", 32, 33)
+    driver.pass_ns(2 * 10**9)
+    driver.step()
+    for name in ("1", "2"):
+        write_log(tmp_path / "logs" / name, driver.observed, driver.configuration)
+    result = run("stats", "--json", tmp_path / "logs")
+    assert [list(total["advice"]) for total in result.objects("total")] == [["queued"], ["queued"], []]
+    out = run("stats", tmp_path / "logs").out
+    assert out.count("\npossible changes\n  queued: ") == 2
+
+
 def test_where_pools_of_other_sizes_cannot_be_estimated_stats_says_why(
     run: Any, walked: tuple[Path, Driver], log: Path
 ) -> None:
@@ -224,6 +251,18 @@ def test_a_log_whose_oldest_segments_were_retired_is_summed_up_as_far_as_it_goes
     request_id = driver.all_of(e.RequestFinished)[-1].request_id
     incarnations = run("why", "--json", log, request_id).objects("total")
     assert all(map(adds_up, incarnations))
+
+
+def test_the_figures_of_a_damaged_log_say_that_they_are_incomplete(run: Any, log: Path) -> None:
+    """Incident: only stderr had the damage, so the JSON of a damaged log looked like that of a sound one."""
+    (segment,) = log.glob("*.kvlog")
+    content = bytearray(segment.read_bytes())
+    content[len(content) // 2] ^= 1
+    segment.write_bytes(content)
+    result = run("stats", "--json", log)
+    assert result.exit_code == 0
+    assert "the log is damaged (corrupt_" in str(one(result.objects("statistics"))["incomplete"])
+    assert "events may be missing" in run("stats", log).out
 
 
 # --- percentiles --------------------------------------------------------------------------------

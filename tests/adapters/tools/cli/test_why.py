@@ -12,7 +12,7 @@ from lifecycle_driver import Driver, keys_of, play_seed
 from stored_logs import adds_up, header_of, write_log
 
 from kvledger.adapters.tools.logs import index as index_module
-from kvledger.adapters.units import duration
+from kvledger.adapters.units import duration, milliseconds
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import encode_events
 from kvledger.storage.events import SegmentEventStore
@@ -80,7 +80,8 @@ def test_an_admission_and_a_preemption_tell_how_full_the_kv_cache_was(run: Any, 
     assert "; with its blocks, requests hold 4 of 5 blocks" in shown
     assert ", when requests held 4 of 5 blocks" in shown
     causes = run("--json", "why", log, "b").objects("cause")
-    assert [each["num_blocks_held"] for each in causes if each["num_blocks_held"]] == [4, 4]
+    held = {each["what"]: each["num_blocks_held"] for each in causes if each["num_blocks_held"]}
+    assert held == {"lookup": 2, "admission": 4, "request.preempted": 4}
     unknown = write_log(tmp_path / "unknown", driver.observed, driver.configuration)
     assert "requests h" not in run("why", unknown, "b").out
 
@@ -160,11 +161,39 @@ def test_show_and_why_tell_the_same_of_equal_lookups(run: Any, tmp_path: Path) -
     assert group["first_sequence"] == cause["sequence"]
 
 
+def test_how_full_the_kv_cache_was_is_told_of_a_request_that_waited(run: Any, tmp_path: Path) -> None:
+    """At its first lookup, also if the lookups differ; programs get it for each."""
+    driver = Driver()
+    driver.start("b", keys_of("b", 2), 33, (1, 2, 3))
+    driver.arrive("a", 33, keys_of("x", 4))
+    for num_computed in (8, 8, 16, 24, 16):
+        driver.lookup("a", num_computed, 33)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration, header={"num_device_blocks": 3})
+    (line,) = [line for line in run("why", log, "a").out.splitlines() if "looked up" in line]
+    assert " — 5 times in " in line
+    assert "; at first, requests held 3 of 3 blocks; at the last ones, from event " in line
+    causes = run("why", log, "a", "--json").objects("cause")
+    assert [cause["num_blocks_held"] for cause in causes if cause["what"] == "lookup"] == [3] * 4
+
+
+def test_what_vllm_has_itself_is_no_hit(run: Any, tmp_path: Path) -> None:
+    """Of 33 tokens 16 are saved, and vLLM has those in its own prefix cache. A second chunk would be a hit."""
+    driver = Driver()
+    driver.save_prefix("b", keys_of("x", 2))
+    driver.arrive("a", 33, keys_of("x", 4))
+    driver.lookup("a", 16, 33)
+    driver.lookup("a", 0, 33)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    own, loaded = [line for line in run("why", log, "a").out.splitlines() if "looked up" in line]
+    assert "16 of them computed already: 16 are saved, but vLLM has these itself, so 0 offered; the next chunk" in own
+    assert "looked up 33 tokens: 16 are saved, 16 offered; the next chunk is not in the pool" in loaded
+
+
 def test_of_a_request_that_only_waited_that_is_said(run: Any, tmp_path: Path) -> None:
     """A table of zeros says nothing."""
     driver = waiting_story()
     out = run("why", write_log(tmp_path / "log", driver.observed, driver.configuration), "b").out
-    assert out.endswith("never scheduled: vLLM did not look it up and gave it no blocks\n")
+    assert "\nnever scheduled: vLLM did not look it up and gave it no blocks\n\npossible changes\n  queued: " in out
     assert "left to compute" not in out
 
 
@@ -236,6 +265,13 @@ def test_one_event_can_be_asked_for(run: Any, evicted: tuple[Path, Driver]) -> N
     assert [cause["what"] for cause in causes] == ["request.preempted"]
 
 
+def test_without_a_log_the_request_is_not_what_is_missing(run: Any) -> None:
+    """A word that is no path may be either of the two."""
+    result = run("why", "--newest", "crowd-8")
+    assert result.exit_code == 64
+    assert "crowd-8 does not exist; if it is the REQUEST, give the LOG before it or set KVLEDGER_LOG" in result.err
+
+
 def test_a_request_must_be_named_and_known(run: Any, evicted: tuple[Path, Driver]) -> None:
     """The next try succeeds."""
     log, _ = evicted
@@ -302,7 +338,8 @@ def test_many_lookups_that_differ_in_numbers_are_one_line(run: Any, tmp_path: Pa
     asked = [event for event in driver.observed if isinstance(event, e.LookupRequested) and event.request_id == "a"]
     took = duration(asked[6].time_ns - asked[0].time_ns)
     assert "looked up 65 tokens: 8 → 56 are saved, 8 → 56 offered; the next chunk is not in" in several
-    assert several.endswith(f" — 7 times in {took}")
+    at = f"from event {driver.observed.index(asked[6]) + 1} ({milliseconds(asked[6].time_ns)} ms) on:"
+    assert several.endswith(f" — 7 times in {took}; at the last ones, {at}"), "their reasons follow"
     assert "64 are saved, 64 offered; nothing is missing" in last
     assert len([cause for cause in run("why", "--json", log, "a").objects("cause") if cause["what"] == "lookup"]) == 8
 
