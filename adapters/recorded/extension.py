@@ -19,6 +19,7 @@ from kvledger.lifecycle import (
 )
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import NO_SLOT
+from kvledger.lifecycle.ranges import MAX_INT64
 
 _UNKNOWN = MissReason.RECORDED.value
 
@@ -51,19 +52,24 @@ def _answer(turn: Turn, event: e.ExtensionObserved) -> None:
         in_a_row = record.num_deferrals + 1
         turn.decide(e.LookupDeferred(*record.life, *asked, 0, in_a_row, turn.cause))
     else:
-        num_hit_tokens = returned.num_computed_tokens + returned.num_external_tokens
+        num_hit_tokens = min(returned.num_computed_tokens + returned.num_external_tokens, MAX_INT64)
         answer = (num_hit_tokens, returned.num_external_tokens)
         turn.decide(e.LookupAnswered(*record.life, *asked, *answer, returned.is_async, _UNKNOWN, turn.cause))
 
 
 def _load(turn: Turn, event: e.BlocksAllocated) -> None:
-    """Issue the load that vLLM accepted; only the connector knows from where."""
+    """Issue the load that vLLM accepted; only the connector knows from where.
+
+    A claim of no tokens, of fewer, or of tokens that the table has no blocks for fills no block, so it is not a load.
+    """
     answer = turn.record.claimed
-    if not event.num_external_tokens or answer is None or answer.generation != turn.record.generation:
+    if event.num_external_tokens <= 0 or answer is None or answer.generation != turn.record.generation:
         return
     first_token, num_tokens = answer.num_computed_tokens, event.num_external_tokens
     pages = turn.projections.geometry.pages_spanning(first_token, num_tokens)
-    block_ids = event.block_ids[pages.start : pages.stop]
+    block_ids = event.block_ids[max(pages.start, 0) : max(pages.stop, 0)]
+    if not block_ids:
+        return
     turn.decide(
         e.LoadIssued(
             *turn.record.life,

@@ -15,6 +15,9 @@ from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, described, raise_if_unstoppable, without_secrets
 from kvledger.lifecycle import events as e
 
+STOPPED = "recording stopped in "
+"""Begins the note with which a recording ends early."""
+
 
 class RecorderLog:
     """The log of the scheduler's side or of a worker."""
@@ -69,7 +72,7 @@ class RecorderLog:
             return
         self.messages.error("kvledger's recorder has stopped; the connector goes on", hook=hook, error=described(error))
         try:
-            self.observe(e.LogNote(f"recording stopped in {hook}: {without_secrets(error)}", self.now()))
+            self.observe(e.LogNote(f"{STOPPED}{hook}: {without_secrets(error)}", self.now()))
         except BaseException as again:  # noqa: BLE001 -- nothing is left that could be said
             raise_if_unstoppable(again)
             self.messages.error("the log does not contain why the recorder stopped", error=described(again))

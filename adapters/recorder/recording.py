@@ -25,6 +25,7 @@ from kvledger.adapters.vllm.log_ids import LogIds
 from kvledger.adapters.vllm.observe import RequestReader, StepReader, arrival
 from kvledger.lifecycle import Channel, RequestState
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.ranges import MAX_INT64, MAX_TOKENS
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -75,6 +76,11 @@ def _records(
             self.log.commit()
 
     return record
+
+
+def _within(answered: Any, most: int) -> int:
+    """Return a number of the wrapped connector as the log can hold it: the nearest one between `-most` and `most`."""
+    return max(-most, min(most, int(answered)))
 
 
 @guarded(HOOKS)
@@ -174,6 +180,8 @@ class Recording:
     def lookup_returned(self, request: Request, num_computed_tokens: int, answer: Any, duration_ns: int) -> None:
         """Record the answer to a lookup."""
         num_external_tokens, is_async = answer
+        if num_external_tokens is not None:
+            num_external_tokens = _within(num_external_tokens, MAX_INT64)
         returned = payloads.LookupReturned(
             num_computed_tokens, request.num_tokens, num_external_tokens, bool(is_async), duration_ns
         )
@@ -182,6 +190,7 @@ class Recording:
     @_records
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Record the blocks that a request got."""
+        num_external_tokens = _within(num_external_tokens, MAX_TOKENS)
         if not self._admits:  # after a reset, preempted requests may lose their blocks before they are looked up
             self._admits = True
             self._request_reader.preemptions(self._requests)

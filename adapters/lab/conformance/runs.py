@@ -20,12 +20,17 @@ from kvledger.adapters.lab.simulation.clock import SimulatedClock
 from kvledger.adapters.recorded import payloads
 from kvledger.adapters.recorded.extension import Recorder
 from kvledger.adapters.recorder import KVLedgerRecorder
+from kvledger.adapters.recorder.log import STOPPED as RECORDING_STOPPED
 from kvledger.adapters.tools.logs.log import open_log
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 
+STOPPED = "EXTENSION_STOPPED"
+"""Check that fails if a log is not complete because the recorder, or another extension, was stopped."""
 _CORE = Core.standard().extended(Recorder())
+_OUTSIDE_OF_LOG = frozenset({*Check, "RECORDED"})
+"""Checks that need no event of the recorder."""
 _TWICE = ", each lookup asked twice"
 
 
@@ -113,7 +118,9 @@ def played(run: Run, subject: Subject, directory: Path) -> Outcome:
         audit.run_frames(log.trusted_frames())
         failures += [Failure(each.rule, each.detail, each.sequence) for each in audit.violations]
         num_events += audit.num_events
-        met.update(_met(event for _, event in open_log(path, _CORE).trusted_events()))
+        for sequence, event in open_log(path, _CORE).trusted_events():
+            met.update(_met(event))
+            failures += _stop(sequence, event)
     if not failures:
         shutil.rmtree(log_dir, ignore_errors=True)
     elif harness.has_lost:
@@ -138,14 +145,22 @@ def built(run: Run, subject: Subject, directory: Path) -> None:
         shutil.rmtree(log_dir, ignore_errors=True)
 
 
-def _met(events: Iterator[e.Event]) -> Iterator[Precondition]:
-    for event in events:
-        if isinstance(event, e.LoadIssued):
-            yield from (Precondition.LOAD, *((Precondition.ASYNC_LOAD,) if event.is_async else ()))
-        elif isinstance(event, e.LoadFailed):
-            yield Precondition.FAILED_LOAD
-        elif isinstance(event, e.ExtensionObserved):
-            yield from _met_in(Recorder.payload_of(event))
+def _stop(sequence: int, event: e.Event) -> Iterator[Failure]:
+    """Yield a failure if the recorder, or another extension, stops at this event."""
+    if isinstance(event, e.ExtensionStopped):
+        detail = f"extension {event.extension} was stopped: {event.where} raised {event.error}"
+        yield Failure(STOPPED, detail, sequence)
+    elif isinstance(event, e.LogNote) and event.text.startswith(RECORDING_STOPPED):
+        yield Failure(STOPPED, event.text, sequence)
+
+
+def _met(event: e.Event) -> Iterator[Precondition]:
+    if isinstance(event, e.LoadIssued):
+        yield from (Precondition.LOAD, *((Precondition.ASYNC_LOAD,) if event.is_async else ()))
+    elif isinstance(event, e.LoadFailed):
+        yield Precondition.FAILED_LOAD
+    elif isinstance(event, e.ExtensionObserved):
+        yield from _met_in(Recorder.payload_of(event))
 
 
 def _met_in(payload: object) -> Iterator[Precondition]:
@@ -167,6 +182,7 @@ def _finding(obligation: Obligation, outcomes: Sequence[Outcome]) -> Finding:
     judged = [each for each in concerned if obligation.needs in {Precondition.ALWAYS, *each.met}]
     scenarios = [each for each in outcomes if each.run.scenario]  # a world may lead into any situation
     elsewhere = {_kind(each) for outcome in scenarios if outcome not in concerned for each in outcome.failures}
+    stopped = [(each, failure) for each in concerned for failure in each.failures if failure.check == STOPPED]
     broken_in, is_in_doubt = [], False
     for outcome in judged:
         failures = [each for each in outcome.failures if each.check in obligation.checks]
@@ -182,6 +198,9 @@ def _finding(obligation: Obligation, outcomes: Sequence[Outcome]) -> Finding:
         reason = obligation.limit or "neither the log nor the simulation shows it"
     elif not concerned:
         reason = "none of its scenarios was played"
+    elif stopped and any(check not in _OUTSIDE_OF_LOG for check in obligation.checks):
+        outcome, failure = stopped[0]
+        reason = f"the log of {outcome.run.name} is not complete: at event {failure.event}, {failure.detail}"
     elif not judged:
         reason = obligation.needs.value
     elif is_in_doubt:

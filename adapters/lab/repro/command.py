@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import shlex
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -87,6 +88,18 @@ class Wanted:
     all: Annotated[bool, Parameter(help="keep requests that the test does not need")] = False
     no_run: Annotated[bool, Parameter(help="write the test without running it")] = False
 
+    @property
+    def log_path(self) -> Path:
+        """Return the log next to the test."""
+        return self.path.with_suffix(".kvlog")
+
+    def refuse_contradictions(self) -> None:
+        """Refuse options that do not fit each other."""
+        if self.path.suffix != ".py":
+            raise CommandFailed(f"{self.path} is not a Python file; name one such as test_incident.py")
+        if self.connector and self.run_recorded:
+            raise CommandFailed("give --connector or --run-recorded, not both")
+
 
 def run(
     reading: Reading,
@@ -96,10 +109,10 @@ def run(
     output: Written,
 ) -> ExitCode:
     """Write a test and its log."""
-    if wanted.path.suffix != ".py":
-        raise CommandFailed(f"{wanted.path} is not a Python file; name one such as test_incident.py")
-    if wanted.connector and wanted.run_recorded:
-        raise CommandFailed("give --connector or --run-recorded, not both")
+    wanted.refuse_contradictions()
+    log_path = wanted.log_path
+    for path in (wanted.path, log_path):  # before minutes of work
+        _refuse_target(path, overwrite=wanted.force)
     log, selection = selected_one(reading, output, deciding.core())
     if log.worker_rank is not None:
         scheduler = start_of(log.path).scheduler
@@ -117,11 +130,13 @@ def run(
     incident = None if wanted.pin or not incidents else incidents[0]
     if incident is None and not wanted.pin:
         raise CommandFailed(_nothing(log, selection, findings))
+    logging.disable(logging.CRITICAL)  # each rerun would repeat the messages of vLLM and of the connector
     try:
         written = _made(log, reading, wanted, deciding, selection, incident, findings, output)
     except NotRerunnable as error:
         raise CommandFailed(f"{log.path} cannot be run again: {error}") from error
-    log_path = wanted.path.with_suffix(".kvlog")
+    finally:
+        logging.disable(logging.NOTSET)
     with contextlib.ExitStack() as stack:  # both files or none
         for path, content in ((wanted.path, written.source), (log_path, written.log_content)):
             stack.enter_context(open_target(path, overwrite=wanted.force)).write(content)
@@ -147,6 +162,16 @@ def run(
     exit_code, text = _verdict(written, log)
     output.remark(text)
     return exit_code
+
+
+class _Unused(Exception):
+    """Ends the writing of a file before it replaces another one."""
+
+
+def _refuse_target(path: Path, *, overwrite: bool) -> None:
+    """Refuse a file that exists or cannot be written. Leaves no file."""
+    with contextlib.suppress(_Unused), open_target(path, overwrite=overwrite):
+        raise _Unused
 
 
 def _made(

@@ -1,17 +1,20 @@
 """`kvledger conformance`: run a connector, without a GPU or a model, and report whether it does what vLLM relies on.
 
-The code that runs it needs vLLM and is imported only then.
+The code that runs the connector needs vLLM and is imported only when the command runs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import logging
 import os
 import re
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,25 +90,19 @@ def run(examined: Examined, *, output: Written) -> ExitCode:
 
 
 def _examine(examined: Examined, output: Output) -> ExitCode:
+    for given in (examined.connector, examined.lose or ""):
+        _refuse_missing_module(given)
     from kvledger.adapters.lab.conformance import runs
 
     directory = examined.directory.absolute()
     chosen = list(_chosen(examined))
     subject, remarks = _subject(examined, chosen[0], directory)
-    outcomes: list[Outcome] = []
-    console = Console(file=sys.stderr)
-    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("runs", total=len(chosen))
-        for each in chosen:
-            outcomes.append(runs.played(each, subject, directory))
-            num_broken = sum(bool(outcome.failures) for outcome in outcomes)
-            progress.update(task, advance=1, description=f"{each.name}; {num_broken} broken")
+    outcomes = _played(chosen, subject, directory, output)
+    is_complete = len(outcomes) == len(chosen)
     for outcome in outcomes:
         remarks += [f"{outcome.run.name}: {remark}" for remark in outcome.remarks]
     if not output.is_json:
-        num_steps, num_events = (sum(getattr(each, name) for each in outcomes) for name in ("num_steps", "num_events"))
-        output.field("connector", examined.connector)
-        output.field("runs", f"{len(outcomes)}, {plural(num_steps, 'step')}, {plural(num_events, 'event')} audited")
+        _show_runs(outcomes, len(chosen), examined, output)
     findings = runs.findings(outcomes)
     for finding in findings:
         _show_finding(finding, examined, output)
@@ -121,17 +118,91 @@ def _examine(examined: Examined, output: Output) -> ExitCode:
             output.record("unassigned", failed)
         else:
             output.field("unassigned", f"{failed['check']} in {failed['run']}: {failed['detail']}", "red")
-    exit_code = _exit_code(findings, is_broken=bool(unassigned))
+    exit_code = _exit_code(findings, is_broken=bool(unassigned)) if is_complete else ExitCode.INTERRUPTED
+    _show_verdict(exit_code, findings, len(outcomes), len(chosen), output)
+    return exit_code
+
+
+def _show_runs(outcomes: Sequence[Outcome], num_chosen: int, examined: Examined, output: Output) -> None:
+    num_steps, num_events = (sum(getattr(each, name) for each in outcomes) for name in ("num_steps", "num_events"))
+    num_runs = f"{len(outcomes)}" if len(outcomes) == num_chosen else f"{len(outcomes)} of {num_chosen}, interrupted"
+    output.field("connector", examined.connector)
+    output.field("runs", f"{num_runs}, {plural(num_steps, 'step')}, {plural(num_events, 'event')} audited")
+
+
+def _show_verdict(
+    exit_code: ExitCode, findings: Sequence[Finding], num_runs: int, num_chosen: int, output: Output
+) -> None:
     counts = {word: sum(finding.verdict == word for finding in findings) for word in _STYLES}
     if output.is_json:
         keys = {f"num_{word.replace(' ', '_')}": number for word, number in counts.items()}
-        verdict = {"verdict": exit_code.name.lower(), "exit_code": exit_code.value, "num_runs": len(outcomes)}
+        verdict = {"verdict": exit_code.name.lower(), "exit_code": exit_code.value, "num_runs": num_runs}
         output.record("conformance", {**verdict, **keys})
     else:
         summary = ", ".join(f"{number} {word}" for word, number in counts.items())
-        summary = f"nothing could be checked: {summary}" if exit_code is ExitCode.NOTHING_CHECKED else summary
+        if exit_code is ExitCode.NOTHING_CHECKED:
+            summary = f"nothing could be checked: {summary}"
+        elif exit_code is ExitCode.INTERRUPTED:
+            summary = f"incomplete, interrupted after {num_runs} of {plural(num_chosen, 'run')}: {summary}"
         output.field("verdict", summary, "bold green" if exit_code is ExitCode.SOUND else "bold red")
-    return exit_code
+
+
+def _played(chosen: Sequence[Run], subject: Subject, directory: Path, output: Output) -> list[Outcome]:
+    """Play the runs. After SIGINT or SIGTERM, return the runs that had ended, if any."""
+    from kvledger.adapters.lab.conformance import runs
+
+    outcomes: list[Outcome] = []
+    is_terminal = sys.stderr.isatty()
+    with (
+        _interrupted_by_sigterm(),
+        Progress(console=Console(file=sys.stderr), transient=True, disable=not is_terminal) as progress,
+    ):
+        task = progress.add_task("runs", total=len(chosen))
+        try:
+            for number, each in enumerate(chosen, 1):
+                if not is_terminal:
+                    output.remark(f"run {number} of {len(chosen)}: {each.name}")
+                outcomes.append(runs.played(each, subject, directory))
+                num_broken = sum(bool(outcome.failures) for outcome in outcomes)
+                progress.update(task, advance=1, description=f"{each.name}; {num_broken} broken")
+        except KeyboardInterrupt:
+            if not outcomes:
+                raise
+    return outcomes
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise `KeyboardInterrupt`, as SIGINT does."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _refuse_missing_module(given: str) -> None:
+    """Refuse "module:name" if there is no such module, before seconds are spent on importing vLLM."""
+    module = given.rpartition(":")[0]
+    try:
+        is_missing = bool(module) and importlib.util.find_spec(module) is None
+    except ModuleNotFoundError as error:  # a package around it is missing, or something that the package imports
+        is_missing = f"{module}.".startswith(f"{error.name}.")
+    except BaseException as error:  # noqa: BLE001 -- the import that follows reports it
+        raise_if_unstoppable(error)
+        return
+    if is_missing:
+        raise CommandFailed(
+            f"{given}: there is no module {module}; put its folder on PYTHONPATH (PYTHONPATH=. for the current folder)"
+        )
 
 
 def _exit_code(findings: Sequence[Finding], *, is_broken: bool) -> ExitCode:
@@ -192,7 +263,7 @@ def _chosen(examined: Examined) -> list[Run]:
 
 
 def _subject(examined: Examined, first: Run, directory: Path) -> tuple[Subject, list[str]]:
-    """Return the connector, without its worker if that cannot run here, and remarks about this."""
+    """Return the connector, without its worker if the worker cannot run here, and remarks."""
     from kvledger.adapters.lab.conformance import runs
     from kvledger.adapters.lab.conformance.subject import Subject
     from kvledger.adapters.recorder.options import without_unrecorded
@@ -210,7 +281,7 @@ def _subject(examined: Examined, first: Run, directory: Path) -> tuple[Subject, 
     remarks = [f"run with --extra-config {json.dumps(added)}, the default for this connector"] if added else []
     try:
         runs.built(first, subject, directory)
-    except BaseException as error:  # noqa: BLE001 -- where its worker is the reason, the other side runs alone
+    except BaseException as error:  # noqa: BLE001 -- if its worker is the reason, the scheduler side runs alone
         raise_if_unstoppable(error)
         without = attrs.evolve(subject, has_worker=False)
         try:

@@ -81,6 +81,41 @@ def test_each_mistake_is_named(mistake: str, tmp_path: Path) -> None:
     assert verdicts[obligation] == "kept"
 
 
+def test_a_negative_answer_after_a_preemption_is_judged_to_the_end(tmp_path: Path) -> None:
+    """Incident: the recorder stopped there. ALLOC_MATCHES_LOOKUP reported that -16 tokens are not -16."""
+    found = examined(tmp_path, "preempted and resumed", mistake="counts below zero")
+    assert found["answer-in-range"].verdict == "broken"
+    assert found["lookup-is-pure"].verdict == "kept"
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("kvledger.adapters.recorded.extension._load", "extension recorder was stopped: New.blocks_allocated raised"),
+        ("kvledger.adapters.recorder.recording._within", "recording stopped in"),
+    ],
+)
+def test_what_a_stopped_recorder_did_not_see_is_not_judged(
+    place: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is broken, its log is kept, and obligations that only the simulation shows are judged."""
+
+    def fail(*_arguments: object) -> int:
+        raise ValueError
+
+    monkeypatch.setattr(place, fail)
+    (run,) = [run for run in runs(range(0)) if run.name == PREFIX]
+    outcome = played(run, Subject.named("small_cache:SmallCache", {}), tmp_path)
+    ((of_run, failure),) = unassigned([outcome])
+    assert (of_run, failure.check) == (outcome, "EXTENSION_STOPPED")
+    assert outcome.log is not None
+    found = {finding.obligation.name: finding for finding in findings([outcome])}
+    assert found["answer-in-range"].verdict == "not judged"
+    assert found["answer-in-range"].reason.startswith(f"the log of {PREFIX} is not complete: at event {failure.event}")
+    assert reason in found["answer-in-range"].reason
+    assert found["metadata-leaves-the-output"].verdict == "kept"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_connector_that_is_right_keeps_everything(is_async: bool, tmp_path: Path) -> None:

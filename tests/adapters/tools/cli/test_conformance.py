@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvledger.adapters.lab.conformance import runs
 
 pytestmark = pytest.mark.scheduler
 
@@ -48,6 +52,9 @@ def test_nothing_broken_is_exit_code_0_and_says_what_was_not_judged(run: Any) ->
     ("arguments", "message"),
     [
         (("small_cache:Nobody",), "Class Nobody not found in small_cache"),
+        (("elsewhere:Mine",), "elsewhere:Mine: there is no module elsewhere; put its folder on PYTHONPATH"),
+        (("json.elsewhere.deep:Mine",), "there is no module json.elsewhere.deep"),
+        (("small_cache:SmallCache", "--lose", "elsewhere:lose"), "elsewhere:lose: there is no module elsewhere"),
         (("Unheard",), "Unsupported connector type: Unheard"),
         (("small_cache:SmallCache", "--extra-config", "[]"), "expected a JSON object"),
         (("small_cache:SmallCache", "--only", "a tale"), "no such run; give"),
@@ -100,6 +107,37 @@ def test_the_directory_of_a_broken_run_is_judged_by_its_schedulers_log(run: Any)
     assert len(list(directory.glob("*-worker-*"))) == 1
     assert run("verify", directory).exit_code == run("verify", directory, "--newest").exit_code == 1
     assert run("repro", directory, "--connector", "OffloadingConnector").exit_code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("as_json", [True, False])
+def test_after_a_signal_the_report_has_the_runs_so_far(
+    number: signal.Signals, as_json: bool, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: ten minutes without a line, and a timeout took all results."""
+    played = runs.played
+
+    def second_is_interrupted(each: runs.Run, *arguments: Any) -> runs.Outcome:
+        if each.name != first.name:
+            os.kill(os.getpid(), number)
+        return played(each, *arguments)
+
+    first = next(runs.runs(range(0)))
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(runs, "played", second_is_interrupted)
+    result = run("conformance", *(["--json"] if as_json else []), "small_cache:SmallCache", "--seeds", "0")
+    assert result.exit_code == 130
+    assert signal.getsignal(signal.SIGTERM) == before
+    num_runs = len(list(runs.runs(range(0))))
+    assert result.err.splitlines()[0] == f"kvledger: run 1 of {num_runs}: {first.name}"
+    assert len(result.err.splitlines()) == 2
+    if as_json:
+        last = result.objects()[-1]
+        assert (last["verdict"], last["exit_code"], last["num_runs"]) == ("interrupted", 130, 1)
+    else:
+        assert f"runs        1 of {num_runs}, interrupted, " in result.out
+        assert "kept        hooks-do-not-raise" in result.out
+        assert f"verdict     incomplete, interrupted after 1 of {num_runs} runs: " in result.out
 
 
 def test_runs_that_judge_no_obligation_are_no_verdict(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import runpy
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from lifecycle_driver import Driver, keys_of
 from stored_logs import replaced, write_log
 
-from kvledger.adapters.lab.repro import read_recording, rerun_core
+from kvledger.adapters.lab.repro import command, read_recording, rerun_core
 from kvledger.adapters.lab.repro.chosen import Chosen
 from kvledger.adapters.lab.repro.outcome import Trouble
 from kvledger.adapters.lab.repro.run_once import Ended, run_once
@@ -105,6 +106,31 @@ def test_nothing_is_replaced_without_a_word(run: Any, repro: Any, broken_log: Pa
     assert repro(broken_log, "--force").exit_code == 0
     assert read_recording(log).observations
     assert "is not a Python file" in run("repro", broken_log, "-o", log).err
+
+
+def test_a_folder_that_is_not_there_is_reported_before_any_work(run: Any, tmp_path: Path) -> None:
+    """Incident: minutes of reductions, and then "No such file or directory". Here not even the log is looked for."""
+    path = tmp_path / "missing" / "test_incident.py"
+    result = run("repro", tmp_path / "no log", "-o", path)
+    assert result.exit_code == 64
+    assert f"{path}: No such file or directory; name a file in a folder that can be written" in result.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_messages_of_vllm_are_off_while_reductions_run(
+    repro: Any, broken_log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rerun would repeat them."""
+    reduce, disabled = command.reduce, []
+
+    def reduce_watched(*arguments: Any, **options: Any) -> Any:
+        disabled.append(logging.root.manager.disable)
+        return reduce(*arguments, **options)
+
+    monkeypatch.setattr(command, "reduce", reduce_watched)
+    assert repro(broken_log).exit_code == 0
+    assert disabled == [logging.CRITICAL]
+    assert logging.root.manager.disable == logging.NOTSET
 
 
 def test_without_a_request_the_first_incident_of_the_log_is_taken(
