@@ -192,6 +192,7 @@ class Core:
         return core
 
     def _with(self, extension: Extension) -> Core:
+        _check_instance("extension", extension)
         try:
             check_parts(extension)
         except ExtensionError as error:
@@ -378,8 +379,9 @@ def check_handler(handler: StateHandler) -> RequestState:
     """Return the state of a handler.
 
     Raises:
-        CoreError: it has no state, or a public method that is never called.
+        CoreError: it is a class, has no state, or has a public method that is never called.
     """
+    _check_instance("handler", handler)
     name, wrong = _name_of(handler), wrong_state(handler)
     if wrong:
         message = f"handler {name} {wrong}"
@@ -395,6 +397,12 @@ def check_handler(handler: StateHandler) -> RequestState:
             )
             raise CoreError(message)
     return handler.state
+
+
+def _check_instance(what: str, part: object) -> None:
+    if isinstance(part, type):
+        message = f"{what} {part.__module__}:{part.__qualname__} is a class; pass an instance: {part.__name__}()"
+        raise CoreError(message)
 
 
 def own_hooks(handler: StateHandler) -> Iterator[str]:

@@ -73,11 +73,31 @@ def described(error: BaseException) -> str:
         return type(error).__name__
 
 
-def without_secrets(error: BaseException) -> str:
-    """Return the error's class and the line that raised it, never its message, which may quote prompts and salts."""
-    frames = traceback.extract_tb(error.__traceback__)
+class QuotesNothing(Exception):
+    """Base of kvledger's own errors whose messages quote nothing of a request, so that a log may contain them."""
+
+
+_OWN_FOLDER = __file__.rpartition("/")[0] + "/"
+_MAX_MESSAGE = 200
+"""Characters of a message that a log contains at most."""
+
+
+def without_secrets(error: BaseException, *, of_extension: bool = False) -> str:
+    """Return the error's class and the line that raised it, and the message of a `QuotesNothing`.
+
+    Other messages are left out, because they may quote prompts and salts.
+
+    Args:
+        error: what was raised.
+        of_extension: whether to name the innermost line outside of `kvledger.lifecycle`, which is the extension's own.
+    """
+    own = error.args if isinstance(error, QuotesNothing) else ()
+    message = "".join(f": {text[:_MAX_MESSAGE]}" for text in own[:1] if type(text) is str)
+    frames = list(traceback.extract_tb(error.__traceback__))
+    if of_extension:
+        frames = [frame for frame in frames if not frame.filename.startswith(_OWN_FOLDER)] or frames
     if not frames:
-        return type(error).__name__
+        return f"{type(error).__name__}{message}"
     last = frames[-1]
     _, _, file_name = last.filename.rpartition("/")
-    return f"{type(error).__name__} in {last.name}, {file_name}:{last.lineno}"
+    return f"{type(error).__name__} in {last.name}, {file_name}:{last.lineno}{message}"

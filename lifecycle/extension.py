@@ -7,6 +7,7 @@ row, so an extension cannot make an event legal or illegal. A log's header conta
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -177,6 +178,10 @@ class Absent(Extension):
         return self._declared
 
 
+_PARTS = (*Extension.__annotations__, "keeps", "words", "evidence", "under_way", "figures")
+"""Attributes that an extension may set."""
+
+
 def check_parts(extension: Extension) -> None:
     """Refuse parts that cannot be used, or that would make logs unreadable.
 
@@ -190,6 +195,11 @@ def check_parts(extension: Extension) -> None:
 
 def _judged_parts(extension: Extension) -> Iterator[tuple[bool, str]]:
     """Yield (whether a part is right, what is wrong otherwise). Each check relies on the earlier ones."""
+    for unknown in (each for each in dir(extension) if not each.startswith("_") and not hasattr(Extension, each)):
+        meant = difflib.get_close_matches(unknown, _PARTS, n=1, cutoff=0.85)
+        is_meant = bool(meant) and getattr(type(extension), meant[0]) is getattr(Extension, meant[0])
+        advice = "".join(f"did you mean {each}? If not, begin its name with an underscore" for each in meant)
+        yield not is_meant, f"attribute {unknown} is not a part of an extension, so it would be ignored; {advice}"
     kinds = {
         Mapping: ("events", "rules", "not_checked", "leaves_out"),
         tuple: ("rows", "handlers", "replaces", "projections"),

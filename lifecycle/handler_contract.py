@@ -15,7 +15,7 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.core import Core
-from kvledger.lifecycle.errors import raise_if_unstoppable
+from kvledger.lifecycle.errors import QuotesNothing, raise_if_unstoppable
 from kvledger.lifecycle.events import NO_SLOT, trigger_of
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.copies import CopyKind
@@ -36,7 +36,7 @@ _OF_LOST_BLOCKS = (*_SAVES, e.SaveDeclined, e.ChunksEvicted, e.TransferAwaited)
 _JOBS = (e.LoadIssued, *_SAVES)
 
 
-class DecisionRefused(ValueError):
+class DecisionRefused(QuotesNothing, ValueError):
     """A handler made a decision that it may not make. The message contains the reason and no text of the decision."""
 
 

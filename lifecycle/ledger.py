@@ -29,6 +29,7 @@ from kvledger.lifecycle.errors import described, raise_if_unstoppable
 from kvledger.lifecycle.events import Event, triggers_of
 from kvledger.lifecycle.handler_contract import Checked, DecisionRefused
 from kvledger.lifecycle.handlers import StateHandler
+from kvledger.lifecycle.input_checks import check_observation
 from kvledger.lifecycle.machine import Standing
 from kvledger.lifecycle.projections import Projections, before_of
 from kvledger.lifecycle.projections.base import Before, Subject
@@ -66,7 +67,14 @@ class LedgerCorrupt(RuntimeError):
 class Ledger:
     """Append-only: `observe` adds events, nothing removes them.
 
-    With `projections`, it continues from the state before `next_sequence`.
+    Args:
+        core: decides and folds.
+        configuration: of the log.
+        sink: gets the frames.
+        projections: the state before `next_sequence`, to continue from; None for an empty log.
+        next_sequence: sequence number of the next event; None: the sink's.
+        checks_input: whether `observe` refuses events with wrong fields. Set it in a program that makes its own events.
+            The log is the same with and without.
     """
 
     def __init__(
@@ -77,11 +85,13 @@ class Ledger:
         *,
         projections: Projections | None = None,
         next_sequence: int | None = None,
+        checks_input: bool = False,
     ) -> None:
         self.core = core
         self.projections = core.new_projections(configuration) if projections is None else projections
         self._decider = Decider(core, self.projections, self._record)
         self._sink = sink
+        self._checks_input = checks_input
         self._uncommitted: list[Event] = []
         self.next_sequence = sink.next_sequence if next_sequence is None else next_sequence
         self._decisions: list[Event] = []
@@ -115,9 +125,14 @@ class Ledger:
         A corrupt ledger decides nothing. It records the event and folds it into `projections.owed` only.
 
         Raises:
+            ValueError: with `checks_input`, if the event is no observation, a field has a wrong type or is negative, an
+                arrival has another ordinal than `next_ordinal`, or a preemption or end has more settled tokens than
+                were computed or loaded. Nothing is recorded.
             LedgerCorrupt: a projection failed during this call. The events stay and will be committed; the error
                 contains the decisions among them.
         """
+        if self._checks_input:
+            check_observation(event, self.core, self.projections.tracker)
         if self._corrupt is not None:
             sequence = self.next_sequence
             self.next_sequence = sequence + 1

@@ -79,7 +79,7 @@ def write_log(log_dir: Path) -> Path:
     configuration = LedgerConfiguration(block_size=16, chunk_size=256, num_slots=16)
     core = Core.standard().replacing(CachedAnswer())
     store = SegmentEventStore.create(log_dir, log_header(core, configuration))
-    ledger = Ledger(core, configuration, store)
+    ledger = Ledger(core, configuration, store, checks_input=True)
     for observation in OBSERVATIONS:
         ledger.observe(observation)
         ledger.commit()

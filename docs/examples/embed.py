@@ -13,7 +13,7 @@ from kvledger.storage.events import SegmentEventStore
 core, configuration = Core.standard(), LedgerConfiguration(block_size=16, chunk_size=16, num_slots=8)
 log_dir, clock = Path(sys.argv[1]), iter(range(1_000_000, 1_000_000_000, 1_000_000))
 store = SegmentEventStore.create(log_dir, log_header(core, configuration))
-ledger = Ledger(core, configuration, store)
+ledger = Ledger(core, configuration, store, checks_input=True)
 steps = StepEncoder(ledger.projections)
 
 

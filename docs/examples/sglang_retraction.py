@@ -72,7 +72,7 @@ class Scheduler:
         configuration = LedgerConfiguration(block_size=1, chunk_size=CHUNK, num_slots=HOST)
         core = Core.standard()
         self.store = SegmentEventStore.create(log_dir, log_header(core, configuration))
-        self.ledger = Ledger(core, configuration, self.store)
+        self.ledger = Ledger(core, configuration, self.store, checks_input=True)
         self.steps = StepEncoder(self.ledger.projections)
         self.tree_cache, self.free = RadixCache(), list(range(1, POOL + 1))
         self.device: dict[int, Tokens] = {}

@@ -94,6 +94,15 @@ def test_two_handlers_for_one_state_are_refused_by_name() -> None:
         CORE.replacing(Shy(), Shier())
 
 
+def test_a_class_in_place_of_an_instance_is_refused_with_the_instance() -> None:
+    """All of its methods looked like misspelt hooks."""
+    for compose in (CORE.replacing, CORE.adding):
+        with pytest.raises(CoreError, match=r"^handler .*handlers:Running is a class; pass an instance: Running\(\)$"):
+            compose(Running)  # type: ignore[arg-type]
+    with pytest.raises(CoreError, match=r"^extension .*:Saying is a class; pass an instance: Saying\(\)$"):
+        CORE.extended(Saying)  # type: ignore[arg-type]
+
+
 def test_a_misspelt_hook_is_refused_with_the_one_that_was_meant() -> None:
     """It would never be called, and nobody would notice."""
 

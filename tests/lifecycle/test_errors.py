@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvledger.lifecycle import Unstoppable, described, raise_if_unstoppable
+from kvledger.lifecycle import Unstoppable, described, raise_if_unstoppable, without_secrets
+from kvledger.lifecycle.handler_contract import DecisionRefused
 
 
 class OfSomebody(BaseException):
@@ -127,3 +128,10 @@ def test_an_error_that_cannot_be_printed_is_described_by_its_class() -> None:
 
     assert described(Mute()) == "Mute"
     assert described(ValueError("text")) == "ValueError: text"
+
+
+def test_a_log_contains_the_beginning_of_kvledgers_own_messages_alone() -> None:
+    """Others may quote prompts and salts, and any may be long."""
+    assert without_secrets(ValueError("a prompt")) == "ValueError"
+    assert without_secrets(DecisionRefused("the turn is over")) == "DecisionRefused: the turn is over"
+    assert len(without_secrets(DecisionRefused("x" * 10_000), of_extension=True)) < 250

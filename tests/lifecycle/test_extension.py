@@ -250,6 +250,19 @@ ATTRIBUTES = {
 @pytest.mark.parametrize(
     ("extension", "message"),
     [
+        *(
+            (
+                type("Misspelt", (Extension,), {"name": "misspelt", unknown: ()})(),
+                f"misspelt: its attribute {unknown} is not a part of .*; did you mean {meant}.",
+            )
+            for unknown, meant in {
+                **{part[:-1]: part for part in ("handlers", "events", "rows", "rules", "projections")},
+                "keep": "keeps",
+                "replace": "replaces",
+                "leave_out": "leaves_out",
+                "word": "words",
+            }.items()
+        ),
         (Nameless(), "Nameless: its name '' cannot be part of a trigger; use letters"),
         *(
             (changed(name=name), f"its name {name!r} cannot be part")
@@ -282,6 +295,12 @@ def test_a_part_that_is_none_is_refused_by_name(extension: Extension, message: s
     """With the reason and the remedy, before anything is asked of it or written about it."""
     with pytest.raises(CoreError, match=f"^extension .*{message}"):
         CORE.extended(extension)
+
+
+def test_an_extension_may_have_attributes_of_its_own() -> None:
+    """Also one that is a letter off a part that it has, or begins with an underscore."""
+    parts = {"event": Starving, "events": {"starving": Starving}, "_handler": 1, "handles": 2, "decide": 3}
+    CORE.extended(changed(**parts))
 
 
 def test_a_decision_of_an_extension_that_is_not_loaded_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -233,6 +234,23 @@ def test_every_reader_agrees(what: str, reader: str) -> None:
         states, live = projections.snapshot(), driver.projections.snapshot()
         assert states == {name: live[name] for name in states}
     assert projections.extensions.state.stopped
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("a handler", r"Broken in request_preempted, test_stopped_extensions\.py:\d+"),
+        ("what is kept", r"Broken in raising, test_stopped_extensions\.py:\d+"),
+        (
+            "a handler's decision",
+            r"DecisionRefused in request_preempted, test_stopped_extensions\.py:\d+: ExtensionStopped is no .*",
+        ),
+    ],
+)
+def test_the_log_names_the_line_of_the_extension_and_why_its_decision_was_refused(what: str, error: str) -> None:
+    """Not kvledger's line that refused it; and no message but kvledger's own."""
+    (stopped,) = lived(FAULTY[what][0]).all_of(e.ExtensionStopped)
+    assert re.fullmatch(error, stopped.error), stopped.error
 
 
 def test_one_that_raises_where_the_log_does_not_say_so_diverges() -> None:

@@ -8,6 +8,7 @@ from kvledger.lifecycle.audit.model import AuditModel
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.reader.forgotten import LIFE
 from kvledger.lifecycle.reader.records import NEVER, Answer, Life
+from kvledger.lifecycle.states import BlocksRegion
 
 
 class LastToken(Checker):
@@ -76,17 +77,17 @@ class AllocMatchesLookup(Checker):
     def _check_allocation(self, event: e.BlocksAllocated, answer: Answer | None, life: Life) -> None:
         if answer is None:
             self.broken(f"{event.num_external_tokens} external tokens were claimed that no lookup answered")
-        elif answer.life != life.name:
+            return
+        if answer.life != life.name:
             detail = (
                 f"{event.num_external_tokens} external tokens were claimed in generation {life.generation} of life "
                 f"{life.ordinal}, but the answer was for generation {answer.life[2]} of life {answer.life[1]}"
             )
             self.broken(detail, answer.sequence)
-        elif not 0 <= event.num_external_tokens <= answer.event.num_external_tokens:
-            detail = (
-                f"{event.num_external_tokens} external tokens were claimed, "
-                f"{answer.event.num_external_tokens} had been answered"
-            )
+            return
+        num_answered = answer.event.num_external_tokens
+        if not min(0, num_answered) <= event.num_external_tokens <= num_answered:
+            detail = f"{event.num_external_tokens} external tokens were claimed, {num_answered} had been answered"
             self.broken(detail, answer.sequence)
 
     @on(e.LoadIssued)
@@ -301,7 +302,8 @@ class SettledExact(Checker):
     Verifies: the settled tokens of every preemption, end, step and window that is left, against the tokens that steps
     have scheduled. Tokens in flight are subtracted as the engine counts them, if the log has that number; at a
     preemption or an end only with speculative decoding. Without it, no row of a step begins after the end of the
-    previous one. A next turn or a rollback keeps at most the tokens that were computed.
+    previous one, and a preemption or an end that takes blocks has at most the settled tokens that steps have scheduled
+    or the last allocation brought. A next turn or a rollback keeps at most the tokens that were computed.
     Does not verify: how many tokens are in flight and how many drafts were rejected, which only the engine knows; the
     first row after an allocation (TOKEN_CONSERVATION); an end without settled tokens after a hook failed for the
     request, whose blocks are then given up.
@@ -313,12 +315,27 @@ class SettledExact(Checker):
         super().__init__(model)
         self._may_be_given_up: dict[str, bool] = {}
         """Request id → True, once a hook has failed for it."""
-        model.forgotten.at(LIFE, self._may_be_given_up)
+        self._admitted: dict[str, int] = {}
+        """Request id → tokens that its last allocation brought, cached or loaded."""
+        model.forgotten.at(LIFE, self._may_be_given_up, self._admitted)
+        model.forgotten.at((e.SessionContinued,), self._admitted)
 
     def begin(self) -> None:
-        """Read whether a hook failed before the first event."""
-        if self.lives.has_hook_failed:
-            self._may_be_given_up.update((life.request_id, True) for life in self.lives)
+        """Read whether a hook failed, and what was allocated, before the first event."""
+        for life in self.lives:
+            if self.lives.has_hook_failed:
+                self._may_be_given_up[life.request_id] = True
+            self._admit(life.request_id)
+
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
+        self._admit(event.request_id)
+
+    def _admit(self, request_id: str) -> None:
+        allocation = self.answers.allocation(request_id)
+        if allocation is not None:
+            num_local_tokens = 0 if allocation.answer is None else allocation.answer.event.num_computed_tokens
+            self._admitted[request_id] = num_local_tokens + allocation.num_external_tokens
 
     @on(e.HookFailed)
     def _hook_failed(self, event: e.HookFailed) -> None:
@@ -327,16 +344,37 @@ class SettledExact(Checker):
 
     @on(e.RequestPreempted)
     def _preempted(self, event: e.RequestPreempted) -> None:
-        if event.num_in_flight_tokens != e.NOT_RECORDED and self.moment.life is not None:
+        num_admitted_tokens = self._admitted.pop(event.request_id, 0)
+        if self.moment.life is None:
+            return
+        if event.num_in_flight_tokens == e.NOT_RECORDED:
+            self._check_most(event, self.moment.life, num_admitted_tokens)
+        else:
             self._check(event, self.moment.num_computed_tokens)
 
     @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished) -> None:
-        if e.NOT_RECORDED in {event.num_in_flight_tokens, event.num_computed_tokens} or self.moment.life is None:
+        num_admitted_tokens = self._admitted.pop(event.request_id, 0)
+        if self.moment.life is None:
             return
-        if event.num_settled_tokens or event.request_id not in self._may_be_given_up:
+        if e.NOT_RECORDED in {event.num_in_flight_tokens, event.num_computed_tokens}:
+            self._check_most(event, self.moment.life, num_admitted_tokens)
+        elif event.num_settled_tokens or event.request_id not in self._may_be_given_up:
             # vLLM also counts what another connector begins to load, on which no step has computed.
             self._check(event, min(self.moment.num_computed_tokens, event.num_computed_tokens))
+
+    def _check_most(self, event: e.RequestPreempted | e.RequestFinished, life: Life, num_admitted_tokens: int) -> None:
+        """Report more settled tokens than the request can have, if the log lacks the tokens in flight.
+
+        An event that takes no blocks saves nothing, so its number does not matter. After a gap, counts are only bounds.
+        """
+        if life.is_partial or not self.moment.is_legal or self.moment.blocks_before is BlocksRegion.NONE:
+            return
+        num_computed_tokens = self.moment.num_computed_tokens
+        if event.num_settled_tokens > max(num_computed_tokens, num_admitted_tokens):
+            loaded = f" and {num_admitted_tokens} were cached or loaded" if num_admitted_tokens else ""
+            detail = f"{event.id} has {event.num_settled_tokens} settled tokens, but steps computed "
+            self.broken(f"{detail}{num_computed_tokens}{loaded}")
 
     def _check(self, event: e.RequestPreempted | e.RequestFinished, num_computed_tokens: int) -> None:
         num_in_flight_tokens = event.num_in_flight_tokens

@@ -308,7 +308,8 @@ FOLLOWING = {
     # Its request computes at once, as it did after the load within the step; and the settings want it there.
     "LOAD_XOR_STORES": {"LOAD_DST_EXCLUSIVE", "LOOKUP_PURE"},
     # Who is told of with other counts decodes no longer as before.
-    **{rule: {"STEP_SUM"} for rule in ("TOKEN_CONSERVATION", "ROLLBACK_OBSERVED")},
+    "ROLLBACK_OBSERVED": {"STEP_SUM"},
+    "TOKEN_CONSERVATION": {"STEP_SUM", "SETTLED_EXACT"},  # and it has fewer computed tokens when it ends
 }
 """Rule -> what a breach of it breaks later on."""
 
@@ -563,3 +564,52 @@ def test_a_violation_of_no_known_life_names_no_generation() -> None:
     observed, recorded = driver.audited().violations
     assert (observed.rule, observed.generation) == ("LEGAL_TRANSITION", None)
     assert (recorded.rule, recorded.generation) == ("RECORDED", None)
+
+
+def computed(num_tokens: int) -> Driver:
+    """A request of 100 tokens, of which a step has computed so many."""
+    driver = Driver(chunk_size=16, block_size=16)
+    driver.arrive("a", 100)
+    driver.keys("a", 0, keys_of("a", 6))
+    driver.lookup("a", 0, 100)
+    driver.allocate("a", tuple(range(1, 8)))
+    driver.step(("a", 0, num_tokens, 100))
+    return driver
+
+
+def test_more_settled_tokens_than_were_computed_are_named_if_the_log_lacks_those_in_flight() -> None:
+    """A trial: an embedder preempted with 96 of 40 tokens; they were saved before they were written."""
+    for take, trigger in ((Driver.preempt, "request.preempted"), (Driver.finish, "request.finished")):
+        for num_settled_tokens in (0, 39, 40, 41, 96):
+            driver = computed(40)
+            take(driver, "a", num_settled_tokens, 100)
+            violations = driver.audited().violations
+            said = f"{trigger} has {num_settled_tokens} settled tokens, but steps computed 40"
+            expected = [("SETTLED_EXACT", said)] if num_settled_tokens > 40 else []
+            assert [(each.rule, each.detail) for each in violations] == expected
+
+
+def test_what_an_allocation_brought_may_be_settled_before_any_step() -> None:
+    """Cached tokens, and those that a load of this allocation fills; the next allocation brings nothing."""
+    driver = computed(40)
+    driver.preempt("a", 40, 100)
+    driver.settle_all()
+    num_loaded = driver.lookup("a", 16, 100).num_external_tokens
+    assert num_loaded
+    driver.allocate("a", tuple(range(11, 18)), num_loaded)
+    driver.settle_all()
+    driver.preempt("a", 16 + num_loaded, 100)
+    assert not driver.audited().violations
+    driver.lookup("a", 0, 100)
+    driver.allocate("a", tuple(range(21, 28)))
+    driver.preempt("a", 16, 100)
+    assert [each.rule for each in driver.audited().violations] == ["SETTLED_EXACT"]
+
+
+def test_an_end_that_takes_no_blocks_may_count_what_the_preemption_took() -> None:
+    """Nothing is saved then."""
+    driver = computed(40)
+    driver.preempt("a", 40, 100)
+    driver.settle_all()
+    driver.finish("a", 40, 100)
+    assert not driver.audited().violations
