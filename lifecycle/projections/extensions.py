@@ -1,7 +1,7 @@
-"""Which extensions are active: all of them, until an `ExtensionStopped` event records that one's code raised.
+"""Which extensions are active: each one, until an `ExtensionStopped` event records that its code raised.
 
-Folds and methods of extensions run through this module, so what they raise does not reach the caller. It must not know
-the ledger: it calls `on_raised`, and the ledger records the event.
+Folds and methods of extensions run through this module, so what they raise does not reach the caller. This module
+must not know the ledger: it calls `on_raised`, and the ledger records `ExtensionStopped`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Extensions(Projection):
         self._forget = forget
         self.state = State()
         self.raised: list[tuple[str, str, str]] = []
-        """(extension, where, error) for code that raised. `stops`, or the event that records it, removes the entry."""
+        """(extension, where, error) for code that raised. `stops` or a folded `ExtensionStopped` removes the entry."""
         self._silent: set[str] = set()
         """Names of the extensions whose code raised in this process."""
         self.on_raised: Callable[[], None] = lambda: None
@@ -58,7 +58,7 @@ class Extensions(Projection):
         return answer
 
     def stops(self, cause: int) -> Iterator[e.ExtensionStopped]:
-        """Yield the decision to stop each extension whose code raised, each once."""
+        """Yield one decision to stop for each extension whose code raised."""
         while self.raised:
             name, where, error = self.raised.pop(0)
             yield e.ExtensionStopped(name, self._versions[name], where, error, cause)
@@ -72,7 +72,7 @@ class Extensions(Projection):
             raise_if_unstoppable(error)
             if self.takes_part(name):  # it may have been stopped while the method ran
                 self._silent.add(name)
-                self.raised.append((name, where, without_secrets(error)))
+                self.raised.append((name, where, without_secrets(error, of_extension=True)))
             return None
 
     @on(e.ExtensionStopped)
